@@ -6,14 +6,13 @@ import dataclasses
 from pathlib import Path
 
 from penstock.adapt import FAMILIES
-from penstock.adapt.features import table
+from tests.support.families_table import table
 
 PAGE = Path(__file__).parents[2] / "docs/features.md"
 
 
 def test_the_page_has_the_table_of_the_register() -> None:
-    """Make it anew with `python -c "from penstock.adapt import *; from penstock.adapt.features import table;
-    print(table(FAMILIES))"`."""
+    """Make it anew with `print(table(FAMILIES))`, where `penstock.adapt` is imported."""
     assert table(FAMILIES) in PAGE.read_text(encoding="utf-8")
 
 

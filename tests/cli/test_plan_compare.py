@@ -11,6 +11,8 @@ import pytest
 from penstock.cli.main import main
 from penstock.plan.models import model_name, open_models
 
+pytestmark = pytest.mark.usefixtures("searched_once")
+
 STEP = ["plan", "--model", "flowmoe/gpt2-tiny", "--layers", "1", "--batch", "2", "--budget", "0.0001"]
 STUDY = [*STEP, "--cluster", "flowmoe-cluster-2"]
 LINE = [*STEP, "--cluster", "2x4xA100-80GB,net=100gbit"]
@@ -118,6 +120,29 @@ def test_names_are_found_in_any_case(capsys: pytest.CaptureFixture[str]) -> None
     shown = found([*words, "--cluster", "FLOWMOE-Cluster-2"], capsys)
     assert words != STEP and (shown["model"], shown["cluster"]) == ("flowmoe/gpt2-tiny", "flowmoe-cluster-2")
     assert model_name("Qwen3-30B-A3B") in open_models()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507", "qwen3-235b-a22b"),
+        ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek-v2-lite"),
+        ("deepseek-ai/DeepSeek-V2-Chat", "deepseek-v2"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+        ("deepseek-ai/DeepSeek-V2.5", "deepseek-ai/DeepSeek-V2.5"),
+        ("./qwen3-30b-a3b", "./qwen3-30b-a3b"),
+        ("models/openai/gpt-oss-20b", "models/openai/gpt-oss-20b"),
+    ],
+)
+def test_names_on_the_hub_mean_the_model_that_they_begin_with(text: str, name: str) -> None:
+    assert model_name(text) == name
+
+
+def test_a_path_that_exists_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "openai" / "gpt-oss-20b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert model_name("openai/gpt-oss-20b") == "openai/gpt-oss-20b"
 
 
 @pytest.mark.slow

@@ -77,6 +77,19 @@ def test_a_plan_without_stages_says_what_they_would_bring(capsys: pytest.Capture
 
 
 @pytest.mark.slow
+def test_without_a_size_of_updates_stages_are_weighed_for_the_samples_of_a_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", "--model", "olmoe-1b-7b", "--cluster", "4x8xA100-80GB,net=100gbit", "--budget", "0.01"]
+    assert main([*words, "--json"]) == 0
+    hint = json.loads(capsys.readouterr().out)["stages"]
+    assert hint["options"] == "--global-batch 32 --pipeline-parallel-size 4 --ep-size 8"
+    assert main([*words, *hint["options"].split(), "--json"]) == 0
+    then = json.loads(capsys.readouterr().out)["stages"]
+    assert then["update_s"] <= hint["update_s"] * (1 + 1e-9)
+
+
+@pytest.mark.slow
 def test_layouts_are_weighed_in_stages_too(capsys: pytest.CaptureFixture[str]) -> None:
     words = [UPDATE, "64", STAGES, "2", "--nodes", "2", "--layers", "2"]
     given, best = (planned([*words, *more], capsys)["stages"] for more in ([], ["--layout", "auto"]))

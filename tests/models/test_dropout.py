@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.models.dropout import CounterDropout
+from penstock.models.decoder import CounterDropout
 from penstock.moe.counter import uniform_bits
 from tests.support.samples import SHAPE, keys, sample_ids, seeds
 

@@ -107,3 +107,19 @@ def test_what_no_option_replaces_is_refused(words: list[str], capsys: pytest.Cap
     given = ["plan", "--model", "olmoe-1b-7b", "--cluster", "2x8xH100,net=8x400gbit", *words]
     assert main(given) == 2
     assert words[0].removeprefix("--").replace("-", "_") in capsys.readouterr().err.replace("-", "_")
+
+
+@pytest.mark.slow
+def test_near_its_bound_a_plan_also_says_how_little_of_the_devices_is_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", "--model", "olmoe-1b-7b", "--cluster", "4x8xA100-80GB,net=10gbit", "--budget", "0.01"]
+    assert main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    speed, a100_flops_per_s = plan["throughput"], 312e12
+    used = speed["flops_per_s_per_device"] / a100_flops_per_s
+    assert speed["utilisation_of_data_sheet"] == pytest.approx(used)
+    assert used < 0.1 and plan["lower_bound_s"] / plan["predicted_s"] > 0.9
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "efficiency" in shown and "MFU" in shown

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.models import MoEDecoder
-from penstock.models.dropout import CounterDropout
+from penstock.models.decoder import CounterDropout
 from penstock.runtime import PipelinedStack
 from penstock.step.shape import Recompute
 from penstock.topology.faults import ACTIVITY

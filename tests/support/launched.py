@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from penstock.lab.emulate import Cluster, open_cluster
+from penstock.lab.emulate.system import enter
 from penstock.stops import die_with_parent
 from penstock.train import launcher
 from penstock.train.launcher import LaunchOutcome
@@ -32,6 +34,9 @@ from tests.support.searching import short_search
 
 POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen"
 """What torch's agent starts processes with."""
+
+CLUSTER = "TESTS_CLUSTER"
+"""The emulated cluster into which a rank goes; one that starts Python anew goes there by `ip netns exec`."""
 
 
 class ForkedRank:
@@ -74,6 +79,10 @@ def _be_rank(module: str, words: list[str], environ: dict[str, str]) -> None:
     code = 1
     try:
         os.setsid()
+        if cluster := environ.pop(CLUSTER, ""):
+            place = open_cluster(cluster)
+            environ |= place.environ(rank := int(environ["RANK"]))
+            enter(place.namespaces[rank])
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -147,16 +156,18 @@ def start_launcher(
     stderr: Path,
     stdout: Path | None = None,
     meddle: Callable[[], None] | None = None,
+    program: str = "penstock",
 ) -> Started:
     """Start `penstock` as `tests.support.runs.start` does; what remains of it ends with the test.
 
-    meddle: called in the launcher's process, before anything else.
+    meddle: called in the launcher's process, before anything else. program: a module in place of `penstock`.
     """
     words = list(map(str, arguments))
-    return started(_be_command, words, clean_environ(), stderr, stdout, meddle)
+    return started(_be_command, program, words, clean_environ(), stderr, stdout, meddle)
 
 
 def _be_command(
+    program: str,
     words: list[str],
     environ: dict[str, str],
     stderr: Path,
@@ -168,7 +179,8 @@ def _be_command(
         meddle()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(POPEN, ForkedRank)
-        _run_module("penstock", words, environ)
+        patch.setattr(Cluster, "wrapper", lambda cluster: [f"{CLUSTER}={cluster.name}"])
+        _run_module(program, words, environ)
 
 
 def launch_forked(

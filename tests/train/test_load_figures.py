@@ -23,9 +23,11 @@ def test_written_out() -> None:
     loads = np.zeros((4, 1, 4), dtype=np.int32)
     loads[0, 0, 0], loads[1:, 0, 3] = 8, 8
     found = LoadFigures.of(loads, [ExpertPlacement.even(4, 4)], Mesh(world_size=4, ep_size=4), 2)
-    assert found.expert_max_over_mean == found.rank_max_over_mean == (3.0,)
-    assert found.crossing_nodes == (0.25,), "rank 1's"
-    assert found.entropy == pytest.approx([-(0.25 * np.log(0.25) + 0.75 * np.log(0.75)) / np.log(4)])
+    assert found.expert_load_max_over_mean == found.rank_load_max_over_mean == (3.0,)
+    assert found.rows_crossing_nodes == (0.25,), "rank 1's"
+    assert found.expert_load_entropy == pytest.approx(
+        [-(0.25 * np.log(0.25) + 0.75 * np.log(0.75)) / np.log(4)]
+    )
 
 
 def test_rows_count_where_replicas_compute_them_and_loads_are_compared_with_those_before() -> None:
@@ -39,12 +41,12 @@ def test_rows_count_where_replicas_compute_them_and_loads_are_compared_with_thos
     mesh = Mesh(world_size=4, ep_size=4)
     hosted = RowsOfReplicas.of_group(loads, replicas, mesh, 2, 0)
     found = LoadFigures.of(loads, [even], mesh, 2, replica_rows=hosted, before_PYE=before)
-    assert (found.rank_max_over_mean, found.rank_rows_max_over_mean) == ((3.0,), (2.0,))
-    assert found.crossing_nodes == (0.0,) and found.in_common == (0.75,)
+    assert (found.rank_load_max_over_mean, found.rank_rows_max_over_mean) == ((3.0,), (2.0,))
+    assert found.rows_crossing_nodes == (0.0,) and found.loads_in_common == (0.75,)
     nobody = RowsOfReplicas.of_group(loads, [Replication.none(even, 1)], mesh, 2, 0)
     alone = LoadFigures.of(loads, [even], mesh, 2, replica_rows=nobody)
-    assert alone.rank_rows_max_over_mean == alone.rank_max_over_mean == (3.0,)
-    assert alone.crossing_nodes == (0.25,) and alone.in_common is None
+    assert alone.rank_rows_max_over_mean == alone.rank_load_max_over_mean == (3.0,)
+    assert alone.rows_crossing_nodes == (0.25,) and alone.loads_in_common is None
 
 
 def test_every_expert_group_has_replicas_of_its_own() -> None:
@@ -59,17 +61,17 @@ def test_every_expert_group_has_replicas_of_its_own() -> None:
     ]
     assert [part.shape for share in shares for part in share] == [(1,)] * 8, "nobody tells others' rows"
     found = LoadFigures.of(loads, [even], mesh, 1, replica_rows=RowsOfReplicas.joined(shares))
-    assert (found.rank_rows_max_over_mean, found.crossing_nodes) == ((2.0,), (0.25,))
+    assert (found.rank_rows_max_over_mean, found.rows_crossing_nodes) == ((2.0,), (0.25,))
     alone = LoadFigures.of(loads, [even], mesh, 1)
-    assert (alone.rank_rows_max_over_mean, alone.crossing_nodes) == ((2.0,), (0.5,))
+    assert (alone.rank_rows_max_over_mean, alone.rows_crossing_nodes) == ((2.0,), (0.5,))
 
 
 def test_one_node_has_no_rows_that_leave_it() -> None:
     even = np.full((2, 3, 4), 5, dtype=np.int32)
     found = LoadFigures.of(even, [ExpertPlacement.even(4, 2)] * 3, Mesh(world_size=2, ep_size=2), 0)
-    assert found.crossing_nodes is None
-    assert found.expert_max_over_mean == found.rank_max_over_mean == (1.0,) * 3
-    assert found.entropy == pytest.approx([1.0] * 3)
+    assert found.rows_crossing_nodes is None
+    assert found.expert_load_max_over_mean == found.rank_load_max_over_mean == (1.0,) * 3
+    assert found.expert_load_entropy == pytest.approx([1.0] * 3)
 
 
 def test_nothing_at_all_has_numbers_too() -> None:
@@ -101,7 +103,7 @@ def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
                 ranks[rank] += loads[source, 0, expert] * (mesh.place(rank, Group.EXPERT) == place)
     assert (rank_loads(loads.astype(np.int64), [placement], mesh)[:, 0] == ranks).all()
     found = LoadFigures.of(loads, [placement], mesh, 4)
-    assert found.crossing_nodes == pytest.approx([away / loads.sum()])
+    assert found.rows_crossing_nodes == pytest.approx([away / loads.sum()])
     replicas = [
         Replication.local(placement, [[EMPTY], *[[EMPTY]] * (mesh.ep_size - 2), [placement.held(0)[0]]])
     ]
@@ -109,5 +111,5 @@ def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
         [RowsOfReplicas.of_group(loads, replicas, mesh, 4, rank).share(mesh, rank) for rank in range(8)]
     )
     found = LoadFigures.of(loads, [placement], mesh, 4, replica_rows=hosted)
-    assert found.crossing_nodes is not None and found.crossing_nodes[0] <= away / loads.sum()
+    assert found.rows_crossing_nodes is not None and found.rows_crossing_nodes[0] <= away / loads.sum()
     assert hosted.rows_PY.sum() == ranks.sum()

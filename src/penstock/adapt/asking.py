@@ -117,22 +117,16 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
             f"{path} is neither a Hugging Face model folder (config.json), nor a checkpoint or an output "
             "folder of penstock train"
         )
-    data = None if checkpoint is None else _data_of(checkpoint)
+    data: Mapping[str, Any] | None = None
+    if checkpoint is not None:
+        # Section [data] of the run that wrote the checkpoint; empty for one made from a folder.
+        found = (Record.read(checkpoint).settings or {}).get("data", {})
+        data = found if isinstance(found, Mapping) else {}
+        if not isinstance(named := data.get("tokenizer"), str | None):
+            key = f"{checkpoint / RECORD}: settings.data.tokenizer"
+            raise ConfigError(key, named, "must be a path or `bytes`", "Use another checkpoint.")
     words = words_of(path, model.config, data, tokenizer)
     return Opened(model.eval(), words)
-
-
-def _data_of(checkpoint: Path) -> Mapping[str, Any]:
-    """Return section [data] of the run that wrote a checkpoint; empty for one made from a folder.
-
-    Raises ConfigError where the tokenizer in there is no text.
-    """
-    found = (Record.read(checkpoint).settings or {}).get("data", {})
-    table = found if isinstance(found, Mapping) else {}
-    if not isinstance(named := table.get("tokenizer"), str | None):
-        key = f"{checkpoint / RECORD}: settings.data.tokenizer"
-        raise ConfigError(key, named, "must be a path or `bytes`", "Use another checkpoint.")
-    return table
 
 
 def read_whole(folder: Path) -> Any:

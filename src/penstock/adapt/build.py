@@ -129,13 +129,49 @@ def scheduled(
 
     tensor: its part of attention, where ranks share that. updating: see `parallelize`.
     """
-    model, engine = found.model, _engine(found, machinery, parallel, plan, tensor, updating)
+    layout = machinery.layout
+    planner = planner_of(plan, found.sizes, layout, parallel)
+    with pieces_of(found, layout, tensor) as pieces:
+        decoder = pieces.decoder
+        stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
+        stack.timed = False  # nothing reads when tasks ran
+        stack.replica_manager.moving = moving_of(found.choice, found.sizes, stack)
+        if layout.ep_size * layout.etp_size > 1:
+            machinery.transports.open([(Lane.INTER, Group.EXPERT), (Lane.INTER, Group.SHARDS)])
+        if tensor is not None:
+            tensor.ranks.open(machinery)
+    stack.mark_experts()
+    spread_parts(pieces, machinery)
+    passes = Passes(machinery.control, stack.turns)
+    for layer, cut in pieces.cuts.items():
+        moe = decoder.parts[layer].moe
+        assert moe is not None, "it is cut where it has experts"
+        if layout.ep_size * layout.etp_size > 1:
+            width = found.family.form.entering(core_of(cut.experts))
+            spread = Spread if layout.etp_size == 1 else NarrowSpread
+            cut.spread = spread(
+                machinery,
+                MoELayer(
+                    gate=moe.gate,
+                    order=SortOrder(moe.num_experts),
+                    expert=moe.experts,
+                    ep_size=moe.ep_size,
+                    ep_rank=moe.ep_rank,
+                    placement=moe.placement,
+                ),
+                passes,
+                width,
+            )
+        if layout.ep_size > 1:
+            cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
+            cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
+    model, engine = found.model, Engine(stack, decoder, planner, passes)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         model.gradient_checkpointing_disable()  # on its own a layer would recompute its transfers
         engine.recompute("blocks")
     follow_torch()
     schedule(model, engine)
-    engine.stack.outside.begin(engine.decoder.outside_layers(), averaged=machinery.layout.dp_size)
+    engine.watch_outside()
     return model
 
 
@@ -209,41 +245,6 @@ def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.devi
         with suppress(Exception):  # the reason is the first error
             machinery.close()
         raise
-
-
-def _engine(
-    found: Found,
-    machinery: Machinery,
-    parallel: ParallelConfig,
-    plan: str | Decision,
-    tensor: TensorShares | None,
-    updating: Updating | None,
-) -> Engine:
-    layout = machinery.layout
-    planner = planner_of(plan, found.sizes, layout, parallel)
-    with pieces_of(found, layout, tensor) as pieces:
-        decoder = pieces.decoder
-        stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
-        stack.timed = False  # nothing reads when tasks ran
-        stack.replica_manager.moving = moving_of(found.choice, found.sizes, stack)
-        if layout.ep_size * layout.etp_size > 1:
-            machinery.transports.open([(Lane.INTER, Group.EXPERT), (Lane.INTER, Group.SHARDS)])
-        if tensor is not None:
-            tensor.ranks.open(machinery)
-    stack.mark_experts()
-    spread_parts(pieces, machinery)
-    passes = Passes(machinery.control, stack.turns)
-    for layer, cut in pieces.cuts.items():
-        moe = decoder.parts[layer].moe
-        assert moe is not None, "it is cut where it has experts"
-        if layout.ep_size * layout.etp_size > 1:
-            width = found.family.form.entering(core_of(cut.experts))
-            spread = Spread if layout.etp_size == 1 else NarrowSpread
-            cut.spread = spread(machinery, _plain(moe), passes, width)
-        if layout.ep_size > 1:
-            cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
-            cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
-    return Engine(stack, decoder, planner, passes)
 
 
 @dataclass(frozen=True)
@@ -350,18 +351,6 @@ def _layers(
     return layers
 
 
-def _plain(moe: MoELayer) -> MoELayer:
-    """Return a layer with the same experts, whose rows travel as they are, and directly."""
-    return MoELayer(
-        gate=moe.gate,
-        order=SortOrder(moe.num_experts),
-        expert=moe.experts,
-        ep_size=moe.ep_size,
-        ep_rank=moe.ep_rank,
-        placement=moe.placement,
-    )
-
-
 class SharedPart(nn.Module):
     """The output of a block's shared experts, which is added to that of its routed experts."""
 
@@ -372,5 +361,4 @@ class SharedPart(nn.Module):
 
     def forward(self, x_TM: Tensor) -> Tensor:
         family: Family = self.__dict__["family"]
-        assert family.shared is not None
-        return family.shared(self.__dict__["block"], x_TM)
+        return family.shared_output(self.__dict__["block"], x_TM)

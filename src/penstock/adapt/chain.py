@@ -72,7 +72,7 @@ def chain_of(decoder: Decoder, tokens_BL: Tensor) -> Chain:
         decoder.begin(Inputs())
         with naming(decoder.model, "where its layers only record how they are called"):
             decoder.embed(tokens_BL, keys)
-        broken = _unlike_recorded(watched.calls, decoder.calls_of(keys))
+        broken = _unlike_recorded(watched.calls, decoder.calls.of(keys).layers)
     return Chain(watched.calls, broken)
 
 

@@ -165,33 +165,27 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
     """Give an optimiser the state that `save_checkpoint` has saved; for experts, this rank's share.
 
     model: scheduled, with the parameters that the optimiser has, in the same groups. Raises ValueError if the
-    state of another optimiser was saved, or none.
+    state of another optimiser was saved, or none, ConfigError if the file about its groups holds others.
     """
     path = Path(folder)
     if not (path / GROUPS).is_file():
         refuse_cut_off(path)
         raise ValueError(f"{path} holds no {GROUPS}: save_checkpoint has not written it")
     states = _States.of(model, engine_of(model), optimizer)
-    saved = _read_groups(path / GROUPS)
+    hint = "Copy it again, or go on from another checkpoint."
+    saved = read_json(path / GROUPS, hint)
+    try:
+        named = [[*group["parameters"], *group[WITHOUT], *group] for group in saved]
+    except (KeyError, TypeError):
+        named = [[None]]
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in chain(*named)):
+        raise ConfigError(str(path / GROUPS), UNSET, "holds no groups of an optimizer's parameters", hint)
     mine, theirs = ([group["parameters"] for group in groups] for groups in (states.groups, saved))
     if mine != theirs:
         differing = sorted(set(chain(*mine)) ^ set(chain(*theirs)))[:3]
         names = ", ".join(differing) or "the same ones, in other groups or another order"
         raise ValueError(f"{path} has the state of an optimizer of other parameters: {names}")
     states.take(path, saved)
-
-
-def _read_groups(file: Path) -> list[Group]:
-    """Read the groups of an optimiser's parameters. Raises ConfigError about the file for anything else."""
-    hint = "Copy it again, or go on from another checkpoint."
-    saved = read_json(file, hint)
-    try:
-        named = [[*group["parameters"], *group[WITHOUT], *group] for group in saved]
-    except (KeyError, TypeError):
-        named = [[None]]
-    if not isinstance(saved, list) or not all(isinstance(name, str) for name in chain(*named)):
-        raise ConfigError(str(file), UNSET, "holds no groups of an optimizer's parameters", hint)
-    return saved
 
 
 def refuse_adapters(folder: Path) -> None:
@@ -304,10 +298,6 @@ class _States:
                 f"{folder} has no state of this optimizer: {error}. Copy it again, or go on from another "
                 "checkpoint"
             ) from error
-        self._take_settings(states, saved)
-
-    def _take_settings(self, states: dict[int, dict[str, Tensor]], saved: list[Group]) -> None:
-        """Give the optimiser its states, by the numbers of parameters, and its groups' settings."""
         if isinstance(self.optimizer, ShardedAdamW):  # its states are filled already
             for mine, group in zip(self.optimizer.param_groups, saved, strict=True):
                 mine.update({key: group[key] for key in SHARED_SETTINGS if key in group})

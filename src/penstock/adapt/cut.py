@@ -7,7 +7,7 @@ Shapes: T tokens, M hidden size, E experts (total), k choices per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -189,23 +189,18 @@ class Cut:
         del router
         self._asked = RouterCall(given, returned)
 
-    def _refuse_gradients(self, given: Sequence[Tensor]) -> None:
-        """Raise ValueError where backward would leave no gradient, or only this rank's part of it.
-
-        In training mode, even if all of it is frozen: gradients of what is computed from it would stay here.
-        """
-        entering = (*given, *self.experts.parameters())
-        trains = self.experts.training or any(tensor.requires_grad for tensor in entering)
-        if torch.is_grad_enabled() and trains:
-            raise ValueError(
-                f"{type(self.experts).__name__} was called with gradients enabled, outside of a training "
-                "step: backward would leave no gradients that belong to all ranks. For a loss give the "
-                "scheduled model labels=... in training mode; for anything else use torch.no_grad()"
-            )
-
     def _meet(self, *given: Tensor) -> Tensor:
         if not self._cutting and self.ranks > 1:
-            self._refuse_gradients(given)
+            # Backward would leave no gradient, or only this rank's part of it; in training mode even if all
+            # parameters are frozen, as gradients of what is computed from the output would stay here.
+            entering = (*given, *self.experts.parameters())
+            trains = self.experts.training or any(tensor.requires_grad for tensor in entering)
+            if torch.is_grad_enabled() and trains:
+                raise ValueError(
+                    f"{type(self.experts).__name__} was called with gradients enabled, outside of a training "
+                    "step: backward would leave no gradients that belong to all ranks. For a loss give the "
+                    "scheduled model labels=... in training mode; for anything else use torch.no_grad()"
+                )
         if not self._cutting and self.spread is None:
             if self.holds_share:
                 kind = type(self.experts).__name__

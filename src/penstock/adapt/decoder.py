@@ -137,16 +137,10 @@ class Calls:
     def of(self, keys: SampleKeys) -> Called:
         """Return the arguments of the layers for the microbatch with these samples."""
         known = self._by_samples.get(keys.sample_ids_B)
-        found = None if known is None else known()
-        return self._again(keys) if found is None else found
-
-    def _keep(self, keys: SampleKeys, called: Called) -> None:
-        self._step.append(called)
-        self._by_samples[keys.sample_ids_B] = weakref.ref(called)
-
-    def _again(self, keys: SampleKeys) -> Called:
-        """Return the arguments for samples that another tensor names, or that have moved."""
-        ids = keys.sample_ids_B.tolist()
+        found: Called | None = None if known is None else known()
+        if found is not None:
+            return found
+        ids = keys.sample_ids_B.tolist()  # another tensor may name the same samples, or samples have moved
         for samples_B, known in list(self._by_samples.items()):
             called: Called | None = known()
             if called is not None and samples_B.tolist() == ids:
@@ -156,6 +150,10 @@ class Calls:
         made = Called(self.make(keys), None, self.routers)
         self._keep(keys, made)
         return made
+
+    def _keep(self, keys: SampleKeys, called: Called) -> None:
+        self._step.append(called)
+        self._by_samples[keys.sample_ids_B] = weakref.ref(called)
 
 
 class _Apart:
@@ -267,8 +265,8 @@ class Decoder:
     """The pieces of a model of transformers.
 
     plain: the model's own `forward`, which takes the model first, of its class `kind`. code: of the module
-    with the layers, of its class `base_kind`. left: hidden states after the last layer, of every microbatch
-    of the last step with labels, by the place of these in memory.
+    with the layers, of its class `base_kind`. calls: of the layers in steps. left: hidden states after the
+    last layer, of every microbatch of the last step with labels, by the place of these in memory.
     """
 
     def __init__(
@@ -281,7 +279,7 @@ class Decoder:
         shares: TensorShares | None = None,
     ) -> None:
         self._shares = shares
-        self.parts, self.model, self.family, self._calls, self.plain = layers, model, family, calls, plain
+        self.parts, self.model, self.family, self.calls, self.plain = layers, model, family, calls, plain
         self.kind, self.base_kind, self.code = type(model), type(self.base), code_of(self.base)
         self._inputs, self._length = Inputs(), 0
         self.left: dict[int, Tensor] = {}
@@ -289,14 +287,10 @@ class Decoder:
     def begin(self, inputs: Inputs) -> None:
         """Begin the forward pass of a step on these samples."""
         self._inputs = inputs
-        self._calls.make = None if inputs.stay else self._calls_for
-        self._calls.routers = inputs.routers
-        self._calls.begin()
+        self.calls.make = None if inputs.stay else self._calls_for
+        self.calls.routers = inputs.routers
+        self.calls.begin()
         self.left.clear()
-
-    def end_with(self, loss: Tensor) -> None:
-        """End the forward pass of a step: what its backward needs is kept as long as its loss."""
-        self._calls.end_with(loss)
 
     def embed(self, tokens_BL: Tensor, keys: SampleKeys) -> Tensor:
         """Run the decoder up to its first layer, and record how it calls each layer."""
@@ -304,15 +298,20 @@ class Decoder:
             return torch.zeros(*tokens_BL.shape, self.hidden_size, dtype=self.dtype, device=tokens_BL.device)
         self._length = tokens_BL.shape[1]
         calls, entered_BLM = self._entering(tokens_BL, keys)
-        self._calls.put(keys, calls, self._inputs)
+        self.calls.put(keys, calls, self._inputs)
         return entered_BLM
 
     def _entering(self, tokens_BL: Tensor, keys: SampleKeys) -> tuple[list[LayerCall], Tensor]:
         """Return how the decoder calls each layer, and what the first one gets."""
         calls: list[LayerCall] = []
         entered: list[Tensor] = []
-        with self._recording(calls, entered) as base, self.inside.step():
-            base(input_ids=tokens_BL, use_cache=False, **self._inputs.of(keys), **_positions(keys))
+        given = self._inputs.of(keys)
+        if (documents_BL := keys.documents_BL) is not None:
+            # By positions that begin anew transformers separates documents.
+            places_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
+            given["position_ids"] = places_L - documents_BL
+        with self._recording(calls, entered) as base, self.calls.inside.step():
+            base(input_ids=tokens_BL, use_cache=False, **given)
         return calls, entered[0]
 
     def _calls_for(self, keys: SampleKeys) -> list[LayerCall]:
@@ -359,7 +358,7 @@ class Decoder:
             weight: Tensor = self.model.get_output_embeddings().weight
             return h_BLM.flatten(0, 1) @ weight.to(h_BLM.dtype).t()
         positions_1L = torch.arange(h_BLM.shape[1], device=h_BLM.device).unsqueeze(0)  # else some models ask
-        with self.inside.step(), _instead(base, self.normed(h_BLM)):  # for those of the batch before
+        with self.calls.inside.step(), _instead(base, self.normed(h_BLM)):  # for those of the batch before
             out = self.plain(self.model, inputs_embeds=h_BLM, position_ids=positions_1L, use_cache=False)
         logits_TV: Tensor = out.logits.flatten(0, 1)
         return logits_TV
@@ -378,18 +377,9 @@ class Decoder:
             modules += [each for each in module._modules.values() if each not in (None, layers)]
         return list(found.values())
 
-    def calls_of(self, keys: SampleKeys) -> list[LayerCall]:
-        """Return how `embed` found the decoder to call each layer for the samples of a microbatch."""
-        return self._calls.of(keys).layers
-
     def changed(self) -> Iterator[nn.Module]:
         """Yield modules that ranks share, and that run other code now than what they share them by."""
         return iter(()) if self._shares is None else self._shares.changed()
-
-    @property
-    def inside(self) -> Inside:
-        """Whether a step runs modules of the model now."""
-        return self._calls.inside
 
     @property
     def base(self) -> Any:
@@ -461,13 +451,6 @@ class Decoder:
         finally:
             parent._modules[name] = layers
             setattr(base, HOOKED, hooked)
-
-
-def _positions(keys: SampleKeys) -> dict[str, Tensor]:
-    """Return positions that begin anew with every document, by which transformers separates them."""
-    if (documents_BL := keys.documents_BL) is None:
-        return {}
-    return {"position_ids": torch.arange(documents_BL.shape[1], device=documents_BL.device) - documents_BL}
 
 
 @contextmanager

@@ -168,9 +168,8 @@ class Engine:
         """
         self.stack.turns.forward()
         self._prepare(given, float(given.routers == "balanced"), None, TokenLoss)
-        self._begin(given)
-        found = self.stack.hidden_states(given.tokens_BL, self._ids(given), averaged=self.averages_own)
-        self.decoder.end_with(found.balance)
+        found = self.stack.hidden_states(given.tokens_BL, self._begin(given), averaged=self.averages_own)
+        self.decoder.calls.end_with(found.balance)
         self._first += len(given.tokens_BL)
         return found
 
@@ -184,17 +183,16 @@ class Engine:
             self.balance_request = None
 
     def _run(self, given: StepInputs) -> Tensor:
-        self._begin(given)
-        loss: Tensor = self.stack(given.tokens_BL, given.targets, self._ids(given), given.valid_tokens)
-        self.decoder.end_with(loss)
+        ids_B = self._begin(given)
+        loss: Tensor = self.stack(given.tokens_BL, given.targets, ids_B, given.valid_tokens)
+        self.decoder.calls.end_with(loss)
         return loss
 
-    def _begin(self, given: StepInputs) -> None:
+    def _begin(self, given: StepInputs) -> Tensor:
+        """Begin the forward pass of a step on these samples; return their numbers."""
         self.decoder.begin(
             Inputs(self._first, given.mask_BL, given.positions_BL, given.routers, given.packed)
         )
-
-    def _ids(self, given: StepInputs) -> Tensor:
         return torch.arange(self._first, self._first + len(given.tokens_BL))
 
     def warn_if_different(self) -> None:
@@ -255,29 +253,21 @@ class Engine:
         trains = torch.is_grad_enabled()  # a plan must be measured with backward
         plan = self._planned_for
         if trains and (plan is None or plan.recompute != self._recompute or not self._reduces_all()):
-            self._ask(given)
+            if plan is not None and self.layout.world_size > 1:
+                # The first plan all ranks need. A rank that alone was changed must not wait for the others:
+                # ranks tell each other whether all need another one.
+                new = sorted(self._trained() - plan.trained)
+                why = "parameters were replaced or moved to other layers"
+                if new:
+                    why = f"{new[0]} is trained now and was not when its plan was made"
+                if plan.recompute != self._recompute:
+                    why = f"gradient checkpointing was switched to {self._recompute!r}"
+                with stack.requesting_replan(why), device_of(device).fork_random(device):
+                    self._run(given)
             sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
             batch, length = map(int, sizes)
             stack.adopt(self._planner.of(stack, batch, length, self._recompute))
             self._planned_for = _Planned(self._recompute, self._trained())
-
-    def _ask(self, given: StepInputs) -> None:
-        """Return if all ranks need another plan.
-
-        A rank that alone was changed must not wait for the others.
-        """
-        before = self._planned_for
-        if before is None or self.layout.world_size == 1:
-            return  # for the first plan all ranks do
-        new = sorted(self._trained() - before.trained)
-        why = "parameters were replaced or moved to other layers"
-        if new:
-            why = f"{new[0]} is trained now and was not when its plan was made"
-        if before.recompute != self._recompute:
-            why = f"gradient checkpointing was switched to {self._recompute!r}"
-        device = self.stack.machinery.device
-        with self.stack.requesting_replan(why), device_of(device).fork_random(device):
-            self._run(given)
 
     def _trained(self) -> frozenset[str]:
         return frozenset(name for name, p in self.stack.model.named_parameters() if p.requires_grad)

@@ -113,7 +113,15 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
         planned = modules_of(ep_plan, model)
         found = [path for path in found if path in planned]
     if config is None or not found:
-        raise ValueError(_without_experts(model))
+        if not any(MOE.search(type(module).__name__) for module in model.modules()):
+            raise ValueError(
+                f"{kind} has no experts: Penstock spreads those of mixture-of-experts models over ranks. "
+                "Train a dense model with transformers alone"
+            )
+        raise ValueError(
+            f"{kind} is of no family that Penstock knows, and no module of it holds experts with stacked "
+            "weights, as transformers 5 has them (use_experts_implementation)"
+        )
     places = {
         match.group("base", "layers", "block", "experts") for match in map(PATH.fullmatch, found) if match
     }
@@ -139,20 +147,6 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
         block=block,
         router=routers[0],
         experts=experts,
-    )
-
-
-def _without_experts(model: nn.Module) -> str:
-    """Return the message about a model in which no experts were found that can be spread."""
-    kind = type(model).__name__
-    if not any(MOE.search(type(module).__name__) for module in model.modules()):
-        return (
-            f"{kind} has no experts: Penstock spreads those of mixture-of-experts models over ranks. Train a "
-            "dense model with transformers alone"
-        )
-    return (
-        f"{kind} is of no family that Penstock knows, and no module of it holds experts with stacked "
-        "weights, as transformers 5 has them (use_experts_implementation)"
     )
 
 
@@ -285,35 +279,35 @@ def coefficient_of(model: Any, decoder: Decoder) -> str | None:
     is compared with that of the whole model for some random tokens.
     """
     with suppress(Exception):  # foreign code may raise anything, and the user has not asked for this loss yet
-        return _coefficient(model, decoder)
-    return None
-
-
-def _coefficient(model: Any, decoder: Decoder) -> str | None:
-    usual: str | None = decoder.family.coefficient
-    tokens_BL = _tokens(model)
-    given = {"input_ids": tokens_BL, "labels": tokens_BL, "use_cache": False}
-    with torch.no_grad(), _same_numbers():
-        try:
-            out = decoder.plain(model, **given, output_router_logits=True)
-        except TypeError:  # the model has no such argument
+        usual: str | None = decoder.family.coefficient
+        tokens_BL = _tokens(model)
+        given = {"input_ids": tokens_BL, "labels": tokens_BL, "use_cache": False}
+        with torch.no_grad(), _same_numbers():
+            try:
+                out = decoder.plain(model, **given, output_router_logits=True)
+            except TypeError:  # the model has no such argument
+                return usual
+        if getattr(out, "aux_loss", None) is None:
             return usual
-    if getattr(out, "aux_loss", None) is None:
-        return usual
-    with torch.no_grad(), _same_numbers():
-        added = out.loss - decoder.plain(model, **given, output_router_logits=False).loss
-    logits_TE = _logits(decoder, tokens_BL)
-    top_k = next(part.cut.top_k for part in decoder.parts if isinstance(part, CutLayer))
-    chosen_TE = torch.zeros_like(logits_TE).scatter(1, logits_TE.topk(top_k, dim=1).indices, 1)
-    aux = logits_TE.shape[1] * (chosen_TE.mean(0) * logits_TE.softmax(dim=1).mean(0)).sum()
-    limit = _limit(decoder.dtype)
-    if not (aux - out.aux_loss).abs() <= limit * aux:
-        return None
-    for path, weight in _weights(model):
-        expected = weight * aux
-        rounding = ROUNDING * out.loss.abs()  # `added` is the difference of two losses
-        if (added - expected).abs() <= limit * expected.abs() + rounding:
-            return path
+        with torch.no_grad(), _same_numbers():
+            added = out.loss - decoder.plain(model, **given, output_router_logits=False).loss
+        found: list[Caught] = []
+        with torch.no_grad(), _same_numbers():
+            _in_pieces(decoder, tokens_BL, found)
+        logits_TE = torch.cat(
+            [each.logits_TE for each in found]
+        ).float()  # of all layers, one below the other
+        top_k = next(part.cut.top_k for part in decoder.parts if isinstance(part, CutLayer))
+        chosen_TE = torch.zeros_like(logits_TE).scatter(1, logits_TE.topk(top_k, dim=1).indices, 1)
+        aux = logits_TE.shape[1] * (chosen_TE.mean(0) * logits_TE.softmax(dim=1).mean(0)).sum()
+        limit = _limit(decoder.dtype)
+        if not (aux - out.aux_loss).abs() <= limit * aux:
+            return None
+        for path, weight in _weights(model):
+            expected = weight * aux
+            rounding = ROUNDING * out.loss.abs()  # `added` is the difference of two losses
+            if (added - expected).abs() <= limit * expected.abs() + rounding:
+                return path
     return None
 
 
@@ -325,14 +319,6 @@ def _weights(model: Any) -> Iterator[tuple[str, float]]:
         for name, weight in vars(holder).items():
             if COEFFICIENT.search(name) and isinstance(weight, int | float):
                 yield f"{path}{name}", weight
-
-
-def _logits(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
-    """Return the logits of the routers of all layers, one below the other."""
-    found: list[Caught] = []
-    with torch.no_grad(), _same_numbers():
-        _in_pieces(decoder, tokens_BL, found)
-    return torch.cat([each.logits_TE for each in found]).float()
 
 
 def _tokens(model: Any) -> Tensor:

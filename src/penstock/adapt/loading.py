@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from penstock.adapt.tensor import TensorShares
 from penstock.decision import Decision
 from penstock.dtensors import local_state
 from penstock.families.experts import Shares, keep_shares
-from penstock.families.family import Family
 from penstock.families.inspection import Found, look
 from penstock.families.known import FAMILIES, family_of
 from penstock.families.model_folder import ModelFolder, folder_of
@@ -91,9 +90,16 @@ def read_share(
     named = found.model.named_parameters(remove_duplicate=False)
     rows = {name: len(p) // found.num_experts for name, p in named if id(p) in ids}
     tensors = share_of_experts(opened.tensors, found.model, rows, held, found.num_experts)
-    plain = type(found.model)
+    plain: Any = type(found.model)
+
+    def begin(self: Any, *arguments: Any, **named: Any) -> None:
+        """Begin a model with these experts alone: transformers makes it without memory."""
+        plain.__init__(self, *arguments, **named)
+        keep_shares(look(self, found.family).experts, held, found.num_experts)
+
+    own = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__init__": begin}
     with _one_after_the_other():
-        model = opened.read(_small_class(plain, found.family, held), tensors, dtype)
+        model = opened.read(type(plain.__name__, (plain,), own), tensors, dtype)
     model.__class__ = plain
     for name, parameter in found.model.named_parameters():  # transformers unfreezes what it reads
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
@@ -151,15 +157,3 @@ def _one_after_the_other() -> Iterator[None]:
             del os.environ[ASYNC]
         else:
             os.environ[ASYNC] = before
-
-
-def _small_class(plain: Any, family: Family, held: Sequence[int]) -> Any:
-    """Return a model's class that begins with these experts alone: transformers makes it without memory."""
-
-    def begin(self: Any, *arguments: Any, **named: Any) -> None:
-        plain.__init__(self, *arguments, **named)
-        found = look(self, family)
-        keep_shares(found.experts, held, found.num_experts)
-
-    own = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__init__": begin}
-    return type(plain.__name__, (plain,), own)

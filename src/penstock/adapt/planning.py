@@ -131,7 +131,11 @@ class SearchedPlan:
         self, stack: PipelinedStack, batch: int, length: int, recompute: Recompute | None = None
     ) -> StepPlan:
         layout, machinery = self.meanwhile.layout, stack.machinery
-        file = self._cluster(stack, batch, length)
+        key = replace(stack.base_shape, dispatch=FLAT), batch, length
+        if key not in self.measured:
+            like = self._like(stack, batch, length)
+            self.measured[key] = profile_run(like, stack.machinery, budget_s=PROFILE_S)
+        file = self.measured[key]
         problem = self.problem(stack, file, batch, length, recompute)
 
         def decide() -> tuple[Order, tuple[str, ...]]:
@@ -162,13 +166,6 @@ class SearchedPlan:
             slowness=file.slowness,
             recompute=get_args(Recompute) if recompute is None else (recompute,),
         )
-
-    def _cluster(self, stack: PipelinedStack, batch: int, length: int) -> ClusterFile:
-        key = replace(stack.base_shape, dispatch=FLAT), batch, length
-        if key not in self.measured:
-            like = self._like(stack, batch, length)
-            self.measured[key] = profile_run(like, stack.machinery, budget_s=PROFILE_S)
-        return self.measured[key]
 
     def _like(self, stack: PipelinedStack, batch: int, length: int) -> RunConfig:
         return stand_in(self.meanwhile.sizes, stack.base_shape, self.parallel, batch, length)

@@ -37,7 +37,7 @@ from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.schedule import StepPlan
 from penstock.topology import Layout
-from penstock.train.assemble import assumed_moving, base_shape, first_plan, updating_of
+from penstock.train.assemble import stack_of_run
 from penstock.train.config import RunConfig
 from penstock.train.model import Files, RunModel, decoder_of
 from penstock.train.pretrained import COPY, same_files
@@ -56,9 +56,42 @@ def model_of_run(
     Raises:
         ConfigError: The model cannot be built from `model.config`, or not on this layout.
     """
-    if config.model.of_transformers:  # reads its folder also where a run goes on: no rank draws it whole
-        return _of_transformers(config, machinery, plan, moving)
-    return decoder_of(config, machinery, plan=plan, moving=moving, begins=begins)
+    if not config.model.of_transformers:
+        return decoder_of(config, machinery, plan=plan, moving=moving, begins=begins)
+    layout = machinery.layout  # the folder is read also where a run goes on: no rank draws the model whole
+    with machinery.control.waiting(*config.parallel.at_checkpoints):
+        found = _built(config, machinery)
+    # For dropout and random routers, until a checkpoint is loaded; ranks that share attention draw alike.
+    torch.manual_seed(config.train.seed + layout.dp_rank)
+    tensor = TensorShares.of(found, layout)
+    with pieces_of(found, layout, tensor) as pieces:
+        samples = sample_moving_of(config.placement)
+        stack = stack_of_run(
+            ModelStack,
+            found.model,
+            pieces.decoder,
+            found.moe,
+            config,
+            machinery,
+            plan=plan,
+            moving=moving,
+            samples=samples,
+        )
+        if tensor is not None:
+            tensor.ranks.open(machinery)
+    spread_parts(pieces, machinery)
+    if tensor is not None:
+        tensor.settle()
+    stack.minimise(
+        replace(found.moe, aux_loss_coeff=config.moe.aux_loss_coeff), BalanceOverLayers(found.top_k)
+    )
+    stack.train()  # from_pretrained leaves a model in evaluation mode
+    return RunModel(
+        stack=stack,
+        naming=partial(ModelNaming, layout, pieces.decoder),
+        files=partial(_files, found.model),
+        repeats_late=False,  # what backward needs of a step's inputs is freed with its loss
+    )
 
 
 class ModelStack(PipelinedStack):
@@ -91,48 +124,8 @@ class ModelStack(PipelinedStack):
             largest_batch=largest_batch,
             documents_BL=documents_BL,
         )
-        self.parts.end_with(loss)
+        self.parts.calls.end_with(loss)
         return loss
-
-
-def _of_transformers(
-    config: RunConfig, machinery: Machinery, plan: StepPlan | None, moving: ExpertMoving | None
-) -> RunModel:
-    """Return a model of transformers as the model of a run; see `model_of_run`."""
-    layout = machinery.layout
-    with machinery.control.waiting(*config.parallel.at_checkpoints):
-        found = _built(config, machinery)
-    # For dropout and random routers, until a checkpoint is loaded; ranks that share attention draw alike.
-    torch.manual_seed(config.train.seed + layout.dp_rank)
-    tensor = TensorShares.of(found, layout)
-    with pieces_of(found, layout, tensor) as pieces:
-        stack = ModelStack(
-            found.model,
-            pieces.decoder,
-            found.moe,
-            machinery,
-            partial(first_plan, config, layout) if plan is None else lambda *_: plan,
-            seed=config.train.seed,
-            sample_moving=sample_moving_of(config.placement),
-            moving=moving or assumed_moving(config, layout),
-            gathers_loads=base_shape(config, layout).gathers_loads,
-            updating=updating_of(config.optimizer, layout),
-        )
-        if tensor is not None:
-            tensor.ranks.open(machinery)
-    spread_parts(pieces, machinery)
-    if tensor is not None:
-        tensor.settle()
-    stack.minimise(
-        replace(found.moe, aux_loss_coeff=config.moe.aux_loss_coeff), BalanceOverLayers(found.top_k)
-    )
-    stack.train()  # from_pretrained leaves a model in evaluation mode
-    return RunModel(
-        stack=stack,
-        naming=partial(ModelNaming, layout, pieces.decoder),
-        files=partial(_files, found.model),
-        repeats_late=False,  # what backward needs of a step's inputs is freed with its loss
-    )
 
 
 def sample_moving_of(placement: PlacementConfig) -> SampleMoving:
@@ -154,7 +147,14 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
     def build() -> None:
         check_can_narrow(described_in(path), layout.etp_size)
         try:
-            found = _read(path, machinery) if stored else _drawn(path, config.train.seed, layout)
+            if not stored:
+                found = _drawn(path, config.train.seed, layout)
+            else:
+                opened = ModelFolder.open(path)
+                if (name := quantized_in(opened.tensors)) is not None:
+                    why = f"{name} has numbers of a type in which no model computes"
+                    raise ConfigError("model.config", str(path), why, COPY)
+                found = read_share(skeleton(opened), opened, layout, torch.float32, machinery.device)
         except ConfigError:
             raise
         except ValueError as error:
@@ -163,18 +163,16 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
 
     control.agreed(build, "building the model of model.config")
     (found,) = built
-    _prepare(found, config.moe.aux_loss_coeff)
+    # What the run decides stands in the model, and in its configuration.
+    model, coefficient = found.model, config.moe.aux_loss_coeff
+    model.config.architectures, model.config.dtype = [type(model).__name__], torch.float32
+    if found.family.coefficient is not None and coefficient_of(found) is not None:
+        *holder, name = found.family.coefficient.split(".")
+        setattr(model.get_submodule(".".join(holder)), name, coefficient)
+        if hasattr(found.config, name):
+            setattr(found.config, name, coefficient)
     choice = Decision(dispatch=dispatch_of(config.moe), comm_dtype=config.moe.comm_dtype or "none")
     return replace(found, choice=choice, bound_factor=config.moe.bound_factor)
-
-
-def _read(path: Path, machinery: Machinery) -> Found:
-    """Return the model in a folder with this rank's share of experts. Raises ValueError."""
-    opened = ModelFolder.open(path)
-    if (name := quantized_in(opened.tensors)) is not None:
-        why = f"{name} has numbers of a type in which no model computes"
-        raise ConfigError("model.config", str(path), why, COPY)
-    return read_share(skeleton(opened), opened, machinery.layout, torch.float32, machinery.device)
 
 
 def _drawn(path: Path, seed: int, layout: Layout) -> Found:
@@ -196,17 +194,6 @@ def _drawn(path: Path, seed: int, layout: Layout) -> Found:
     found = empty.of(model)
     found.shares(layout).settle()
     return found
-
-
-def _prepare(found: Found, coefficient: float) -> None:
-    """Write into the model, and its configuration, what the run decides."""
-    model, config = found.model, found.model.config
-    config.architectures, config.dtype = [type(model).__name__], torch.float32
-    if found.family.coefficient is not None and coefficient_of(found) is not None:
-        *path, name = found.family.coefficient.split(".")
-        setattr(model.get_submodule(".".join(path)), name, coefficient)
-        if hasattr(found.config, name):
-            setattr(found.config, name, coefficient)
 
 
 def _files(model: Any, tokenizer: str | None) -> Files:

@@ -57,6 +57,12 @@ LIBRARIES: list[Callable[[], None]] = []
 def schedule(model: nn.Module, engine: Engine) -> Engine:
     """Let `engine` run the training steps of `model`; returns it. The model's class keeps its name."""
     plain: Any = type(model)
+
+    @wraps(plain._apply)
+    def apply(self: Any, *given: Any, **named: Any) -> Any:
+        _tell_libraries()  # Lightning, which is loaded by now, moves a model before it wraps one
+        return plain._apply(self, *given, **named)
+
     _change(
         model,
         {
@@ -68,9 +74,10 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
             "__reduce_ex__": _reduced,
             "gradient_checkpointing_enable": _recompute,
             "gradient_checkpointing_disable": _keep,
-            "_ddp_params_and_buffers_to_ignore": property(_refuse_data_parallel),
+            # Refused at the first access; next it would copy rank 0's experts.
+            "_ddp_params_and_buffers_to_ignore": property(lambda self: refuse_data_parallel()),
             "is_distributed_loading_by_transformers": property(_asked_by_trainer),
-            "_apply": _applied(plain),
+            "_apply": apply,
         },
     )
     _tell_libraries()
@@ -92,17 +99,6 @@ def _asked_by_trainer(self: Any) -> bool:
     del self
     _tell_libraries()
     return False
-
-
-def _applied(plain: Any) -> Callable[..., Any]:
-    """Return what moves and converts a model, as Lightning does before it wraps one; it is loaded by now."""
-
-    @wraps(plain._apply)
-    def apply(self: Any, *given: Any, **named: Any) -> Any:
-        _tell_libraries()
-        return plain._apply(self, *given, **named)
-
-    return apply
 
 
 def _change(module: nn.Module, own: dict[str, Any]) -> None:
@@ -212,7 +208,7 @@ def _decode(plain: Any) -> Callable[..., Any]:
     @wraps(plain.forward)
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
         engine = None if (whole := self.__dict__["_penstock_model"]) is None else whole.engine
-        if engine is None or engine.decoder.inside.depth:
+        if engine is None or engine.decoder.calls.inside.depth:
             return plain.forward(self, *arguments, **named)
         if torch.is_grad_enabled() and (self.training or engine.balance_request is not None):
             named.update(zip(DECODED, arguments, strict=False))
@@ -398,26 +394,25 @@ def saved_together(adapted: Any) -> Any:
     """Make all ranks save a model of peft around a scheduled model together, rank 0 its files; returns it."""
     plain = type(adapted)
     if getattr(plain.save_pretrained, "__wrapped__", None) is None:
-        _change(adapted, {"save_pretrained": _save_adapters(plain)})
+
+        @wraps(plain.save_pretrained)
+        def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
+            engine = engine_of(self)
+            engine.warn_if_different()
+            state = (
+                self.state_dict()
+            )  # all ranks join the adapters of their experts, even if a state was given
+            if named.get("state_dict") is None:
+                named["state_dict"] = state
+            named["is_main_process"] = True
+
+            def save() -> None:
+                plain.save_pretrained(self, save_directory, **named)
+
+            together(engine.stack.machinery.control, f"saving {save_directory}", save, rank=0)
+
+        _change(adapted, {"save_pretrained": save_pretrained})
     return adapted
-
-
-def _save_adapters(plain: Any) -> Callable[..., Any]:
-    @wraps(plain.save_pretrained)
-    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
-        engine = engine_of(self)
-        engine.warn_if_different()
-        state = self.state_dict()  # all ranks join the adapters of their experts, even if a state was given
-        if named.get("state_dict") is None:
-            named["state_dict"] = state
-        named["is_main_process"] = True
-
-        def save() -> None:
-            plain.save_pretrained(self, save_directory, **named)
-
-        together(engine.stack.machinery.control, f"saving {save_directory}", save, rank=0)
-
-    return save_pretrained
 
 
 class _State(dict[str, Any]):
@@ -470,12 +465,6 @@ class _Copied:
 def _empty(copied: _Copied) -> Any:
     """Return a model without attributes, to be filled."""
     return object.__new__(copied.kind)
-
-
-def _refuse_data_parallel(self: Any) -> Any:
-    """Refuse DistributedDataParallel at its first access; next it would copy rank 0's experts."""
-    del self
-    return refuse_data_parallel()
 
 
 def _recompute(

@@ -21,16 +21,18 @@ from penstock.moe import MoELayer, SampleKeys
 
 
 class _Heads:
-    """Attention of this rank's heads of one layer, and the layer after attention."""
+    """A layer of which this rank has some heads: their attention, and the layer after attention."""
 
-    def __init__(self, layer: Any, index: int, calls: Calls, shared: SharedLayer) -> None:
-        self._layer, self._index, self._calls, self._shared = layer, index, calls, shared
+    layer: Any
+    index: int
+    _calls: Calls
+    _shared: SharedLayer
 
     def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
         """Return what this rank's heads add to the residual stream of all tokens."""
         if not h_BLM.numel():
             return h_BLM
-        call, norm = self._calls.of(keys).layers[self._index], self._shared.norm
+        call, norm = self._calls.of(keys).layers[self.index], self._shared.norm
         assert not call.arguments, "families whose attention is cut name what they give a layer"
         with self._calls.inside.step():
             normed_BLM = h_BLM if norm is None else norm(h_BLM)
@@ -38,7 +40,7 @@ class _Heads:
         return attended
 
     @contextmanager
-    def attended(self, attended_BLM: Tensor) -> Iterator[None]:
+    def _attended(self, attended_BLM: Tensor) -> Iterator[None]:
         """Let the layer, inside this context, take this for what its attention returns."""
         self._shared.attention.attended_BLM = attended_BLM
         try:
@@ -46,26 +48,20 @@ class _Heads:
         finally:
             self._shared.attention.attended_BLM = None
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that compute before shards of weights, and are whole."""
+    def partial_parameters(self) -> list[nn.Parameter]:
         attention, norm = self._shared.attention.module, self._shared.norm
-        cut = _declared(attention)
+        cut: dict[str, object] = getattr(attention, "shardings", {})
         found = [p for name, p in attention.named_parameters() if name not in cut]
         return found if norm is None else [*found, *norm.parameters()]
 
-    def others(self, *apart: nn.Module) -> list[nn.Parameter]:
+    def _others(self, *apart: nn.Module) -> list[nn.Parameter]:
         """Return the layer's parameters outside of attention, the norm before it, and modules `apart`."""
         norm = [] if self._shared.norm is None else [self._shared.norm]
         known = {id(p) for each in (self._shared.attention.module, *norm, *apart) for p in each.parameters()}
-        return [p for p in self._layer.parameters() if id(p) not in known]
+        return [p for p in self.layer.parameters() if id(p) not in known]
 
 
-def _declared(module: nn.Module) -> dict[str, object]:
-    found: dict[str, object] = getattr(module, "shardings", {})
-    return found
-
-
-class SharedCutLayer(CutLayer):
+class SharedCutLayer(_Heads, CutLayer):
     """A layer with experts. Shared experts, router and norms are whole, and work on this rank's tokens."""
 
     def __init__(
@@ -79,10 +75,7 @@ class SharedCutLayer(CutLayer):
         shared: SharedLayer,
     ) -> None:
         super().__init__(layer, index, moe, cut, calls, family)
-        self._heads = _Heads(layer, index, calls, shared)
-
-    def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
-        return self._heads.mix(h_BLM, keys)
+        self._shared = shared
 
     def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         if not h_BLM.numel():
@@ -92,33 +85,27 @@ class SharedCutLayer(CutLayer):
         if attended_T is not None:
             here = slice(keys.first_token, keys.first_token + h_BLM.shape[1])
             attended_T = attended_T.view(len(h_BLM), -1)[:, here].flatten()
-        with self._heads.attended(attended_BLM):
+        with self._attended(attended_BLM):
             return self.until_experts(h_BLM, called, attended_T)
 
-    def partial_parameters(self) -> list[nn.Parameter]:
-        return self._heads.parameters()
-
     def token_parameters(self) -> list[nn.Parameter]:
-        return self._heads.others(self.cut.experts)
+        return self._others(self.cut.experts)
 
 
-class SharedDenseLayer(WholeLayer):
+class SharedDenseLayer(_Heads, WholeLayer):
     """A layer without experts, whose feed-forward part is cut by its width."""
 
     def __init__(self, layer: Any, index: int, calls: Calls, family: Family, shared: SharedLayer) -> None:
         super().__init__(layer, index, calls)
         assert shared.dense is not None, "a layer without experts has a dense part"
-        self._heads, self._dense, self._family = _Heads(layer, index, calls, shared), shared.dense, family
-
-    def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
-        return self._heads.mix(h_BLM, keys)
+        self._shared, self._dense, self._family = shared, shared.dense, family
 
     def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         if not h_BLM.numel():
             residual_BLM = h_BLM + attended_BLM
             return residual_BLM, residual_BLM.flatten(0, 1)
         call = self._calls.of(keys).layers[self.index]
-        with self._heads.attended(attended_BLM), self._dense.skipping() as entered:
+        with self._attended(attended_BLM), self._dense.skipping() as entered:
             residual_BLM = run(self.layer, h_BLM, call, self._calls.inside)
         return residual_BLM, entered[0].flatten(0, 1)
 
@@ -132,8 +119,5 @@ class SharedDenseLayer(WholeLayer):
         out_BLM = out_TM.unflatten(0, residual_BLM.shape[:2]).to(residual_BLM.dtype)
         return self._family.finish(self.layer, residual_BLM, out_BLM)
 
-    def partial_parameters(self) -> list[nn.Parameter]:
-        return self._heads.parameters()
-
     def token_parameters(self) -> list[nn.Parameter]:
-        return self._heads.others(self._dense.module)
+        return self._others(self._dense.module)

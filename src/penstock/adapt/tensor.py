@@ -62,7 +62,12 @@ class TensorRanks:
         """Return the sum of all ranks' parts; this rank's part where a step adds them up itself."""
         if self.inside.depth:
             return part
-        self._refuse_gradients(part)
+        if torch.is_grad_enabled() and part.requires_grad:
+            raise ValueError(
+                f"attention or embeddings of a model with tp_size = {self.shard.size} were called with "
+                "gradients enabled, outside of a training step: use torch.no_grad(), or call the model or "
+                "its decoder in training mode"
+            )
         return self.total(part)
 
     def entering(self, x: Tensor) -> Tensor:
@@ -112,14 +117,6 @@ class TensorRanks:
             raise ValueError(
                 f"ranks that share attention (tp_size = {self.shard.size}) were given different tokens: give "
                 "all ranks of a group the same samples and prompts, and where they sample, the same seed"
-            )
-
-    def _refuse_gradients(self, part: Tensor) -> None:
-        if torch.is_grad_enabled() and part.requires_grad:
-            raise ValueError(
-                f"attention or embeddings of a model with tp_size = {self.shard.size} were called with "
-                "gradients enabled, outside of a training step: use torch.no_grad(), or call the model or "
-                "its decoder in training mode"
             )
 
     @property

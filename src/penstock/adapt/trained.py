@@ -81,7 +81,22 @@ def from_checkpoint(path: Path) -> PreTrainedModel:
     stored = open_stored(path)
     saved = {name: each for name, each in stored.whole.items() if of_model(name)}
     with torch.device("meta"):
-        _check_stored(path, MoEDecoder(model, moe), saved)
+        decoder = MoEDecoder(model, moe)
+        # Compared first, as settings may ask for any number of experts, of which each gets a name below.
+        kept = decoder.state_dict(keep_vars=True).values()
+        numbers = sum(tensor.numel() for tensor in {id(tensor): tensor for tensor in kept}.values())
+        held = sum(prod(shape) for shape, _ in saved.values())
+        if numbers != held:
+            raise ValueError(
+                f"{path} holds another model than its settings say: {held:,} numbers, and they say "
+                f"{numbers:,}. Give the path of another checkpoint"
+            )
+        wanted = {name: Part.of(tensor) for name, tensor, _ in DecoderNaming(decoder).in_files()}
+        if (found := misfits(wanted, saved, wanted, TYPES)) is not None:
+            raise ValueError(
+                f"{path} holds another model than its settings say: {found}. Give the path of another "
+                "checkpoint"
+            )
     if lack_of(moe) is None:
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in saved.items()}
         stored.load({name: Part.of(tensor) for name, tensor in tensors.items()})
@@ -101,23 +116,3 @@ def as_qwen3_moe(
             None, config=config, state_dict=dict(tensors), dtype=torch.float32
         )
     return made
-
-
-def _check_stored(
-    path: Path, decoder: MoEDecoder, saved: Mapping[str, tuple[torch.Size, torch.dtype]]
-) -> None:
-    """Raise ValueError unless a checkpoint holds the tensors of a decoder. saved: shape and type by name."""
-    # Compared first, as settings may ask for any number of experts, of which each gets a name below.
-    kept = decoder.state_dict(keep_vars=True).values()
-    numbers = sum(tensor.numel() for tensor in {id(tensor): tensor for tensor in kept}.values())
-    held = sum(prod(shape) for shape, _ in saved.values())
-    if numbers != held:
-        raise ValueError(
-            f"{path} holds another model than its settings say: {held:,} numbers, and they say {numbers:,}. "
-            "Give the path of another checkpoint"
-        )
-    wanted = {name: Part.of(tensor) for name, tensor, _ in DecoderNaming(decoder).in_files()}
-    if (found := misfits(wanted, saved, wanted, TYPES)) is not None:
-        raise ValueError(
-            f"{path} holds another model than its settings say: {found}. Give the path of another checkpoint"
-        )

@@ -27,7 +27,16 @@ def check_unchanged(decoder: Decoder, *, balances: bool) -> None:
         raise ValueError(_exchanged(kind))
     if decoder.kind.forward is not decoder.plain:
         raise ValueError(_exchanged(decoder.kind))
-    _check_global_hooks()
+    after = (_modules._global_forward_hooks, _modules._global_backward_hooks)
+    before = (_modules._global_backward_pre_hooks, _modules._global_forward_pre_hooks)
+    for hook in (hook for hooks in (*after, *before) for hook in hooks.values()):
+        if is_foreign(hook, (*READERS, *COUNTERS)):
+            raise ValueError(
+                f"a hook on all modules ({getattr(hook, '__qualname__', type(hook).__name__)}) would not see "
+                "what layers with experts get and return in a training step, which runs them without their "
+                "experts. Remove it (register_module_forward_hook and the like return a handle), or "
+                "register it on the modules that it is meant for"
+            )
     for module in decoder.changed():
         raise ValueError(patched(module, "parallelize the model without it"))
     layers = decoder.layers
@@ -45,8 +54,7 @@ def check_unchanged(decoder: Decoder, *, balances: bool) -> None:
             )
         if isinstance(part, CutLayer):
             _check_cut(part, layer, decoder)
-            if balances:
-                _check_logits(part)
+            _check_hooks(part, layer, decoder, balances=balances)
 
 
 def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
@@ -72,7 +80,12 @@ def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
             raise ValueError(_exchanged(type(module)))
     if not cut.is_whole():
         raise ValueError(patched(experts, "leave those of a scheduled model as they are"))
-    for module in (layer, block, *around(experts), shared):
+
+
+def _check_hooks(part: CutLayer, layer: Any, decoder: Decoder, *, balances: bool) -> None:
+    """Raise ValueError for hooks on a layer with experts that its steps would not follow."""
+    cut, form = part.cut, decoder.family.form
+    for module in (layer, cut.block, *around(cut.experts), cut.shared):
         if module is None:
             continue
         after = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
@@ -82,12 +95,6 @@ def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
                 "returns: in a training step it runs without its experts, which are tasks of their own. "
                 "Remove the hook, or put it on a module inside attention"
             )
-    _check_inputs(part, decoder)
-
-
-def _check_inputs(part: CutLayer, decoder: Decoder) -> None:
-    """Raise ValueError for hooks that may change what experts get, where steps would not follow."""
-    cut, form = part.cut, decoder.family.form
     outer, *inner = around(cut.experts)
     entering = [*inner, outer] if form.rebuilds or cut.shared is not None else inner
     routers = [cut.router] if form.rebuilds else []
@@ -101,31 +108,13 @@ def _check_inputs(part: CutLayer, decoder: Decoder) -> None:
                 "and a training step takes that from elsewhere in this family. Remove the hook, or put it "
                 f"on {type(cut.block).__name__}, before its forward pass (register_forward_pre_hook)"
             )
-
-
-def _check_logits(part: CutLayer) -> None:
-    """Raise ValueError for a hook that may change logits: some are seen by the router loss, others not."""
-    cut = part.cut
-    if any(is_foreign(hook) for hook in cut.router._forward_hooks.values() if not cut.owns(hook)):
+    others = [hook for hook in cut.router._forward_hooks.values() if not cut.owns(hook)]
+    if balances and any(map(is_foreign, others)):
         raise ValueError(
             f"output_router_logits = True: a hook on {type(cut.router).__name__} of layer {part.index} may "
             "change its logits, and whether the router loss counts them before or after it depends on the "
             "order of hooks. Remove the hook, or make a subclass of the router and parallelize the model then"
         )
-
-
-def _check_global_hooks() -> None:
-    """Raise ValueError for hooks on all modules that layers cut at their experts would not follow."""
-    after = (_modules._global_forward_hooks, _modules._global_backward_hooks)
-    before = (_modules._global_backward_pre_hooks, _modules._global_forward_pre_hooks)
-    for hook in (hook for hooks in (*after, *before) for hook in hooks.values()):
-        if is_foreign(hook, (*READERS, *COUNTERS)):
-            raise ValueError(
-                f"a hook on all modules ({getattr(hook, '__qualname__', type(hook).__name__)}) would not see "
-                "what layers with experts get and return in a training step, which runs them without their "
-                "experts. Remove it (register_module_forward_hook and the like return a handle), or "
-                "register it on the modules that it is meant for"
-            )
 
 
 def _exchanged(kind: type) -> str:

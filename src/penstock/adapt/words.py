@@ -91,13 +91,22 @@ class FolderWords:
 
     A prompt gets the tokens that the tokenizer puts before a text, such as one that the model has always seen
     there, and none of those that it puts after a text.
-    Raises ValueError for tokens of a text beyond the model's vocabulary.
+    Raises ValueError for files that are no tokenizer, and for tokens of a text beyond the model's vocabulary.
     """
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._files = " or ".join(str(folder / name) for name in TOKENIZERS if (folder / name).exists())
-        self._tokenizer = _read(folder, self._files)
+        from transformers import AutoTokenizer
+
+        try:
+            with quiet():
+                self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # several libraries raise, some of them bare `Exception`
+            raise ValueError(
+                f"{self._files} cannot be read as a tokenizer ({in_one_line(error)}). Copy it again, or name "
+                "another with --tokenizer"
+            ) from error
         whole, bare = self._tokens(PROBE, add_special_tokens=True), self._tokens(PROBE)
         places = range(len(whole) - len(bare) + 1)
         self._first = next((whole[:n] for n in places if whole[n : n + len(bare)] == bare), [])
@@ -140,9 +149,20 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
         return FolderWords(path, vocabulary)
     if digest == Bytes.digest or (digest is None and named is None and vocabulary == BYTES):
         return _bytes(vocabulary)
-    found = _named(named, digest, vocabulary)
-    if found is None:
-        raise ValueError(_missing(path, vocabulary, digest, named))
+    try:  # the file that the run was given, if it is there and unchanged
+        found = None if named is None else FileWords(Path(named).expanduser(), vocabulary)
+    except (ValueError, OSError):
+        found = None
+    if found is None or digest not in (None, found.digest):
+        if digest is None and named is None:
+            raise ValueError(
+                f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {vocabulary} is not that "
+                "of bytes: name the one it was trained with (--tokenizer FILE, or --tokenizer bytes)"
+            )
+        known = "" if digest is None else f" {_short(digest)}"
+        where = "" if named is None else f", and {named} is not there any more or has changed"
+        why = f"{path} was trained on tokens of a tokenizer{known}{where}"
+        raise ValueError(f"{why}: name its tokenizer.json with --tokenizer FILE")
     return found
 
 
@@ -183,39 +203,3 @@ def _bytes(vocabulary: int) -> ByteWords:
 def _short(digest: str | None) -> str:
     """Return the digits by which people know a tokenizer, as `penstock prepare` shows them."""
     return (digest or "")[:SHOWN_DIGEST]
-
-
-def _named(named: str | None, digest: str | None, vocabulary: int) -> FileWords | None:
-    """Return the words of the file that a run was given, if it is there and unchanged; otherwise None."""
-    try:
-        found = None if named is None else FileWords(Path(named).expanduser(), vocabulary)
-    except (ValueError, OSError):
-        return None
-    return found if found is not None and digest in (None, found.digest) else None
-
-
-def _missing(path: Path, vocabulary: int, digest: str | None, named: str | None) -> str:
-    """Return the message where a model's tokens are not known."""
-    if digest is None and named is None:
-        return (
-            f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {vocabulary} is not that of "
-            "bytes: name the one it was trained with (--tokenizer FILE, or --tokenizer bytes)"
-        )
-    known = "" if digest is None else f" {_short(digest)}"
-    where = "" if named is None else f", and {named} is not there any more or has changed"
-    why = f"{path} was trained on tokens of a tokenizer{known}{where}"
-    return f"{why}: name its tokenizer.json with --tokenizer FILE"
-
-
-def _read(folder: Path, files: str) -> Any:
-    """Read the tokenizer in a folder of transformers. Raises ValueError, naming its files, if it is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        with quiet():
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # several libraries raise, some of them bare `Exception`
-        raise ValueError(
-            f"{files} cannot be read as a tokenizer ({in_one_line(error)}). Copy it again, or name another "
-            "with --tokenizer"
-        ) from error

@@ -27,7 +27,7 @@ from penstock.autotune.planned import Planned, decided, with_choice
 from penstock.autotune.problem import settled as of_optimizer
 from penstock.autotune.refine import Tuning, refine
 from penstock.autotune.trial import Records, Trial, Trials, TriedMoves, worth_trying, worth_while
-from penstock.autotune.watch import Diagnosis, Drift, Watch, diagnose, replan
+from penstock.autotune.watch import Drift, Watch, diagnose, replan
 from penstock.cost.devices import Computing
 from penstock.cost.measured import Kind
 from penstock.cost.model_flops import ModelFlops
@@ -274,27 +274,39 @@ class Autotuner:
             self._recent.append(records)
         drift = self._watch.note(slowest_s)
         if self._watch.learnt:
-            self._compare_ranks()
+            # The steps with which later ones are compared are known: name the ranks that compute slowly.
+            mine = typical_seconds(record for step in self._before for record in step)
+            everyone = self._stack.machinery.control.gather(mine, "comparing how fast ranks compute")
+            found = stragglers(everyone)
+            slow = tuple(each.rank for each in found)
+            if slow != self._slow and found:
+                logger.info("; ".join(each.words for each in found))
+            self._slow = slow
         return drift is not None and self._answer(drift)
-
-    def _compare_ranks(self) -> None:
-        """Name the ranks that compute slowly, once the steps with which later ones are compared are known."""
-        mine = typical_seconds(record for step in self._before for record in step)
-        everyone = self._stack.machinery.control.gather(mine, "comparing how fast ranks compute")
-        found = stragglers(everyone)
-        slow = tuple(each.rank for each in found)
-        if slow != self._slow and found:
-            logger.info("; ".join(each.words for each in found))
-        self._slow = slow
 
     def _answer(self, drift: Drift) -> bool:
         """Find out what has changed, and react as section [plan] allows."""
         before, now = milliseconds(drift.before_s), milliseconds(drift.now_s)
         logger.info(f"the step time has changed from {before} to {now}")
-        diagnosis, plan = self._diagnose(), self._asked.plan
+        control, silent = self._stack.machinery.control, self._stack.machinery.layout.mesh.silent
+        mine = [r for step in self._before for r in step], [r for step in self._recent for r in step]
+        everyone = control.gather(mine, "collecting durations")
+        steps_before, steps_now = ([rank[i] for rank in everyone] for i in (0, 1))
+        plan = self._asked.plan
+        find = partial(diagnose, steps_before, steps_now, plan.drift_threshold, silent)
+        diagnosis = decided(control, find, "finding what has changed")
         self._tuned = plan.tuner is None  # else a later step begins the search for a size
         if diagnosis.text and plan.mode == AUTO:
-            return self._plan_again(diagnosis)
+            # Moving is weighed after that, by what is measured then.
+            config = replace(self.config, placement=self._asked.placement)
+            planned = replan(config, self._stack.machinery, self.planned, diagnosis)
+            self._weighs = is_open(self._asked, planned)
+            if planned.choice == self.planned.choice:
+                self._calm_down()
+            else:
+                self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
+            self._adopt(planned, settle=self._refines)
+            return True
         keeping = f": keeping {self.planned.name}" if plan.mode == AUTO else ""
         logger.info(diagnosis.text or f"measured task durations show no change{keeping}")
         if not diagnosis.text:
@@ -302,27 +314,7 @@ class Autotuner:
         self._begin(settle=False)
         return False
 
-    def _plan_again(self, diagnosis: Diagnosis) -> bool:
-        # Moving is weighed after that, by what is measured then.
-        config, plan = replace(self.config, placement=self._asked.placement), self._asked.plan
-        planned = replan(config, self._stack.machinery, self.planned, diagnosis)
-        self._weighs = is_open(self._asked, planned)
-        if planned.choice == self.planned.choice:
-            self._calm_down()
-        else:
-            self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
-        self._adopt(planned, settle=self._refines)
-        return True
-
     def _calm_down(self) -> None:
         """Require the next alarm to last twice as long: this one was false, and noise would halt training."""
         lasting = 2 * self._watch.lasting_steps
         self._watch = Watch(self._watch.threshold, lasting, DROPPED_STEPS)
-
-    def _diagnose(self) -> Diagnosis:
-        control, silent = self._stack.machinery.control, self._stack.machinery.layout.mesh.silent
-        mine = [r for step in self._before for r in step], [r for step in self._recent for r in step]
-        everyone = control.gather(mine, "collecting durations")
-        before, now = ([rank[i] for rank in everyone] for i in (0, 1))
-        find = partial(diagnose, before, now, self._asked.plan.drift_threshold, silent)
-        return decided(control, find, "finding what has changed")

@@ -68,12 +68,15 @@ def assumed_problem(config: RunConfig, layout: Layout) -> Problem:
 def _problem(
     config: RunConfig, layout: Layout, cluster: ClusterConfig, slowness: tuple[float, ...] = ()
 ) -> Problem:
+    moe = config.moe
+    compresses = moe.comm_dtype is None and not moe.one_copy_per_rank and layout.etp_size == 1
     return Problem(
         shape=base_shape(config, layout),
         workload=workload(config, layout),
         cluster=cluster,
         dispatches=tuple(candidates(config, layout)),
-        comm_dtypes=_comm_dtypes(config, layout),
+        # "none" = as section [moe] requires.
+        comm_dtypes=get_args(RowForm) if config.plan.comm_dtype == AUTO and compresses else ("none",),
         slowness=slowness,
         movable=config.placement.movable,
         placement=config.placement,
@@ -121,27 +124,16 @@ def candidates(config: RunConfig, layout: Layout) -> list[str]:
     if DISPATCHES[moe.dispatch].needs_table:
         layout.require_nodes("moe.dispatch", moe.dispatch)
     if moe.joins_rows:
-        _check_joined(config, layout)
+        # One row serves several experts of a node.
+        for key, value, fits in (
+            ("placement.samples", config.placement.samples, config.placement.samples in ("auto", "none")),
+            ("parallel.etp_size", layout.etp_size, layout.etp_size == 1),
+            ("ranks of a node", layout.ep_node_size, layout.ep_node_size <= MOST_NODE_SIZE),
+        ):
+            if not fits:
+                why = f"sends one row for all of a token's experts in a node, which {key} = {value} forbids"
+                raise ConfigError("moe.dispatch", config.moe.dispatch, why, "Use hierarchical_2d or flat.")
     return [moe.dispatch]
-
-
-def _comm_dtypes(config: RunConfig, layout: Layout) -> tuple[str, ...]:
-    """Return the forms in which rows may travel; "none" = as section [moe] requires."""
-    moe = config.moe
-    fits = moe.comm_dtype is None and not moe.one_copy_per_rank and layout.etp_size == 1
-    return get_args(RowForm) if config.plan.comm_dtype == AUTO and fits else ("none",)
-
-
-def _check_joined(config: RunConfig, layout: Layout) -> None:
-    """Raise ConfigError where one row cannot serve several experts of a node."""
-    for key, value, fits in (
-        ("placement.samples", config.placement.samples, config.placement.samples in ("auto", "none")),
-        ("parallel.etp_size", layout.etp_size, layout.etp_size == 1),
-        ("ranks of a node", layout.ep_node_size, layout.ep_node_size <= MOST_NODE_SIZE),
-    ):
-        if not fits:
-            why = f"sends one row for all of a token's experts in a node, which {key} = {value} forbids"
-            raise ConfigError("moe.dispatch", config.moe.dispatch, why, "Use hierarchical_2d or flat.")
 
 
 def hierarchical_among(config: RunConfig, layout: Layout) -> list[str]:

@@ -89,17 +89,16 @@ class Watch:
         elif len(self._reference) == self.lasting_steps:
             self._recent.append(seconds)
         self._seen += 1
-        if len(self._recent) < self.lasting_steps or not self._differs():
+        if len(self._recent) < self.lasting_steps:
+            return None
+        # Both halves of the last steps, and all of them, must deviate in the same direction.
+        times, half = list(self._recent), self.lasting_steps // 2
+        sides = {self._side(part) for part in (times[:half], times[half:], times)}
+        if len(sides) != 1 or sides == {0}:
             return None
         drift = Drift(before_s=median(self._reference), now_s=median(self._recent))
         self.reset()
         return drift
-
-    def _differs(self) -> bool:
-        """Tell whether both halves of the last steps, and all of them, deviate in the same direction."""
-        times, half = list(self._recent), self.lasting_steps // 2
-        sides = {self._side(part) for part in (times[:half], times[half:], times)}
-        return len(sides) == 1 and sides != {0}
 
     def _side(self, times: list[float]) -> int:
         """Return 1: slower, -1: faster, 0: as before. Half of the times are not enough for either."""
@@ -245,7 +244,14 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
         budget_s = LINKS_SHARE * config.plan.profile_s
         legs_of = hierarchical_among(config, machinery.layout)
         file = remeasured(file, measure_links(machinery, legs_of, budget_s))
-    file = replace(file, slowness=_slowness(planned, diagnosis))
+    slowness = planned.problem.slowness
+    if diagnosis.compute_changed:
+        before = slowness or (1.0,) * len(diagnosis.compute)
+        slowness = tuple(
+            old * (ratio if diagnosis.differs(ratio) else 1.0)
+            for old, ratio in zip(before, diagnosis.compute, strict=True)
+        )
+    file = replace(file, slowness=slowness)
     problem = replace(run_problem(config, machinery.layout, file), observed=planned.problem.observed)
     now = replace(planned, problem=problem, file=file).seeing(planned.problem.evidence)
     verdict = decided_slowly(
@@ -307,13 +313,3 @@ def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagn
     rest = [each for each in (other, found.best, *found.others) if each.choice != best.choice]
     others = OtherPlan.among(now.problem, rest)
     return Verdict(order=order, why=why, line=line, searched=found.searched, others=others)
-
-
-def _slowness(planned: Planned, diagnosis: Diagnosis) -> tuple[float, ...]:
-    before = planned.problem.slowness or (1.0,) * len(diagnosis.compute)
-    if not diagnosis.compute_changed:
-        return planned.problem.slowness
-    return tuple(
-        old * (ratio if diagnosis.differs(ratio) else 1.0)
-        for old, ratio in zip(before, diagnosis.compute, strict=True)
-    )

@@ -282,7 +282,9 @@ def write_shard(path: Path, tensors: Iterable[Outgoing]) -> str:
     ordered = sorted(tensors, key=lambda each: (-each.box.dtype.itemsize, each.name))
     digest = hashlib.sha256()
     with replacing(path, durable=True) as file:
-        for data in chain([_header(ordered)], map(_raw, ordered)):
+        numbers = (each.box.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for each in ordered)
+        pieces: Iterable[Buffer] = chain([_header(ordered)], numbers)
+        for data in pieces:
             digest.update(data)
             file.write(data)
     return digest.hexdigest()
@@ -299,11 +301,6 @@ def _header(tensors: Sequence[Outgoing]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def _raw(each: Outgoing) -> Buffer:
-    numbers: Buffer = each.box.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return numbers
 
 
 def write_index(folder: Path, names: Iterable[str]) -> None:
@@ -411,17 +408,16 @@ def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
         open_boxes = [
             each for each in open_boxes if not each.offsets or each.offsets[0] + each.sizes[0] > first
         ]
-        if any(_meet(each, box) for each in open_boxes):
+        if any(
+            all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(each.offsets, each.sizes, box.offsets, box.sizes, strict=True)
+            )
+            for each in open_boxes
+        ):
             return True
         open_boxes.append(box)
     return False
-
-
-def _meet(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
-    return all(
-        a < b + n and b < a + m
-        for a, m, b, n in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    )
 
 
 def _said(error: Exception) -> str:

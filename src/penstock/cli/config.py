@@ -96,15 +96,12 @@ def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
         if section != before:
             print(("\n" if before else "") + (f"{section}:" if yaml else f"[{section}]"))
             before = section
-        text = _yaml_value(value) if yaml else toml_value(value)
+        text = toml_value(value)
+        if yaml:  # JSON on one line, but its escapes of two halves of a character are none of YAML's
+            plain = json.dumps("none" if value is None else value, ensure_ascii=False)
+            text = "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in plain)
         print(f"{f'  {name}: ' if yaml else f'{name} = '}{text}  # {shorten(origin.get(key, DEFAULT))}")
     return 0
-
-
-def _yaml_value(value: object) -> str:
-    """Return a value as YAML on one line. JSON's escapes of two halves of a character are none of YAML's."""
-    text = json.dumps("none" if value is None else value, ensure_ascii=False)
-    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text)
 
 
 def _validate(options: argparse.Namespace, given: Sequence[str]) -> int:

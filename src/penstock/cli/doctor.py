@@ -28,7 +28,7 @@ from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.topology import Layout, ProcessInfo, detect
 from penstock.topology.join import ALONE, meeting_place
 from penstock.train.config import RunConfig
-from penstock.train.memory_check import RankMemory, memory_of
+from penstock.train.memory_check import memory_of
 from penstock.train.output import CLUSTER_FILE
 from penstock.words import terminal_width
 
@@ -93,7 +93,12 @@ def _wanted(asked: Asked, ranks: int) -> Wanted:
     if asked.config is None:
         return Wanted(assumed=cluster, cluster_name=name)
     config = asked.config.resolved(ranks)
-    need = _rank_memory(config, ranks)
+    if config.plan.layout == AUTO:  # the estimate after which a run is refused
+        from penstock.autotune.choose.layouts import least_memory
+
+        need = least_memory(config, ranks)
+    else:
+        need = memory_of(config, Layout.build(config.parallel, ranks, 0, config.moe.num_experts))
     alone = Layout(world_size=1, ep_size=1, rank=0)
     whole = memory_of(config, alone)
     kept = config.train.keep_checkpoints + 1  # an old checkpoint is removed once the new one is complete
@@ -104,15 +109,6 @@ def _wanted(asked: Asked, ranks: int) -> Wanted:
         disk_bytes=int(kept * CHECKPOINT_SHARE * whole.state_bytes),
         disk=str(config.output.dir),
     )
-
-
-def _rank_memory(config: RunConfig, ranks: int) -> RankMemory:
-    """Return a rank's memory by the estimate after which a run is refused."""
-    if config.plan.layout == AUTO:
-        from penstock.autotune.choose.layouts import least_memory
-
-        return least_memory(config, ranks)
-    return memory_of(config, Layout.build(config.parallel, ranks, 0, config.moe.num_experts))
 
 
 def _assumed(asked: Asked) -> tuple[str, ClusterFile | None]:

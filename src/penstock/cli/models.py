@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from penstock.cli.failing import BAD_USAGE, FAILED
 from penstock.cli.out import user_path
@@ -116,7 +115,14 @@ def _evaluate(options: argparse.Namespace) -> int:
     from penstock.adapt.asking import judge, open_model
 
     opened = open_model(options.checkpoint, options.tokenizer)
-    text = _text_of(options.file)
+    with open_regular(options.file, str(options.file), "Give a file of text.") as file:
+        data = file.read()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        why = f"is not UTF-8 text (line {line})"
+        raise ConfigError(str(options.file), UNSET, why, "Save it as UTF-8.") from error
     with progress_line(shown=sys.stderr.isatty()):
         found = judge(opened, text, options.length, str(options.file))
     if options.json:
@@ -125,19 +131,6 @@ def _evaluate(options: argparse.Namespace) -> int:
         words = f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.3f}"
         print(f"{words}, {found.tokens:,} tokens")
     return 0
-
-
-def _text_of(file: Path) -> str:
-    """Return the content of a text file. Raises ConfigError that begins with the file's path."""
-    with open_regular(file, str(file), "Give a file of text.") as opened:
-        data = opened.read()
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            str(file), UNSET, f"is not UTF-8 text (line {line})", "Save it as UTF-8."
-        ) from error
 
 
 def _explained(command: Callable[[], int]) -> int:

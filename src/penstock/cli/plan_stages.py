@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from penstock.cli.plan_subject import (
 from penstock.config import UNSET, ConfigError
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
+from penstock.mesh import holders
 from penstock.plan import MODELS, MemoryBudget, Problem, Subject, published_problem
 from penstock.plan.effort import Effort, time_limit
 from penstock.plan.optimizers import NEAR, SHARDED
@@ -38,6 +40,9 @@ from penstock.words import change, gib, milliseconds
 
 WEIGHING_S: Final = 5.0
 """Seconds of processor time to look for layouts in stages."""
+
+GLANCE_S: Final = 2.0
+"""The same where nobody has asked for updates of a certain size."""
 
 FINALISTS: Final = 2
 """The number of layouts that are compared by all orders of microbatches."""
@@ -81,7 +86,12 @@ def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int
         try:
             subject, found, updates = _searched(subject, options, file, memory, search)
         except NothingFitsError as error:
-            raise ConfigError(error.key, error.value, error.why, _what_fits(options, file, error)) from None
+            hint = error.hint
+            with suppress(ConfigError):
+                laid = _laid_out(options, file)
+                fits = f"{_told(laid.plan, laid.options)} ({gib(laid.plan.memory_bytes)} per rank)"
+                hint = f"It would fit with {fits}."
+            raise ConfigError(error.key, error.value, error.why, hint) from None
     report = PipelineReport(
         subject=subject,
         found=found,
@@ -101,15 +111,6 @@ def _laid_out(options: argparse.Namespace, file: ClusterFile) -> _Laid:
     tried = _layouts(options, stage_cluster(file, stages))
     over = time_limit(time.process_time, options.budget or 1.0, WEIGHING_S)
     return _fastest(((stages, each) for each in tried), file, over)
-
-
-def _what_fits(options: argparse.Namespace, file: ClusterFile, error: NothingFitsError) -> str:
-    """Return which layout of the given stages would fit."""
-    try:
-        laid = _laid_out(options, file)
-    except ConfigError:
-        return error.hint
-    return f"It would fit with {_told(laid.plan, laid.options)} ({gib(laid.plan.memory_bytes)} per rank)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,27 +141,36 @@ class StagesInstead:
 
 
 def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float) -> StagesInstead | None:
-    """Return what stages would bring; None where they are no faster, or no size of an update is given.
+    """Return what stages would bring; None where they are no faster.
 
     Without `--layout auto`, only a stage for each node is looked at, with experts spread inside it, and with
-    shared attention if that does not fit.
+    shared attention if that does not fit. Where the size of an update is open, it has the samples of the
+    step; studies and training configurations say how they are run, and are then left as they are.
     """
-    if options.global_batch is None:
-        return None
+    limit_s, given = WEIGHING_S, options.global_batch is not None
+    if not given:
+        if options.model is None or of_study(options.model) or file.nodes == 1:
+            return None
+        limit_s = GLANCE_S
+        alone = argparse.Namespace(**{**vars(options), "layout": "given", "zero_stage": None})
+        work = subject_of(alone, file).problem.workload
+        samples = work.batch * holders(work.world_size, work.tp_size)
+        options = argparse.Namespace(**{**vars(options), "global_batch": samples})
     file, options = _resized(file, options)
-    over = time_limit(time.process_time, options.budget or 1.0, WEIGHING_S)
+    over = time_limit(time.process_time, options.budget or 1.0, limit_s)
     try:
         try:
             laid = _fastest(_open(options, file), file, over)
         except NothingFitsError:
-            laid = _laid_out(
-                argparse.Namespace(**{**vars(options), "pipeline_parallel_size": file.nodes}), file
-            )
+            tried = ((file.nodes, each) for each in _layouts(options, stage_cluster(file, file.nodes)))
+            laid = _fastest(tried, file, over)
     except ConfigError:
         return None  # no layout in stages is possible
     if laid.plan.update_s * NEAR > than_s:
         return None
-    return StagesInstead(plan=laid.plan, options=_told(laid.plan, options), than_s=than_s)
+    size = () if given else (option("global_batch"), str(options.global_batch))
+    told = " ".join((*size, _told(laid.plan, options)))
+    return StagesInstead(plan=laid.plan, options=told, than_s=than_s)
 
 
 def _resized(file: ClusterFile, options: argparse.Namespace) -> tuple[ClusterFile, argparse.Namespace]:
@@ -278,8 +288,12 @@ def _fastest(
         if seen and over():
             break
         seen.add(sizes)
+        asked = options
+        if options.model is not None and options.zero_stage in (None, AUTO) and not of_study(options.model):
+            # The optimiser is open: sharded, it saves memory in stages, and no time.
+            asked = argparse.Namespace(**{**vars(options), "zero_stage": "1"})
         try:
-            subject = subject_of(_of_one_optimizer(options), stage_cluster(file, stages))
+            subject = subject_of(asked, stage_cluster(file, stages))
             memory = memory_of(options.memory_gib, subject.memory_bytes)
             problem = subject.sharded or subject.problem
             plan = _find(problem, options, file, memory, orders=1).best
@@ -292,13 +306,6 @@ def _fastest(
     best = sorted(found, key=lambda each: each.plan.update_s)[:FINALISTS]
     again = (replace(each, plan=_find(each.problem, each.options, file, each.memory).best) for each in best)
     return min(again, key=lambda each: each.plan.update_s)
-
-
-def _of_one_optimizer(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with a sharded optimiser where it is open: in stages it saves memory and no time."""
-    if options.model is None or of_study(options.model) or options.zero_stage not in (None, AUTO):
-        return options
-    return argparse.Namespace(**{**vars(options), "zero_stage": "1"})
 
 
 def _open(options: argparse.Namespace, file: ClusterFile) -> Iterator[tuple[int, argparse.Namespace]]:

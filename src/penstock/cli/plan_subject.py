@@ -282,16 +282,16 @@ def _settings(options: argparse.Namespace) -> list[str]:
             where = "--cluster" if name in ("nodes", "ranks_per_node") else "the model's config.json"
             why = "is a size of this model, or of its cluster, that no option replaces"
             raise ConfigError(option(name), getattr(options, name), why, f"Say it in {where}.")
-    given = ((key, getattr(options, name), name) for name, key in OF_CONFIGURATIONS.items())
-    chosen = ((key, _as_setting(name, value)) for key, value, name in given)
-    return [f"{key}={str(value).lower()}" for key, value in chosen if value is not None]
-
-
-def _as_setting(name: str, value: Any) -> Any:
-    """Return what a setting has to be where an option has this value."""
-    if value is None:
-        return USUAL.get(name)
-    return "2" if (name, value) == ("zero_stage", SHARDED) else value
+    settings = []
+    for name, key in OF_CONFIGURATIONS.items():
+        value = getattr(options, name)
+        if value is None:
+            value = USUAL.get(name)
+        elif (name, value) == ("zero_stage", SHARDED):
+            value = "2"
+        if value is not None:
+            settings.append(f"{key}={str(value).lower()}")
+    return settings
 
 
 def memory_of(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget | None:

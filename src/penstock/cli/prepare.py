@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +18,7 @@ from penstock.config import ConfigError, shorten
 from penstock.data.config import DataConfig
 from penstock.data.files import HINT
 from penstock.data.listing import files_of
-from penstock.data.prepare import SHARD_TOKENS, Preparation, Progress
+from penstock.data.prepare import SHARD_TOKENS, Preparation
 from penstock.data.record import WHOLE, Record, read_record
 from penstock.data.text import TextError
 from penstock.data.tokenizer import open_tokenizer
@@ -86,24 +85,31 @@ def run_prepare(options: argparse.Namespace) -> int:
         return FAILED
     STOPS.says(lambda: GOES_ON)
     try:
-        _show(work.run(folder))
+        columns = (  # of a bar on a terminal; nothing is shown elsewhere
+            TextColumn("preparing"),
+            BarColumn(),
+            DownloadColumn(),
+            TextColumn("{task.fields[tokens]:,} tokens"),
+            TimeRemainingColumn(),
+        )
+        console = Console(stderr=True)
+        with RichProgress(*columns, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", tokens=0)
+            for step in work.run(folder):
+                bar.update(task, completed=step.read_bytes, total=step.total_bytes, tokens=step.tokens)
     except TextError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return FAILED
     except OSError as error:
+        file = Path(error.filename or folder)  # inputs are files, too
+        ours = file == folder or folder in (*file.parents, *folder.parents)
+        problem = f"{folder} cannot be written" if ours else f"{file} cannot be read"
         hint = "Once that is mended, run the same command again: it goes on."
-        print(f"penstock: {_problem(folder, error)} ({error.strerror}). {hint}", file=sys.stderr)
+        print(f"penstock: {problem} ({error.strerror}). {hint}", file=sys.stderr)
         return FAILED
     STOPS.finish(0)
     _tell(read_record(folder / WHOLE), folder, json_wanted=options.json)
     return 0
-
-
-def _problem(folder: Path, error: OSError) -> str:
-    """Return what could not be done: inputs are files, too."""
-    file = Path(error.filename or folder)
-    ours = file == folder or folder in (*file.parents, *folder.parents)
-    return f"{folder} cannot be written" if ours else f"{file} cannot be read"
 
 
 def _preparation(options: argparse.Namespace) -> Preparation:
@@ -131,22 +137,6 @@ def _about_input(error: ConfigError) -> ConfigError:
     key = "INPUT" if error.key == "path" else error.key
     hint = "Give a path that can be read." if error.hint == HINT else error.hint
     return ConfigError(key, error.value, error.why, hint.replace("data.suffixes", "--suffixes"))
-
-
-def _show(steps: Iterable[Progress]) -> None:
-    """Show a bar on a terminal, nothing elsewhere."""
-    columns = (
-        TextColumn("preparing"),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with RichProgress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", tokens=0)
-        for step in steps:
-            bar.update(task, completed=step.read_bytes, total=step.total_bytes, tokens=step.tokens)
 
 
 def _tell(record: Record, folder: Path, *, json_wanted: bool) -> None:

@@ -86,7 +86,11 @@ def profile(
         check_run(config, layout, there_bytes=host_bytes(), sharing=ranks)
     if info is None:
         _check_places(wanted)
-        _check_steps(config, layout)
+        # A dispatch, and every step that is measured, must be one that these ranks can run.
+        candidates(config, layout)
+        sample = replace(sample_of(config), plan=PlanConfig())
+        for cut in cuts(sample):
+            check_compatible(replace(sample, schedule=cut), layout)
 
     def work(rank: ProcessInfo) -> int:
         measure, finish = partial(_measure, config, wanted), partial(_finish, wanted=wanted)
@@ -109,14 +113,6 @@ def _configured(
     if path is None:
         usual = (*usual, f"moe.num_experts={max(2, ranks)}")
     return load(RunConfig, path, [*usual, *overrides]).resolved(ranks), ranks
-
-
-def _check_steps(config: RunConfig, layout: Layout) -> None:
-    """Raise ConfigError for a dispatch, or a step among those that are measured, that ranks could not run."""
-    candidates(config, layout)
-    sample = replace(sample_of(config), plan=PlanConfig())
-    for cut in cuts(sample):
-        check_compatible(replace(sample, schedule=cut), layout)
 
 
 def _check_places(wanted: Wanted) -> None:

@@ -44,6 +44,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def write_report(folder: Path, out: Path | None, json_wanted: bool) -> int:
     """Write the page; return the exit code. Raises ConfigError for a folder with damaged files or no run."""
+    from penstock.report.page.findings import binding_of, slow_ranks
     from penstock.report.page.html import write_page
     from penstock.train.run_folder import read_run
 
@@ -56,7 +57,9 @@ def write_report(folder: Path, out: Path | None, json_wanted: bool) -> int:
         print(json.dumps({"page": str(path), **findings(run)}))
         return 0
     print(f"wrote {path} ({mib(len(page.encode()))}): open it in a browser; it needs no network")
-    for sentence in _said(run):
+    binding = None if run.step is None else binding_of(run.step)
+    slow = [] if run.step is None else slow_ranks(run.step)
+    for sentence in [*run.failures, *([] if binding is None else binding.sentences()), *slow, *run.missing]:
         print(folded(sentence, terminal_width(sys.stdout)))
     return 0
 
@@ -92,11 +95,3 @@ def findings(run: FinishedRun) -> dict[str, Any]:
         "failures": list(run.failures),
         "missing": list(run.missing),
     }
-
-
-def _said(run: FinishedRun) -> list[str]:
-    from penstock.report.page.findings import binding_of, slow_ranks
-
-    binding = None if run.step is None else binding_of(run.step)
-    slow = [] if run.step is None else slow_ranks(run.step)
-    return [*run.failures, *([] if binding is None else binding.sentences()), *slow, *run.missing]

@@ -30,15 +30,12 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
         text = f"unrecognized arguments: {' '.join(rest)}"
         if hasattr(options, "overrides") and rest[0].startswith("--"):
             setting = rest[0].lstrip("-")
-            text += f"; settings are written without dashes: {setting if _is_setting(setting) else EXAMPLE}"
+            example = setting if re.fullmatch(r"\w+(\.\w+)+=.+", setting) else EXAMPLE
+            text += f"; settings are written without dashes: {example}"
         commands(parser).get(given[0], parser).error(text)  # the usage of the subcommand helps more
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
-
-
-def _is_setting(word: str) -> bool:
-    return re.fullmatch(r"\w+(\.\w+)+=.+", word) is not None
 
 
 def commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
@@ -70,26 +67,22 @@ def exit_code(command: Callable[[], int], left: str = "") -> int:
     """
     try:
         STOPS.begin(left)
-        code = _code_of(command)
+        try:
+            with _telling_hints():
+                code = command()
+        except (ConfigError, ScheduleError) as error:
+            tell(str(error))
+            code = BAD_USAGE
+        except CommandError as error:
+            tell(str(error))
+            code = error.exit_code
+        except BrokenPipeError:  # as in `penstock schedule ... | head`, which is no failure
+            sys.stderr.close()
+            code = 0
         STOPS.finish(code)
     except KeyboardInterrupt:
         return STOPS.stopped()
     return code
-
-
-def _code_of(command: Callable[[], int]) -> int:
-    try:
-        with _telling_hints():
-            return command()
-    except (ConfigError, ScheduleError) as error:
-        tell(str(error))
-        return BAD_USAGE
-    except CommandError as error:
-        tell(str(error))
-        return error.exit_code
-    except BrokenPipeError:  # as in `penstock schedule ... | head`, which is no failure
-        sys.stderr.close()
-        return 0
 
 
 @contextmanager

@@ -40,7 +40,20 @@ def train(
     config = load(RunConfig, path, given_schedule(overrides))
     info = detect(os.environ)
     if emulate is not None and (info is None or info.launcher != "penstock"):
-        return _start_emulated(config, emulate, given, info)
+        if info is not None:
+            hint = "Start penstock train itself, or leave --emulate out."
+            why = f"ranks that {info.launcher} started already have a network"
+            raise ConfigError("--emulate", str(emulate.shape), why, hint)
+        # One rank per device of the cluster, whatever parallel.processes says; ranks are told so, too.
+        ranks, wanted = emulate.ranks, config.parallel.processes
+        if wanted not in (None, ranks):
+            print(
+                f"penstock: {emulate.shape} is {ranks} ranks, not parallel.processes = {wanted}",
+                file=sys.stderr,
+            )
+        with emulate.cluster() as cluster:
+            told = [*given, f"parallel.processes={ranks}"]
+            return _start_ranks(config, told, ranks, node_size=emulate.devices, place=cluster)
     if info is not None:
         return _be_rank(config, info, json_wanted)
     processes, places = processes_of(config), Places.here()
@@ -51,24 +64,6 @@ def train(
             print(places.describe(1), flush=True)
         return _be_rank(config, ALONE, json_wanted)
     return _start_ranks(config, given, processes, node_size=processes, announced=announced)
-
-
-def _start_emulated(
-    config: RunConfig, emulate: Emulated, given: Sequence[str], info: ProcessInfo | None
-) -> int:
-    """Start one rank per device of the cluster, whatever parallel.processes says; ranks are told so, too."""
-    if info is not None:
-        hint = "Start penstock train itself, or leave --emulate out."
-        why = f"ranks that {info.launcher} started already have a network"
-        raise ConfigError("--emulate", str(emulate.shape), why, hint)
-    ranks, wanted = emulate.ranks, config.parallel.processes
-    if wanted not in (None, ranks):
-        print(
-            f"penstock: {emulate.shape} is {ranks} ranks, not parallel.processes = {wanted}", file=sys.stderr
-        )
-    with emulate.cluster() as cluster:
-        told = [*given, f"parallel.processes={ranks}"]
-        return _start_ranks(config, told, ranks, node_size=emulate.devices, place=cluster)
 
 
 def _start_ranks(
@@ -82,7 +77,12 @@ def _start_ranks(
 ) -> int:
     resolved = config.resolved(processes)  # a wrong setting is refused before any process starts
     check_source(resolved)
-    _check_plan(config)
+    if config.train.resume is False:  # a run that is continued may have a cluster and a plan of its own
+        if config.plan.cluster is not None:
+            find_cluster(config.plan.cluster, "plan.cluster")
+        if config.plan.path is not None and is_missing(config.plan.path):
+            hint = "Use the path of a plan file, or plan.mode=auto."
+            raise ConfigError("plan.file", config.plan.file, "there is no such file", hint)
     _check_layout(resolved, processes, node_size)
     if config.train.resume is True:
         from penstock.train.resume import require_checkpoint
@@ -95,17 +95,6 @@ def _start_ranks(
     waits = config.parallel
     longest_s = max(waits.timeout_s, waits.start_s, waits.checkpoint_s)
     return start_ranks(given, processes, longest_s, place, left.way_out, announced=announced)
-
-
-def _check_plan(config: RunConfig) -> None:
-    """Refuse a cluster or a plan file that is not there; a run that is continued may have its own."""
-    if config.train.resume is not False:
-        return
-    if config.plan.cluster is not None:
-        find_cluster(config.plan.cluster, "plan.cluster")
-    if config.plan.path is not None and is_missing(config.plan.path):
-        hint = "Use the path of a plan file, or plan.mode=auto."
-        raise ConfigError("plan.file", config.plan.file, "there is no such file", hint)
 
 
 def _check_layout(config: RunConfig, processes: int, node_size: int) -> None:

@@ -24,7 +24,7 @@ from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.faults import give_up
 from penstock.train.config import RunConfig
 from penstock.train.logs import RankLog
-from penstock.train.model import MakeModel, decoder_of
+from penstock.train.model import decoder_of
 from penstock.train.output import OutputError
 from penstock.train.trainer import Trainer
 from penstock.train.update import DivergedError
@@ -94,7 +94,12 @@ class _Rank:
             keep_freed_memory()
             waits = config.parallel
             join(info, waits.timeout_s, device, waits.transport, start_s=waits.start_s)
-            make_model, log = _maker(config), self._log
+            make_model, log = decoder_of, self._log
+            # Only models of transformers need what loads for half a second.
+            if config.model.config is not None:
+                from penstock.adapt.run import model_of_run
+
+                make_model = model_of_run
             self._trainer = Trainer(
                 config, info, device, Autotuner, quiet=False, make_model=make_model, log=log
             )
@@ -109,15 +114,6 @@ class _Rank:
             details = "" if full else f"\n\n{traceback.format_exc()}"
             return _report_failure(config, info, f"{headline}{details}", unexpected=True)
         return 0
-
-
-def _maker(config: RunConfig) -> MakeModel:
-    """Return what builds the model: only models of transformers need what loads for half a second."""
-    if config.model.config is None:
-        return decoder_of
-    from penstock.adapt.run import model_of_run
-
-    return model_of_run
 
 
 def _report_failure(config: RunConfig, info: ProcessInfo, text: str, *, unexpected: bool = False) -> int:

@@ -74,7 +74,8 @@ def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> Bina
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
-        raise ConfigError(key, value, _missing(path), "Check the path.") from None
+        why = "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
+        raise ConfigError(key, value, why, "Check the path.") from None
     except OSError as error:
         raise ConfigError(key, value, f"cannot be read ({error.strerror})", hint) from error
     except ValueError as error:  # a path with a NUL in it
@@ -143,10 +144,6 @@ def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {shorten(key)} stands twice in one object")
         found[key] = value
     return found
-
-
-def _missing(path: Path) -> str:
-    return "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
 
 
 # ---- settings ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -249,18 +249,15 @@ def _error(tp: Any, found: Any, key: str) -> ConfigError:
     if section := section_of(here):
         hint = f"Set what is inside it, such as {example_override(section, key)}."
         return ConfigError(key, value, "is a section of settings and cannot be set as one", hint)
-    return ConfigError(key, value, f"must be {kind_of(here)}", _near_choice(here, value, key))
+    wanted, said = present(here), value if isinstance(value, str) else shown(value)
+    choices = [str(choice) for choice in get_args(wanted)] if get_origin(wanted) is Literal else []
+    near = get_close_matches(shorten(said), choices, n=1)
+    hint = f"Did you mean {near[0]}?" if near else _for_example(wanted, key)
+    return ConfigError(key, value, f"must be {kind_of(here)}", hint)
 
 
 def _for_example(tp: Any, key: str) -> str:
     return f"For example {key}={example(tp)}."
-
-
-def _near_choice(tp: Any, value: object, key: str) -> str:
-    tp, said = present(tp), value if isinstance(value, str) else shown(value)
-    choices = [str(choice) for choice in get_args(tp)] if get_origin(tp) is Literal else []
-    near = get_close_matches(shorten(said), choices, n=1)
-    return f"Did you mean {near[0]}?" if near else _for_example(tp, key)
 
 
 def example_override(cls: type, prefix: str = "") -> str:
@@ -272,7 +269,10 @@ def example_override(cls: type, prefix: str = "") -> str:
 
 def _unknown(cls: type, section: str, name: str, value: object) -> ConfigError:
     """Return the error for an unknown name, with the nearest one, its place below, or all names."""
-    rest = list(_first_path(value))
+    rest, inside = list[str](), value  # the names that lead to the first setting in a table
+    while isinstance(inside, dict) and inside:
+        part, inside = next(iter(inside.items()))
+        rest.append(str(part))
     key, last = ".".join((dotted(section, name), *rest)), rest[-1] if rest else name
     if "." in name and any(each == key for each, _ in leaves(cls, section)):
         return ConfigError(key, value, "is one name with dots", "Set it inside of its section.")
@@ -282,20 +282,10 @@ def _unknown(cls: type, section: str, name: str, value: object) -> ConfigError:
     names = [each for each, tp in types_of(cls).items() if not rest or section_of(tp)]
     nearest = [dotted(section, each) for each in get_close_matches(shorten(name), names, n=1)]
     within = [whole for each in nearest if (whole := ".".join((each, *rest))) in every]
-    near = [*(nearest if not rest else within), *_named(every, last), *nearest]
+    so_named = [each for each in every if each.rpartition(".")[2] == last]
+    near = [*(nearest if not rest else within), *so_named, *nearest]
     what = f"section {dotted(section, name)}" if rest else "such setting"
     place = f"[{section}]" if section else "The top level"
     all_names = f"{'There are' if rest else f'{place} has'} {', '.join(names) or 'settings alone'}."
     hint = f"Did you mean {near[0]}?" if near else all_names
     return ConfigError(key, UNSET if rest else value, f"there is no {what}", hint)
-
-
-def _named(keys: Sequence[str], name: str) -> list[str]:
-    return [key for key in keys if key.rpartition(".")[2] == name]
-
-
-def _first_path(value: object) -> Iterator[str]:
-    """Yield the names that lead to the first setting in a table."""
-    while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
-        yield str(name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import sysconfig
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +101,9 @@ def check_apart(config: DataConfig) -> None:
     """
     owners = dict[Hashable, str | None]()
     for path in config.parts if len(config.parts) > 1 else ():
-        for file in _own_files(config, path):
+        if path is None:
+            continue
+        for file in [place_of(path)] if _is_prepared(path) else files_of(path, config.suffixes):
             if (owner := owners.setdefault(_known_by(file), path)) != path:
                 why = f"{owner} and {path} both have {file}: one would train on what the other holds out"
                 hint = "Name every file in one text alone; its weight says how often it is seen."
@@ -115,12 +117,6 @@ def _known_by(file: Path) -> Hashable:
     except OSError:  # opening it later reports what is wrong
         return file
     return found.st_dev, found.st_ino
-
-
-def _own_files(config: DataConfig, path: str | None) -> Iterator[Path]:
-    """Yield the files of a text; for prepared tokens their folder."""
-    if path is not None:
-        yield from [place_of(path)] if _is_prepared(path) else files_of(path, config.suffixes)
 
 
 def _tokens_of(config: DataConfig, path: str | None) -> tuple[str, int | None]:
@@ -156,7 +152,16 @@ def _load(config: DataConfig, path: str | None, share: float) -> Corpus:
         place_files = files_of(path, config.suffixes)
         return _join(path, str(place), place_files, share)
     corpus = _tokens(path, place, f"{place}: ", share)
-    _check_tokenizer(config, corpus.text, path)
+    assert isinstance(corpus.text, Tokens)
+    if config.tokenizer is not None:  # it must be the one with which the tokens were prepared
+        record, named = corpus.text.record, open_tokenizer(config.tokenizer, config.end_of_document)
+        hint = "Leave it out: the tokens know theirs."
+        if named.digest != record.tokenizer:
+            why = f"{path} was prepared with another tokenizer"
+            raise ConfigError("tokenizer", config.tokenizer, why, hint)
+        if config.end_of_document is not None and named.end != record.end:
+            why = f"{path} was prepared with another token between documents"
+            raise ConfigError("end_of_document", config.end_of_document, why, hint)
     return corpus
 
 
@@ -164,20 +169,6 @@ def _tokens(path: str | None, folder: Path, source: str, share: float) -> Corpus
     tokens = Tokens(path, folder)
     facts = f"{tokens.record.documents:,} documents, {tokens.size:,} tokens"
     return Corpus(text=tokens, source=source + facts, share=share)
-
-
-def _check_tokenizer(config: DataConfig, text: Readable, path: str) -> None:
-    """Raise ConfigError if a tokenizer is named with which the tokens were not prepared."""
-    assert isinstance(text, Tokens)
-    if config.tokenizer is None:
-        return
-    named = open_tokenizer(config.tokenizer, config.end_of_document)
-    hint = "Leave it out: the tokens know theirs."
-    if named.digest != text.record.tokenizer:
-        raise ConfigError("tokenizer", config.tokenizer, f"{path} was prepared with another tokenizer", hint)
-    if config.end_of_document is not None and named.end != text.record.end:
-        why = f"{path} was prepared with another token between documents"
-        raise ConfigError("end_of_document", config.end_of_document, why, hint)
 
 
 def _to_prepare(config: DataConfig, path: str | None) -> ToPrepare | None:

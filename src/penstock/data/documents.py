@@ -76,19 +76,15 @@ def _text(file: Path, number: int, at: int) -> Iterator[Piece]:
         # The end of a piece depends on its beginning alone, however reading arrived there.
         while opened.seek(at) == at and (data := opened.read(PIECE_BYTES + 1)):
             more = len(data) > PIECE_BYTES
-            cut = _cut(data[:PIECE_BYTES]) if more else len(data)
+            cut = len(data)
+            if more and not (cut := data.rfind(b"\n", 0, PIECE_BYTES) + 1):  # after the last line
+                ends = range(PIECE_BYTES - 1, PIECE_BYTES - 5, -1)
+                cut = next(
+                    (end for end in ends if data[end] & 0xC0 != 0x80), PIECE_BYTES
+                )  # between characters
             at += cut
             text, after = data[:cut].decode("utf-8", "replace"), Position(file=number, at=at)
             yield Piece(text=text, ends=not more, after=after, read_bytes=cut)
-
-
-def _cut(data: bytes) -> int:
-    """Return where to cut a piece: after its last line, or where no UTF-8 character is split."""
-    line = data.rfind(b"\n") + 1
-    if line:
-        return line
-    begins = (cut for cut in range(len(data) - 1, len(data) - 5, -1) if data[cut] & 0xC0 != 0x80)
-    return next(begins, len(data))
 
 
 def _json_lines(file: Path, number: int, field: str, at: int) -> Iterator[Piece]:

@@ -69,7 +69,11 @@ class Files:
             return self._open[number]
         if len(self._open) >= MOST_OPEN:
             os.close(self._open.popitem(last=False)[1])
-        self._open[number] = _opened(self.path, self.files[number])
+        try:
+            with open_regular(self.files[number], "path", HINT, self.path) as opened:
+                self._open[number] = os.dup(opened.fileno())
+        except ConfigError as error:
+            raise ConfigError("path", self.path, f"{self.files[number]} {error.why}", HINT) from error
         return self._open[number]
 
 
@@ -77,11 +81,3 @@ def _state(descriptor: int) -> tuple[int, int]:
     """Return what changes when a file is written to: its size and the time of the last change."""
     found = os.fstat(descriptor)
     return found.st_size, found.st_mtime_ns
-
-
-def _opened(path: str | None, file: Path) -> int:
-    try:
-        with open_regular(file, "path", HINT, path) as opened:
-            return os.dup(opened.fileno())
-    except ConfigError as error:
-        raise ConfigError("path", path, f"{file} {error.why}", HINT) from error

@@ -182,15 +182,8 @@ class _Doctor:
         shared = self._shared()
         links = self._links()
         exchange = self._exchange(links)
-        return self._found(clocks, shared, links, exchange) if self._leads else None
-
-    def _found(
-        self,
-        clocks: Mapping[int, Clock],
-        shared: Mapping[str, tuple[int, ...]],
-        links: Sequence[Link],
-        exchange: str | None,
-    ) -> Examination:
+        if not self._leads:
+            return None
         return Examination(
             size=self._meeting.size,
             reference=self._reference,
@@ -223,8 +216,10 @@ class _Doctor:
         made = []
         if self._leads:
             for folder in self._facts.folders:
+                path = Path(folder.path).absolute()
+                there = next(each for each in (path, *path.parents) if each.exists())
                 with suppress(OSError):
-                    file = NamedTemporaryFile(dir=_there(folder), prefix=".penstock-doctor-")  # noqa: SIM115
+                    file = NamedTemporaryFile(dir=there, prefix=".penstock-doctor-")  # noqa: SIM115
                     made.append(file)
                     marks[folder.path] = file.name
             self._meeting.announce("marks", marks)
@@ -247,7 +242,9 @@ class _Doctor:
             asking = {pair.asks: pair for pair in pairs if pair.asks not in self._gone}
             said = self._meeting.hear(f"round-{number}", tuple(asking), time.monotonic() + ROUND_S)
             self._gone |= asking.keys() - said.keys()
-            found += [_link(asking[rank], each) for rank, each in said.items()]
+            for rank, each in said.items():
+                rates = None if each.get("rates") is None else Rates(**each["rates"])
+                found.append(Link(pair=asking[rank], rates=rates, problem=each.get("problem", "")))
         return found
 
     def _measured(self, pair: Pair) -> dict[str, Any]:
@@ -304,14 +301,3 @@ def facts_of(plain: Mapping[str, Any]) -> Facts:
     """Return the facts that a rank has sent."""
     folders = [Folder(**each) for each in plain["folders"]]
     return Facts(**{**plain, "folders": folders, "open_files": tuple(plain["open_files"])})
-
-
-def _link(pair: Pair, said: Mapping[str, Any]) -> Link:
-    rates = said.get("rates")
-    return Link(pair=pair, rates=None if rates is None else Rates(**rates), problem=said.get("problem", ""))
-
-
-def _there(folder: Folder) -> Path:
-    """Return the folder, or the nearest existing one above it."""
-    path = Path(folder.path).absolute()
-    return next(each for each in (path, *path.parents) if each.exists())

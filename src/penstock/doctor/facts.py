@@ -126,23 +126,18 @@ def _resolved(name: str) -> str:
 def _address(towards: str) -> tuple[str, str]:
     """Return the address at which other ranks reach this one, and what is wrong with the interface."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not name:
-        return _route(towards), ""
+    if not name:  # that from which this machine reaches the others' host; nothing is sent
+        with suppress(OSError):
+            family, _, _, _, address = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0]), ""
+        return "", ""
     there = interface_names()
     if name not in there:
         return "", f"has no interface {name}; it has {', '.join(there)}"
     found = address_of(name)
     return found, "" if found else f"has no IPv4 address on {name}"
-
-
-def _route(towards: str) -> str:
-    """Return the address from which this machine reaches a host; nothing is sent."""
-    with suppress(OSError):
-        family, _, _, _, address = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    return ""
 
 
 def _folder(path: Path) -> Folder:

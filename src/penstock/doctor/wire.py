@@ -90,7 +90,12 @@ class Server:
                 if json.loads(lines.readline(4096)).get("token") != self._token:
                     return
                 while line := lines.readline(4096):
-                    _serve_one(connection, json.loads(line))
+                    what = json.loads(line)["what"]
+                    if what not in ("ping", "take"):
+                        _pour(connection)
+                        continue
+                    said = {"now_s": now_s()} if what == "ping" else {"rate": _drain(connection)}
+                    connection.sendall(json.dumps(said).encode() + b"\n")
 
 
 def ask_clock(address: Address, token: str) -> Clock:
@@ -175,17 +180,6 @@ def _prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 
-def _serve_one(connection: socket.socket, request: Mapping[str, Any]) -> None:
-    if request["what"] == "ping":
-        said: dict[str, Any] = {"now_s": now_s()}
-    elif request["what"] == "take":
-        said = {"rate": _drain(connection)}
-    else:
-        _pour(connection)
-        return
-    connection.sendall(json.dumps(said).encode() + b"\n")
-
-
 def _pour(connection: socket.socket) -> None:
     """Send chunks for `STREAM_S`, each after a byte that says whether it is the last one."""
     until_s = time.monotonic() + STREAM_S
@@ -200,7 +194,12 @@ def _drain(connection: socket.socket) -> float:
     began_s = time.monotonic()
     counted, since_s, more = 0, 0.0, True
     while more:
-        _fill(connection, frame)
+        filled = 0
+        while filled < len(frame):
+            got = connection.recv_into(frame[filled:])
+            if not got:
+                raise ConnectionError("the other rank has closed the connection")
+            filled += got
         at_s = time.monotonic()
         if since_s:
             counted += len(frame)
@@ -209,12 +208,3 @@ def _drain(connection: socket.socket) -> float:
         more = frame[0] == 1
     taken_s = time.monotonic() - (since_s or began_s)
     return (counted or len(frame)) / max(taken_s, 1e-9)
-
-
-def _fill(connection: socket.socket, frame: memoryview) -> None:
-    filled = 0
-    while filled < len(frame):
-        got = connection.recv_into(frame[filled:])
-        if not got:
-            raise ConnectionError("the other rank has closed the connection")
-        filled += got

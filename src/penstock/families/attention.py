@@ -78,14 +78,14 @@ def _reaches(config: Any, layers: int) -> tuple[Reach, ...]:
         window = setting_of(config, "sliding_window") if setting_of(config, "use_sliding_window", True) else 0
         kinds = ["sliding_attention" if window else "full_attention"] * layers
     counts = Counter(kind for kind in kinds if kind not in STATELESS)
-    return tuple(_reach(config, kind, counts[kind] / layers) for kind in sorted(counts))
-
-
-def _reach(config: Any, kind: str, share: float) -> Reach:
-    if kind in STATES:
-        sizes = (setting_of(config, name) for name in STATE_SIZES)
-        return Reach(share, "state", next(filter(None, sizes), USUAL_STATE))
-    size = setting_of(config, FORMS.get(kind, "")) if kind in FORMS else None
-    if not isinstance(size, int) or size < 1:
-        return Reach(share)
-    return Reach(share, "chunk" if kind == "chunked_attention" else "window", size)
+    reaches = []
+    for kind in sorted(counts):
+        share, size = counts[kind] / layers, setting_of(config, FORMS[kind]) if kind in FORMS else None
+        if kind in STATES:
+            sizes = (setting_of(config, name) for name in STATE_SIZES)
+            reaches.append(Reach(share, "state", next(filter(None, sizes), USUAL_STATE)))
+        elif not isinstance(size, int) or size < 1:
+            reaches.append(Reach(share))
+        else:
+            reaches.append(Reach(share, "chunk" if kind == "chunked_attention" else "window", size))
+    return tuple(reaches)

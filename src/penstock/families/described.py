@@ -71,7 +71,18 @@ def config_of(file: Path, table: Mapping[str, Any], held: Held) -> Any:
         raise ConfigError(f"{file}: text_config", UNSET, "holds no configuration of a text model", f"{COPY}.")
     for part in (config, text):
         part.return_dict = True  # a model of transformers runs with no other value
-    _check_experts(file, config.get_text_config())
+    found = {name: setting_of(config.get_text_config(), name) for name in (*EXPERTS, *CHOSEN)}
+    there = {name: value for name, value in found.items() if isinstance(value, int)}
+    for name, value in there.items():
+        if value < 1:
+            raise ValueError(f"{file}: {name} = {value}, and a layer with experts has at least one. {COPY}")
+    chosen = next((name for name in CHOSEN if name in there), None)
+    experts = next((name for name in EXPERTS if name in there), None)
+    if chosen is not None and experts is not None and there[chosen] > there[experts]:
+        raise ValueError(
+            f"{file}: {chosen} = {there[chosen]}, and there are {experts} = {there[experts]} to choose from. "
+            f"{COPY}"
+        )
     return config
 
 
@@ -165,22 +176,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
         if shows:
             logging.enable_progress_bar()
-
-
-def _check_experts(file: Path, config: Any) -> None:
-    """Raise ValueError for a number of experts below one, or smaller than that which a token chooses."""
-    found = {name: setting_of(config, name) for name in (*EXPERTS, *CHOSEN)}
-    there = {name: value for name, value in found.items() if isinstance(value, int)}
-    for name, value in there.items():
-        if value < 1:
-            raise ValueError(f"{file}: {name} = {value}, and a layer with experts has at least one. {COPY}")
-    chosen = next((name for name in CHOSEN if name in there), None)
-    experts = next((name for name in EXPERTS if name in there), None)
-    if chosen is not None and experts is not None and there[chosen] > there[experts]:
-        raise ValueError(
-            f"{file}: {chosen} = {there[chosen]}, and there are {experts} = {there[experts]} to choose from. "
-            f"{COPY}"
-        )
 
 
 def in_one_line(error: Exception) -> str:

@@ -57,12 +57,12 @@ class Family:
     name: `model_type` of its configuration. base: path of the decoder in the model; layers, norm: paths of
     its list of layers and of the norm after them. block: path of the MoE block in a layer; router, experts:
     paths of its router and its experts in a block. shared_module, shared: the module of shared experts in a
-    block, and what it adds; None: there are none, or they run with attention. finish: what a layer does with
-    the output of its block. coefficient: the model's name for the weight of its router loss; None: its
-    weighting is not known. form: how experts are called and multiply. only: settings of the configuration,
-    the only values with which the model can be scheduled, and the reason. attention: how ranks share it;
-    None: they cannot, and `uncut` says why. separates_documents: whether tokens whose positions begin anew
-    attend to none before them.
+    block (None: there are none, or they run with attention), and what it adds (None: what it returns).
+    finish: what a layer does with the output of its block. coefficient: the model's name for the weight of
+    its router loss; None: its weighting is not known. form: how experts are called and multiply. only:
+    settings of the configuration, the only values with which the model can be scheduled, and the reason.
+    attention: how ranks share it; None: they cannot, and `uncut` says why. separates_documents: whether
+    tokens whose positions begin anew attend to none before them.
     """
 
     name: str
@@ -94,6 +94,14 @@ class Family:
     def experts_of(self, block: nn.Module) -> Any:
         """Return the module of experts in a block, inside any wrappers of peft."""
         return block.get_submodule(self.experts)
+
+    def shared_output(self, block: nn.Module, x_TM: Tensor) -> Tensor:
+        """Return what the shared experts of a block add for tokens [T, M]."""
+        if self.shared is not None:
+            return self.shared(block, x_TM)
+        assert self.shared_module is not None, "it has shared experts"
+        out_TM: Tensor = block.get_submodule(self.shared_module)(x_TM)
+        return out_TM
 
     def router_of(self, block: nn.Module) -> Any:
         """Return the router of a block, inside any wrappers of peft."""

@@ -56,7 +56,11 @@ def gradient_bytes_of(path: Path, layout: Layout, shape: StepShape, *, edp: bool
         replicas: Whether experts are reduced, too.
     """
     found = described_in(path)
-    layers = _layers(found, layout)
+    held, places = _held(found, layout), found.num_experts * layout.etp_size
+    layers = [  # of one rank
+        replace(each, cut=each.cut // layout.tp_size, experts=each.experts // places * held)
+        for each in _whole(found)
+    ]
     forms = FORM_TOKENS if layout.tp_size > 1 else ()
     whole = tuple(each.cut + each.inner + each.tokens for each in layers)
     partial = _partial(layers, shape) if forms else (0,) * len(layers)
@@ -80,15 +84,6 @@ def _partial(layers: list[_Layer], shape: StepShape) -> tuple[int, ...]:
         each.inner + each.tokens * (shape.tokens_of(number) == "split" or shape.copies_differ)
         for number, each in enumerate(layers)
     )
-
-
-def _layers(found: Found, layout: Layout) -> list[_Layer]:
-    """Return the bytes of every layer on one rank."""
-    held, places = _held(found, layout), found.num_experts * layout.etp_size
-    return [
-        replace(each, cut=each.cut // layout.tp_size, experts=each.experts // places * held)
-        for each in _whole(found)
-    ]
 
 
 @lru_cache(maxsize=4)  # planning asks for the same model in dozens of layouts

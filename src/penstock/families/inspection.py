@@ -48,18 +48,16 @@ def changed_code(modules: Iterable[nn.Module]) -> list[str]:
     found: dict[str, None] = {}
     for module in modules:
         for name in ("forward", "__call__"):
-            if not _is_original(type(module), name):
+            owner = next(each for each in type(module).__mro__ if name in vars(each))
+            function = vars(owner)[name]
+            own = (
+                name != "forward" or getattr(function, "__qualname__", None) == f"{owner.__qualname__}.{name}"
+            )
+            defined_in = [getattr(each, "__globals__", {}).get("__name__", "") for each in _layers(function)]
+            # Not from a library, but from a user or another tool.
+            if not own or not all(str(each).startswith(LIBRARIES) for each in defined_in):
                 found[f"{type(module).__name__}.{name}"] = None
     return list(found)
-
-
-def _is_original(kind: type, name: str) -> bool:
-    """Return whether a class has this function from a library, and not from a user or another tool."""
-    owner = next(each for each in kind.__mro__ if name in vars(each))
-    function = vars(owner)[name]
-    if name == "forward" and getattr(function, "__qualname__", None) != f"{owner.__qualname__}.{name}":
-        return False
-    return all(_is_of_library(each) for each in _layers(function))
 
 
 def _layers(function: Any) -> Iterator[Any]:
@@ -67,11 +65,6 @@ def _layers(function: Any) -> Iterator[Any]:
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
-
-
-def _is_of_library(function: Any) -> bool:
-    defined_in: object = getattr(function, "__globals__", {}).get("__name__", "")
-    return str(defined_in).startswith(LIBRARIES)
 
 
 def is_patched(module: nn.Module) -> bool:

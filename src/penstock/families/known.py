@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.families.family import AttentionCut, Family
+from penstock.families.family import AttentionCut, Family, Finish
 from penstock.families.forms import FlatForm, WeighedForm
-
-
-def _shared_experts(block: Any, x_TM: Tensor) -> Tensor:
-    out_TM: Tensor = block.shared_experts(x_TM)
-    return out_TM
 
 
 def _gated_shared_expert(block: Any, x_TM: Tensor) -> Tensor:
@@ -24,27 +20,19 @@ def _gated_shared_expert(block: Any, x_TM: Tensor) -> Tensor:
     return out_TM
 
 
-def _shared_mlp(block: Any, x_TM: Tensor) -> Tensor:
-    out_TM: Tensor = block.shared_mlp(x_TM)
-    return out_TM
+def _through(norm: str) -> Finish:
+    """Return what adds the output of a block through a norm, by its path in the layer."""
+
+    def finish(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+        normed_BLM: Tensor = attrgetter(norm)(layer)(out_BLM)
+        return residual_BLM + normed_BLM
+
+    return finish
 
 
-def _normed(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
-    """Add the output through the norm that follows the MoE block (FlexOlmo)."""
-    normed_BLM: Tensor = layer.post_feedforward_layernorm(out_BLM)
-    return residual_BLM + normed_BLM
-
-
-def _normed_after(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
-    """Add the output through a norm of another name (AFMoE, Kolibri)."""
-    normed_BLM: Tensor = layer.post_mlp_layernorm(out_BLM)
-    return residual_BLM + normed_BLM
-
-
-def _normed_in_block(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
-    """Add the output through the norm at the end of the MoE block (A.X K1)."""
-    normed_BLM: Tensor = layer.mlp.post_mlp_layernorm(out_BLM)
-    return residual_BLM + normed_BLM
+def _scaled_by(factor: str) -> Finish:
+    """Return what scales the output of a block before adding it, by the path of the factor in the layer."""
+    return lambda layer, residual_BLM, out_BLM: residual_BLM + out_BLM * float(attrgetter(factor)(layer))
 
 
 def _averaged(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
@@ -52,21 +40,6 @@ def _averaged(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
     block = layer.mlp
     halves = block.num_shared_experts > 0 and block.shared_expert_combination_strategy == "average"
     return residual_BLM + (out_BLM / 2 if halves else out_BLM)
-
-
-def _scaled_in_block(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
-    """Scale the output of routed experts, as the block does (MiniMax M3)."""
-    return residual_BLM + out_BLM * float(layer.mlp.routed_scaling_factor)
-
-
-def _scaled(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
-    """Scale what is added to the residual stream (Granite)."""
-    return residual_BLM + out_BLM * float(layer.residual_multiplier)
-
-
-def _weighed(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
-    """Scale the output; the residual stream is scaled already (MiniMax)."""
-    return residual_BLM + out_BLM * float(layer.mlp_beta_factor)
 
 
 def _normed_by_depth(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
@@ -117,12 +90,16 @@ FAMILIES = {
             for name in ("qwen3_next", "qwen3_5_moe_text")
         ),
         Family(name="olmoe", attention=NORMED),
-        Family(name="flex_olmo", attention=replace(NORMED, norm=None), finish=_normed),
-        Family(name="deepseek_v2", attention=LATENT, shared_module="shared_experts", shared=_shared_experts),
-        Family(name="deepseek_v3", attention=LATENT, shared_module="shared_experts", shared=_shared_experts),
-        Family(name="glm4_moe", attention=USUAL, shared_module="shared_experts", shared=_shared_experts),
-        Family(name="dots1", attention=USUAL, shared_module="shared_experts", shared=_shared_experts),
-        Family(name="ernie4_5_moe", attention=USUAL, shared_module="shared_experts", shared=_shared_experts),
+        Family(
+            name="flex_olmo",
+            attention=replace(NORMED, norm=None),
+            finish=_through("post_feedforward_layernorm"),
+        ),
+        Family(name="deepseek_v2", attention=LATENT, shared_module="shared_experts"),
+        Family(name="deepseek_v3", attention=LATENT, shared_module="shared_experts"),
+        Family(name="glm4_moe", attention=USUAL, shared_module="shared_experts"),
+        Family(name="dots1", attention=USUAL, shared_module="shared_experts"),
+        Family(name="ernie4_5_moe", attention=USUAL, shared_module="shared_experts"),
         Family(
             name="gpt_oss",
             attention=AttentionCut(heads=("sinks",)),
@@ -131,7 +108,13 @@ FAMILIES = {
         ),
         Family(name="phimoe", attention=USUAL, router="router", only=(("input_jitter_noise", 0.0, JITTER),)),
         *(
-            Family(name=name, attention=USUAL, block="block_sparse_moe", router="router", finish=_scaled)
+            Family(
+                name=name,
+                attention=USUAL,
+                block="block_sparse_moe",
+                router="router",
+                finish=_scaled_by("residual_multiplier"),
+            )
             for name in ("granitemoe", "granitemoeshared")
         ),
         *(
@@ -139,7 +122,7 @@ FAMILIES = {
                 name=name,
                 block="block_sparse_moe",
                 router="router",
-                finish=_scaled,
+                finish=_scaled_by("residual_multiplier"),
                 separates_documents=name == "granitemoe_swa",
             )
             for name in ("granitemoe_swa", "granitemoehybrid")
@@ -148,7 +131,7 @@ FAMILIES = {
         Family(
             name="minimax",
             uncut=LINEAR,
-            finish=_weighed,
+            finish=_scaled_by("mlp_beta_factor"),  # the residual stream is scaled already
             only=(("router_jitter_noise", 0.0, JITTER),),
             separates_documents=False,
         ),
@@ -181,16 +164,18 @@ FAMILIES = {
             name="afmoe",
             router="router",
             shared_module="shared_experts",
-            shared=_shared_experts,
-            finish=_normed_after,
+            finish=_through("post_mlp_layernorm"),
             separates_documents=False,  # its masks are made without positions
         ),
-        Family(name="kolibri1", shared_module="shared_experts", shared=_shared_experts, finish=_normed_after),
-        Family(name="axk1", shared_module="shared_experts", shared=_shared_experts, finish=_normed_in_block),
+        Family(name="kolibri1", shared_module="shared_experts", finish=_through("post_mlp_layernorm")),
+        Family(name="axk1", shared_module="shared_experts", finish=_through("mlp.post_mlp_layernorm")),
         Family(name="cohere2_moe", finish=_averaged),
-        *(Family(name=name, finish=_scaled_in_block) for name in ("minimax_m3_vl_text", "laguna")),
         *(
-            Family(name=name, shared_module="shared_experts", shared=_shared_experts)
+            Family(name=name, finish=_scaled_by("mlp.routed_scaling_factor"))
+            for name in ("minimax_m3_vl_text", "laguna")
+        ),
+        *(
+            Family(name=name, shared_module="shared_experts")
             for name in ("exaone_moe", "glm4_moe_lite", "hy_v3", "solar_open")
         ),
         Family(name="minimax_m2"),
@@ -210,7 +195,7 @@ FAMILIES = {
             uncut=LINEAR,
             separates_documents=False,
         ),
-        Family(name="hunyuan_v1_moe", attention=USUAL, shared_module="shared_mlp", shared=_shared_mlp),
+        Family(name="hunyuan_v1_moe", attention=USUAL, shared_module="shared_mlp"),
     )
 }
 """Families by `model_type`."""

@@ -120,21 +120,12 @@ def _described(file: Path, content: bytes) -> Found:
     return found
 
 
-def function_of(config: Any, coefficient: str | None) -> dict[str, Any]:
-    """Return what decides in a configuration which function a model computes.
-
-    Args:
-        config: Of transformers.
-        coefficient: The model's name for the weight of its router loss, which training may change.
-    """
-    free = {*NO_FUNCTION, (coefficient or "").rpartition(".")[2]}
-    table: dict[str, Any] = json.loads(config.to_json_string())  # without usual values
-    return {key: value for key, value in table.items() if key not in free and not key.startswith("_")}
-
-
 def digest_of(found: Found) -> str:
     """Return the sha256 of what decides which function a model computes."""
-    table = function_of(found.model.config, found.family.coefficient)
+    config, coefficient = found.model.config, found.family.coefficient or ""
+    free = {*NO_FUNCTION, coefficient.rpartition(".")[2]}  # training may change the weight of the router loss
+    whole: dict[str, Any] = json.loads(config.to_json_string())  # without usual values
+    table = {key: value for key, value in whole.items() if key not in free and not key.startswith("_")}
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 

@@ -229,7 +229,10 @@ def places_of(
         source = sources.get(each.untyped_storage()._cdata)
         if source is not None:
             place = Place(source, tuple(each.shape), each.stride(), int(each.storage_offset()))
-            found[source][renumbered(name, first) if source in spread else name] = place
+            its = name
+            if source in spread:  # experts have their numbers in the whole model
+                its = EXPERT.sub(lambda number: f".experts.{int(number[1]) + first}.", name)
+            found[source][its] = place
     for source, places in found.items():
         each = described[source]
         boxes = [_box(each, place) for place in places.values()]
@@ -249,11 +252,6 @@ def _box(source: Tensor, place: Place) -> ChunkStorageMetadata | None:
             sizes[dim] = ways.get(source.stride(dim), 1)
     box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
     return box if box.sizes.numel() == prod(place.shape) else None
-
-
-def renumbered(name: str, first: int) -> str:
-    """Return the name of an expert's tensor by the expert's number in the whole model."""
-    return EXPERT.sub(lambda found: f".experts.{int(found[1]) + first}.", name)
 
 
 def cut_in_file(cut: Sharding, shape: Sequence[int], whole: Sequence[int]) -> Sharding:

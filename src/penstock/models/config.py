@@ -7,7 +7,7 @@ from typing import Annotated
 
 from penstock.config import ConfigError, Items, Within, check_bounds
 from penstock.config.bounds import FilePath, Name
-from penstock.plan.models import MODELS, PublishedModel
+from penstock.plan.models import MODELS
 
 QWEN3_MOE = "qwen3_moe"
 """Architecture of Penstock's own decoder, as transformers names it."""
@@ -166,8 +166,8 @@ class Preset:
         }
 
 
-def _preset(model: PublishedModel) -> Preset:
-    return Preset(
+PRESETS: dict[str, Preset] = {
+    name: Preset(
         num_layers=model.num_layers,
         batch_per_device=model.batch,
         seq_len=model.seq_len,
@@ -177,8 +177,6 @@ def _preset(model: PublishedModel) -> Preset:
         top_k=model.top_k,
         capacity_factor=model.capacity_factor,
     )
-
-
-PRESETS: dict[str, Preset] = {
-    name: _preset(model) for name, model in MODELS.items() if name.startswith(STUDY)
+    for name, model in MODELS.items()
+    if name.startswith(STUDY)
 }

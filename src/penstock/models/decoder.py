@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from penstock.config import ConfigError
 from penstock.mesh import Group
 from penstock.models.config import ModelConfig
-from penstock.models.dropout import CounterDropout
 from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
+from penstock.moe.counter import BITS, uniform_bits
 from penstock.moe.experts.base import ONE_SHARD, ExpertShard
 from penstock.moe.layer import LogicalNames
 from penstock.runtime.checks.samples import check_vocabulary
@@ -64,6 +64,25 @@ class TensorShard(Shard):
 WHOLE = TensorShard()
 
 
+class CounterDropout(nn.Module):
+    """Zeroes a share `p` of the elements in training, scales the rest by 1 / (1 - p). place: unique.
+
+    The mask of an element is a hash of run, place in the model and sample, not of what was drawn before it.
+    So it does not depend on microbatches, on the rank a sample lives on, or on the order of tasks.
+    """
+
+    def __init__(self, p: float, place: int) -> None:
+        super().__init__()
+        self.p, self.place = p, place
+
+    def forward(self, x_BLM: Tensor, keys: SampleKeys) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x_BLM
+        keep_BLM = uniform_bits(x_BLM.shape, self.place, keys) >= round(self.p * 2**BITS)
+        dropped_BLM: Tensor = x_BLM * keep_BLM / (1 - self.p)
+        return dropped_BLM
+
+
 class Rotary(nn.Module):
     """Rotary positions: turns the heads of every token by angles that grow with its place.
 
@@ -83,29 +102,23 @@ class Rotary(nn.Module):
             heads_BHLK: Queries and keys: all heads at once, as each operation costs a launch on a GPU.
             documents_BL: See `Attention`.
         """
-        length, (cos_LK, sin_LK) = heads_BHLK.shape[2], self._angles(heads_BHLK)
+        kept, device, dtype = self._kept, heads_BHLK.device, heads_BHLK.dtype
+        if kept is None or (kept[0].device, kept[0].dtype) != (device, dtype):
+            with torch.inference_mode(False), torch.no_grad():  # training reads them as well
+                evens_H = torch.arange(0, self.size, 2, dtype=torch.float32, device=device)
+                rates_H = 1.0 / self.theta ** (evens_H / self.size)
+                places_L = torch.arange(self.places, dtype=torch.float32, device=device)
+                angles_LH = places_L.unsqueeze(1) * rates_H
+                cos_LH, sin_LH = angles_LH.cos(), angles_LH.sin()
+                # Sines of the first half are negative: (a, b) becomes (a cos - b sin, b cos + a sin).
+                pair = torch.cat((cos_LH, cos_LH), 1), torch.cat((-sin_LH, sin_LH), 1)
+                kept = self._kept = pair[0].to(dtype), pair[1].to(dtype)
+        length, (cos_LK, sin_LK) = heads_BHLK.shape[2], kept
         cos, sin = cos_LK[:length], sin_LK[:length]
         if documents_BL is not None:
             places_BL = torch.arange(length, device=documents_BL.device) - documents_BL
             cos, sin = (each[places_BL].unsqueeze(1) for each in (cos_LK, sin_LK))
         return torch.addcmul(heads_BHLK * cos, heads_BHLK.roll(self.size // 2, -1), sin)
-
-    def _angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of all places of a sample, for heads like `x`.
-
-        Sines of the first half are negative: (a, b) becomes (a cos - b sin, b cos + a sin).
-        """
-        kept = self._kept
-        if kept is None or (kept[0].device, kept[0].dtype) != (x.device, x.dtype):
-            with torch.inference_mode(False), torch.no_grad():  # training reads them as well
-                evens_H = torch.arange(0, self.size, 2, dtype=torch.float32, device=x.device)
-                rates_H = 1.0 / self.theta ** (evens_H / self.size)
-                places_L = torch.arange(self.places, dtype=torch.float32, device=x.device)
-                angles_LH = places_L.unsqueeze(1) * rates_H
-                cos_LH, sin_LH = angles_LH.cos(), angles_LH.sin()
-                cos_LK, sin_LK = torch.cat((cos_LH, cos_LH), 1), torch.cat((-sin_LH, sin_LH), 1)
-                kept = self._kept = cos_LK.to(x.dtype), sin_LK.to(x.dtype)
-        return kept
 
 
 class HeadNorm(nn.RMSNorm):
@@ -145,7 +158,9 @@ class Attention(nn.Module):
         v_BGLK = self._heads(self.v_proj(x_BLM)).transpose(1, 2)
         heads_BHLK = self.rotary(torch.cat((q_BALK, k_BGLK), dim=1), documents_BL)
         q_BALK, k_BGLK = heads_BHLK.split((q_BALK.shape[1], k_BGLK.shape[1]), dim=1)
-        mask_BALL = None if documents_BL is None else _seen(documents_BL).unsqueeze(1)
+        mask_BALL: Tensor | None = None
+        if documents_BL is not None:  # a token attends to those of its document up to itself
+            mask_BALL = (documents_BL.unsqueeze(2) == documents_BL.unsqueeze(1)).tril().unsqueeze(1)
         grouped = self.shares_keys and mask_BALL is None
         if self.shares_keys and not grouped:  # with a mask no fast kernel of a GPU takes grouped heads
             times = q_BALK.shape[1] // k_BGLK.shape[1]
@@ -165,11 +180,6 @@ class Attention(nn.Module):
         heads = x_BLN.shape[-1] // self.head_size  # no -1: there may be no sample
         x_BLAK: Tensor = x_BLN.unflatten(-1, (heads, self.head_size))
         return x_BLAK
-
-
-def _seen(documents_BL: Tensor) -> Tensor:
-    """Return which tokens each token attends to, bool [B, L, L]: those of its document up to itself."""
-    return (documents_BL.unsqueeze(2) == documents_BL.unsqueeze(1)).tril()
 
 
 class FeedForward(nn.Module):
@@ -335,8 +345,11 @@ class MoEDecoder(nn.Module):
         """Fill all weights, equally for any layout. Projections into the residual stream are smaller."""
         shardings, names = shardings_of(self), LogicalNames(self)
         for name, parameter in self.named_parameters():
-            if name.endswith(".noise_weight") or _is_constant(parameter):
-                continue  # norms keep PyTorch's initial ones and zeros, and a noisy gate starts without noise
+            # Vectors of equal elements (norms, biases, temperatures) keep PyTorch's initial ones and zeros.
+            # Any other parameter came from this process's generator, and would differ between layouts.
+            is_constant = parameter.dim() < 2 and (parameter.is_meta or parameter.unique().numel() <= 1)
+            if is_constant or name.endswith(".noise_weight"):  # a noisy gate starts without noise
+                continue
             into_residual = name.endswith(("self_attn.o_proj.weight", "w_down", "mlp.down_proj.weight"))
             std = INITIAL_STD / math.sqrt(2 * self.config.num_layers) if into_residual else INITIAL_STD
             for logical, weight in names.split(name, parameter):
@@ -402,14 +415,6 @@ class MoEDecoder(nn.Module):
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
         moe = self.parts[layer].moe
         return [] if moe is None else list(moe.experts.parameters())
-
-
-def _is_constant(parameter: Tensor) -> bool:
-    """Return whether a vector or number has equal elements, as norms, biases and temperatures have at first.
-
-    Any other parameter came from this process's generator, and would differ between layouts.
-    """
-    return parameter.dim() < 2 and (parameter.is_meta or parameter.unique().numel() <= 1)
 
 
 def _computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:

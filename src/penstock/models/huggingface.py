@@ -56,7 +56,18 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
         raise ValueError(f"{type(block).__name__} cannot be taken over; supported: {', '.join(BLOCKS)}")
     source: Any = block
     _check_tensors(block, kind.tensors)
-    _check_shapes(source)
+    experts, hidden = source.gate.weight.shape
+    width = source.experts.down_proj.shape[-1]
+    for name, wanted in (
+        ("gate_up_proj", (experts, 2 * width, hidden)),
+        ("down_proj", (experts, hidden, width)),
+    ):
+        found = tuple(getattr(source.experts, name).shape)
+        if found != wanted:
+            raise ValueError(
+                f"experts.{name} has shape {found}, and the gate's {experts} experts need {wanted}; "
+                "if the weights are packed or spread over ranks, load the model whole"
+            )
     layer = MoELayer(
         gate=kind.gate(source),
         order=SortOrder(len(source.gate.weight)),
@@ -112,14 +123,10 @@ def _deepseek_gate(block: Any) -> TokenGate:
             ),
         )
     gate.weight = _copy(router.weight, router.weight)
-    gate.bias = _bias(router.e_score_correction_bias)
+    value_E = router.e_score_correction_bias
+    gate.bias = ExpertBias(len(value_E), rate=0.0).to(value_E.device)
+    gate.bias.value_E.copy_(value_E)
     return gate
-
-
-def _bias(value_E: Tensor) -> ExpertBias:
-    bias = ExpertBias(len(value_E), rate=0.0).to(value_E.device)
-    bias.value_E.copy_(value_E)
-    return bias
 
 
 # ---- experts -----------------------------------------------------------------------------------------------
@@ -129,7 +136,9 @@ def _experts(source: Any, exchange: Exchange | None) -> SwiGLUExperts:
     """Return this rank's experts. transformers stacks gate and up, [E, 2H, M], and has down as [E, M, H]."""
     _check_activation(source)
     experts, hidden, width = source.down_proj.shape
-    mine = _share(experts, exchange)
+    ranks, rank = (1, 0) if exchange is None else (exchange.ep_size, exchange.ep_rank)
+    held = ExpertPlacement.even(experts, ranks).held(rank)
+    mine = slice(held[0], held[-1] + 1)
     with on_meta():
         made = SwiGLUExperts(hidden, width, mine.stop - mine.start)
     gate_EHM, up_EHM = source.gate_up_proj[mine].chunk(2, dim=1)
@@ -137,13 +146,6 @@ def _experts(source: Any, exchange: Exchange | None) -> SwiGLUExperts:
     made.w_up = _copy(up_EHM.transpose(1, 2), source.gate_up_proj)
     made.w_down = _copy(source.down_proj[mine].transpose(1, 2), source.down_proj)
     return made
-
-
-def _share(experts: int, exchange: Exchange | None) -> slice:
-    """Return the numbers of the experts that this rank holds, which are consecutive in the order of ranks."""
-    ranks, rank = (1, 0) if exchange is None else (exchange.ep_size, exchange.ep_rank)
-    held = ExpertPlacement.even(experts, ranks).held(rank)
-    return slice(held[0], held[-1] + 1)
 
 
 def _shared(source: Any) -> SharedExpert:
@@ -186,21 +188,6 @@ def _check_tensors(block: nn.Module, expected: frozenset[str]) -> None:
         raise ValueError(f"{type(block).__name__} has {', '.join(extra)}, which a layer has no place for")
     if missing:
         raise ValueError(f"{type(block).__name__} has no {', '.join(missing)}; {AS_IN}")
-
-
-def _check_shapes(block: Any) -> None:
-    experts, hidden = block.gate.weight.shape
-    width = block.experts.down_proj.shape[-1]
-    for name, wanted in (
-        ("gate_up_proj", (experts, 2 * width, hidden)),
-        ("down_proj", (experts, hidden, width)),
-    ):
-        found = tuple(getattr(block.experts, name).shape)
-        if found != wanted:
-            raise ValueError(
-                f"experts.{name} has shape {found}, and the gate's {experts} experts need {wanted}; "
-                "if the weights are packed or spread over ranks, load the model whole"
-            )
 
 
 def _check_activation(source: Any) -> None:

@@ -131,5 +131,14 @@ def open_models() -> dict[str, Path]:
 
 
 def model_name(text: str) -> str:
-    """Return the name of a model that comes with Penstock if `text` is one in any case, else `text`."""
-    return in_any_case(text, (*open_models(), *MODELS))
+    """Return the name of a model that comes with Penstock if `text` means one, else `text`.
+
+    It does in any case, and as a name on the hub: `Qwen/Qwen3-30B-A3B-Instruct-2507` is `qwen3-30b-a3b`, and
+    `openai/gpt-oss-20b` is `gpt-oss-20b`. What looks like a path of this machine is none.
+    """
+    known = in_any_case(text, (*open_models(), *MODELS))
+    owner, slash, repository = text.rpartition("/")
+    if known != text or not slash or "/" in owner or owner in (".", "..", "~") or Path(text).exists():
+        return known
+    begins = [name for name in open_models() if f"{repository.lower()}-".startswith(f"{name}-")]
+    return max(begins, key=len, default=text)

@@ -76,7 +76,13 @@ def draw_loads(course: LoadCourse, folder: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = _shown(len(course.layers))
+    # All layers have a panel of their own, or some from the first to the last.
+    layers = len(course.layers)
+    shown = (
+        list(range(layers))
+        if layers <= MOST_LAYERS
+        else sorted({round(i * (layers - 1) / (MOST_LAYERS - 1)) for i in range(MOST_LAYERS)})
+    )
     rows = 1 + -(-len(shown) // COLUMNS)
     size = COLUMNS * (PANEL_IN[0] + 0.5) + 0.3, HEAD_IN + rows * (PANEL_IN[1] + GAP_IN)
     with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9.0}):
@@ -87,7 +93,11 @@ def draw_loads(course: LoadCourse, folder: Path) -> Path:
         first = _panel(figure, 0, 0, "all steps", "expert", "MoE layer")
         image = _cells(first, whole_YE, (-0.5, whole_YE.shape[1] - 0.5, len(whole_YE) - 0.5, -0.5))
         first.set_yticks(range(len(course.layers)), [f"L{layer}" for layer in course.layers])
-        _scale(figure, first, image)
+        bar = figure.colorbar(image, ax=first, fraction=0.05, pad=0.03)
+        bar.set_ticks([0.25, 0.5, 1, 2, 4], labels=["1/4 of the mean", "1/2", "1", "2", "4 times the mean"])
+        bar.minorticks_off()
+        bar.ax.tick_params(length=0, labelcolor=QUIET, labelsize=8)
+        bar.outline.set_visible(False)
         for place, layer in enumerate(shown):
             row, column = divmod(place, COLUMNS)
             axes = _panel(figure, 1 + row, column, f"L{course.layers[layer]}", "step", "expert")
@@ -115,13 +125,6 @@ def over_mean(loads: npt.NDArray[np.int64]) -> Numbers:
     return found
 
 
-def _shown(layers: int) -> list[int]:
-    """Return the places of layers with a panel of their own: all, or some from the first to the last."""
-    if layers <= MOST_LAYERS:
-        return list(range(layers))
-    return sorted({round(i * (layers - 1) / (MOST_LAYERS - 1)) for i in range(MOST_LAYERS)})
-
-
 def _headline(figure: Figure, course: LoadCourse, shown: int) -> None:
     width_in, height_in = figure.get_size_inches()
     left, steps = 0.2 / width_in, f"steps {course.steps[0]} to {course.steps[-1]}"
@@ -143,15 +146,6 @@ def _panel(figure: Figure, row: int, column: int, title: str, across: str, down:
     axes.tick_params(length=0, labelcolor=QUIET, labelsize=8)
     axes.spines[:].set_visible(False)
     return axes
-
-
-def _scale(figure: Figure, axes: Axes, image: AxesImage) -> None:
-    """Draw the scale of colours beside a panel."""
-    bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03)
-    bar.set_ticks([0.25, 0.5, 1, 2, 4], labels=["1/4 of the mean", "1/2", "1", "2", "4 times the mean"])
-    bar.minorticks_off()
-    bar.ax.tick_params(length=0, labelcolor=QUIET, labelsize=8)
-    bar.outline.set_visible(False)
 
 
 def _cells(axes: Axes, heat: Numbers, extent: tuple[float, float, float, float]) -> AxesImage:

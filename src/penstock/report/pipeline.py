@@ -55,8 +55,10 @@ class PipelineReport:
     def to_text(self, width: int) -> str:
         """Return the text for a terminal of `width` columns."""
         plans = (self.found.best, *self.found.others)
+        stages, ranks = self.found.best.pipeline.pipeline_parallel_size, self.subject.problem.mesh.world_size
+        of = f"{stages} stages, each of {self.subject.ranks}"
         parts = [
-            heading(self.subject, width, self._ranks()),
+            heading(self.subject, width, f"{stages * ranks} ranks, {self.node_size} per node; {of}"),
             "\n".join(folded(line, width) for line in self._lines()),
             table([_HEAD, *(_row(plan, plans[0]) for plan in plans)], left=5),
             f"Search   {self.seconds:.1f} s: {counted(len(plans), 'order')} of microbatches compared",
@@ -79,18 +81,29 @@ class PipelineReport:
             "executable": False,
         }
 
-    def _ranks(self) -> str:
-        stages, ranks = self.found.best.pipeline.pipeline_parallel_size, self.subject.problem.mesh.world_size
-        of = f"{stages} stages, each of {self.subject.ranks}"
-        return f"{stages * ranks} ranks, {self.node_size} per node; {of}"
-
     def _lines(self) -> Iterator[str]:
         best, tokens = self.found.best, self._samples * self.subject.problem.workload.seq_len
         yield f"Plan     {stages_words(best)}"
         of = f"an update of {self._samples:,} samples ({tokens:,} tokens)"
-        yield f"Time     {milliseconds(best.update_s)} predicted for {of}: {_microbatch_words(best)}"
+        apart = f"{milliseconds(best.forward_s)} forward and {milliseconds(best.backward_s)} backward"
+        each = f"{counted(best.pipeline.microbatches, 'microbatch', 'es')} of {apart} on the slowest stage"
+        each += "" if best.together_s is None else f", {milliseconds(best.together_s)} at once"
+        yield f"Time     {milliseconds(best.update_s)} predicted for {of}: {each}"
         yield f"Bubble   {100 * best.run.bubble:.1f} % of an update, in which a stage waits for others"
-        yield from _link_lines(best)
+        if best.link_s:
+            beside = ""
+            if best.link_s > best.link_alone_s or best.shared_s:
+                longer = f", and makes a microbatch {milliseconds(best.shared_s)} longer there"
+                beside = (
+                    f"; {milliseconds(best.link_alone_s)} alone: it shares the network with the stages' own "
+                    f"transfers{longer if best.shared_s else ''}"
+                )
+            yield f"Links    {milliseconds(best.link_s)} for a microbatch from stage to stage{beside}"
+        if best.tied_bytes:
+            yield (
+                f"Tied     embedding and head are one weight, of which the last stage has a copy: "
+                f"{mib(best.tied_bytes)} of gradients meet, {milliseconds(best.tied_s)} an update"
+            )
         yield from self.throughput.lines()
         yield f"Memory   {self._memory()}"
         for other in self.found.others[:1]:
@@ -116,41 +129,12 @@ def stages_words(plan: PipelinePlan) -> str:
     """Return a plan in stages as text."""
     stages, parts, _ = plan.pipeline.sizes
     of = f" in {parts} parts each, the parts" if parts > 1 else ""
-    layers = _runs(plan.layers)
+    layers = ", ".join(map(str, plan.layers))  # 12, 13, 13; where there are many: 12, 31 x 13
+    if len(plan.layers) > MOST_LISTED:
+        runs = ((number, len(list(run))) for number, run in groupby(plan.layers))
+        layers = ", ".join(f"{times} x {number}" if times > 1 else str(number) for number, times in runs)
     words = f"{counted(stages, 'stage')}{of} of {layers} layers, {plan.pipeline.words}"
     return f"{words}; each runs {plan.choice.words}"
-
-
-def _runs(layers: tuple[int, ...]) -> str:
-    """Return numbers of layers as text: 12, 13, 13; where there are many: 12, 31 x 13."""
-    if len(layers) <= MOST_LISTED:
-        return ", ".join(map(str, layers))
-    runs = ((number, len(list(run))) for number, run in groupby(layers))
-    return ", ".join(f"{times} x {number}" if times > 1 else str(number) for number, times in runs)
-
-
-def _microbatch_words(plan: PipelinePlan) -> str:
-    apart = f"{milliseconds(plan.forward_s)} forward and {milliseconds(plan.backward_s)} backward"
-    words = f"{counted(plan.pipeline.microbatches, 'microbatch', 'es')} of {apart} on the slowest stage"
-    return words if plan.together_s is None else f"{words}, {milliseconds(plan.together_s)} at once"
-
-
-def _link_lines(plan: PipelinePlan) -> Iterator[str]:
-    """Yield what travels between stages, as text."""
-    if plan.link_s:
-        beside = ""
-        if plan.link_s > plan.link_alone_s or plan.shared_s:
-            longer = f", and makes a microbatch {milliseconds(plan.shared_s)} longer there"
-            beside = (
-                f"; {milliseconds(plan.link_alone_s)} alone: it shares the network with the stages' own "
-                f"transfers{longer if plan.shared_s else ''}"
-            )
-        yield f"Links    {milliseconds(plan.link_s)} for a microbatch from stage to stage{beside}"
-    if plan.tied_bytes:
-        yield (
-            f"Tied     embedding and head are one weight, of which the last stage has a copy: "
-            f"{mib(plan.tied_bytes)} of gradients meet, {milliseconds(plan.tied_s)} an update"
-        )
 
 
 def stages_dict(plan: PipelinePlan) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +54,20 @@ class PlanReport:
         """Return the text for a terminal of `width` columns."""
         candidates = (self.found.best, *self.found.others)
         dispatches = len(self.subject.problem.dispatches) > 1
-        parts = [
-            heading(self.subject, width),
-            "\n".join(folded(line, width) for line in self._why()),
-            _table(candidates, width, dispatches=dispatches),
-            *([] if self.weighed is None else [self._moving(self.weighed, width)]),
-            "\n".join(folded(line, width) for line in self._search()),
-        ]
-        return "\n\n".join(parts) + "\n"
+        plan, time, *others = self.explanation.lines
+        why = (plan, time, *self._passes(), *self.throughput.lines(), *others, *self.updates)
+
+        def block(lines: Iterable[str]) -> str:
+            return "\n".join(folded(line, width) for line in lines)
+
+        parts = [heading(self.subject, width), block(why), _table(candidates, width, dispatches=dispatches)]
+        # What moving would bring with the given routing, and the plan that follows.
+        if self.weighed is not None:
+            moving = self.weighed.lines or ("Moving   nothing may move: rows have slots of a fixed number",)
+            parts.append(block((*moving, self.weighed.verdict)))
+        search = [f"Search   {self.seconds:.1f} s: {self.found.searched.words}"]
+        search += [] if self.saved is None else [f"Saved    {self.saved}"]
+        return "\n\n".join([*parts, block(search)]) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
@@ -90,15 +96,6 @@ class PlanReport:
             "saved": self.saved,
         }
 
-    def _moving(self, weighed: Weighed, width: int) -> str:
-        """Return what moving would bring with the given routing, and the plan that follows from it."""
-        lines = weighed.lines or ("Moving   nothing may move: rows have slots of a fixed number",)
-        return "\n".join(folded(line, width) for line in (*lines, weighed.verdict))
-
-    def _why(self) -> Iterator[str]:
-        plan, time, *others = self.explanation.lines
-        yield from (plan, time, *self._passes(), *self.throughput.lines(), *others, *self.updates)
-
     def _passes(self) -> Iterator[str]:
         """Yield a line on accumulated gradients, where there are such."""
         problem, best = self.subject.problem, self.found.best
@@ -108,11 +105,6 @@ class PlanReport:
             of = f"{samples:,} samples ({samples * work.seq_len:,} tokens) for each update"
             whole = milliseconds(whole_s(problem, best))
             yield f"Batch    {of}: {problem.passes} passes, whose gradients are accumulated; {whole}"
-
-    def _search(self) -> Iterator[str]:
-        yield f"Search   {self.seconds:.1f} s: {self.found.searched.words}"
-        if self.saved is not None:
-            yield f"Saved    {self.saved}"
 
 
 def saved_plan(file: PlanFile, name: str, width: int) -> str:
@@ -174,7 +166,12 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
     Where that is wider than `width`, decisions in which all plans agree are left out, then
     memory, bound, change, and decisions from the right.
     """
-    hidden = {name for name, each in FIELDS.items() if _is_left_out(each, candidates)}
+    choices = [each.choice for each in candidates]
+    hidden = {
+        name
+        for name, field in FIELDS.items()
+        if field.may_be_left_out and all(choice.value(name) == field.default for choice in choices)
+    }
     hidden |= set() if dispatches else {"dispatch"}
     fields = [each for each in FIELDS.values() if each.cell and each.name not in hidden]
     fields.sort(key=lambda each: each.cuts)
@@ -192,12 +189,6 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
     heads = [head[place] for place in shown]
     legend = "; ".join(f"{name}: {meaning}" for name, meaning in LEGEND.items() if name in heads)
     return "\n".join([*lines, *([folded("   " + legend, width)] if legend else [])])
-
-
-def _is_left_out(field: Field, candidates: Sequence[Candidate]) -> bool:
-    """Return whether a field may be left out and has its default in every plan."""
-    values = {each.choice.value(field.name) for each in candidates}
-    return field.may_be_left_out and values == {field.default}
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int) -> str:

@@ -62,7 +62,12 @@ def draw_profile(file: ClusterFile, folder: Path) -> Path:
     with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9.0}):
         figure = Figure(figsize=size, facecolor="white")
         FigureCanvasAgg(figure)
-        _headline(figure, file)
+        width_in, height_in = figure.get_size_inches()
+        left = 0.2 / width_in
+        title = f"{file.name}: {file.ranks} ranks on {file.nodes} nodes"
+        figure.text(left, 1 - 0.18 / height_in, title, fontsize=14, weight="bold", color=TEXT, va="top")
+        text = "points: medians; line: fit; hollow: more than 25 % from the line; both axes logarithmic"
+        figure.text(left, 1 - 0.5 / height_in, text, fontsize=9.5, color=QUIET, va="top")
         top_in = HEAD_IN
         for part in parts:
             _draw_part(figure, part, top_in)
@@ -98,15 +103,6 @@ def _link_panel(links: Sequence[LinkModel], fit: Fit) -> Panel:
 
 def _rows(part: Part) -> int:
     return -(-len(part.panels) // COLUMNS)
-
-
-def _headline(figure: Figure, file: ClusterFile) -> None:
-    width_in, height_in = figure.get_size_inches()
-    left = 0.2 / width_in
-    title = f"{file.name}: {file.ranks} ranks on {file.nodes} nodes"
-    figure.text(left, 1 - 0.18 / height_in, title, fontsize=14, weight="bold", color=TEXT, va="top")
-    text = "points: medians; line: fit; hollow: more than 25 % from the line; both axes logarithmic"
-    figure.text(left, 1 - 0.5 / height_in, text, fontsize=9.5, color=QUIET, va="top")
 
 
 def _draw_part(figure: Figure, part: Part, top_in: float) -> None:

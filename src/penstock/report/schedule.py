@@ -14,7 +14,7 @@ from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.mesh import holders
 from penstock.plan.optimizers import updating_experts
 from penstock.report.timeline import duration_text, render_timeline
-from penstock.schedule import SCHEDULES, StepPlan, System, plan_step
+from penstock.schedule import SCHEDULES, StepPlan, plan_step
 from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import FORM_TOKENS, ExpertForm, Recompute, Updating
@@ -297,7 +297,7 @@ def _described(
     """Return the description of a simulated step, compared with the baseline."""
     return ScheduleDescription(
         name=name,
-        about=_about(SCHEDULES[name]),
+        about=" ".join((inspect.getdoc(type(SCHEDULES[name])) or "").partition("\n\n")[0].split()),
         shape=run.plan.shape,
         workload=workload,
         cluster=cluster,
@@ -319,11 +319,6 @@ def _check_counts(**counts: int | None) -> None:
     for key, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(key, value, "must be at least 1", "Use 1 or more.")
-
-
-def _about(system: System) -> str:
-    """Return the first paragraph of the system's docstring: what the system does, in its file's words."""
-    return " ".join((inspect.getdoc(type(system)) or "").partition("\n\n")[0].split())
 
 
 # ---- the representative step -------------------------------------------------------------------------------

@@ -161,16 +161,12 @@ class RunSummary:
         """What was trained, for how long, and on how many processes."""
         processes = counted(self.processes, "process", "es")
         steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
+        shared = [(self.tp_size, "attention"), (self.etp_size, "each expert")]
+        words = ", ".join(f"{size} share {what}" for size, what in shared if size > 1)
         return (
             f"{_millions(self.parameters)} parameters, {self.num_experts} experts per MoE layer, {steps} "
-            f"on {processes}{self._sharing()}, {self.schedule}"
+            f"on {processes}{f' ({words})' if words else ''}, {self.schedule}"
         )
-
-    def _sharing(self) -> str:
-        """Return how many processes share attention or each expert as text; empty where none do."""
-        shared = [(self.tp_size, "attention"), (self.etp_size, "each expert")]
-        words = [f"{size} share {what}" for size, what in shared if size > 1]
-        return f" ({', '.join(words)})" if words else ""
 
     def _held_out(self) -> str:
         """Return whether the model has learned anything beyond frequencies."""

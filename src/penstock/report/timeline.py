@@ -16,7 +16,6 @@ import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -134,7 +133,13 @@ def _picture(window: _Window, lanes: Mapping[Lane, Sequence[TaskRecord]]) -> str
     rows = [_row("layer", f"{layers:<{window.columns}}", "  busy")]
     for lane, tasks in shown.items():
         share = sum(window.overlap_s(record) for record in lanes[lane]) / (window.end_s - window.start_s)
-        rows.append(_row(lane, _lane_row(tasks), f"{100 * share:4.0f} %"))
+        rows.append(
+            _row(
+                lane,
+                "".join(_run(task, sum(1 for _ in columns)) for task, columns in groupby(tasks)),
+                f"{100 * share:4.0f} %",
+            )
+        )
     return "\n".join([title, *rows, _row(window.unit[0], _axis(window), "")])
 
 
@@ -169,10 +174,6 @@ def _majority(share: Mapping[Task, float], column_s: float) -> Task | None:
     return max((task for task in share if task.symbol == symbol), key=lambda task: share[task])
 
 
-def _lane_row(tasks: Sequence[Task | None]) -> str:
-    return "".join(_run(task, sum(1 for _ in columns)) for task, columns in groupby(tasks))
-
-
 def _run(task: Task | None, columns: int) -> str:
     """Return a task as its longest fitting name, then a line; an op's first letter is unique on its lane."""
     if task is None:
@@ -196,7 +197,9 @@ def _layer_row(compute: Sequence[Task | None]) -> str:
 def _axis(window: _Window) -> str:
     """Return ticks at round times. A label may reach under the percentages but not beyond them."""
     unit_s = window.unit[1]
-    step = _round_up(window.column_s / unit_s * COLUMNS_PER_TICK)
+    value = window.column_s / unit_s * COLUMNS_PER_TICK
+    power = 10.0 ** math.floor(math.log10(value))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= value * (1 - 1e-9))
     row, tick = "", math.ceil(window.start_s / unit_s / step - 1e-9)
     while (position := (tick * step * unit_s - window.start_s) / window.column_s) < window.columns:
         text = f"{TICK}{tick * step:.12g}"
@@ -204,12 +207,6 @@ def _axis(window: _Window) -> str:
             row = f"{row:<{int(position)}}{text}"
         tick += 1
     return row
-
-
-def _round_up(value: float) -> float:
-    """Return the next of 1, 2, 5, 10, 20, 50, ... and of their decimal fractions."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= value * (1 - 1e-9))
 
 
 # ---- legend ------------------------------------------------------------------------------------------------
@@ -237,19 +234,15 @@ def _legend(records: Sequence[TaskRecord], width: int, *, hidden: bool) -> str:
         "it; of several tasks in one column the largest is shown."
     )
     reading += " Tasks shorter than half a column are not drawn." if hidden else ""
-    if meanings := _lane_meanings({record.lane for record in records}):
-        lines.append(meanings)
-    indent = " " * (LABEL_WIDTH + 4)
-    wrapped = [textwrap.fill(line, width, subsequent_indent=indent) for line in lines]
-    return "\n".join([*wrapped, textwrap.fill(reading, width)])
-
-
-def _lane_meanings(lanes: AbstractSet[Lane]) -> str:
-    """Explain those lanes whose names say too little."""
+    lanes = {record.lane for record in records}
     nodes = any(lane.is_inside for lane in lanes)
     meanings = {
         Lane.INTER: "network between nodes" if nodes else "network between ranks",
         Lane.INTRA: "links inside a node",
         Lane.HOST: "a CPU thread",
     }
-    return ", ".join(f"{lane} = {meaning}" for lane, meaning in meanings.items() if lane in lanes)
+    if explained := [f"{lane} = {meaning}" for lane, meaning in meanings.items() if lane in lanes]:
+        lines.append(", ".join(explained))
+    indent = " " * (LABEL_WIDTH + 4)
+    wrapped = [textwrap.fill(line, width, subsequent_indent=indent) for line in lines]
+    return "\n".join([*wrapped, textwrap.fill(reading, width)])

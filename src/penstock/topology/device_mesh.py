@@ -208,9 +208,8 @@ def _fitting(every: Sequence[Mapping[str, tuple[int, ...]]], asked: GroupSizes) 
                 raise ConfigError(key, sizes[key], why, f"Leave {key} out, or make the mesh so.")
     found = GroupSizes(**sizes)
     problem = _unlike(every, found)
-    if (
-        problem and found.etp_size is None
-    ):  # ranks between two of `ep` that are one of `tp` share experts, too
+    # Ranks between two of `ep` that are one of `tp` share experts, too.
+    if problem and found.etp_size is None:
         narrow = replace(found, etp_size=found.tp_size)
         found, problem = (narrow, None) if not _unlike(every, narrow) else (found, problem)
     if problem:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -57,9 +58,12 @@ def _read(root: Path, controller: str, name: str) -> list[str]:
 
     controller: of version 1; "" for version 2. See proc(5), /proc/pid/mountinfo.
     """
-    own, found = _own_group(root, controller), list[str]()
+    groups = (line.split(":", 2) for line in _lines(root / "proc/self/cgroup"))
+    # Version 2 has one line without controllers.
+    own = next((PurePosixPath(path) for _, of, path in groups if controller in of.split(",")), None)
     if own is None:
         return []
+    found = list[str]()
     for line in _lines(root / "proc/self/mountinfo"):
         mounted, _, kind = line.partition(" - ")
         (_, _, _, top, place, *_), (system, *_, options) = mounted.split(), kind.split()
@@ -70,14 +74,6 @@ def _read(root: Path, controller: str, name: str) -> list[str]:
         files = [root / place.lstrip("/") / each / name for each in (inside, *inside.parents)]
         found += [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
     return found
-
-
-def _own_group(root: Path, controller: str) -> PurePosixPath | None:
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):  # version 2 has one line without controllers
-            return PurePosixPath(path)
-    return None
 
 
 def _lines(file: Path) -> list[str]:
@@ -170,10 +166,14 @@ def local_processes(parallel: ParallelConfig, places: Places, check: Callable[[i
             )
         return parallel.processes
     least = 1 if exclusive else LEAST
-    best = max(least, places.number)
+    best: int = max(least, places.number)
     above = range(0) if exclusive else range(best + 1, 4 * best + 1)
-    wanted = (*range(best, least - 1, -1), *above)
-    return next((number for number in wanted if _is_possible(number, check)), best)
+    wanted: list[int] = [*range(best, least - 1, -1), *above]
+    for number in wanted:
+        with suppress(ConfigError):
+            check(number)
+            return number
+    return best
 
 
 def nothing_to_stage(found: str) -> ConfigError:
@@ -189,11 +189,3 @@ def staging_device() -> torch.device:
     if not device_of(device).is_gpu:
         raise nothing_to_stage("this process sees no GPU")
     return device
-
-
-def _is_possible(number: int, check: Callable[[int], object]) -> bool:
-    try:
-        check(number)
-    except ConfigError:
-        return False
-    return True

@@ -223,7 +223,7 @@ def typical_seconds(records: Iterable[TaskRecord]) -> dict[Kind, float]:
     """
     kinds: dict[Kind, list[float]] = defaultdict(list)
     for record in records:
-        if record.lane.computes and not _is_routed(record.task.op):
+        if record.lane.computes and not (record.task.op in OPS and OPS[record.task.op].gradients == EXPERTS):
             kinds[record.task.op, record.task.phase].append(record.duration_s)
     return {kind: median(seconds) for kind, seconds in kinds.items()}
 
@@ -240,7 +240,3 @@ def stragglers(everyone: Sequence[Mapping[Kind, float]]) -> tuple[Straggler, ...
         return ()
     factors = ((rank, total_s / usual_s) for rank, total_s in enumerate(totals))
     return tuple(Straggler(rank=rank, factor=factor) for rank, factor in factors if factor >= SLOW)
-
-
-def _is_routed(op: str) -> bool:
-    return op in OPS and OPS[op].gradients == EXPERTS

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from penstock.config import ConfigError
 from penstock.cost import Attention, HeldBytes, StepCost, Workload
@@ -27,6 +28,7 @@ from penstock.runtime.checks.layers import shape_of, sharing_of
 from penstock.runtime.gradients.assignment import sizes_bytes
 from penstock.runtime.lanes import build_lanes
 from penstock.runtime.moving import ExpertMoving
+from penstock.runtime.parts import ModelParts
 from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
@@ -37,6 +39,8 @@ from penstock.topology.groups import TransportName
 from penstock.topology.local import STAGED, nothing_to_stage
 from penstock.train.config import Precision, RunConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw, groups_of, initialise_state
+
+Stack = TypeVar("Stack", bound=PipelinedStack)
 
 
 def build_machinery(
@@ -113,16 +117,34 @@ def build_stack(
 
         with machinery.control.waiting(*config.parallel.at_checkpoints):
             begin_with(model, config.model.config, machinery.control)
-    make_plan = partial(first_plan, config, layout) if plan is None else lambda *_: plan
-    placement = config.placement
-    return PipelinedStack(
+    samples = SampleMoving(NetMoE(config.placement.solver), config.placement.prediction)
+    return stack_of_run(
+        PipelinedStack, model, model, config.moe, config, machinery, plan=plan, moving=moving, samples=samples
+    )
+
+
+def stack_of_run(
+    kind: type[Stack],
+    model: nn.Module,
+    parts: ModelParts,
+    moe: MoEConfig,
+    config: RunConfig,
+    machinery: Machinery,
+    *,
+    plan: StepPlan | None,
+    moving: ExpertMoving | None,
+    samples: SampleMoving,
+) -> Stack:
+    """Return the stack of a run's model, as the run's sections say; see `build_stack`."""
+    layout = machinery.layout
+    return kind(
         model,
-        model,
-        config.moe,
+        parts,
+        moe,
         machinery,
-        make_plan,
+        partial(first_plan, config, layout) if plan is None else lambda *_: plan,
         seed=config.train.seed,
-        sample_moving=SampleMoving(NetMoE(placement.solver), placement.prediction),
+        sample_moving=samples,
         gathers_loads=base_shape(config, layout).gathers_loads,
         updating=updating_of(config.optimizer, layout),
         moving=moving or assumed_moving(config, layout),
@@ -186,6 +208,16 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes | None 
     model, moe = config.model, config.moe
     if gradients is None:
         gradients = gradient_bytes(model, moe, layout, sharded=config.optimizer.is_sharded)
+    held: HeldBytes | None = None
+    attention: Attention | None = None  # None: that of the decoder
+    if model.config is not None and model.of_transformers:  # sizes alone do not tell what a rank holds
+        from penstock.families.sections import described_in  # transformers takes seconds to load
+
+        every = gradient_bytes(model, moe, layout, sharded=True)
+        experts = sum(every.experts)
+        weights = sum(every.replicated) + sum(every.partial) + experts
+        held = HeldBytes(weights=weights, trained_experts=experts, cast=True)
+        attention = described_in(model.config).sizes.attention
     element_bytes = 2 if config.train.precision == "bfloat16" else 4
     return Workload(
         batch=config.data.batch_per_device,
@@ -201,8 +233,8 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes | None 
         dispatch=dispatch_of(moe),
         node_size=layout.ep_node_size,
         devices_per_node=layout.node_size,
-        held=_held(config, layout) if model.of_transformers else None,
-        attention=_attention(model),
+        held=held,
+        attention=attention,
         tied_embeddings=model.tie_word_embeddings,
         **_named(layout, "world_size", "ep_size", "tp_size", "etp_size"),
         **_named(model, "seq_len", "hidden_size", "vocab_size", "attention_size", "key_value_size"),
@@ -213,23 +245,6 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes | None 
 
 def _named(record: object, *names: str) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
-
-
-def _held(config: RunConfig, layout: Layout) -> HeldBytes:
-    """Return what a rank holds of a model of transformers, which sizes alone do not tell."""
-    every = gradient_bytes(config.model, config.moe, layout, sharded=True)
-    experts = sum(every.experts)
-    weights = sum(every.replicated) + sum(every.partial) + experts
-    return HeldBytes(weights=weights, trained_experts=experts, cast=True)
-
-
-def _attention(model: ModelConfig) -> Attention | None:
-    """Return the attention of a model of transformers; None: it is that of the decoder."""
-    if model.config is None or not model.of_transformers:
-        return None
-    from penstock.families.sections import described_in  # transformers takes seconds to load
-
-    return described_in(model.config).sizes.attention
 
 
 def base_shape(config: RunConfig, layout: Layout) -> StepShape:

@@ -121,7 +121,16 @@ class BatchStream:
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._mine = np.array(SamplePlacement.even(self._global_batch, dp_size).held(dp_rank), dtype=np.int64)
         self._parts = [_Part(corpus, seq_len, held_out_fraction, seed) for corpus in corpora]
-        self._check_sizes(held_out_fraction)
+        training = sum(part.split.training for part in self._parts)
+        windows = f"windows of {self._seq_len} {self._parts[0].text.unit}"
+        hint = "Give more text, or lower batch_per_device, seq_len or the number of devices."
+        if training < self._global_batch:
+            why = f"the text has only {training} training {windows}, and a global batch takes "
+            raise ConfigError("batch_per_device", self._batch_per_device, f"{why}{self._global_batch}", hint)
+        for part in self._parts:
+            if part.split.held_out == 0 or part.split.training == 0:
+                why = f"holds out none of {part.split.training} {windows}{part.name}"
+                raise ConfigError("held_out_fraction", held_out_fraction, why, f"Raise it. {hint}")
         shares = [corpus.share for corpus in corpora]
         self._dealer, self._held_out_dealer = Dealer(shares, seed), Dealer(shares, 0)
         self._held_out = self._held_out_dealer.until([part.split.held_out for part in self._parts])
@@ -174,7 +183,12 @@ class BatchStream:
         whole_BL = torch.from_numpy(cut_BL)
         labels_BL, documents_BL = whole_BL[:, 1:].contiguous(), None
         if self._separate:
-            begins_BL = torch.from_numpy(self._begins(texts_B, windows_B))
+            starts_BL = np.zeros_like(cut_BL)  # where in its window every token's document begins
+            for row, text, window in zip(starts_BL, texts_B, windows_B, strict=True):
+                start = int(window) * self._seq_len
+                found = self._parts[text].text.document_starts(start, start + self._seq_len + 1) - start
+                row[found] = found
+            begins_BL = torch.from_numpy(np.maximum.accumulate(starts_BL, axis=1))
             labels_BL[begins_BL[:, 1:] == torch.arange(1, self._seq_len + 1)] = NO_LABEL
             documents_BL = begins_BL[:, :-1].contiguous()
         return Batch(
@@ -184,28 +198,6 @@ class BatchStream:
             largest_batch=largest_batch,
             documents_BL=documents_BL,
         )
-
-    def _begins(self, texts_B: Indices, windows_B: Indices) -> Indices:
-        """Return where in its window every token's document begins, [B, L + 1]; 0 for the first."""
-        begins_BL = np.zeros((len(windows_B), self._seq_len + 1), dtype=np.int64)
-        for row, text, window in zip(begins_BL, texts_B, windows_B, strict=True):
-            start = int(window) * self._seq_len
-            found = self._parts[text].text.document_starts(start, start + self._seq_len + 1) - start
-            row[found] = found
-        return np.maximum.accumulate(begins_BL, axis=1)
-
-    def _check_sizes(self, held_out_fraction: float) -> None:
-        """Raise ConfigError for texts that cannot fill one global batch, or of which nothing is held out."""
-        training = sum(part.split.training for part in self._parts)
-        windows = f"windows of {self._seq_len} {self._parts[0].text.unit}"
-        hint = "Give more text, or lower batch_per_device, seq_len or the number of devices."
-        if training < self._global_batch:
-            why = f"the text has only {training} training {windows}, and a global batch takes "
-            raise ConfigError("batch_per_device", self._batch_per_device, f"{why}{self._global_batch}", hint)
-        for part in self._parts:
-            if part.split.held_out == 0 or part.split.training == 0:
-                why = f"holds out none of {part.split.training} {windows}{part.name}"
-                raise ConfigError("held_out_fraction", held_out_fraction, why, f"Raise it. {hint}")
 
 
 class _Part:
@@ -221,19 +213,17 @@ class _Part:
     def training_windows(self, numbers_B: Indices) -> Indices:
         """Return the windows visited at these positions, which ascend, when epochs follow one another."""
         epochs_B, places_B = np.divmod(numbers_B, self.split.training)
-        # A batch may end one epoch and begin the next; epochs are ascending, so each is ordered once.
-        parts = [self._epoch_order(int(each)).at(places_B[epochs_B == each]) for each in np.unique(epochs_B)]
+        parts = []
+        for each in np.unique(epochs_B):  # a batch may end one epoch and begin the next: each is ordered once
+            if each != self._epoch:
+                self._epoch = int(each)
+                self.order = Shuffled(self.split.training, self._seed, self._epoch)
+            parts.append(self.order.at(places_B[epochs_B == each]))
         return self.split.training_windows(np.concatenate(parts))
 
     def held_out_windows(self, numbers_B: Indices) -> Indices:
         """Return the held-out windows visited at these positions."""
         return self.split.held_out_windows(self._held_out_order.at(numbers_B))
-
-    def _epoch_order(self, epoch: int) -> Shuffled:
-        """Return the order of `epoch`, kept until that of another one is asked for."""
-        if epoch != self._epoch:
-            self._epoch, self.order = epoch, Shuffled(self.split.training, self._seed, epoch)
-        return self.order
 
 
 @dataclass(frozen=True, kw_only=True)

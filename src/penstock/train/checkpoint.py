@@ -39,7 +39,6 @@ from penstock.checkpoint.storage import (
     CheckpointError,
     Dealing,
     Part,
-    State,
     Stored,
     first_not_finite,
     make_whole,
@@ -154,7 +153,12 @@ class Checkpoints:
         final, purpose = self.folder / f"{PREFIX}{step:08d}", f"saving the checkpoint of step {step}"
         naming = self.naming(self.stack.model)
         state = state_of(self.stack, self.optimizer, naming) | {STEP: Part.of(torch.tensor(step))}
-        self._check_finite(state, f"{purpose} refused")
+        mine = first_not_finite(tensors_in(state), lambda name: MOST_SQUARED if of_model(name) else math.inf)
+        found = self._control.gather(mine, "checking that all numbers are finite")
+        for rank, name in enumerate(found):
+            if name is not None:
+                why = f"{name} on rank {rank} is not finite, or its square is not"
+                raise NotFiniteError(f"{purpose} refused: {why}")
         if self.files:
             make_whole(state, naming.in_files(), self.stack.machinery.layout.mesh, self._control, purpose)
         record = Record(
@@ -212,14 +216,6 @@ class Checkpoints:
                 with suppress(OSError):  # what stays costs room, and the next start tries again
                     remove_tree(work)
 
-    def _check_finite(self, state: State, purpose: str) -> None:
-        mine = first_not_finite(tensors_in(state), lambda name: MOST_SQUARED if of_model(name) else math.inf)
-        found = self._control.gather(mine, "checking that all numbers are finite")
-        for rank, name in enumerate(found):
-            if name is not None:
-                why = f"{name} on rank {rank} is not finite, or its square is not"
-                raise NotFiniteError(f"{purpose}: {why}")
-
     # ---- loading -------------------------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
@@ -239,33 +235,29 @@ class Checkpoints:
         state = state_of(self.stack, self.optimizer, self.naming(self.stack.model))
         state |= {STEP: Part.of(torch.tensor(0))}
         state = needed(state, stored.whole)  # saved on fewer ranks: generators of others start from the seed
-        self._check_fits(path, state, stored)
-        together(self._control, purpose, lambda: stored.load(state))
-        together(self._control, purpose, lambda: self._accept(path, state))
-        steps = together(self._control, purpose, lambda: read_steps(self.stack, record.steps))
-        take_steps(self.stack, *steps)
-        return step_of(path)
-
-    def _check_fits(self, path: Path, state: State, stored: Stored) -> None:
-        """Raise ConfigError, on all ranks, for the first tensor that is missing, different or superfluous."""
-        purpose = "comparing the checkpoint with the model"
-        everyone = {name for names in self._control.gather(list(state), purpose) for name in names}
+        comparing = "comparing the checkpoint with the model"
+        everyone = {name for names in self._control.gather(list(state), comparing) for name in names}
         others = {name for name in stored.whole if name.startswith(OPTIONAL)}  # of ranks that this run lacks
         mine = misfits(state, stored.whole, everyone | others)
-        found = next(filter(None, self._control.gather(mine, purpose)), None)
+        found = next(filter(None, self._control.gather(mine, comparing)), None)
         if found is not None:
             why = f"checkpoint {path} was made by another model: {found}"
             hint = "Train with the configuration saved beside it (config.toml), or choose another output.dir."
             raise ConfigError("train.resume", True, why, hint)
+        together(self._control, purpose, lambda: stored.load(state))
 
-    def _accept(self, path: Path, state: State) -> None:
-        """Check what was read; restore the generator. Raises DamagedError for a wrong or non-finite state."""
-        (step,) = state[STEP].boxes.values()
-        if int(step) != step_of(path):
-            raise DamagedError(f"it holds step {int(step)}")
-        if (broken := first_not_finite(tensors_in(state))) is not None:
-            raise DamagedError(f"{broken} in it is not finite")
-        set_generators(state, self.stack)
+        def accept() -> None:
+            (step,) = state[STEP].boxes.values()
+            if int(step) != step_of(path):
+                raise DamagedError(f"it holds step {int(step)}")
+            if (broken := first_not_finite(tensors_in(state))) is not None:
+                raise DamagedError(f"{broken} in it is not finite")
+            set_generators(state, self.stack)
+
+        together(self._control, purpose, accept)
+        steps = together(self._control, purpose, lambda: read_steps(self.stack, record.steps))
+        take_steps(self.stack, *steps)
+        return step_of(path)
 
     def set_aside(self, path: Path) -> None:
         """Rename a damaged checkpoint, so that it is neither the newest nor counted; on rank 0."""

@@ -132,17 +132,12 @@ class RunConfig:
         if preset is not None:
             check_name("model.preset", preset, PRESETS, "published model")
         if self.plan.mode == FIXED and self.schedule.reads("microbatches"):  # else the section is not used
-            self._check_microbatches(self.data.batch_per_device)
-
-    def _check_microbatches(self, samples: int) -> None:
-        """Use fewer than the usual microbatches for fewer samples. Raises ConfigError for a set number."""
-        schedule, key = self.schedule, "schedule.microbatches"
-        if schedule.microbatches <= samples:
-            return
-        if schedule.microbatches != ScheduleConfig.microbatches:
-            why = f"data.batch_per_device = {samples} samples cannot be cut into more pieces than samples"
-            raise ConfigError(key, schedule.microbatches, why, f"Nearest valid: {samples}.")
-        object.__setattr__(self, "schedule", replace(schedule, microbatches=samples))
+            samples, wanted = self.data.batch_per_device, self.schedule.microbatches
+            if wanted > samples and wanted != ScheduleConfig.microbatches:
+                why = f"data.batch_per_device = {samples} samples cannot be cut into more pieces than samples"
+                raise ConfigError("schedule.microbatches", wanted, why, f"Nearest valid: {samples}.")
+            if wanted > samples:  # the usual number
+                object.__setattr__(self, "schedule", replace(self.schedule, microbatches=samples))
 
     def resolved(self, world_size: int) -> RunConfig:
         """Return the run, checked for this number of ranks, with a preset's sizes where the user set none.
@@ -172,7 +167,13 @@ class RunConfig:
             hint = "Copy it elsewhere, or choose another output.dir."
             raise ConfigError("model.config", str(self.model.config), why, hint)
         if model_type_of(self.model.config) != QWEN3_MOE:
-            return self._of_family(self.model.config)
+            from penstock.families import sections  # transformers takes seconds to load
+
+            sizes = sections.sections_of(self.model.config)
+            model, moe = _laid_under(self.model, sizes["model"]), _laid_under(self.moe, sizes["moe"])
+            check_sections(self.model.config, sizes, model, moe)
+            placement = moving_in(model.model_type, self.placement, self.data)
+            return replace(self, model=model, moe=moe, placement=placement)
         sizes = sections_of(self.model.config)
         layers, usual = sizes["model"]["moe_layers"], ModelConfig.num_layers
         if layers is not None and self.model.num_layers != usual:  # the user's number goes before the file's
@@ -180,16 +181,6 @@ class RunConfig:
         return replace(
             self, model=_laid_under(self.model, sizes["model"]), moe=_laid_under(self.moe, sizes["moe"])
         )
-
-    def _of_family(self, path: Path) -> RunConfig:
-        """Return the run of a model that transformers computes, with what its file decides."""
-        from penstock.families.sections import sections_of  # transformers takes seconds to load
-
-        sizes = sections_of(path)
-        model, moe = _laid_under(self.model, sizes["model"]), _laid_under(self.moe, sizes["moe"])
-        check_sections(path, sizes, model, moe)
-        placement = moving_in(model.model_type, self.placement, self.data)
-        return replace(self, model=model, moe=moe, placement=placement)
 
     def _with_preset(self, world_size: int) -> RunConfig:
         if self.model.preset is None:

@@ -48,7 +48,9 @@ def check_same_settings(config: RunConfig, control: Control) -> None:
 
     Costs one exchange of 64 bytes when all agree.
     """
-    mine = _settings(config)
+    mine = {key: value for key, value in by_key(RunConfig, to_dict(config)).items() if key not in OF_A_RANK}
+    if config.data.mixture:  # the paths of texts, too, may differ between machines
+        mine[MIXTURE] = [weight for _, weight in config.data.mixture]
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
     purpose = "comparing settings"
     if len(set(control.gather(digest, purpose))) == 1:
@@ -63,11 +65,3 @@ def check_same_settings(config: RunConfig, control: Control) -> None:
                 named = ", ".join(more[:MOST_NAMED]) + (", ..." if len(more) > MOST_NAMED else "")
                 why += f" (also different: {named})"
             raise ConfigError(key, first.get(key, NOTHING), why, HINT)
-
-
-def _settings(config: RunConfig) -> dict[str, object]:
-    """Return every setting that ranks must have in common, by its dotted key."""
-    found = {key: value for key, value in by_key(RunConfig, to_dict(config)).items() if key not in OF_A_RANK}
-    if config.data.mixture:  # the paths of texts, too, may differ between machines
-        found[MIXTURE] = [weight for _, weight in config.data.mixture]
-    return found

@@ -64,21 +64,21 @@ class RowsOfReplicas(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFigures:
-    """Figures of one step, each by MoE layer.
+    """Figures of one step, each by MoE layer, named as in `StepMetrics`.
 
-    expert_max_over_mean, rank_max_over_mean: the busiest expert's or rank's rows over the mean; 1 = balance.
-    entropy: of the experts' shares, over that of equal ones: 1 = balance, 0 = one expert has all.
-    rank_rows_max_over_mean: of what ranks compute, rows of their replicas included. crossing_nodes: the share
-    of rows that another node computes; None with one node. in_common: with the step before, as `overlap`
-    defines it; None where there is none.
+    expert_load_max_over_mean, rank_load_max_over_mean: the busiest expert's or rank's rows over the mean; 1 =
+    balance. expert_load_entropy: of the experts' shares, over that of equal ones: 1 = balance, 0 = one expert
+    has all. rank_rows_max_over_mean: of what ranks compute, rows of their replicas included.
+    rows_crossing_nodes: the share of rows that another node computes; None with one node. loads_in_common:
+    with the step before, as `overlap` defines it; None where there is none.
     """
 
-    expert_max_over_mean: tuple[float, ...]
-    rank_max_over_mean: tuple[float, ...]
-    entropy: tuple[float, ...]
+    expert_load_max_over_mean: tuple[float, ...]
+    rank_load_max_over_mean: tuple[float, ...]
+    expert_load_entropy: tuple[float, ...]
     rank_rows_max_over_mean: tuple[float, ...]
-    crossing_nodes: tuple[float, ...] | None
-    in_common: tuple[float, ...] | None = None
+    rows_crossing_nodes: tuple[float, ...] | None
+    loads_in_common: tuple[float, ...] | None = None
 
     @staticmethod
     def of(
@@ -98,14 +98,18 @@ class LoadFigures:
         loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
         owned_PY = rank_loads(loads, placements, mesh)
         rows_PY, away_Y = replica_rows or (owned_PY, _away(loads, placements, mesh, nodes))
+        in_common = None
+        if before_PYE is not None:
+            pairs = zip(before_PYE.astype(np.int64).swapaxes(0, 1), loads.swapaxes(0, 1), strict=True)
+            in_common = tuple(overlap(before_PE, now_PE) for before_PE, now_PE in pairs)
         crossing = _floats(away_Y / np.maximum(loads.sum(axis=(0, 2)), 1)) if len(set(nodes)) > 1 else None
         return LoadFigures(
-            expert_max_over_mean=_floats(max_over_mean(loads.sum(axis=0))),
-            rank_max_over_mean=_floats(max_over_mean(owned_PY.T)),
-            entropy=_floats(relative_entropy(loads.sum(axis=0))),
+            expert_load_max_over_mean=_floats(max_over_mean(loads.sum(axis=0))),
+            rank_load_max_over_mean=_floats(max_over_mean(owned_PY.T)),
+            expert_load_entropy=_floats(relative_entropy(loads.sum(axis=0))),
             rank_rows_max_over_mean=_floats(max_over_mean(rows_PY.T)),
-            crossing_nodes=crossing,
-            in_common=None if before_PYE is None else _in_common(before_PYE.astype(np.int64), loads),
+            rows_crossing_nodes=crossing,
+            loads_in_common=in_common,
         )
 
 
@@ -144,10 +148,6 @@ def _away(loads_PYE: Whole, placements: Sequence[ExpertPlacement], mesh: Mesh, n
     abroad_PYE = node_P[ranks_PH][:, owners_YE] != node_P[:, None, None]
     away_Y: Whole = (loads_PYE * abroad_PYE).sum(axis=(0, 2))
     return away_Y
-
-
-def _in_common(before_PYE: Whole, now_PYE: Whole) -> tuple[float, ...]:
-    return tuple(overlap(before_PYE[:, y], now_PYE[:, y]) for y in range(now_PYE.shape[1]))
 
 
 def _nodes(mesh: Mesh, node_size: int) -> list[int]:

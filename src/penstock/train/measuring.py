@@ -17,9 +17,7 @@ from scipy.special import stdtrit
 from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
 from penstock.mesh import Group
-from penstock.moe.config import MoEConfig
 from penstock.runtime import PipelinedStack
-from penstock.runtime.statistics import StepStatistics
 from penstock.trace import TaskRecord, occupation
 from penstock.train.batches import Batch
 from penstock.train.load_figures import LoadFigures, RowsOfReplicas
@@ -52,6 +50,9 @@ def measured(
     tokens_per_s = float(statistics.tokens) / iteration_s
     chosen_YE = statistics.chosen_YE
     layers, held_bytes = len(chosen_YE), device_of(device).peak_memory_bytes(device)
+    rows_dropped = None
+    if stack.moe.capacity_factor is not None and stack.moe.kind == "token":  # else routing drops none
+        rows_dropped = tuple((statistics.dropped_Y / chosen_YE.sum(1).clamp(min=1)).tolist())
     # The loss has sums over MoE layers, metrics have means.
     balance: dict[str, Any] = {f"aux_loss_{stack.balance.group}": float(statistics.aux) / layers}
     return StepMetrics(
@@ -73,7 +74,7 @@ def measured(
         skipped=None if accepted else True,
         z_loss=float(statistics.z) / layers,
         aux_loss_by_layer=tuple(statistics.aux_Y.tolist()),
-        rows_dropped=_dropped(statistics, stack.moe),
+        rows_dropped=rows_dropped,
         repeated_steps=stack.bounds.repeats if stack.bounds.repeats_steps else None,
         model_flops_per_s=pilot.flops.per_token * tokens_per_s,
         model_flops_utilisation=pilot.flops.utilisation(tokens_per_s),
@@ -81,14 +82,6 @@ def measured(
         **balance,
         **load_figures(stack),
     )
-
-
-def _dropped(statistics: StepStatistics, moe: MoEConfig) -> tuple[float, ...] | None:
-    """Return the share of choices without room, by layer; None where routing drops none."""
-    if moe.capacity_factor is None or moe.kind != "token":
-        return None
-    chosen_Y = statistics.chosen_YE.sum(1).clamp(min=1)
-    return tuple((statistics.dropped_Y / chosen_Y).tolist())
 
 
 def load_figures(stack: PipelinedStack) -> dict[str, Any]:
@@ -116,14 +109,7 @@ def load_figures(stack: PipelinedStack) -> dict[str, Any]:
         replica_rows=replica_rows,
         before_PYE=stack.loads[-2] if len(stack.loads) > 1 else None,
     )
-    return {
-        "expert_load_max_over_mean": found.expert_max_over_mean,
-        "rank_load_max_over_mean": found.rank_max_over_mean,
-        "rank_rows_max_over_mean": found.rank_rows_max_over_mean,
-        "expert_load_entropy": found.entropy,
-        "loads_in_common": found.in_common,
-        "rows_crossing_nodes": found.crossing_nodes,
-    }
+    return vars(found)
 
 
 CONFIDENCE = 0.95

@@ -172,21 +172,19 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     with open_regular(path, str(path), "Move it away.") as file:
         lines = file.read().split(b"\n")
     # A whole line ends with a newline, so what follows the last newline is nothing, or a line cut short.
-    found = [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
+    found = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = parse_json(line)
+            found.append(StepMetrics(**{key: _from_json(key, value) for key, value in record.items()}))
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            why = f"not a training step ({error})"
+            raise ConfigError(f"{path}, line {number}", UNSET, why, WHAT_TO_DO) from error
     for number, (before, after) in enumerate(pairwise(found), start=2):
         if after.step <= before.step:
             why = f"is step {after.step} after step {before.step}, and steps count up"
             raise ConfigError(f"{path}, line {number}", UNSET, why, WHAT_TO_DO)
     return found
-
-
-def _parse(path: Path, number: int, line: bytes) -> StepMetrics:
-    try:
-        record = parse_json(line)
-        return StepMetrics(**{key: _from_json(key, value) for key, value in record.items()})
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        why = f"not a training step ({error})"
-        raise ConfigError(f"{path}, line {number}", UNSET, why, WHAT_TO_DO) from error
 
 
 def _from_json(key: str, value: Any) -> Any:

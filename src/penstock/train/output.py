@@ -42,11 +42,6 @@ def check_output(path: Path, *, keep: bool) -> None:
 
     keep: whether it continues the run that is there.
     """
-    _check_writable(path)
-    OutputFolder(path, keep=keep).check()
-
-
-def _check_writable(path: Path) -> None:
     there = path
     try:
         there = path = path.resolve()
@@ -54,15 +49,16 @@ def _check_writable(path: Path) -> None:
             there = there.parent
         if there == path:
             try_to_write(path)
-            return
-        with TemporaryDirectory(dir=there, prefix=".penstock-") as folder:
-            try_to_write(Path(folder))
+        else:
+            with TemporaryDirectory(dir=there, prefix=".penstock-") as folder:
+                try_to_write(Path(folder))
     except RuntimeError as error:  # what links that lead to each other end in
         raise ConfigError("output.dir", str(path), f"cannot be resolved ({error})", CHOOSE) from None
     except OSError as error:
         what = "cannot be written to" if there == path else "no folder can be created there"
         why = f"{what} ({error.strerror})"
         raise ConfigError("output.dir", str(path), why, CHOOSE) from None
+    OutputFolder(path, keep=keep).check()
 
 
 class OutputError(RuntimeError):

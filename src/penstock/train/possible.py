@@ -200,7 +200,9 @@ def _why_it_stays(
     if samples and moe.aux_loss_group == "microbatch":
         why = "moe.aux_loss_group = microbatch judges balance by the samples that share a rank"
         return why, "moe.aux_loss_group=global"
-    form, other = _form(choice)
+    form, other = f"schedule.name = {choice.schedule}", "schedule.name=flowmoe"
+    if choice.reads("expert_form"):
+        form, other = f"schedule.expert_form = {choice.form}", "schedule.expert_form=gather"
     shared = [f"parallel.{name}" for name in ("tp_size", "etp_size") if getattr(parallel, name) > 1]
     if samples and shared and choice.form != "gather":
         why = (
@@ -215,10 +217,3 @@ def _why_it_stays(
     else:
         return None
     return why, other
-
-
-def _form(choice: Decision) -> tuple[str, str]:
-    """Return the setting from which the form of experts' shards comes, and what to use instead."""
-    if choice.reads("expert_form"):
-        return f"schedule.expert_form = {choice.form}", "schedule.expert_form=gather"
-    return f"schedule.name = {choice.schedule}", "schedule.name=flowmoe"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -50,7 +50,16 @@ class Progress:
     def update(self, metrics: StepMetrics) -> None:
         """Show a step that has ended: its loss, and speed and overlap over the last ten steps."""
         self._recent.append(metrics)
-        shown = _averaged(self._recent)
+        # Times are averaged: a single step says little about speed.
+        newest, count = self._recent[-1], len(self._recent)
+        total_s = sum(m.iteration_s for m in self._recent)
+        shown = replace(
+            newest,
+            iteration_s=total_s / count,
+            tokens_per_s=sum(m.tokens_per_s * m.iteration_s for m in self._recent) / total_s,
+            communication_s=sum(m.communication_s for m in self._recent) / count,
+            exposed_communication_s=sum(m.exposed_communication_s for m in self._recent) / count,
+        )
         left = self._total_steps - metrics.step
         due = left == 0 or metrics.eval_loss is not None or (self._every and metrics.step % self._every == 0)
         if due:
@@ -81,19 +90,6 @@ class Progress:
             self._display = _Silence()
             with suppress(OSError, ValueError):  # what Python still holds back would be an error at the end
                 mute(sys.stderr.fileno())
-
-
-def _averaged(recent: Sequence[StepMetrics]) -> StepMetrics:
-    """Return the newest step with times averaged over `recent`: a single step says little about speed."""
-    newest, count = recent[-1], len(recent)
-    total_s = sum(m.iteration_s for m in recent)
-    return replace(
-        newest,
-        iteration_s=total_s / count,
-        tokens_per_s=sum(m.tokens_per_s * m.iteration_s for m in recent) / total_s,
-        communication_s=sum(m.communication_s for m in recent) / count,
-        exposed_communication_s=sum(m.exposed_communication_s for m in recent) / count,
-    )
 
 
 def describe(metrics: StepMetrics, eta_s: float, width: int = sys.maxsize) -> str:

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.checkpoint.folder import RECORD, Record, all_checkpoints, step_of
+from penstock.checkpoint.folder import RECORD, all_checkpoints, step_of
 from penstock.checkpoint.storage import DamagedCheckpointError
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.config.kinds import by_key
@@ -191,6 +191,10 @@ def restore(config: RunConfig, control: Control, checkpoints: Checkpoints, resum
 def _newest_whole(
     config: RunConfig, control: Control, candidates: tuple[Path, ...], damaged: tuple[Path, ...]
 ) -> Resumption:
+    """Return the first candidate that is whole; report what has changed since.
+
+    Raises ConfigError if there is none, if it is of another model, or if the run is over.
+    """
     for number, path in enumerate(candidates):
         try:
             record = verify(path, control)
@@ -198,25 +202,19 @@ def _newest_whole(
             logger.info(f"{error}: trying the previous checkpoint")
             damaged = (*damaged, path)
             continue
-        _check(config, control, record, path)
+        steps = config.train.steps
+        if (done := step_of(path)) >= steps:
+            why = f"{path} has already done {done} steps"
+            raise ConfigError("train.steps", steps, why, f"Use more than {done}.")
+        if record.settings is not None:
+            check_model(config, record.settings, path)
+            found = changes(config, record.settings)
+            if record.processes != control.world_size:
+                found.append(f"processes {record.processes} -> {control.world_size}")
+            if found:
+                logger.info(f"changed since {path.name}: {'; '.join(found)}")
         return Resumption(path=path, record=record, older=candidates[number + 1 :], damaged=damaged)
     folder = checkpoints_folder(config)
     why = f"none of the checkpoints in {folder} can be used ({', '.join(path.name for path in damaged)})"
     hint = "Restore one from a copy, or start a new run in another output.dir."
     raise ConfigError("train.resume", config.train.resume, why, hint)
-
-
-def _check(config: RunConfig, control: Control, record: Record, path: Path) -> None:
-    """Raise ConfigError for another model and for a run that is over; report what else has changed."""
-    steps = config.train.steps
-    if (done := step_of(path)) >= steps:
-        why = f"{path} has already done {done} steps"
-        raise ConfigError("train.steps", steps, why, f"Use more than {done}.")
-    if record.settings is None:
-        return
-    check_model(config, record.settings, path)
-    found = changes(config, record.settings)
-    if record.processes != control.world_size:
-        found.append(f"processes {record.processes} -> {control.world_size}")
-    if found:
-        logger.info(f"changed since {path.name}: {'; '.join(found)}")

@@ -64,12 +64,17 @@ def read_run(folder: Path) -> FinishedRun:
     if summary is not None and steps and summary.steps != steps[-1].step:
         missing.append(f"{SUMMARY_FILE} is of the start before, which ended after step {summary.steps}.")
         summary = None
+    failures: tuple[str, ...] = ()
+    if summary is None:  # older failures than the last metrics do not count
+        since_s = (folder / METRICS_FILE).stat().st_mtime - LATER_S
+        left = [path for path in sorted(folder.glob(FAILURES)) if path.lstat().st_mtime >= since_s]
+        failures = tuple(f"{path.name}: {_text(path).partition(chr(10))[0]}" for path in left)
     return FinishedRun(
         name=str(folder),
         course=course_of(steps),
         settings=_text(folder / CONFIG),
         summary=summary,
-        failures=_failures(folder) if summary is None else (),
+        failures=failures,
         step=found(STEP_FILE, StepFile.read),
         plan=found(PLAN_FILE, PlanFile.read),
         cluster=found(CLUSTER_FILE, ClusterFile.read),
@@ -105,13 +110,6 @@ def _steps(folder: Path) -> list[StepMetrics]:
                 why += f"{wanted} in step {first}"
                 raise ConfigError(str(path), UNSET, why, REMOVE)
     return steps
-
-
-def _failures(folder: Path) -> tuple[str, ...]:
-    """Return the first lines of failures that ranks left; older ones than the last metrics do not count."""
-    since_s = (folder / METRICS_FILE).stat().st_mtime - LATER_S
-    left = [path for path in sorted(folder.glob(FAILURES)) if path.lstat().st_mtime >= since_s]
-    return tuple(f"{path.name}: {_text(path).partition(chr(10))[0]}" for path in left)
 
 
 def _text(path: Path) -> str:

@@ -115,11 +115,25 @@ def updated(optimizer: torch.optim.Optimizer, model: nn.Module, splitting: Split
     """Return what this rank has of an optimiser's state; a frozen parameter has none."""
     state: State = {}
     for name, parameter in model.named_parameters():
-        if isinstance(optimizer, ShardedAdamW):
-            state |= _shares_of(optimizer, name, parameter, splitting)
-        else:
+        if not isinstance(optimizer, ShardedAdamW):
             for key, value in optimizer.state.get(parameter, {}).items():
                 state |= state_part(name, key, torch.as_tensor(value), splitting)
+            continue
+        if (held := optimizer.updates.share_of(parameter)) is None:
+            continue
+        share = held[1]
+        state[f"{OPTIMIZER}{name}.step"] = Part.of(optimizer.updates.steps[parameter])
+        for key, numbers in share.states.items():
+            for each, part, sharding in splitting.split(name, parameter.data, f".{key}"):
+                assert part.is_contiguous(), "experts are stacked"
+                begin = int(part.storage_offset() - parameter.data.storage_offset())
+                runs = [(0, numbers[:0])]  # of the type of the state, also where this rank has none of it
+                for piece, run in share.runs_of(parameter):
+                    first, last = max(run.first, begin), min(run.first + run.length, begin + part.numel())
+                    if first < last:
+                        values = share.state(key, piece, run)[first - run.first : last - run.first]
+                        runs.append((first - begin, values))
+                state[f"{OPTIMIZER}{each}"] = Part.of_runs(runs, part, sharding)
     return state
 
 
@@ -134,27 +148,6 @@ def state_part(name: str, key: str, tensor: Tensor, splitting: Splitting) -> Sta
 def of_model(name: str) -> bool:
     """Return whether the tensor of a checkpoint belongs to the model, by its name."""
     return not name.startswith(BESIDE_MODEL)
-
-
-def _shares_of(optimizer: ShardedAdamW, name: str, parameter: nn.Parameter, splitting: Splitting) -> State:
-    """Return this rank's share of a parameter's state; nothing for a frozen one."""
-    found = optimizer.updates.share_of(parameter)
-    if found is None:
-        return {}
-    share = found[1]
-    state = {f"{OPTIMIZER}{name}.step": Part.of(optimizer.updates.steps[parameter])}
-    for key, numbers in share.states.items():
-        for each, part, sharding in splitting.split(name, parameter.data, f".{key}"):
-            assert part.is_contiguous(), "experts are stacked"
-            begin = int(part.storage_offset() - parameter.data.storage_offset())
-            runs = [(0, numbers[:0])]  # of the type of the state, also where this rank has none of it
-            for piece, run in share.runs_of(parameter):
-                first, last = max(run.first, begin), min(run.first + run.length, begin + part.numel())
-                if first < last:
-                    values = share.state(key, piece, run)[first - run.first : last - run.first]
-                    runs.append((first - begin, values))
-            state[f"{OPTIMIZER}{each}"] = Part.of_runs(runs, part, sharding)
-    return state
 
 
 def learnt(stack: PipelinedStack) -> State:
@@ -210,7 +203,13 @@ def steps_of(stack: PipelinedStack) -> dict[str, Any]:
     Without them nothing but one step is lost, and the last bits: how many rows are padding decides how
     products round.
     """
-    found = {"replicas": _replicas(stack), "bounds": _bounds(stack)}
+    bounds: list[Mapping[str, Any]] = []  # what steps have wanted of rows; all ranks have the same
+    if isinstance(stack.bounds, RowBounds):
+        bounds = [
+            {**kind._asdict(), "wanted": [wanted_X.tolist() for wanted_X in history.wanted_X]}
+            for kind, history in stack.bounds.histories.items()
+        ]
+    found = {"replicas": _replicas(stack), "bounds": bounds}
     texts = {key: json.dumps(each, default=int, allow_nan=False) for key, each in found.items()}
     return {key: json.loads(text) for key, text in texts.items() if len(text) < MOST_BYTES}
 
@@ -220,7 +219,10 @@ def take_steps(stack: PipelinedStack, plans: Plans | None, known: Known | None) 
 
     A rank that has read something else would wait for others in another exchange.
     """
-    told = (plans is not None, _digest(known))
+    digest = hashlib.sha256()
+    for kind, rows in (known or {}).items():
+        digest.update(repr(kind).encode() + b"".join(row.tobytes() for row in rows))
+    told = (plans is not None, f"{known is None} {digest.hexdigest()}")
     everyone = stack.machinery.control.gather(told, "agreeing what the next step knows")
     same = all(each for each, _ in everyone)
     bounds = known is not None and len({each for _, each in everyone}) == 1
@@ -280,41 +282,17 @@ def _read_replicas(stack: PipelinedStack, groups: list[Any] | None) -> Plans | N
     return Plans(tuple(made), tuple(bool(layer["in_use"]) for layer in layers), int(table["age_steps"]))
 
 
-def _bounds(stack: PipelinedStack) -> list[Mapping[str, Any]]:
-    """Return what steps have wanted of rows; all ranks have the same."""
-    if not isinstance(stack.bounds, RowBounds):
-        return []
-    histories = stack.bounds.histories.items()
-    return [
-        {**kind._asdict(), "wanted": [wanted_X.tolist() for wanted_X in history.wanted_X]}
-        for kind, history in histories
-    ]
-
-
 def _read_bounds(stack: PipelinedStack, passes: list[Any] | None) -> Known | None:
     """Return what steps have wanted; None where rows are not bounded, or experts are others."""
     if not isinstance(stack.bounds, RowBounds) or passes is None:
         return None
     positions = sum(order.num_experts for order in stack.bounds.orders)
-    found = {_kind(each): [_counts(row) for row in each["wanted"][-STEPS_KEPT:]] for each in passes}
+    found: dict[Passes, list[Counts]] = {}
+    for each in passes:
+        kind, wanted = Passes(each["microbatches"], each["training"]), each["wanted"][-STEPS_KEPT:]
+        if type(kind.microbatches) is not int or type(kind.training) is not bool:
+            raise TypeError(f"no steps are of {kind}")
+        if not all(type(count) is int and 0 <= count < MOST_ROWS for row in wanted for count in row):
+            raise TypeError("there are numbers of rows that no step has")
+        found[kind] = [np.array(row, dtype=np.int64) for row in wanted]
     return found if all(len(row) == positions for rows in found.values() for row in rows) else None
-
-
-def _kind(table: Mapping[str, Any]) -> Passes:
-    kind = Passes(table["microbatches"], table["training"])
-    if type(kind.microbatches) is not int or type(kind.training) is not bool:
-        raise TypeError(f"no steps are of {kind}")
-    return kind
-
-
-def _counts(row: Sequence[Any]) -> Counts:
-    if not all(type(each) is int and 0 <= each < MOST_ROWS for each in row):
-        raise TypeError("there are numbers of rows that no step has")
-    return np.array(row, dtype=np.int64)
-
-
-def _digest(known: Known | None) -> str:
-    found = hashlib.sha256()
-    for kind, rows in (known or {}).items():
-        found.update(repr(kind).encode() + b"".join(row.tobytes() for row in rows))
-    return f"{known is None} {found.hexdigest()}"

@@ -57,20 +57,19 @@ class Source:
     @property
     def words(self) -> str:
         """Description of the texts, and of how much of each was read, if not all."""
-        return "; ".join(map(_described, self.corpora, self.scanned))
+        described = []
+        for corpus, scanned in zip(self.corpora, self.scanned, strict=True):
+            text, share = corpus.text, "" if corpus.share == 1 else f"{100 * corpus.share:.3g} % "
+            words = f"{share}{corpus.source}"
+            if scanned.seen != text.size:
+                words += f"; identified and frequencies of {text.unit} counted by {scanned.seen:,} of them"
+            described.append(words)
+        return "; ".join(described)
 
     @property
     def unigram_entropy_nats(self) -> float:
         """Loss of a model that knows only how often each token occurs, in nats per token."""
         return entropy_nats(self.scanned, [corpus.share for corpus in self.corpora])
-
-
-def _described(corpus: Corpus, scanned: Scanned) -> str:
-    text, share = corpus.text, "" if corpus.share == 1 else f"{100 * corpus.share:.3g} % "
-    words = f"{share}{corpus.source}"
-    if scanned.seen == text.size:
-        return words
-    return f"{words}; identified and frequencies of {text.unit} counted by {scanned.seen:,} of them"
 
 
 def check_source(config: RunConfig) -> None:
@@ -95,15 +94,23 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
     pages.
     """
     _take_turns(config, control, _prepare(config) if scans else iter(()), "preparing the training text")
-    problem, opened, glimpse = None, None, None
+    problem, glimpse = None, None
     try:
-        opened = _open(config, layout)
-        glimpse = [_glimpse(corpus.text) for corpus in opened[0]]
+        corpora = _checked_corpora(config)
+        stream = BatchStream(
+            corpora,
+            seq_len=config.model.seq_len,
+            batch_per_device=config.data.batch_per_device,
+            dp_rank=layout.dp_rank,
+            dp_size=layout.dp_size,
+            seed=config.train.seed,
+            held_out_fraction=config.data.held_out_fraction,
+            separate_documents=config.data.separate_documents,
+        )
+        glimpse = [_glimpse(corpus.text) for corpus in corpora]
     except (ConfigError, TextError) as error:
         problem = _as_config_error(config, error)
     _agree(config, control, problem, glimpse)
-    assert opened is not None
-    corpora, stream = opened
     scanning = [Scan(corpus.text) for corpus in corpora] if scans else []
     _take_turns(config, control, chain.from_iterable(map(_to_the_end, scanning)), "reading the training text")
     mine = [found for each in scanning if (found := each.result) is not None]
@@ -199,21 +206,6 @@ def _located(error: ConfigError) -> ConfigError:
     if error.key == "--out":
         error = ConfigError("cache", error.value, error.why, error.hint)
     return error.under("data" if error.key in types_of(DataConfig) else "")
-
-
-def _open(config: RunConfig, layout: Layout) -> tuple[list[Corpus], BatchStream]:
-    corpora = _checked_corpora(config)
-    stream = BatchStream(
-        corpora,
-        seq_len=config.model.seq_len,
-        batch_per_device=config.data.batch_per_device,
-        dp_rank=layout.dp_rank,
-        dp_size=layout.dp_size,
-        seed=config.train.seed,
-        held_out_fraction=config.data.held_out_fraction,
-        separate_documents=config.data.separate_documents,
-    )
-    return corpora, stream
 
 
 def _check_waiting(config: RunConfig, waiting: ToPrepare) -> None:

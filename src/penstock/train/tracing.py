@@ -122,8 +122,8 @@ def analyse(
                 write_chrome_trace(folder / "trace.json", runs)
                 mine = [record for record in timeline.records() if record.rank == 0]
                 write_comparison(folder / "tasks.csv", compare(mine, everyone[0].traced[-1]))
-            path = [_link(link) for link in critical_path(last, plan.graph.needs, mesh)]
-            _step_file(tasks, mesh, everyone, expected, path, found).save(folder)
+            links = critical_path(last, plan.graph.needs, mesh)
+            _step_file(tasks, mesh, everyone, expected, links, found).save(folder)
     control.barrier("waiting for the files of the last steps")
     return found
 
@@ -133,11 +133,14 @@ def _step_file(
     mesh: Mesh,
     everyone: Sequence[_OfRank],
     forecast: Forecast,
-    path: Sequence[PathLink],
+    links: Sequence[Link],
     analysis: StepAnalysis,
 ) -> StepFile:
-    """Return what is kept of the last step beside its prediction."""
-    times, shown = [forecast.timeline.times[task] for task in tasks], _shown(mesh.world_size, path)
+    """Return what is kept of the last step beside its prediction. links: of the critical path."""
+    # Shown are all ranks, or of many rank 0 and those that the critical path passes most.
+    passed = Counter(link.rank for link in links)
+    first = sorted(range(mesh.world_size), key=lambda rank: (rank > 0, -passed[rank], rank))
+    times, shown = [forecast.timeline.times[task] for task in tasks], tuple(sorted(first[:MOST_SHOWN]))
     last = [{record.task: record for record in everyone[rank].traced[-1]} for rank in shown]
     measured_s = zip(*(each.typical_s for each in everyone), strict=True)
     return StepFile(
@@ -167,32 +170,24 @@ def _step_file(
         typical_measured_s=tuple(
             _typical(task, np.array(each)) for task, each in zip(tasks, measured_s, strict=True)
         ),
-        path=tuple(path),
+        path=tuple(
+            PathLink(
+                task=str(link.task),
+                lane=str(link.task.lane),
+                rank=link.rank,
+                start_s=_rounded(link.start_s),
+                end_s=_rounded(link.end_s),
+                gap_s=_rounded(link.gap_s),
+            )
+            for link in links
+        ),
         stragglers=analysis.stragglers,
     )
-
-
-def _shown(world_size: int, path: Sequence[PathLink]) -> tuple[int, ...]:
-    """Return the ranks to show: all, or of many, rank 0 and those that the critical path passes most."""
-    passed = Counter(link.rank for link in path)
-    first = sorted(range(world_size), key=lambda rank: (rank > 0, -passed[rank], rank))
-    return tuple(sorted(first[:MOST_SHOWN]))
 
 
 def _typical(task: Task, durations_s: Seconds) -> float:
     """Return a task's typical duration over ranks: the mean; the shortest where ranks wait for one."""
     return _rounded(durations_s.min() if task.axes else durations_s.mean())
-
-
-def _link(link: Link) -> PathLink:
-    return PathLink(
-        task=str(link.task),
-        lane=str(link.task.lane),
-        rank=link.rank,
-        start_s=_rounded(link.start_s),
-        end_s=_rounded(link.end_s),
-        gap_s=_rounded(link.gap_s),
-    )
 
 
 def _rounded(seconds: float) -> float:

@@ -152,7 +152,25 @@ class Trainer:
         with StopRequests(self.control) as requests:
             self._train(requests)
             self.stack.close()
-            self.summary = summary = self._summarise()
+            assert self.analysis is not None, "the last step is saved"
+            course, picture, folder = self.loads.course(self.moe_layers), None, self.config.output.dir
+            if course is not None and is_there("matplotlib"):
+                with self._spare():
+                    picture = draw_loads(course, folder)
+            self.summary = summary = summarise(
+                self.config,
+                self.stack,
+                self.source,
+                self.history,
+                checkpoint=self.saved,
+                analysis=self.analysis,
+                loads=picture,
+                whole_s=self.trained_s,
+                peak=self.pilot.flops.peak_words,
+            )
+            if self.leader:
+                with written(folder / SUMMARY_FILE):
+                    summary.save(folder)
         return summary
 
     def _train(self, requests: StopRequests) -> None:
@@ -164,7 +182,12 @@ class Trainer:
                 self.log.open(self.output.path)
             self._say_moved()
             self.began = True
-            done = self._resume()
+            done = 0
+            if self.resumption is not None:
+                # The folder is locked by this run, so no other save is running.
+                self.checkpoints.clear_unfinished()
+                with self._waiting_for_a_checkpoint():
+                    done = restore(self._asked, self.control, self.checkpoints, self.resumption)
             closing.enter_context(self.progress)
             if self.config.moe.warning is not None:
                 logger.info(self.config.moe.warning)
@@ -186,29 +209,6 @@ class Trainer:
                     assert self.history.last is not None, "a step has ended"
                     self._save_settings(self.history.last.step)
             self.trained_s = time.perf_counter() - started_s
-
-    def _summarise(self) -> RunSummary:
-        """Say what has become of the run, and save that on rank 0."""
-        assert self.analysis is not None, "the last step is saved"
-        course, picture, folder = self.loads.course(self.moe_layers), None, self.config.output.dir
-        if course is not None and is_there("matplotlib"):
-            with self._spare():
-                picture = draw_loads(course, folder)
-        summary = summarise(
-            self.config,
-            self.stack,
-            self.source,
-            self.history,
-            checkpoint=self.saved,
-            analysis=self.analysis,
-            loads=picture,
-            whole_s=self.trained_s,
-            peak=self.pilot.flops.peak_words,
-        )
-        if self.leader:
-            with written(folder / SUMMARY_FILE):
-                summary.save(folder)
-        return summary
 
     def _check_peers(self) -> None:
         """Raise CommunicationError if what the device has done is anything, as another rank is gone."""
@@ -338,12 +338,23 @@ class Trainer:
         return self.pilot.config
 
     def _save_settings(self, done: int) -> None:
-        """Write the configuration and the plan as they are now, on rank 0."""
-        if self.leader:
-            with written(self.config.output.dir):
-                keep_config(self.config.output.dir, self._settings(), done)
-                if self._asked.plan.is_saved:
-                    self.pilot.save(self.config.output.dir)
+        """Write, on rank 0, the settings as requested, since on another cluster others may be chosen.
+
+        Settings that were chosen instead stand above them, as comments. The plan in use is written, too.
+        """
+        if not self.leader:
+            return
+        asked, runs = (
+            replace(each, parallel=replace(each.parallel, processes=self.layout.world_size))
+            for each in (self._asked, self.config)
+        )
+        text = to_toml(asked)
+        if chosen := "".join(f"# {change}\n" for change in changes(runs, to_dict(asked))):
+            text = f"# Chosen by this run, where the settings below say otherwise:\n{chosen}\n{text}"
+        with written(self.config.output.dir):
+            keep_config(self.config.output.dir, text, done)
+            if self._asked.plan.is_saved:
+                self.pilot.save(self.config.output.dir)
 
     def _describe(self) -> None:
         """Write the analysis of the last steps, after the checkpoint: no run ends because this fails."""
@@ -421,28 +432,6 @@ class Trainer:
     def moe_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that have experts."""
         return tuple(number for number, is_moe in enumerate(self.stack.base_shape.moe_layers) if is_moe)
-
-    def _settings(self) -> str:
-        """Return the settings as requested, since on another cluster others may be chosen.
-
-        Settings that were chosen instead stand above them, as comments.
-        """
-        processes = self.layout.world_size
-        asked, runs = (
-            replace(each, parallel=replace(each.parallel, processes=processes))
-            for each in (self._asked, self.config)
-        )
-        chosen = "".join(f"# {change}\n" for change in changes(runs, to_dict(asked)))
-        head = f"# Chosen by this run, where the settings below say otherwise:\n{chosen}\n" if chosen else ""
-        return head + to_toml(asked)
-
-    def _resume(self) -> int:
-        """Load the checkpoint that is continued, if any; return the steps already done."""
-        if self.resumption is None:
-            return 0
-        self.checkpoints.clear_unfinished()  # the folder is locked by this run, so no other save is running
-        with self._waiting_for_a_checkpoint():
-            return restore(self._asked, self.control, self.checkpoints, self.resumption)
 
     def _finish_saving(self) -> None:
         """Wait for the checkpoint that is being written. Say, once, if the newest is where it was no more."""

@@ -115,7 +115,21 @@ class RoutingConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        self._check_what_belongs_together()
+        if self.routing == "recorded" and self.recorded is None:
+            why = "recorded routing needs the file of a run"
+            raise ConfigError("recorded", None, why, "Give its path, or use another routing.")
+        if self.routing == "burst" and self.burst_steps > self.period:
+            why = f"a burst cannot be longer than the period of {self.period} steps"
+            raise ConfigError("burst_steps", self.burst_steps, why, f"Use {self.period} or less.")
+        for field in fields(RoutingConfig):
+            value = getattr(self, field.name)
+            if field.name not in WORDS or value == field.default:
+                continue
+            if field.name not in READ_BY[self.routing]:
+                readers = [name for name, read in READ_BY.items() if field.name in read]
+                why = f"changes nothing with {self.routing} routing"
+                hint = f"Leave it out, or set routing to {' or '.join(readers)}."
+                raise ConfigError(field.name, str(value) if isinstance(value, Path) else value, why, hint)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -139,25 +153,3 @@ class RoutingConfig:
             if (value := getattr(self, key)) not in (None, 0.0)
         ]
         return f"{self.routing} routing" + (f" ({', '.join(details)})" if details else "")
-
-    def _check_what_belongs_together(self) -> None:
-        """Refuse a setting that would silently have no effect."""
-        if self.routing == "recorded" and self.recorded is None:
-            why = "recorded routing needs the file of a run"
-            raise ConfigError("recorded", None, why, "Give its path, or use another routing.")
-        if self.routing == "burst" and self.burst_steps > self.period:
-            why = f"a burst cannot be longer than the period of {self.period} steps"
-            raise ConfigError("burst_steps", self.burst_steps, why, f"Use {self.period} or less.")
-        for field in fields(RoutingConfig):
-            value = getattr(self, field.name)
-            if field.name not in WORDS or value == field.default:
-                continue
-            if field.name not in READ_BY[self.routing]:
-                readers = [name for name, read in READ_BY.items() if field.name in read]
-                why = f"changes nothing with {self.routing} routing"
-                hint = f"Leave it out, or set routing to {' or '.join(readers)}."
-                raise ConfigError(field.name, _plain(value), why, hint)
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value

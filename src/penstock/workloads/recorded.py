@@ -92,7 +92,10 @@ class RoutingRecorder:
 
     def __init__(self, path: Path, model: RecordedModel, resume_step: int = 0) -> None:
         self._model = model
-        header = _line({"format": FORMAT, "version": VERSION, **_described(model)})
+        described = asdict(model)
+        if described.pop("experts_choose"):
+            described["experts_choose"] = True  # the last, and only where it is so
+        header = _line({"format": FORMAT, "version": VERSION, **described})
         kept = _until(path, resume_step) if resume_step and path.exists() else ()
         self.file = LineFile(path, chain([header], kept))
 
@@ -126,14 +129,6 @@ class RoutingRecorder:
 
 def _line(record: dict[str, Any]) -> bytes:
     return (json.dumps(record) + "\n").encode()
-
-
-def _described(model: RecordedModel) -> dict[str, Any]:
-    """Return the model as a header describes it."""
-    found = asdict(model)
-    if not found.pop("experts_choose"):
-        return found
-    return {**found, "experts_choose": True}
 
 
 def _until(path: Path, last: int) -> Iterator[bytes]:

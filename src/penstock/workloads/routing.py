@@ -75,11 +75,7 @@ class GeneratedRouting:
         probability = inclusion(self.preferences.at(step), sizes.top_k)
         rng = np.random.default_rng([self.seed, CHANCE, step])
         drawn = rng.binomial(sizes.seq_len, probability, size=sizes.shape).astype(np.int64)
-        return _with_sum(drawn, sizes.copies, sizes.seq_len)
-
-
-def _with_sum(drawn: Counts, total: int, most: int) -> Counts:
-    """Return `drawn` [..., E] changed as little as needed to sum to `total` and stay from 0 to `most`."""
-    missing = total - drawn.sum(axis=-1)
-    added = apportion(most - drawn, np.maximum(missing, 0))
-    return drawn + added - apportion(drawn, np.maximum(-missing, 0))
+        # Changed as little as needed to have the sum, and to stay from 0 to the tokens of a sample.
+        missing = sizes.copies - drawn.sum(axis=-1)
+        added = apportion(sizes.seq_len - drawn, np.maximum(missing, 0))
+        return drawn + added - apportion(drawn, np.maximum(-missing, 0))

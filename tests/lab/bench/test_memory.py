@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.lab.bench.memory import peak_bytes, start_peak
+from penstock.lab.bench.contender import peak_bytes, start_peak
 
 MEBIBYTE = 1 << 20
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.decision import ScheduleConfig
-from penstock.lab.bench.config import BenchConfig, CompareConfig
-from penstock.lab.bench.tune import variants
+from penstock.lab.bench.config import BenchConfig, CompareConfig, variants
 from penstock.schedule import SCHEDULES
 
 MEBIBYTE = 1 << 20

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -72,14 +73,23 @@ class Weighing:
 
     def end_step(self) -> bool:
         """Record a finished step; return whether it is time to decide."""
-        self._steps.append([_by_sample(each) for each in self._chosen])
+        step: list[LayerCounts] = []
         for chosen in self._chosen:
+            pairs = (zip(ids_B.tolist(), chosen_BE.cpu().numpy(), strict=True) for ids_B, chosen_BE in chosen)
+            step.append(dict(chain.from_iterable(pairs)))
             chosen.clear()
+        self._steps.append(step)
         return len(self._steps) == OBSERVED_STEPS
 
     def decide(self, planned: Planned, *, adopts: bool) -> Planned:
         """Return the plan with lines on what moving would bring; with moves, if they pay and `adopts`."""
-        evidence = self._observed()
+        for hook in self._hooks:
+            hook.remove()
+        everyone = self._stack.machinery.control.gather(self._steps, "gathering what samples chose")
+        before, now = ([steps[number] for steps in everyone] for number in range(OBSERVED_STEPS))
+        found = [self._assembled(each) for each in (before, now)]
+        # None where some group had no samples.
+        evidence = None if found[0] is None or found[1] is None else Evidence(found[0], found[1])
         problem = planned.problem
         if evidence is None or evidence.now_DBYE.shape[1] != problem.batch:
             return planned
@@ -96,15 +106,6 @@ class Weighing:
             learnt = replace(planned.learnt, others=())
             planned = replace(planned.another(order), learnt=learnt)
         return planned.seeing(evidence)
-
-    def _observed(self) -> Evidence | None:
-        """Return what all ranks have observed; None where some group had no samples."""
-        for hook in self._hooks:
-            hook.remove()
-        everyone = self._stack.machinery.control.gather(self._steps, "gathering what samples chose")
-        before, now = ([steps[number] for steps in everyone] for number in range(OBSERVED_STEPS))
-        found = [self._assembled(each) for each in (before, now)]
-        return None if found[0] is None or found[1] is None else Evidence(found[0], found[1])
 
     def _note(self, place: int, gate: nn.Module, given: tuple[Any, ...], choice: Any) -> None:
         """Record a gate's choices in a training pass; evaluations, and gates asked ahead, do not count."""
@@ -135,14 +136,6 @@ class Weighing:
         """Whether ranks that share attention each have a part of every sample's tokens at the gates."""
         shape = self._stack.plan.shape
         return any(shape.tokens_of(n) == "split" for n, is_moe in enumerate(shape.moe_layers) if is_moe)
-
-
-def _by_sample(chosen: Sequence[tuple[Tensor, Tensor]]) -> LayerCounts:
-    return {
-        sample: counts_E
-        for ids_B, chosen_BE in chosen
-        for sample, counts_E in zip(ids_B.tolist(), chosen_BE.cpu().numpy(), strict=True)
-    }
 
 
 def _weighed(planned: Planned, adopts: bool) -> tuple[tuple[str, ...], Order | None]:

@@ -65,7 +65,11 @@ def run_subject(
     def subject(config: RunConfig, *more: str) -> Subject:
         return _subject(str(path), config, file, decided, (*notes, *more), (precision, why))
 
-    of_user = _spread(config, file) if of_model else config
+    of_user = config
+    if of_model and config.parallel.ep_size is None:  # experts lie on as many ranks as divide them
+        valid = group_sizes(holders(file.ranks, config.parallel.etp_size))
+        widest = max(size for size in valid if config.moe.num_experts % size == 0)
+        of_user = replace(config, parallel=replace(config.parallel, ep_size=widest))
     if (layout or config.plan.layout) != AUTO:
         return subject(of_user)
     found = layouts.run_layouts(config, file, memory, decided)
@@ -104,15 +108,6 @@ def _subject(
         movable=config.placement.weighed,
         budget=config.plan.budget,
     )
-
-
-def _spread(config: RunConfig, file: ClusterFile) -> RunConfig:
-    """Return the run of a model with its experts over as many ranks as divide them, if nothing is set."""
-    if config.parallel.ep_size is not None:
-        return config
-    valid = group_sizes(holders(file.ranks, config.parallel.etp_size))
-    widest = max(size for size in valid if config.moe.num_experts % size == 0)
-    return replace(config, parallel=replace(config.parallel, ep_size=widest))
 
 
 def given_decisions(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:

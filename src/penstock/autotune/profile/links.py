@@ -24,8 +24,8 @@ from penstock.graph import Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.runtime import Machinery
-from penstock.runtime.calls import Call, Span
-from penstock.runtime.handlers import Handler, Inputs, Outputs
+from penstock.runtime.calls import Call
+from penstock.runtime.handlers import Inputs, Outputs
 from penstock.runtime.lanes import LaneError
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.legs import send_out
@@ -274,7 +274,14 @@ def make_pair(machinery: Machinery, elements: int) -> Action:
         inside.all_gather(mine, [len(mine)] * layout.tp_size, Group.TENSOR)
         return {"rows": mine}
 
-    span = _span(axes, combine, gather)
+    nothing = {"reads": (), "writes": (), "frees": (), "shared": ()}
+    sent, gathered = list[Call](), list[Call]()
+    for number in range(SLICES):
+        name = Name(0, Op.COMBINE, Phase.FORWARD, microbatch=0, chunk=number)
+        gathering = Task(name._replace(op=Op.GATHER_SLOTS), Lane.INTRA, Group.TENSOR, {})
+        sent.append(Call(Task(name, Lane.INTER, axes, {}), combine, waits=(), **nothing))
+        gathered.append(Call(gathering, gather, waits=((Lane.INTER, number + 1),), **nothing))
+    span = {Lane.INTER: tuple(sent), Lane.INTRA: tuple(gathered)}
 
     def action() -> None:
         try:
@@ -284,15 +291,3 @@ def make_pair(machinery: Machinery, elements: int) -> Action:
             raise failure.__cause__ from None
 
     return action
-
-
-def _span(axes: Axes, combine: Handler, gather: Handler) -> Span:
-    """Return the calls of both lanes, each in order: every slice is gathered after it was combined."""
-    nothing = {"reads": (), "writes": (), "frees": (), "shared": ()}
-    sent, gathered = list[Call](), list[Call]()
-    for number in range(SLICES):
-        name = Name(0, Op.COMBINE, Phase.FORWARD, microbatch=0, chunk=number)
-        inside = Task(name._replace(op=Op.GATHER_SLOTS), Lane.INTRA, Group.TENSOR, {})
-        sent.append(Call(Task(name, Lane.INTER, axes, {}), combine, waits=(), **nothing))
-        gathered.append(Call(inside, gather, waits=((Lane.INTER, number + 1),), **nothing))
-    return {Lane.INTER: tuple(sent), Lane.INTRA: tuple(gathered)}

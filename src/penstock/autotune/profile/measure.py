@@ -18,7 +18,6 @@ from penstock.cost.doubts import OVERRAN, STOPPED
 from penstock.decision import ScheduleConfig
 from penstock.dispatch import DISPATCHES
 from penstock.runtime import Machinery
-from penstock.topology import Layout
 from penstock.train.config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,16 @@ def profile_run(
     logger.debug(f"measuring computation on all ranks at once, about {left_s:.0f} s")
     kernels_s = KERNELS_SHARE * left_s
     kernels = measure_kernels(config, machinery, kernels_s, limits)
-    rates, source = rates_of(file.rates, kernels), _source(config, machinery.layout)
+    model, moe = config.model, config.moe
+    layout = machinery.layout
+    source = (
+        f"penstock profile: {layout.world_size} ranks, expert groups of {layout.ep_size}, hidden size "
+        f"{model.hidden_size}, {moe.num_experts} experts of {moe.moe_ffn_hidden_size}, top {moe.top_k}, "
+        f"{config.data.batch_per_device} samples of {model.seq_len} tokens per rank"
+    )
+    if moe.order_name == "sort":
+        source += "; dropless routing, computation measured with as many slots as choices"
+    rates = rates_of(file.rates, kernels)
     file = replace(file, name=name, rates=rates, kernels=kernels, source=source)
     file = measure_tasks(config, machinery, left_s - kernels_s, file, limits=limits)
     there_bytes = memory_bytes(machinery.control, machinery.device)  # now that all communicators are there
@@ -86,10 +94,11 @@ def profile_schedules(
 ) -> ClusterFile:
     """Measure only that on which predictions of these schedules rest; otherwise as `profile_run`.
 
-    budget_s: for compute tasks, at the sizes that the schedules cut; links take some seconds before.
+    budget_s: for compute tasks, at the sizes that the schedules cut; links take as long before, and at most
+    `LINKS_S`.
     """
     limits = Limits()
-    file = profile_links(config, machinery, limits=limits)
+    file = profile_links(config, machinery, budget_s=min(LINKS_S, budget_s), limits=limits)
     return measure_tasks(config, machinery, budget_s, file, schedules, limits=limits)
 
 
@@ -158,15 +167,3 @@ def _shared_card_bytes_per_s(links: tuple[LinkModel, ...], nodes: int) -> float 
 
 def _measured(links: tuple[LinkModel, ...], collective: str, group: str) -> LinkModel | None:
     return next((link for link in links if (link.collective, link.group) == (collective, group)), None)
-
-
-def _source(config: RunConfig, layout: Layout) -> str:
-    model, moe = config.model, config.moe
-    text = (
-        f"penstock profile: {layout.world_size} ranks, expert groups of {layout.ep_size}, hidden size "
-        f"{model.hidden_size}, {moe.num_experts} experts of {moe.moe_ffn_hidden_size}, top {moe.top_k}, "
-        f"{config.data.batch_per_device} samples of {model.seq_len} tokens per rank"
-    )
-    if moe.order_name == "sort":
-        text += "; dropless routing, computation measured with as many slots as choices"
-    return text

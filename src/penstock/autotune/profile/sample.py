@@ -178,7 +178,10 @@ def measure_sizes(
     for size in sizes:
         if budget.late:
             break
-        expected_s = _expected_s(points, size)
+        expected_s = 0.0
+        if points:  # by the nearest measured size: a larger one takes longer in proportion, a smaller as long
+            near = min(points, key=lambda point: abs(math.log(point.size / size)))
+            expected_s = near.typical_s * max(1.0, size / near.size)
         fits = (UNTIMED + IN_A_ROW) * expected_s <= budget.left_s - until_s and expected_s <= longest_s
         if len(points) >= least and not fits:
             continue
@@ -187,14 +190,6 @@ def measure_sizes(
     while doubtful := [p for p in points if p.doubt >= NARROW and p.round_s <= budget.left_s - until_s]:
         max(doubtful, key=lambda point: point.doubt).more(budget, device)
     return sorted((point.size, point.typical_s) for point in points)
-
-
-def _expected_s(points: Sequence[Point], size: int) -> float:
-    """Estimate by the nearest measured size: a larger one takes longer in proportion, a smaller as long."""
-    if not points:
-        return 0.0
-    near = min(points, key=lambda point: abs(math.log(point.size / size)))
-    return near.typical_s * max(1.0, size / near.size)
 
 
 # ---- the machine that a cluster file names -----------------------------------------------------------------

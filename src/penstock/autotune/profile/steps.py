@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost, Workload
-from penstock.cost.cluster_file import StepFit
 from penstock.cost.contention import MOST_SCATTER, SOLO, Contention, Sighting, fit_contention, fit_steps
 from penstock.cost.doubts import scattered
 from penstock.decision import Decision
@@ -271,15 +270,10 @@ def with_whole_steps(
     """
     pairs = zip(watched, expected_s, strict=True)
     steps = fit_steps([[float(seconds) / one_s for seconds in each.iterations_R] for each, one_s in pairs])
-    why = _no_use(steps)
-    return replace(file, doubts=(*file.doubts, why), steps=None) if why else replace(file, steps=steps)
-
-
-def _no_use(steps: StepFit) -> str:
-    """Return why whole steps do not correct predictions; "" if they do."""
+    why = ""  # steps do not correct predictions
     if not SOLO[0] <= steps.ratio <= SOLO[1]:
-        return f"real steps took {steps.ratio:.2f} times as long as predicted, too far off to correct it"
-    if steps.high / steps.ratio - 1 > 2 * MOST_SCATTER:
+        why = f"real steps took {steps.ratio:.2f} times as long as predicted, too far off to correct it"
+    elif steps.high / steps.ratio - 1 > 2 * MOST_SCATTER:
         width = 100 * (steps.high / steps.ratio - 1)
-        return f"real steps scatter by {width:.0f} %, so predictions have no interval"
-    return ""
+        why = f"real steps scatter by {width:.0f} %, so predictions have no interval"
+    return replace(file, doubts=(*file.doubts, why), steps=None) if why else replace(file, steps=steps)

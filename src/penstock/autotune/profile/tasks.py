@@ -31,7 +31,6 @@ from penstock.device import device_of, wait_for_gpu
 from penstock.graph import Phase, Task
 from penstock.models import ModelConfig
 from penstock.models.config import QWEN3_MOE
-from penstock.moe import MoEConfig
 from penstock.ops import OPS
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.silent import silent
@@ -121,11 +120,14 @@ def sample_of(config: RunConfig) -> RunConfig:
     Routing that depends on the data cannot be imitated without a network, so tokens are then dealt evenly
     into as many slots as there are choices, and neither samples nor experts move.
     """
+    moe = replace(config.moe, dispatch="flat")
+    if moe.order_name == "sort":
+        moe = replace(moe, order="index", capacity_factor=1.0, bound_factor=None, one_copy_per_rank=False)
     return replace(
         config,
         placement=PlacementConfig(),
         model=two_layers(config.model),
-        moe=_imitable(config.moe),
+        moe=moe,
         optimizer=config.optimizer.settled(sharded=False),  # tasks of the model are measured
         schedule=replace(config.schedule, name="sequential"),
         data=replace(config.data, batch_per_device=max(2, config.data.batch_per_device)),
@@ -137,13 +139,6 @@ def two_layers(model: ModelConfig) -> ModelConfig:
     dense = any(not model.is_moe(layer) for layer in range(model.num_layers))
     whole = replace(model, preset=None, config=None, model_type=QWEN3_MOE)
     return replace(whole, num_layers=2, moe_layers=(0,) if dense else None)
-
-
-def _imitable(moe: MoEConfig) -> MoEConfig:
-    flat = replace(moe, dispatch="flat")
-    if moe.order_name != "sort":
-        return flat
-    return replace(flat, order="index", capacity_factor=1.0, bound_factor=None, one_copy_per_rank=False)
 
 
 def cuts(config: RunConfig) -> list[ScheduleConfig]:

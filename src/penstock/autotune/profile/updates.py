@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -50,7 +50,15 @@ def measure_updates(
         return _update_of(trained[: until.index(size) + 1], config)
 
     points = measure_sizes(make, list(sizes), budget, SHARE * budget.left_s, device=device)
-    return tuple(_models(points, rates))
+    nominal = [(rates.nominal_s(0.0, UPDATE_COPIES * size), seconds) for size, seconds in points]
+    if not nominal:
+        return ()
+    line = fit_line(nominal)
+    fit = Fit(r2=line.r2, residual=line.residual, points=tuple(sorted(nominal)))
+    return tuple(
+        TaskModel(op=op, phase=Phase.BACKWARD, alpha_s=line.alpha_s, scale=line.beta, fit=fit)
+        for op in sorted(UPDATES)
+    )
 
 
 def _update_of(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> Action:
@@ -71,13 +79,3 @@ def _update_of(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> A
         adamw.step()
 
     return update
-
-
-def _models(points: Sequence[tuple[int, float]], rates: ClusterConfig) -> Iterator[TaskModel]:
-    nominal = [(rates.nominal_s(0.0, UPDATE_COPIES * size), seconds) for size, seconds in points]
-    if not nominal:
-        return
-    line = fit_line(nominal)
-    fit = Fit(r2=line.r2, residual=line.residual, points=tuple(sorted(nominal)))
-    for op in sorted(UPDATES):
-        yield TaskModel(op=op, phase=Phase.BACKWARD, alpha_s=line.alpha_s, scale=line.beta, fit=fit)

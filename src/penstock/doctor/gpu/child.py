@@ -72,7 +72,13 @@ def main(stage_name: str, folder: Path) -> None:
 def run_here(stage: Stage, given: Given) -> Outcome:
     """Return what a stage has found on this rank; an error is a finding."""
     try:
-        here = _here(stage, given)
+        info = detect(os.environ) or ALONE
+        device = pick_device(info.local_rank)
+        config = on_device(given.config.resolved(info.world_size), device)
+        if stage.joins:
+            waits = config.parallel
+            join(info, waits.timeout_s, device, waits.transport, start_s=waits.start_s)
+        here = Here(info=info, device=device, config=config, scale=Scale.of(device), cluster=given.cluster)
         outcome = stage.run(here)
         if stage.joins and not stage.breaks:
             here.control.barrier(f"ending the stage {stage.name}")
@@ -82,16 +88,6 @@ def run_here(stage: Stage, given: Given) -> Outcome:
         said = f"{type(error).__name__}: {str(error).partition(chr(10) * 2)[0].replace(chr(10), ' ')}"
         give_up(said)
         return Outcome.failed(said)
-
-
-def _here(stage: Stage, given: Given) -> Here:
-    info = detect(os.environ) or ALONE
-    device = pick_device(info.local_rank)
-    config = on_device(given.config.resolved(info.world_size), device)
-    if stage.joins:
-        waits = config.parallel
-        join(info, waits.timeout_s, device, waits.transport, start_s=waits.start_s)
-    return Here(info=info, device=device, config=config, scale=Scale.of(device), cluster=given.cluster)
 
 
 if __name__ == "__main__":

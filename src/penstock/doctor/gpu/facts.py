@@ -45,7 +45,15 @@ def run(here: Here) -> Outcome:
         "environment": environ,
     }
     slow = [f"{name}={value}: {why}" for (name, value), why in SLOWING.items() if environ.get(name) == value]
-    return Outcome.of(_lines(figures), figures, slow="; ".join(slow))
+    card, versions_here = figures["device"], figures["versions"]
+    memory = f", {gib(card['memory_bytes'])}" if "memory_bytes" in card else ""
+    capability = f", capability {card['capability']}" if "capability" in card else ""
+    software = [f"torch {versions_here['torch']}"]
+    software += [f"CUDA {card['toolkit']}", f"NCCL {card['nccl']}"] if "toolkit" in card else []
+    software += [f"driver {figures['driver']}"] if figures["driver"] else []
+    nics = [f"{each['name']} {each['rate']}".strip() for each in figures["network"]]
+    lines = [f"{card['name']}{memory}{capability}; {counted(figures['cores'], 'core')}", ", ".join(software)]
+    return Outcome.of([*lines, f"network: {', '.join(nics) or 'none found'}"], figures, slow="; ".join(slow))
 
 
 def judge(outcomes: Mapping[int, Outcome]) -> Outcome:
@@ -79,18 +87,6 @@ def _different(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[t
 
 def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
-
-
-def _lines(figures: Mapping[str, Any]) -> list[str]:
-    card, versions_here = figures["device"], figures["versions"]
-    memory = f", {gib(card['memory_bytes'])}" if "memory_bytes" in card else ""
-    capability = f", capability {card['capability']}" if "capability" in card else ""
-    software = [f"torch {versions_here['torch']}"]
-    software += [f"CUDA {card['toolkit']}", f"NCCL {card['nccl']}"] if "toolkit" in card else []
-    software += [f"driver {figures['driver']}"] if figures["driver"] else []
-    nics = [f"{each['name']} {each['rate']}".strip() for each in figures["network"]]
-    lines = [f"{card['name']}{memory}{capability}; {counted(figures['cores'], 'core')}", ", ".join(software)]
-    return [*lines, f"network: {', '.join(nics) or 'none found'}"]
 
 
 def _smi(*words: str) -> str:

@@ -111,10 +111,9 @@ def seconds(here: Here, machinery: Machinery, transports: dict[Lane, Transport])
 
 def _span(*lanes: Lane) -> Span:
     """Return one task on each lane; none waits for another."""
-    calls = {lane: (_call(number, lane),) for number, lane in enumerate(lanes)}
-    return {Lane.COMPUTE: (), **calls}
-
-
-def _call(number: int, lane: Lane) -> Call:
-    task = Task(Name(number, "D", Phase.FORWARD), lane)
-    return Call(task, cast(Handler, None), reads=(), writes=(), frees=(), shared=(), waits=())
+    span: dict[Lane, tuple[Call, ...]] = {Lane.COMPUTE: ()}
+    for number, lane in enumerate(lanes):
+        task = Task(Name(number, "D", Phase.FORWARD), lane)
+        nothing = cast(Handler, None)
+        span[lane] = (Call(task, nothing, reads=(), writes=(), frees=(), shared=(), waits=()),)
+    return span

@@ -11,7 +11,7 @@ from typing import Any, Final
 from penstock.autotune.problem import run_problem
 from penstock.doctor.gpu.here import Here, timed
 from penstock.doctor.gpu.outcome import Outcome
-from penstock.doctor.gpu.small import Running, given_layout, given_machinery, given_run, settled
+from penstock.doctor.gpu.small import given_layout, given_machinery, given_run, settled
 from penstock.plan import Candidate, Problem, evaluate
 from penstock.plan.candidate import whole_s
 from penstock.plan.predict import predicted_timeline
@@ -39,8 +39,10 @@ def run(here: Here) -> Outcome:
     for turn in range(WARM_UP + here.scale.steps):
         for name, candidate in planned.items():
             ran.stack.adopt(candidate.plan)
-            found = _measured(here, ran, turn)
-            measured[name] += [found] if turn >= WARM_UP else []
+            _, step_s = timed(here, partial(ran.step, turn))
+            exposed_s = occupation(ran.stack.records(), ran.stack.machinery.layout.mesh.silent).exposed_s
+            slowest_s, exposed_s = here.control.largest([step_s, exposed_s], "comparing measured steps")
+            measured[name] += [(slowest_s, exposed_s)] if turn >= WARM_UP else []
     machinery.close()
     rows = [_row(problem, name, planned[name], measured[name]) for name in TRIED]
     return outcome_of(rows, judged=here.scale.judged)
@@ -57,14 +59,6 @@ def outcome_of(rows: Sequence[dict[str, Any]], *, judged: bool) -> Outcome:
     far = [row for row in rows if abs(row["measured_s"] / row["predicted_s"] - 1) > FAR]
     slow = [f"{r['schedule']} takes {r['measured_s'] / r['predicted_s']:.2f} of its prediction" for r in far]
     return Outcome.of(lines, {"schedules": list(rows)}, slow="; ".join(slow) if judged else "")
-
-
-def _measured(here: Here, ran: Running, turn: int) -> tuple[float, float]:
-    """Return the seconds of a step on the slowest rank, and of its network where nothing is computed."""
-    _, step_s = timed(here, partial(ran.step, turn))
-    exposed_s = occupation(ran.stack.records(), ran.stack.machinery.layout.mesh.silent).exposed_s
-    slowest, exposed = here.control.largest([step_s, exposed_s], "comparing measured steps")
-    return slowest, exposed
 
 
 def _row(

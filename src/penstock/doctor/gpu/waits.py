@@ -51,8 +51,12 @@ def run(here: Here) -> Outcome:
         "tasks": tasks,
         "host_s_per_task": issue_s / tasks,
     }
+    each = (f"{one['schedule']} {one['waits']} of {one['allowed']}" for one in waits)
+    told = f"waits of a step, and how many may be: {', '.join(each)}"
+    if any(one["waits"] is None for one in waits):
+        told = "waits: this device cannot count them"
     lines = [
-        _counted_words(waits),
+        told,
         f"{settled(here).schedule.name}: {counted(tasks, 'task')} of {1e6 * issue_s / tasks:.0f} us on the "
         f"host, which is done {percent(max(0.0, lead))} of a step before the device",
     ]
@@ -81,7 +85,7 @@ def _count(here: Here) -> list[dict[str, Any]]:
         with device_of(here.device).counting_waits() as waits:
             ran.step(WARM_UP)
         lines = waits and [
-            {"file": _inside(file), "line": line, "what": what, "times": times}
+            {"file": "/".join(Path(file).parts[-3:]), "line": line, "what": what, "times": times}
             for (file, line, what), times in waits.most_common()
         ]
         found.append(
@@ -94,15 +98,3 @@ def _count(here: Here) -> list[dict[str, Any]]:
         )
     machinery.close()
     return found
-
-
-def _inside(file: str) -> str:
-    """Return a file's last two folders and name, which say where it is in its package."""
-    return "/".join(Path(file).parts[-3:])
-
-
-def _counted_words(waits: list[dict[str, Any]]) -> str:
-    if any(each["waits"] is None for each in waits):
-        return "waits: this device cannot count them"
-    each = (f"{one['schedule']} {one['waits']} of {one['allowed']}" for one in waits)
-    return f"waits of a step, and how many may be: {', '.join(each)}"

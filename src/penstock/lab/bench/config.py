@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import product
 from typing import Annotated
 
 from penstock.config import ConfigError, Items, Within, check_bounds
@@ -38,8 +39,9 @@ class CompareConfig:
     those that are complete by then, one at least.
     batch_per_device: samples per rank and step. seed: of weights and data.
     tune: predict every schedule with several numbers of pieces and compare it at its best.
-    profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`); for given schedules
-    at most this long, and at most 20 s.
+    profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`). For given schedules
+    links take at most this long and at most 4 s, then tasks as well and at most 20 s, or steps of virtual
+    devices and at most 10 s.
     """
 
     schedules: Names = ("sequential", "moe_pipeline", "flowmoe")
@@ -105,3 +107,21 @@ def processes_of_bench(config: BenchConfig) -> int:
         Layout.build(config.parallel, processes, 0, config.moe.num_experts)
 
     return local_processes(config.parallel, Places.here(), check)
+
+
+MICROBATCHES = (2, 4)
+ALL_REDUCE_CHUNK_BYTES = (1 << 20, 1 << 22)
+
+
+def variants(config: BenchConfig, name: str) -> tuple[ScheduleConfig, ...]:
+    """Return settings for schedule `name`: those of [schedule], or with compare.tune all worth a trial.
+
+    Numbers of pieces that do not divide the batch evenly are left out, as long as there are others.
+    """
+    given = replace(config.schedule, name=Named.of(name).schedule)
+    if not config.compare.tune:
+        return (given,)
+    batch = config.compare.batch_per_device
+    pieces = [m for m in MICROBATCHES if batch % m == 0] or [given.microbatches]
+    tried = product(pieces, ALL_REDUCE_CHUNK_BYTES)
+    return tuple(replace(given, microbatches=m, chunks=m, all_reduce_chunk_bytes=size) for m, size in tried)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 from penstock.device import wait_for_gpu
 from penstock.dispatch import DISPATCHES, of_hops
 from penstock.graph import Lane
-from penstock.lab.bench.memory import peak_bytes, start_peak
 from penstock.ops.transfers import FLAT
 from penstock.schedule import StepPlan
 from penstock.topology import Control
 from penstock.trace import TaskRecord, occupation, overhead_s
+from penstock.writing import write_setting
 
 TransportName = Literal["penstock", "gloo"]
 """Owner of the all-to-all that runs: Penstock's, receives first, or Gloo's own, as other systems ship it."""
@@ -103,9 +105,10 @@ def run_step(entry: Entry, number: int, control: Control) -> Sample:
     if entry.plan is None:
         return Sample(iteration_s=iteration_s, busy_s={}, exposed_s=None, overhead_s=None)
     records = entry.contender.records()
+    lanes = {record.lane for record in records}
     return Sample(
         iteration_s=iteration_s,
-        busy_s=_busy(records),
+        busy_s={str(n): sum(r.duration_s for r in records if r.lane is n) for n in Lane if n in lanes},
         exposed_s=occupation(records).exposed_s,
         overhead_s=overhead_s(records, entry.plan.graph.needs, Lane.COMPUTE),
     )
@@ -124,6 +127,29 @@ def measure_peak(entry: Entry, number: int, control: Control) -> int:
     return peak_bytes() - resident
 
 
-def _busy(records: list[TaskRecord]) -> dict[str, float]:
-    lanes = {record.lane for record in records}
-    return {str(n): sum(r.duration_s for r in records if r.lane is n) for n in Lane if n in lanes}
+# ---- peak memory of a stretch of work, from the kernel's own high-water mark (Linux) -----------------------
+
+CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+RESET_HIGH_WATER_MARK = "5"
+
+
+def start_peak() -> int:
+    """Give freed memory back to the kernel and reset the high-water mark; returns the resident bytes.
+
+    Otherwise a step would run in memory that an earlier step left and show no peak at all.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
+    write_setting(CLEAR, RESET_HIGH_WATER_MARK)
+    return _field("VmRSS")
+
+
+def peak_bytes() -> int:
+    """Return the highest resident memory since `start_peak`, bytes."""
+    return _field("VmHWM")
+
+
+def _field(name: str) -> int:
+    line = next(
+        line for line in STATUS.read_text(encoding="utf-8").splitlines() if line.startswith(f"{name}:")
+    )
+    return int(line.split()[1]) * 1024

@@ -16,11 +16,10 @@ from penstock.cost import ProfiledCluster
 from penstock.cost.doubts import listed
 from penstock.decision import ScheduleConfig
 from penstock.lab.bench import checkout
-from penstock.lab.bench.config import BenchConfig
+from penstock.lab.bench.config import BenchConfig, variants
 from penstock.lab.bench.contender import Entry, first_of_every_work
 from penstock.lab.bench.naming import AUTO, Named
 from penstock.lab.bench.scheduled import Stacks, timed
-from penstock.lab.bench.tune import variants
 from penstock.plan import Candidate, FoundPlan, Problem, evaluate, find_plan, reasons
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import time_limit
@@ -163,25 +162,21 @@ def schedules_field(config: BenchConfig, layout: Layout, say: Callable[[str], No
     """
     stacks = Stacks(config, layout)
     if AUTO in config.compare.schedules:
-        return _field_with_choice(stacks, say)
+        # All predicted from one profile: the schedules, and the plan that the joint search chooses.
+        problem = _profiled(stacks)
+        say(SEARCHING)
+        found = chosen(problem, stacks.machinery.control, stacks.config.parallel.timeout_s)
+        tried = predicted(stacks, problem)
+        best = {
+            name: fastest(tried[name]) if name in tried else Iteration(problem=problem, candidate=found.best)
+            for name in stacks.config.compare.schedules
+        }
+        notes = (*reasons(problem, found).lines, *_doubts(problem))
+        return RealField(stacks, best, notes=notes, peers=stacks.config.compare.peers)
     say("measuring the cluster for the predictions")
     problem = profiled_for(stacks)
     best = {name: fastest(several) for name, several in predicted(stacks, problem).items()}
     return RealField(stacks, best, notes=_doubts(problem), peers=config.compare.peers)
-
-
-def _field_with_choice(stacks: Stacks, say: Callable[[str], None]) -> RealField:
-    """Return the schedules, and the plan that the joint search chooses, all predicted from one profile."""
-    problem = _profiled(stacks)
-    say(SEARCHING)
-    found = chosen(problem, stacks.machinery.control, stacks.config.parallel.timeout_s)
-    tried = predicted(stacks, problem)
-    best = {
-        name: fastest(tried[name]) if name in tried else Iteration(problem=problem, candidate=found.best)
-        for name in stacks.config.compare.schedules
-    }
-    notes = (*reasons(problem, found).lines, *_doubts(problem))
-    return RealField(stacks, best, notes=notes, peers=stacks.config.compare.peers)
 
 
 def _profiled(stacks: Stacks) -> Problem:

@@ -97,9 +97,11 @@ class Stacks:
         self.real = self.build(self.machinery)
         self._alone = copy.deepcopy(self.model)
         self.silent = self.build(self.silent_machinery, self._alone)
-        self._optimizers = {
-            id(model): _still(_adamw(model, self.run_config)) for model in (self.model, self._alone)
-        }
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        for model in (self.model, self._alone):
+            optimizer = build_adamw(model.named_parameters(), self.run_config.optimizer)
+            initialise_state(optimizer)
+            self._optimizers[id(model)] = _still(optimizer)
         self._by_form: dict[tuple[bool, ExpertForm], PipelinedStack] = {}
 
     def run_of(self, name: str) -> RunConfig:
@@ -146,12 +148,6 @@ class Stacks:
         make_plan = partial(first_plan, self.run_config, self.layout)
         model = model or self.model
         return PipelinedStack(model, model, self.config.moe, machinery, make_plan)
-
-
-def _adamw(model: MoEDecoder, config: RunConfig) -> torch.optim.Optimizer:
-    optimizer = build_adamw(model.named_parameters(), config.optimizer)
-    initialise_state(optimizer)
-    return optimizer
 
 
 def _still(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from penstock.autotune.problem import candidates, run_problem
 from penstock.autotune.profile import profile_links
+from penstock.autotune.profile.measure import LINKS_S
 from penstock.autotune.profile.sample import ignore
 from penstock.cost import ProfiledCluster, RoutedCost
 from penstock.cost.doubts import listed
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
-from penstock.lab.bench.config import BenchConfig
+from penstock.lab.bench.config import BenchConfig, variants
 from penstock.lab.bench.contender import Entry
 from penstock.lab.bench.field import chosen, layout_words
 from penstock.lab.bench.naming import AUTO, Named
 from penstock.lab.bench.scheduled import run_config_of, run_of
-from penstock.lab.bench.tune import variants
 from penstock.lab.bench.virtual_steps import with_virtual_steps
 from penstock.lab.virtual import VirtualStack, build_virtual
 from penstock.lab.virtual.handlers import sleep_until
@@ -74,8 +74,13 @@ class VirtualField:
         self.control, self._transports = machinery.control, machinery.transports
         self._stack = build_virtual(self._config, config.virtual, machinery)
         say("measuring links, and what traffic costs virtual steps")
-        links = profile_links(self._config, machinery, self._dispatches(config.compare.schedules))
-        self._links = with_virtual_steps(self._config, config.virtual, machinery, links)
+        names = config.compare.schedules
+        found = [Named.of(name).dispatch for name in names if name != AUTO]
+        found += candidates(self._open, self._layout) if AUTO in names else []  # a search chooses among these
+        dispatches = tuple(dict.fromkeys(name for name in found if name is not None))
+        budget_s = config.compare.profile_s
+        links = profile_links(self._config, machinery, dispatches, budget_s=min(LINKS_S, budget_s))
+        self._links = with_virtual_steps(self._config, config.virtual, machinery, links, budget_s)
         self._cluster = self._stack.links = ProfiledCluster.build(self._links)
         self._first_measured = config.compare.warmup
         self._closing_s = closing_s(run_problem(self._config, layout, self._links))
@@ -100,9 +105,6 @@ class VirtualField:
 
     def _told(self, name: str, say: Callable[[str], None]) -> Entry:
         say(f"{name}: choosing its pieces and their order")
-        return self._entry(name)
-
-    def _entry(self, name: str) -> Entry:
         if name == AUTO:
             return self._choice()
         tried = [(self._first_plan(name, each), each) for each in variants(self._bench, name)]
@@ -111,14 +113,11 @@ class VirtualField:
         best, schedule = min(ordered, key=lambda pair: pair[0].simulated_s or 0.0)
         assert best.plan is not None, "a schedule has a plan"
         self._stack.adopt(best.plan, self._placement(name))
-        self._memory_bytes[name] = self._estimated_bytes(name, schedule)
-        return best
-
-    def _estimated_bytes(self, name: str, schedule: ScheduleConfig) -> int:
-        """Return the memory of a device that computes, by formula: a virtual one holds only what it sends."""
+        # The memory of a device that computes, by formula: a virtual one holds only what it sends.
         problem = self._problem(self._config_of(name, schedule))
         choice = schedule.decision(problem.workload.dispatch, self._placement(name))
-        return estimate_memory(problem, choice).total_bytes
+        self._memory_bytes[name] = estimate_memory(problem, choice).total_bytes
+        return best
 
     def _choice(self) -> Entry:
         """Return result of the joint search, of all dispatches, on links as measured and devices as imitated.
@@ -161,12 +160,6 @@ class VirtualField:
         config = run_of(self._bench, name, schedule)
         candidates(config, self._layout)
         return config
-
-    def _dispatches(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the dispatches of the entries that name one, and those among which a search chooses."""
-        found = [Named.of(name).dispatch for name in names if name != AUTO]
-        found += candidates(self._open, self._layout) if AUTO in names else []
-        return tuple(dict.fromkeys(name for name in found if name is not None))
 
     @property
     def _open(self) -> RunConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,12 @@ from penstock.config import ConfigError, load
 from penstock.device import count_gpus
 from penstock.lab.bench import BenchConfig, BenchResult, checkout
 from penstock.lab.bench.compare import compare
-from penstock.lab.bench.config import processes_of_bench
+from penstock.lab.bench.config import processes_of_bench, variants
 from penstock.lab.bench.field import Field, planned_field, schedules_field
 from penstock.lab.bench.naming import AUTO, Named
 from penstock.lab.bench.scheduled import run_config_of, run_of
 from penstock.lab.bench.summarise import summarise
 from penstock.lab.bench.table import render
-from penstock.lab.bench.tune import variants
 from penstock.lab.bench.virtual_field import VirtualField
 from penstock.lab.commands.emulate import Emulation
 from penstock.plan.plan_config import PlanConfig
@@ -173,7 +172,12 @@ def _compare(
     control = Control(layout.rank, layout.world_size)
     control.agreed(lambda: check_folder(wanted.plot, "--plot"), "looking where figures are to be", by=0)
     with progress_line(shown=layout.rank == 0) as say:
-        field = _field(config, wanted, layout, say)
+        if wanted.plan:
+            field: Field = planned_field(config, layout, say)
+        elif wanted.virtual:
+            field = VirtualField(config, layout, say)
+        else:
+            field = schedules_field(config, layout, say)
         found = compare(field, config.compare, say)
     field.close()
     if emulate is None:
@@ -185,12 +189,6 @@ def _compare(
         inter_rate_bit_per_s=emulate.inter_rate_bit_per_s,
         intra_rate_bit_per_s=emulate.intra_rate_bit_per_s,
     )
-
-
-def _field(config: BenchConfig, wanted: Wanted, layout: Layout, say: Callable[[str], None]) -> Field:
-    if wanted.plan:
-        return planned_field(config, layout, say)
-    return VirtualField(config, layout, say) if wanted.virtual else schedules_field(config, layout, say)
 
 
 def _finish(result: BenchResult, wanted: Wanted) -> int:

@@ -13,7 +13,6 @@ from typing import Any, Final
 from penstock.config import UNSET, ConfigError
 from penstock.lab.emulate import (
     Cluster,
-    ClusterState,
     EmulateConfig,
     Uplink,
     check_available,
@@ -53,11 +52,27 @@ def add_emulate(commands: Commands[argparse.ArgumentParser]) -> None:
         epilog="Example: penstock emulate up 2x4 --inter-rate 700mbit, then penstock emulate list",
     )
     actions = emulate.add_subparsers(required=True, metavar="ACTION")
-    _add_up(actions)
-    _add_down(actions)
+    up = _action(actions, "up", _up, "make a cluster that stays until `down`")
+    up.add_argument("shape", metavar="SHAPE", help="NODESxDEVICES, such as 2x4")
+    _add_rates(up)
+    _add_mtu(up)
+    down = _action(actions, "down", _down, "remove a cluster and end what runs in it")
+    down.add_argument("id", metavar="ID", nargs="?", help="as `up` and `list` print it")
+    down.add_argument(
+        "--all", action="store_true", help="all clusters made by `up`; clusters of running commands stay"
+    )
     _action(actions, "list", _list, "list clusters, their uplinks and the bytes sent over them")
-    _add_exec(actions)
-    _add_rate(actions)
+    what = "run a command as one of the ranks; its environment is what torchrun would give it"
+    execute = _action(actions, "exec", _exec, what, prints=False)
+    _add_id(execute)
+    execute.add_argument("rank", type=int, metavar="RANK", help="counted from 0")
+    execute.add_argument(
+        "argv", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments"
+    )
+    rate = _action(actions, "rate", _rate, "change rates, also while something runs")
+    _add_id(rate)
+    _add_rates(rate, defaults=False)
+    rate.add_argument("--node", type=int, metavar="N", help="change only this node")
     for name, run, what in (
         ("cut", _cut, "take the uplink of a node down"),
         ("restore", _restore, "take the uplink of a node up again"),
@@ -102,38 +117,6 @@ def _action(
         parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
     return parser
-
-
-def _add_up(actions: Commands[argparse.ArgumentParser]) -> None:
-    parser = _action(actions, "up", _up, "make a cluster that stays until `down`")
-    parser.add_argument("shape", metavar="SHAPE", help="NODESxDEVICES, such as 2x4")
-    _add_rates(parser)
-    _add_mtu(parser)
-
-
-def _add_down(actions: Commands[argparse.ArgumentParser]) -> None:
-    parser = _action(actions, "down", _down, "remove a cluster and end what runs in it")
-    parser.add_argument("id", metavar="ID", nargs="?", help="as `up` and `list` print it")
-    parser.add_argument(
-        "--all", action="store_true", help="all clusters made by `up`; clusters of running commands stay"
-    )
-
-
-def _add_exec(actions: Commands[argparse.ArgumentParser]) -> None:
-    what = "run a command as one of the ranks; its environment is what torchrun would give it"
-    parser = _action(actions, "exec", _exec, what, prints=False)
-    _add_id(parser)
-    parser.add_argument("rank", type=int, metavar="RANK", help="counted from 0")
-    parser.add_argument(
-        "argv", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments"
-    )
-
-
-def _add_rate(actions: Commands[argparse.ArgumentParser]) -> None:
-    parser = _action(actions, "rate", _rate, "change rates, also while something runs")
-    _add_id(parser)
-    _add_rates(parser, defaults=False)
-    parser.add_argument("--node", type=int, metavar="N", help="change only this node")
 
 
 def _add_id(parser: argparse.ArgumentParser) -> None:
@@ -222,7 +205,10 @@ def _list(options: argparse.Namespace, given: Sequence[str]) -> int:
             {**_summary(cluster), "owner_pid": state.owner and state.owner.pid, "stale": state.is_stale}
         )
         found[-1]["uplinks"] = [_uplink(each) for each in uplinks]
-        lines += [f"{state.name}: {_describe(state.config)}, {_belongs(state)}", *_uplink_lines(uplinks)]
+        belongs = "until `down`"
+        if state.owner is not None:
+            belongs = f"of process {state.owner.pid}{', which is gone' if state.is_stale else ''}"
+        lines += [f"{state.name}: {_describe(state.config)}, {belongs}", *_uplink_lines(uplinks)]
     return _print(options, {"clusters": found}, lines or ["no emulated clusters"])
 
 
@@ -318,24 +304,17 @@ def _uplink(uplink: Uplink) -> dict[str, Any]:
 
 
 def _uplink_lines(uplinks: Iterable[Uplink]) -> list[str]:
-    return [
-        _uplink_line(each, each.crossed.sent_bytes / 1e6, each.crossed.received_bytes / 1e6)
-        for each in uplinks
-    ]
-
-
-def _uplink_line(uplink: Uplink, sent_mb: float, received_mb: float) -> str:
-    rate, up = format_rate(uplink.rate_bit_per_s), "up" if uplink.is_up else "CUT"
-    crossed = f"sent {sent_mb:.1f} MB, received {received_mb:.1f} MB"
-    return f"  node {uplink.node:<3} uplink {rate:<8} {up:<3}  {crossed}"
+    lines = []
+    for uplink in uplinks:
+        rate, up = format_rate(uplink.rate_bit_per_s), "up" if uplink.is_up else "CUT"
+        sent_mb, received_mb = (
+            each / 1e6 for each in (uplink.crossed.sent_bytes, uplink.crossed.received_bytes)
+        )
+        crossed = f"sent {sent_mb:.1f} MB, received {received_mb:.1f} MB"
+        lines.append(f"  node {uplink.node:<3} uplink {rate:<8} {up:<3}  {crossed}")
+    return lines
 
 
 def _describe(config: EmulateConfig) -> str:
     inter, intra = format_rate(config.inter_rate_bit_per_s), format_rate(config.intra_rate_bit_per_s)
     return f"{config.shape} ({config.nodes} nodes of {config.devices}), uplinks {inter}, inside {intra}"
-
-
-def _belongs(state: ClusterState) -> str:
-    if state.owner is None:
-        return "until `down`"
-    return f"of process {state.owner.pid}{', which is gone' if state.is_stale else ''}"

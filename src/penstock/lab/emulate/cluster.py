@@ -56,7 +56,15 @@ class Cluster:
         remove_stale()
         self._state().create()
         try:
-            self._build()
+            for namespace in self.wiring.namespaces:
+                command("ip", "netns", "add", namespace)
+                run_inside(namespace, silence_ipv6)
+            names = {self.address(rank): f"rank{rank}" for rank in range(self.config.shape.ranks)}
+            for namespace in self.namespaces:
+                write_hosts(namespace, names)
+            links.build(self.wiring, self.config.mtu_bytes)
+            links.set_rate(self._device_ports(), self.config.intra_rate_bit_per_s, verb="add")
+            links.set_rate(self._uplink_ports(None), self.config.inter_rate_bit_per_s, verb="add")
         except BaseException:
             self.down()
             raise
@@ -86,17 +94,6 @@ class Cluster:
         return ClusterState(
             name=self.name, owner=owner, config=self.config, namespaces=self.wiring.namespaces
         )
-
-    def _build(self) -> None:
-        for namespace in self.wiring.namespaces:
-            command("ip", "netns", "add", namespace)
-            run_inside(namespace, silence_ipv6)
-        names = {self.address(rank): f"rank{rank}" for rank in range(self.config.shape.ranks)}
-        for namespace in self.namespaces:
-            write_hosts(namespace, names)
-        links.build(self.wiring, self.config.mtu_bytes)
-        links.set_rate(self._device_ports(), self.config.intra_rate_bit_per_s, verb="add")
-        links.set_rate(self._uplink_ports(None), self.config.inter_rate_bit_per_s, verb="add")
 
     # ---- running something in it ----
 

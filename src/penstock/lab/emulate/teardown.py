@@ -26,9 +26,19 @@ def remove(wiring: Wiring) -> None:
     end_processes(wiring.namespaces)
     existing = [namespace for namespace in wiring.namespaces if (NAMESPACES / namespace).exists()]
     for namespace in existing:
-        _remove_links(namespace)
+        # The other end of a link goes with it. A failure means that there is nothing to delete: the namespace
+        # is incomplete, or another process was faster.
+        with suppress(EmulationError):
+            show = command("ip", "-netns", namespace, "-brief", "link", "show")
+            names = [line.split()[0].partition("@")[0] for line in show.splitlines()]
+            lines = [f"link delete dev {name}" for name in sorted(names, key=BRIDGE.__ne__) if name != "lo"]
+            command("ip", "-netns", namespace, "-force", "-batch", "-", lines=lines)
     for namespace in existing:
-        _remove_name(namespace)
+        try:
+            command("ip", "netns", "delete", namespace)
+        except EmulationError:  # if another process was faster, that is no error
+            if (NAMESPACES / namespace).exists():
+                raise
     for namespace in wiring.ranks:
         remove_hosts(namespace)
 
@@ -59,25 +69,3 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     return found.st_dev, found.st_ino
-
-
-def _remove_links(namespace: str) -> None:
-    """Remove every link in a namespace; the other end of a link goes with it.
-
-    A failure means that there is nothing to delete: the namespace is incomplete, or another process was
-    faster.
-    """
-    with suppress(EmulationError):
-        show = command("ip", "-netns", namespace, "-brief", "link", "show")
-        names = [line.split()[0].partition("@")[0] for line in show.splitlines()]
-        lines = [f"link delete dev {name}" for name in sorted(names, key=BRIDGE.__ne__) if name != "lo"]
-        command("ip", "-netns", namespace, "-force", "-batch", "-", lines=lines)
-
-
-def _remove_name(namespace: str) -> None:
-    """Remove the name of a namespace; if another process was faster, that is no error."""
-    try:
-        command("ip", "netns", "delete", namespace)
-    except EmulationError:
-        if (NAMESPACES / namespace).exists():
-            raise

@@ -6,8 +6,6 @@ routing of tokens comes from a workload, generated or recorded. Every output of 
 `VirtualConfig.label`.
 """
 
-from penstock.lab.virtual.build import build_virtual
-from penstock.lab.virtual.config import VirtualConfig
-from penstock.lab.virtual.stack import VirtualStack
+from penstock.lab.virtual.stack import VirtualConfig, VirtualStack, build_virtual
 
 __all__ = ["VirtualConfig", "VirtualStack", "build_virtual"]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from penstock.apportion import Counts
-from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload
+from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload, routing_sizes
 from penstock.decision import GradientBytes, PlacementConfig
 from penstock.device import device_of
 from penstock.dispatch import of_hops
@@ -26,9 +27,24 @@ from penstock.runtime.program import Programs
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.trace import TaskRecord
-from penstock.workloads import Routing
+from penstock.train.assemble import base_shape, first_plan, workload
+from penstock.train.config import RunConfig
+from penstock.workloads import Routing, RoutingConfig, routing_of
 
 Slacks = tuple[Slack, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualConfig(RoutingConfig):
+    """Virtual devices: compute tasks sleep as long as the cost model says, transfers move real bytes.
+
+    Tokens are routed by a workload.
+    """
+
+    @property
+    def label(self) -> str:
+        """Label of every output of such a run, as in `virtual devices, zipf routing (exponent 1)`."""
+        return f"virtual devices, {self.words}"
 
 
 @dataclass(frozen=True)
@@ -195,3 +211,22 @@ class VirtualStack:
             handlers = VirtualHandlers(step, cost, self.machinery.transports, self._buffers)
             found = self._prepared = _Prepared(self.plan, movement, number, handlers)
         return found
+
+
+def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machinery) -> VirtualStack:
+    """Build this rank's device with its first plan. [cluster] says how fast the imitated devices compute.
+
+    Every rank must call it at the same point. Raises ConfigError if recorded routing does not fit the model.
+    """
+    layout = machinery.layout
+    shape = base_shape(config, layout)
+    work = workload(config, layout)
+    return VirtualStack(
+        shape,
+        work,
+        config.cluster,
+        routing_of(virtual, routing_sizes(work, sum(shape.moe_layers))),
+        machinery,
+        partial(first_plan, config, layout),
+        config.placement,
+    )

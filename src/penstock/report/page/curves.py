@@ -111,7 +111,10 @@ def layer_loads_figure(course: LoadCourse) -> Figure:
 
 def loads_over_time_figure(course: LoadCourse, place: int) -> Figure:
     """Return the heat map of experts x steps of one MoE layer; place: the layer's index in the course."""
-    kept = _thinned(course)
+    # So many steps are drawn that all heat maps together have few enough cells.
+    _, layers, experts = course.loads_SYE.shape
+    most = max(2, MOST_CELLS // max(1, experts * len(_spread(layers, max(1, MOST_CELLS // (64 * experts))))))
+    kept = _spread(len(course.steps), most)
     heat = over_mean(course.loads_SYE[kept, place]).T
     steps = [course.steps[index] for index in kept]
     data = _heat(heat, steps, list(range(len(heat))), "expert %{y} in step %{x}")
@@ -150,13 +153,6 @@ def _heat(heat: npt.NDArray[np.float64], across: list[int], down: list[int], whe
         "ygap": 1 if len(down) <= 32 else 0,
         "hovertemplate": f"{where}: %{{customdata[0]:.2f}} times the mean<extra></extra>",
     }
-
-
-def _thinned(course: LoadCourse) -> list[int]:
-    """Return the steps that are drawn, so that all heat maps together have few enough cells."""
-    _, layers, experts = course.loads_SYE.shape
-    most = max(2, MOST_CELLS // max(1, experts * len(_spread(layers, max(1, MOST_CELLS // (64 * experts))))))
-    return _spread(len(course.steps), most)
 
 
 def _line(

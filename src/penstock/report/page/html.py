@@ -166,15 +166,19 @@ def _cards(run: FinishedRun) -> Iterator[Card]:
         yield Card(f"{tokens_per_s:,.0f}", "tokens per second of steps (median)")
     if run.summary is not None and (whole := run.summary.whole_tokens_per_s) is not None:
         yield Card(f"{whole:,.0f}", "tokens per second, with reading, evaluation and saving")
-    if (hidden := _hidden(course)) is not None:
-        yield Card(percent(hidden), "of the communication hidden under computation")
+    total, exposed = _typical(course.communication_s), _typical(course.exposed_s)
+    if total and exposed is not None:
+        yield Card(percent(1 - exposed / total), "of the communication hidden under computation")
     if (used := _typical(course.utilisation)) is not None:
         peak = run.summary and run.summary.peak_flops
         told = f"model FLOPs utilisation: of {peak or 'the peak of the devices'}"
         yield Card(f"{100 * used:.1f} %", told)
-    if (memory := _most(course.peak_memory_bytes)) is not None:
-        yield Card(gib(memory), "held by rank 0 at most")
-    yield from _loss_cards(course)
+    if memory := [value for value in course.peak_memory_bytes if value is not None]:
+        yield Card(gib(max(memory)), "held by rank 0 at most")
+    if losses := [loss for loss in course.loss if loss is not None]:
+        yield Card(f"{losses[-1]:.3f}", f"loss of the last step; {losses[0]:.3f} at the start")
+    if held := [loss for loss in course.eval_loss if loss is not None]:
+        yield Card(f"{held[-1]:.3f}", "loss on held-out text")
 
 
 def _forward_and_backward(step: StepFile, course: Course, iteration_s: float | None) -> str:
@@ -207,27 +211,9 @@ def _last_steps(step: StepFile, count: int | None) -> str:
     return f"steps {first} {'and' if count == 2 else 'to'} {step.step}"
 
 
-def _loss_cards(course: Course) -> Iterator[Card]:
-    losses = [loss for loss in course.loss if loss is not None]
-    held = [loss for loss in course.eval_loss if loss is not None]
-    if losses:
-        yield Card(f"{losses[-1]:.3f}", f"loss of the last step; {losses[0]:.3f} at the start")
-    if held:
-        yield Card(f"{held[-1]:.3f}", "loss on held-out text")
-
-
 def _typical(values: Values) -> float | None:
     known = [value for value in values[WARM_UP_STEPS:] or values if value is not None]
     return median(known) if known else None
-
-
-def _most(values: Values) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _hidden(course: Course) -> float | None:
-    total, exposed = _typical(course.communication_s), _typical(course.exposed_s)
-    return 1 - exposed / total if total and exposed is not None else None
 
 
 # ---- the step ----------------------------------------------------------------------------------------------

@@ -40,15 +40,14 @@ def table(families: Mapping[str, Family]) -> str:
     rows = [_row(("", *FEATURES)), _row(["---"] * (len(FEATURES) + 1))]
     reasons: dict[str, int] = {}
     for name, family in sorted(families.items()):
-        cells = [_cell(serves(family), reasons) for serves in FEATURES.values()]
+        whys = (serves(family) for serves in FEATURES.values())
+        cells = [
+            YES if why is None else f"{NO} ({reasons.setdefault(why, len(reasons) + 1)})" for why in whys
+        ]
         rows.append(_row((f"`{name}`", *cells)))
     numbered = (f"{number}. {why}" for why, number in reasons.items())
     nobody = [f"- `plan.{name}` of `parallelize` other than `none`: {why}" for name, why in UNKNOWN]
     return "\n".join(chain(rows, [""], numbered, ["", "No family has", ""], nobody))
-
-
-def _cell(why: str | None, reasons: dict[str, int]) -> str:
-    return YES if why is None else f"{NO} ({reasons.setdefault(why, len(reasons) + 1)})"
 
 
 def _row(cells: Iterable[str]) -> str:
