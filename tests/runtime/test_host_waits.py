@@ -146,7 +146,7 @@ def test_steps_that_sum_parts(cards: Pools, summation: Summation) -> None:
     """A sharded optimiser's sums, by the network's library or in the order of ranks."""
     case = replace(layout_case((4, 1, 2, 1), "penstock", "gather"), sharded=True, summation=summation)
     hosts, pool = (
-        RandomReplicas(slots=0, steps=3),
+        RandomReplicas(slots=0, steps=2),
         cards(4),
     )  # on a card first: autograd counts devices only once
     found, plain = pool.run(carded_steps, case, hosts), pool.run(plain_steps, case, hosts)
