@@ -104,7 +104,7 @@ def _fits(known: Mapping[str, Any]) -> bool:
 def check_on_card(pools: Pools, case: Case, kernel: bool) -> None:
     """The numbers of a step are those of the reference, through the code that GPUs run, and hosts hardly
     wait."""
-    case = replace(case, double=not kernel)
+    case = replace(case, double=not kernel, schedule=replace(case.schedule, chunks=2))
     done = pools(case.world_size).run(step_on_card, case, kernel)
     check_result(merge([each.result for each in done]), case)
     for each in done:
