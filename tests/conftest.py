@@ -100,6 +100,15 @@ def alone() -> Iterator[None]:
     leave()
 
 
+@pytest.fixture(scope="module")
+def brief() -> Iterator[None]:
+    """This process searches for orders as briefly as ranks do, see `short_search`."""
+    from tests.support.searching import short_search
+
+    with short_search():
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """`ranks(4)` is a pool of four processes that have joined over Gloo."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -205,9 +206,15 @@ def several(rank: int, step: Case, passes: int, largest: int) -> Seen:
     return Seen(losses, gradients, repeats)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("largest", [1, 5])
-@LATE
+@pytest.mark.parametrize(
+    ("late", "passes", "largest"),
+    [
+        (late, passes, largest)
+        if (late, passes, largest) in ((False, 1, 5), (False, 2, 1), (True, 2, 5))
+        else pytest.param(late, passes, largest, marks=pytest.mark.soak)
+        for late, passes, largest in product((False, True), (1, 2), (1, 5))
+    ],
+)
 def test_numbers_are_those_of_counted_steps(ranks: Pools, late: bool, passes: int, largest: int) -> None:
     """Also where batches grow, so that experts get more rows than in all steps before."""
     step = bounded("", batch=5, late=late)

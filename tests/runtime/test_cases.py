@@ -45,7 +45,7 @@ def test_pairs(ranks: Pools, values: Mapping[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_any_case(ranks: Pools) -> None:
-    @draws(160)
+    @draws(64)
     @given(step=steps())
     def check(step: Step) -> None:
         step.check(ranks)

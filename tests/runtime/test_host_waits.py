@@ -104,7 +104,7 @@ def _fits(known: Mapping[str, Any]) -> bool:
 def check_on_card(pools: Pools, case: Case, kernel: bool) -> None:
     """The numbers of a step are those of the reference, through the code that GPUs run, and hosts hardly
     wait."""
-    case = replace(case, double=not kernel)
+    case = replace(case, double=not kernel, schedule=replace(case.schedule, chunks=2))
     done = pools(case.world_size).run(step_on_card, case, kernel)
     check_result(merge([each.result for each in done]), case)
     for each in done:
@@ -146,7 +146,7 @@ def test_steps_that_sum_parts(cards: Pools, summation: Summation) -> None:
     """A sharded optimiser's sums, by the network's library or in the order of ranks."""
     case = replace(layout_case((4, 1, 2, 1), "penstock", "gather"), sharded=True, summation=summation)
     hosts, pool = (
-        RandomReplicas(slots=0, steps=3),
+        RandomReplicas(slots=0, steps=2),
         cards(4),
     )  # on a card first: autograd counts devices only once
     found, plain = pool.run(carded_steps, case, hosts), pool.run(plain_steps, case, hosts)

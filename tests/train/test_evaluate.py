@@ -10,12 +10,11 @@ import torch
 
 from penstock.config import ConfigError
 from penstock.train.measuring import evaluate
-from tests.train.test_trainer import joined, trainer
-
-__all__ = ["joined"]  # the fixture of that module serves this one, too
+from tests.train.test_trainer import trainer
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("joined")
 def test_a_batch_without_a_label_does_not_count(tmp_path: Path) -> None:
     """As of documents of one token each, where they are kept apart."""
     run = trainer(tmp_path)

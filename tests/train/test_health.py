@@ -24,11 +24,9 @@ from penstock.train.update import DivergedError
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
 from tests.support.training import Told, train_on
-from tests.train.test_trainer import joined, metrics, run, saved_steps, trainer
+from tests.train.test_trainer import metrics, run, saved_steps, trainer
 
-__all__ = ["joined"]  # the fixture of that module serves this one, too
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("joined")]
 
 SHARDED = ("optimizer.zero_stage=1",)
 BALANCED = ("moe.gate=sigmoid", "moe.expert_bias_rate=0.01", "moe.aux_loss_coeff=0")

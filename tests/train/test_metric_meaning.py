@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from torch import Tensor
 from penstock.autotune import Autotuner
 from penstock.config import load
 from penstock.moe.gates.base import Gate
-from penstock.topology.join import ALONE, join, leave
+from penstock.topology.join import ALONE
 from penstock.train.batches import Batch
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics
@@ -26,22 +24,11 @@ from tests.support.reference_moe import Weights
 from tests.support.reference_step import settings_of
 from tests.support.runs import write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("joined")]
 
 CPU = torch.device("cpu")
 GROUPS = ("global", "sequence", "microbatch")
 AUX, Z = 0.3, 0.02
-
-
-@pytest.fixture(scope="module", autouse=True)
-def joined() -> Iterator[None]:
-    """As the command does it; afterwards this process is as it was."""
-    before = os.environ.copy()
-    join(ALONE, 60.0, CPU)
-    yield
-    leave()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def trainer_of(folder: Path, group: str, *more: str) -> Trainer:

@@ -133,11 +133,11 @@ def check_double(ranks: Pools, world_size: int, steps: int) -> None:
     assert moving.losses[-1] < 0.9 * moving.losses[0]
     assert (still.hosted, still.moved, replication.moved) == (0, 0, 0)
     assert min(moving.hosted, replication.hosted) > steps / 2
-    assert sum(each[1].moved for each in found) > 10  # experts learn languages soon, and samples settle
+    assert sum(each[1].moved for each in found) > min(10, steps / 4)  # experts learn languages soon
 
 
 def test_losses_of_some_steps_are_those_without_moves(ranks: Pools) -> None:
-    check_double(ranks, 2, 24)
+    check_double(ranks, 2, 14)
 
 
 def test_with_shares_of_the_optimiser_and_blocks_computed_again_losses_are_the_same(ranks: Pools) -> None:

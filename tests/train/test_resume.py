@@ -25,11 +25,9 @@ from penstock.train.trainer import Trainer
 from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config
 from tests.support.training import folder_of, train_on
-from tests.train.test_trainer import joined, metrics, run, saved_steps, trainer
+from tests.train.test_trainer import metrics, run, saved_steps, trainer
 
-__all__ = ["joined"]  # the fixture of that module serves this one, too
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("joined")]
 
 
 def checkpoint(folder: Path, step: int) -> Path:

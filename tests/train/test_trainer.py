@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError, load
 from penstock.device import Event, using
 from penstock.report import RunSummary
-from penstock.topology.join import ALONE, join, leave
+from penstock.topology.join import ALONE
 from penstock.train.batches import Batch
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics, read_metrics
@@ -35,20 +35,9 @@ from tests.support.ranks import Pools
 from tests.support.runs import write_config
 from tests.support.training import train_on
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("joined")]
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def joined() -> Iterator[None]:
-    """As the command does it; afterwards this process is as it was."""
-    before = os.environ.copy()
-    join(ALONE, 60.0, CPU)
-    yield
-    leave()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def trainer(folder: Path, *overrides: str) -> Trainer:

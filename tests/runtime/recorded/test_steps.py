@@ -92,7 +92,7 @@ def case_of(
     groups = ranks["world_size"] // ranks.get("tp_size", 1)
     return Case(
         **{"ep_size": None, **ranks},
-        schedule=replace(schedule_of(schedule, form), all_reduce_chunk_bytes=2048),
+        schedule=replace(schedule_of(schedule, form), chunks=2),
         model=ModelConfig(num_layers=2, hidden_size=16, num_heads=4, seq_len=6, vocab_size=12),
         moe=MoEConfig(
             num_experts=8,
