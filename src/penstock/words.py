@@ -88,7 +88,7 @@ def percent(share: float) -> str:
 
 def change(seconds: float, base_s: float) -> str:
     """Format the relative change from `base_s` to `seconds`: `+3.2 %`, `-31 %`."""
-    percent = 100 * (seconds / base_s - 1)
+    percent = round(100 * (seconds / base_s - 1), 1) + 0.0  # no -0.0
     return f"{percent:+.0f} %" if abs(percent) >= 10 else f"{percent:+.1f} %"
 
 

@@ -268,7 +268,10 @@ def _what_fits(options: argparse.Namespace, file: ClusterFile) -> str:
     memory = memory_of(options.memory_gib, file.memory_bytes)
     assert memory is not None, "something did not fit"
     over = time_limit(time.process_time, 1.0, FITTING_S)
-    return Fitting(changed, memory, words, of_study(options.model), over).advice()
+    advice = Fitting(changed, memory, words, of_study(options.model), over).advice()
+    if options.layout == "auto" or not advice.startswith("It would fit"):
+        return advice
+    return f"{advice} --layout auto compares layouts by their times."
 
 
 def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> int:

@@ -35,8 +35,11 @@ class Candidate:
 
     @property
     def bound_s(self) -> float:
-        """Seconds that no order of the same tasks beats: the sharper of two bounds."""
-        return max(self.bound.seconds, self.quick_bound_s)
+        """Seconds that no order of the same tasks beats: the sharper of two bounds.
+
+        They are of tasks' means. Scatter, and what trials have shown, may make the prediction shorter.
+        """
+        return min(self.predicted_s, max(self.bound.seconds, self.quick_bound_s))
 
 
 def whole_s(problem: Problem, candidate: Candidate) -> float:

@@ -15,10 +15,12 @@ from penstock.words import whole_number
 EXAMPLE: Final = "4x8xA100-80GB,net=100gbit"
 FORM: Final = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][^,]*)((?:,[^,]*)*)", re.IGNORECASE)
 MEMORY: Final = re.compile(r"[\s_-](\d{1,9})\s*(?:gb|gib)$", re.IGNORECASE)
-RATE: Final = re.compile(
-    r"(?:(\d{1,9})x)?(\d{1,9}(?:\.\d{1,9})?)\s*(gbit|gbps|gb/s|gb)(?:/s)?", re.IGNORECASE
-)
-BITS: Final = {"gbit": 1e9 / 8, "gbps": 1e9 / 8, "gb/s": 1e9, "gb": 1e9}
+RATE: Final = re.compile(r"(?:(\d{1,9})x)?(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+(?:/s)?)")
+BYTES_OF: Final = {
+    **dict.fromkeys(("gbit", "Gbit", "gbit/s", "Gbit/s", "gbps", "Gbps", "Gb", "Gb/s"), 1e9 / 8),
+    **dict.fromkeys(("GB/s", "gb/s", "GB"), 1e9),
+}
+"""Bytes by unit. Cards are sold as 100Gb, which are bits; a lower-case gb alone could be either."""
 
 LINKS: Final = {"NVLink": 0.7, "Infinity Fabric": 0.6, "PCIe": 0.7, "PCIe through the host": 0.4}
 """Share of a link's rate in one direction that collectives reach; every byte through the host crosses its
@@ -39,7 +41,7 @@ def in_line(text: str) -> ClusterFile | None:
     """Return the cluster that a line describes; None for a text that is none.
 
     The line is `[NODESx]DEVICESxNAME[-MEMORYgb][,net=[CARDSx]RATE][,fabric=ib|ethernet|efa][,inside=RATE]
-    [,nvlink=DEVICES][,products=float8][,graphs=full]`; a rate is in gbit or gb/s. `net` is of a node, or of
+    [,nvlink=DEVICES][,products=float8][,graphs=full]`; a rate is in gbit or GB/s. `net` is of a node, or of
     each of its cards. `nvlink`: how many devices its links join, where these are several nodes'; then they
     count as one node. `products`: what they are computed in by others, where Penstock is compared with
     them; `graphs`: a step of theirs is one CUDA graph, which no thread issues by operations.
@@ -59,6 +61,8 @@ def in_line(text: str) -> ClusterFile | None:
     joined = _joined(text, given.get("nvlink", str(per_node)), nodes, per_node)
     if nodes * per_node > joined and "net" not in given:
         _refuse(text, f"no rate joins its {nodes} nodes")
+    if nodes == 1 and "net" in given:
+        _refuse(text, f"net joins nodes, and this is one of {per_node} devices")
     cards, net = _rate(text, given["net"]) if "net" in given else (1, 1e9)
     inside = _rate(text, given["inside"])[1] if "inside" in given else 1e9 * device.link_gb_per_s
     of_device = cards >= per_node or joined > per_node  # then each has a card of its own
@@ -86,7 +90,7 @@ def in_line(text: str) -> ClusterFile | None:
         source=f"data sheet of {device.name}: {peak:g} TFLOP/s in {device.usual}, {memory_gb} GB, "
         f"{device.memory_gb_per_s:g} GB/s, {device.link} {inside / 1e9:g} GB/s; default efficiency of "
         f"{device.architecture}: {shares.words}, links {100 * LINKS[device.link]:.0f}, "
-        f"network {100 * FABRICS[fabric]:.0f} %; nothing measured"
+        f"network {_network_words(cards, net, nodes)}{100 * FABRICS[fabric]:.0f} %; nothing measured"
         + f"; products in float8, as Penstock does not compute them: {FLOAT8:g} times as fast"
         * in_float8,
     )
@@ -138,12 +142,19 @@ def _joined(text: str, value: str, nodes: int, per_node: int) -> int:
 def _rate(text: str, value: str) -> tuple[int, float]:
     """Return a number of cards, and the bytes per second of each."""
     found = RATE.fullmatch(value)
-    if found is None:
-        _refuse(text, f"{value!r} is no rate such as 100gbit, 8x400gbit or 25gb/s")
+    if found is None or found[3] not in BYTES_OF:
+        _refuse(text, f"{value!r} is no rate such as 100gbit, 8x400gbit or 25GB/s")
     cards, rate = int(found[1] or 1), float(found[2])
     if not cards * rate:
         _refuse(text, f"nothing arrives at {value}")
-    return cards, rate * BITS[found[3].lower()]
+    return cards, rate * BYTES_OF[found[3]]
+
+
+def _network_words(cards: int, net: float, nodes: int) -> str:
+    """Return the rate of a node's network as it is understood; "" for one node, which has none."""
+    if nodes == 1:
+        return ""
+    return f"{f'{cards} x ' if cards > 1 else ''}{net / 1e9:g} GB/s per node at "
 
 
 def _refuse(text: str, why: str) -> NoReturn:
