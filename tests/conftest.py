@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ from tests.support.workers import GroupScheduling, slow_first
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pools
+
+# torch asks a name server who ::ffff:127.0.0.1 is, at every connection; of many questions at once some are
+# lost, and the resolver usually waits five seconds before it asks again.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 settings.register_profile(
     "penstock",

@@ -208,7 +208,7 @@ FAULTS = (
     ),
     Fault(
         "step/passes/packed_residual.py",
-        "reads=(*task.reads, *spec_of(Op.ATTENTION).parameters(task.layer))",
+        "reads=(*task.reads, *norms)",
         "reads=task.reads",
         "experts compute the norm of carried rows, and do not say that they read it",
         "step",

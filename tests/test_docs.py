@@ -46,7 +46,8 @@ def test_the_model_of_hugging_face_comes_back_as_it_was_trained(
 ) -> None:
     """With a plan that is given: to measure and search takes longer than all else."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    result = run_forked(2, tmp_path, "flowmoe", program=str(ROOT / "docs" / "example_hugging_face.py"))
+    program, loads = str(ROOT / "docs" / "example_hugging_face.py"), ["transformers.models.qwen3_moe"]
+    result = run_forked(2, tmp_path, "flowmoe", program=program, loads=loads)
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith("\nthe same\n")
 
@@ -56,7 +57,8 @@ def test_a_model_that_trl_has_trained_is_read_by_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    result = run_forked(2, tmp_path, "flowmoe", program=str(ROOT / "docs" / "example_trl.py"))
+    program, loads = str(ROOT / "docs" / "example_trl.py"), ["trl.trainer.sft_trainer", "datasets"]
+    result = run_forked(2, tmp_path, "flowmoe", program=program, loads=loads)
     assert result.returncode == 0, result.stderr
     found = re.fullmatch(r"loss (\S+) -> (\S+): The network .*", result.stdout.splitlines()[-1])
     assert found is not None and float(found[2]) < float(found[1])

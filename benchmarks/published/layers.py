@@ -22,7 +22,7 @@ from penstock.decision import Decision
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group, holders
 from penstock.ops import Op
-from penstock.ops.places import INPUT, OUTPUT
+from penstock.ops.names import INPUT, OUTPUT
 from penstock.plan import Problem
 from penstock.schedule import Cost
 from penstock.step import StepShape

@@ -20,7 +20,7 @@ from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
 from penstock.mesh import holders, num_nodes, ranks_per_node
 from penstock.ops import Op
-from penstock.ops.places import INPUT, OUTPUT
+from penstock.ops.names import INPUT, OUTPUT
 from penstock.plan import Problem
 from penstock.plan.published import fsmoe_choice, parm_choice
 from penstock.plan.published.parm import SLICES

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.sft.contenders import CONTENDERS
+from benchmarks.sft.measure import ENVIRON
 from benchmarks.sft.result import SftResult
+from penstock.adapt import planning
 from penstock.topology.join import leave
 from tests.lab.commands.test_bench import QUICK
 from tests.support.forked import run_forked
+from tests.support.launched import start_launcher
+from tests.support.patience import HANG_S
 from tests.support.runs import check_refusal, clean_environ
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 STARTED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 STARTED |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
 
@@ -115,28 +119,26 @@ def test_help_says_what_to_type(capsys: pytest.CaptureFixture[str], module: str)
     assert f"usage: python -m benchmarks.{module} " in out
 
 
-def test_the_script_of_trl_has_the_losses_of_one_process() -> None:
+def load_script() -> None:
+    """Import what takes seconds, once for all ranks, which are forked off this process; and let them profile
+    the cluster for a moment only."""
+    os.environ.update(ENVIRON)
+    torch.set_num_threads(1)
+    for name in ("trl.scripts.sft", "trl.trainer.sft_trainer", "transformers.models.qwen3_moe", "deepspeed"):
+        importlib.import_module(name)
+    planning.PROFILE_S = 0.3
+
+
+def test_the_script_of_trl_has_the_losses_of_one_process(tmp_path: Path) -> None:
     """By every system; on two processes beside each other, experts of a node are those of all ranks."""
     pytest.importorskip("deepspeed")
-    few = (
-        "--rounds",
-        "1",
-        "--steps",
-        "1",
-        "--warmup",
-        "1",
-        "--layers",
-        "1",
-        "--hidden",
-        "64",
-        "--experts",
-        "4",
-    )
-    small = (*few, "--top-k", "2", "--expert-width", "32", "--samples", "1", "--length", "32")
-    command = [sys.executable, "-m", "benchmarks.sft", "--json", *small]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    found = SftResult.from_dict(json.loads(done.stdout))
+    once = ("--rounds", "1", "--steps", "1", "--warmup", "1", "--samples", "1", "--length", "32")
+    small = ("--layers", "1", "--hidden", "64", "--experts", "4", "--top-k", "2", "--expert-width", "32")
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    words, program = ("--json", *once, *small), "benchmarks.sft"
+    run = start_launcher(*words, stderr=errors, stdout=out, meddle=load_script, program=program)
+    assert run.wait(timeout=HANG_S) == 0, errors.read_text()
+    found = SftResult.from_dict(json.loads(out.read_text()))
     assert found.runs.keys() == {contender.name for contender in CONTENDERS}
     for name in found.runs:
         assert found.distance(name) < 1e-3

@@ -21,6 +21,7 @@ import pytest
 from benchmarks.layer.measure import in_turns
 from benchmarks.progress import BOARD, in_rows
 from benchmarks.published.study import in_processes
+from tests.support.forked import run_text
 from tests.support.patience import HANG_S, OWN_TIME, wait_for
 from tests.support.runs import STARTED, clean_environ, wait_until
 
@@ -103,18 +104,13 @@ def test_processes_that_share_the_work_are_not_waited_for(
 # ---- in a process of its own -------------------------------------------------------------------------------
 
 
-def ran(program: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", program]
-    return subprocess.run(
-        words, capture_output=True, text=True, env=clean_environ(), check=False, timeout=HANG_S
-    )
-
-
 @pytest.mark.parametrize(("rank", "said"), [(None, NOTHING), ("0", NOTHING), ("1", "")])
 def test_a_stop_while_modules_are_loaded(rank: str | None, said: str) -> None:
     own = "" if rank is None else f"os.environ['RANK'] = {rank!r}\n"
     lines = "sys.argv = ['-m']  # as it is then\nimport benchmarks\nsignal.raise_signal(signal.SIGINT)"
-    done = ran(f"import os, signal, sys\n{own}{lines}")
+    words = [sys.executable, "-c", f"import os, signal, sys\n{own}{lines}"]
+    environ = clean_environ()
+    done = subprocess.run(words, capture_output=True, text=True, env=environ, check=False, timeout=HANG_S)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
 
 
@@ -145,7 +141,7 @@ with stopping.Stop(print, speaks={speaks}):
     ],
 )
 def test_what_does_not_end_by_itself_is_ended(keep: str, speaks: bool, out: str, error: str) -> None:
-    done = ran(STUCK.format(clock=OWN_TIME, keep=keep, speaks=speaks))
+    done = run_text(STUCK.format(clock=OWN_TIME, keep=keep, speaks=speaks))
     assert (done.returncode, done.stdout, done.stderr) == (130, out, error)
 
 
@@ -160,13 +156,13 @@ def for_ever():
         {waits}
 
 def show(result):
-    end_s = time.thread_time() + 1.2
+    end_s = time.thread_time() + 0.5
     while time.thread_time() < end_s:
         pass
     {more}
     print(result)
 
-stopping.GRACE_S, stopping.SAME_REQUEST_S = 0.5, {same_s}
+stopping.GRACE_S, stopping.SAME_REQUEST_S = 0.2, {same_s}
 BOARD.begin("slow", shown=False)
 BOARD.keep(lambda: 7)
 with stopping.Stop(show, speaks=True) as stop:
@@ -181,7 +177,7 @@ with stopping.Stop(show, speaks=True) as stop:
 @pytest.mark.parametrize("then", ["stop.tell(); for_ever()", "for_ever()"], ids=["by main", "beside"])
 def test_printing_is_not_cut_off_while_it_goes_on(then: str) -> None:
     """For longer than a process may stand still; by the clock of a thread that computes."""
-    done = ran(SLOW.format(clock=OWN_TIME, then=then, more="", waits="pass", same_s=60.0))
+    done = run_text(SLOW.format(clock=OWN_TIME, then=then, more="", waits="pass", same_s=60.0))
     assert (done.returncode, done.stdout, done.stderr) == (130, "7\n", UNTIL_THEN)
 
 
@@ -189,14 +185,14 @@ def test_printing_is_not_cut_off_while_it_goes_on(then: str) -> None:
 @pytest.mark.parametrize("then", ["stop.tell()", "for_ever()"], ids=["by main", "beside"])
 def test_printing_that_hangs_is_cut_off(then: str) -> None:
     waits = "time.sleep(600)"
-    done = ran(SLOW.format(clock="", then=then, more="for_ever()", waits=waits, same_s=60.0))
+    done = run_text(SLOW.format(clock="", then=then, more="for_ever()", waits=waits, same_s=60.0))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.slow
 def test_another_signal_cuts_the_printing_off() -> None:
     asked = "signal.raise_signal(signal.SIGINT)\n    while True: pass"
-    done = ran(SLOW.format(clock="", then="stop.tell()", more=asked, waits="pass", same_s=0.0))
+    done = run_text(SLOW.format(clock="", then="stop.tell()", more=asked, waits="pass", same_s=0.0))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -223,7 +219,7 @@ with Stop(print, speaks=True) as stop:
 
 @pytest.mark.slow
 def test_a_signal_that_is_heard_late_does_not_interrupt_what_is_told() -> None:
-    done = ran(UNHEARD)
+    done = run_text(UNHEARD)
     assert (done.returncode, done.stdout, done.stderr) == (0, "7\n", UNTIL_THEN)
 
 
@@ -251,7 +247,7 @@ run_on_ranks("late", "", "", measure, lambda result: f"ranks: {result.ranks}")
 @pytest.mark.slow
 def test_a_stop_while_an_error_is_reported_prints_what_was_measured() -> None:
     """Other ranks end at the same signal; this one may see that first."""
-    done = ran(LATE)
+    done = run_text(LATE)
     assert (done.returncode, done.stdout, done.stderr) == (130, "ranks: 1\n", UNTIL_THEN)
 
 
@@ -276,7 +272,7 @@ with Stop(show, speaks=True) as stop:
 
 @pytest.mark.slow
 def test_a_stop_while_the_whole_result_is_printed_prints_no_other() -> None:
-    done = ran(TWICE)
+    done = run_text(TWICE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "7\n", "")
 
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,12 +22,13 @@ from penstock.cli.plan_search import find_best
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.plan import PlanFile, published_problem
-from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.search import FoundPlan, find_plan
 from penstock.plan.subject import Overrides, Subject
 from tests.plan.problems import problem
 from tests.support.runs import write_config
+
+pytestmark = pytest.mark.usefixtures("searched_once")
 
 OPEN = ["plan", "--model", "qwen3-30b-a3b", "--cluster", "4x8xA100,net=100gbit"]
 SMALL = [
@@ -52,24 +52,6 @@ def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(words) == 2
     return capsys.readouterr().err
-
-
-@pytest.fixture(scope="module", autouse=True)
-def searched_once() -> Iterator[None]:
-    """A search depends on nothing but what it is given, so tests that ask for the same one share it."""
-    known: dict[object, FoundPlan] = {}
-
-    def found(
-        problem: Problem, *, memory: MemoryBudget | None, budget: float, ends: Callable[[], bool], **more: Any
-    ) -> FoundPlan:
-        asked = problem, memory, budget, ends()
-        if asked not in known:
-            known[asked] = find_plan(problem, memory=memory, budget=budget, ends=ends, **more)
-        return known[asked]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.cli.plan_search.find_plan", found)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import pytest
 from penstock.cli.main import main
 from penstock.plan.models import model_name, open_models
 
+pytestmark = pytest.mark.usefixtures("searched_once")
+
 STEP = ["plan", "--model", "flowmoe/gpt2-tiny", "--layers", "1", "--batch", "2", "--budget", "0.0001"]
 STUDY = [*STEP, "--cluster", "flowmoe-cluster-2"]
 LINE = [*STEP, "--cluster", "2x4xA100-80GB,net=100gbit"]

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main
 from penstock.data.record import read_record
-
-ROOT = Path(__file__).parents[2]
+from tests.support.forked import run_text
 
 
 def test_prepare_and_prepare_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,16 +89,14 @@ from penstock.stops import STOPS
 from tests.support.faulty import before
 before(Preparation, "run", lambda: signal.raise_signal(signal.{number}), calls=1)
 STOPS.hear()
-sys.exit(main(["prepare", *sys.argv[1:]]))
+sys.exit(main(["prepare", "{text}", "--out", "{out}"]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_stop_says_how_to_go_on(tmp_path: Path, number: str, code: int) -> None:
-    (tmp_path / "a.md").write_text("Water runs downhill.\n")
-    program, out = STOPPED.format(number=number), tmp_path / "tokens"
-    words = [sys.executable, "-c", program, str(tmp_path / "a.md"), "--out", str(out)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+    (text := tmp_path / "a.md").write_text("Water runs downhill.\n")
+    done = run_text(STOPPED.format(number=number, text=text, out=tmp_path / "tokens"))
     told = "penstock: stopped; run the same command again, and it goes on\n"
     assert (done.returncode, done.stdout, done.stderr) == (code, "", told)

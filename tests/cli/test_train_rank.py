@@ -21,34 +21,41 @@ ENDED = "stopped after the last step; step-00000004 is saved"
 SETTINGS = ("train.steps=4", "train.checkpoint_every=2", "output.trace_steps=0", "output.loads=false")
 
 CASES = [
-    ("joining", "SIGINT", 130, NOT_BEGUN, 0),
-    ("building the model", "SIGINT", 130, NOT_BEGUN, 0),
-    ("building the model", "SIGTERM", 143, NOT_BEGUN, 0),
-    ("building the model", "SIGHUP", 129, NOT_BEGUN, 0),
-    ("in the first step", "SIGINT", 0, NOTHING, 1),
-    ("in the first step", "SIGINT,SIGINT", 130, NONE_YET, 0),
-    ("before step 3", "SIGTERM", 0, NOTHING, 3),
-    ("before step 3", "SIGHUP", 0, NOTHING, 3),
-    ("before step 3", "SIGUSR1", 0, NOTHING, 3),
-    ("before step 3", "SIGUSR1,SIGUSR1", 138, FROM_2, 2),
-    ("before step 3", "SIGINT,SIGINT", 130, FROM_2, 2),
-    ("before step 3", "SIGTERM,SIGTERM", 143, FROM_2, 2),
-    ("in the second save", "SIGINT", 0, NOTHING, 4),
-    ("in the second save", "SIGINT,SIGINT", 130, FROM_2, 2),
-    ("after step 4", "SIGINT", 0, NOTHING, 4),
-    ("in the last evaluation", "SIGINT", 0, NOTHING, 4),
-    ("summing up", "SIGINT", 0, NOTHING, 4),
-    ("summing up", "SIGINT,SIGINT", 130, ENDED, 4),
-    ("leaving", "SIGINT,SIGINT", 0, NOTHING, 4),
-    ("printing", "SIGINT", 0, NOTHING, 4),
+    ("joining", "SIGINT", 130, NOT_BEGUN, 0, (1, 2)),
+    ("building the model", "SIGINT", 130, NOT_BEGUN, 0, (2,)),
+    ("building the model", "SIGTERM", 143, NOT_BEGUN, 0, (1,)),
+    ("building the model", "SIGHUP", 129, NOT_BEGUN, 0, (1,)),
+    ("in the first step", "SIGINT", 0, NOTHING, 1, (2,)),
+    ("in the first step", "SIGINT,SIGINT", 130, NONE_YET, 0, (2,)),
+    ("before step 3", "SIGTERM", 0, NOTHING, 3, (1,)),
+    ("before step 3", "SIGHUP", 0, NOTHING, 3, (1,)),
+    ("before step 3", "SIGUSR1", 0, NOTHING, 3, (2,)),
+    ("before step 3", "SIGUSR1,SIGUSR1", 138, FROM_2, 2, (1,)),
+    ("before step 3", "SIGINT,SIGINT", 130, FROM_2, 2, (2,)),
+    ("before step 3", "SIGTERM,SIGTERM", 143, FROM_2, 2, (1,)),
+    ("in the second save", "SIGINT", 0, NOTHING, 4, (2,)),
+    ("in the second save", "SIGINT,SIGINT", 130, FROM_2, 2, (2,)),
+    ("after step 4", "SIGINT", 0, NOTHING, 4, (2,)),
+    ("in the last evaluation", "SIGINT", 0, NOTHING, 4, (1,)),
+    ("summing up", "SIGINT", 0, NOTHING, 4, (2,)),
+    ("summing up", "SIGINT,SIGINT", 130, ENDED, 4, (1,)),
+    ("leaving", "SIGINT,SIGINT", 0, NOTHING, 4, (2,)),
+    ("printing", "SIGINT", 0, NOTHING, 4, (1,)),
 ]
-"""Place, signals, code, what is said, and the last step that is saved."""
+"""Place, signals, code, what is said, the last step that is saved; and on how many ranks: `make soak` has all
+of them on one and on two."""
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("place", "signals", "code", "said", "saved"), CASES)
+@pytest.mark.parametrize(
+    ("place", "signals", "code", "said", "saved", "ranks"),
+    [
+        pytest.param(*case, ranks, marks=() if ranks in usual else pytest.mark.soak)
+        for *case, usual in CASES
+        for ranks in (1, 2)
+    ],
+)
 def test_what_a_stop_leaves(
-    tmp_path: Path, ranks: int, place: str, signals: str, code: int, said: str, saved: int
+    tmp_path: Path, place: str, signals: str, code: int, said: str, saved: int, ranks: int
 ) -> None:
     words = (place, signals, "train", write_config(tmp_path), f"parallel.processes={ranks}", *SETTINGS)
     done = run_forked(ranks, *words, program=asked.__file__)

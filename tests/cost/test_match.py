@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.cost.cluster_file import mismatch
 from penstock.cost.clusters import find_cluster
-from penstock.cost.match import mismatch
 from tests.cost.test_clusters import HERE, MEASURED
 
 

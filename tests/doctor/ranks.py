@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import sys
@@ -13,17 +12,20 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
 from penstock.cli.main import main
 from penstock.doctor import facts, wire
+from penstock.doctor.meeting import Meeting
 from penstock.lab.emulate import Cluster
-from penstock.lab.emulate.system import CLONE_NEWNET, NAMESPACES
+from penstock.lab.emulate.system import enter
 from tests.support.ranks import forking
 from tests.support.runs import clean_environ
 
 DIED = 9
+MOMENT_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,33 @@ class Disguise:
 
 
 HONEST = Disguise()
+
+
+@dataclass(frozen=True)
+class Unheard:
+    """Who says nothing: ranks that never come, and those that die after they have come."""
+
+    never: Collection[int]
+    dying: Collection[int]
+
+    def shorten_waits(self) -> None:
+        """Wait for these in this process for a moment only, once all others have been heard.
+
+        The product's own wait then ends as ever, and no rank of a busy machine is late for it.
+        """
+        whole = Meeting.hear
+
+        def hear(
+            meeting: Meeting, key: str, ranks: Collection[int], until_s: float
+        ) -> dict[int, dict[str, Any]]:
+            silent = {*self.never, *(self.dying if key != "facts" else ())}
+            speaking = [rank for rank in ranks if rank not in silent]
+            if len(speaking) < len(ranks):
+                whole(meeting, key, speaking, until_s)
+                until_s = min(until_s, time.monotonic() + MOMENT_S)
+            return whole(meeting, key, ranks, until_s)
+
+        Meeting.hear = hear  # type: ignore[method-assign, assignment]  # for good: this process ends with its rank
 
 
 @dataclass(frozen=True)
@@ -60,8 +89,10 @@ def doctor(
 ) -> Told:
     """Run the command on ranks that meet as torchrun's do, or, in a cluster, at a store that rank 0 opens.
 
-    come: the ranks that are started; None = all.
+    come: the ranks that are started; None = all. What never comes is waited for until all the rest is there.
     """
+    never = {rank for rank in range(size) if come is not None and rank not in come}
+    dying = {rank for rank, disguise in (disguises or {}).items() if disguise.dies}
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if cluster is None else None
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder, "out"), Path(folder, "errors")
@@ -80,7 +111,15 @@ def doctor(
             disguise = (disguises or {}).get(rank, HONEST)
             child = forking().Process(
                 target=_be_rank,
-                args=(words, clean_environ() | own | dict(environ or {}), namespace, disguise, out, errors),
+                args=(
+                    words,
+                    clean_environ() | own | dict(environ or {}),
+                    namespace,
+                    disguise,
+                    Unheard(never, dying),
+                    out,
+                    errors,
+                ),
                 daemon=True,
             )
             child.start()
@@ -99,6 +138,7 @@ def _be_rank(
     environ: Mapping[str, str],
     namespace: str | None,
     disguise: Disguise,
+    unheard: Unheard,
     out: Path,
     errors: Path,
 ) -> None:
@@ -108,9 +148,9 @@ def _be_rank(
     os.environ.clear()
     os.environ.update(environ)
     if namespace is not None:
-        with (NAMESPACES / namespace).open() as file:
-            assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
+        enter(namespace)
     _put_on(disguise)
+    unheard.shorten_waits()
     code = main(["doctor", *words])
     sys.stdout.flush()
     sys.stderr.flush()

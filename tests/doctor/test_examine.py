@@ -37,7 +37,7 @@ def test_a_version_and_a_clock_that_differ_are_named() -> None:
 @pytest.mark.parametrize("hidden", [0, 2])
 def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_it(hidden: int) -> None:
     came = [rank for rank in range(3) if rank != hidden]
-    told = doctor(3, "--wait", "10", come=came)
+    told = doctor(3, "--wait", "60", come=came)
     assert told.codes == dict.fromkeys(came, 1), told.errors
     assert f"Rank {hidden} has not come: look at the machine where it should run" in " ".join(
         told.out.split()

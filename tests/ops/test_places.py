@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.ops.places import AFTER, INPUT, OUTPUT, place_of
+from penstock.ops.names import AFTER, INPUT, OUTPUT, place_of
 from penstock.step import Sharing, StepShape, build_graph
 from penstock.step.shape import FORM_TOKENS, ExpertForm
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.placing.ways import Ways
+from penstock.placing.evening import Ways
 from tests.placing.problems import costs_of
 
 NODES = (0, 0, 0, 1, 1, 2)

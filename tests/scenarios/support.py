@@ -14,13 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.forked import run_forked
-from tests.support.runs import Running, losses, metrics_of, pid_of_rank, run, wait_until, write_config
+from tests.support.runs import Running, losses, metrics_of, run, wait_until, write_config
 
 DONE: Final = 0
 """The run has ended, or was asked to stop and has saved a checkpoint; see docs/training.md for all codes."""
 
 FAILED: Final = 1
-BAD_USAGE: Final = 2
 INTERRUPTED: Final = 130
 
 SAMPLES: Final = 8
@@ -111,11 +110,3 @@ def last_line(text: str) -> str:
 def wait_for_steps(process: Running, folder: Path, steps: int) -> None:
     """Wait until a run has done so many steps."""
     wait_until(lambda: len(metrics_of(folder)) >= steps, process)
-
-
-def rank_of(process: Running, rank: int) -> int:
-    """Wait until a command has started a rank; return that one's process."""
-    wait_until(lambda: pid_of_rank(process.pid, rank) is not None, process)
-    found = pid_of_rank(process.pid, rank)
-    assert found is not None, f"rank {rank} has ended"
-    return found

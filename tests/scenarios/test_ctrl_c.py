@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios.support import (
-    BAD_USAGE,
     DONE,
     INTERRUPTED,
     PATIENT,
     check_losses,
     config_in,
     on_ranks,
-    rank_of,
     train,
     wait_for_steps,
 )
+from tests.support.launched import start_launcher
 from tests.support.patience import HANG_S
-from tests.support.runs import Running, metrics_of, run, start
+from tests.support.runs import Running, metrics_of, refused, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +42,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     errors, done = tmp_path / "errors", metrics_of(tmp_path / "run")
     for interrupt, resume in ((interrupt_the_command, "false"), (interrupt_all, "true")):
         settings = (*on_ranks(2), *ENDLESS, f"train.resume={resume}")
-        process = start("train", config_in(tmp_path), *settings, stderr=errors)
+        process = start_launcher("train", config_in(tmp_path), *settings, stderr=errors)
         wait_for_steps(process, tmp_path / "run", len(done) + 3)
         interrupt(process)
         assert process.wait(timeout=HANG_S) == DONE, errors.read_text()
@@ -56,12 +55,12 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     check_losses(resumed.losses, whole.losses, 0)
 
 
-def test_before_training_nothing_is_saved(tmp_path: Path) -> None:
+def test_before_training_nothing_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run still measures its cluster, and would for ten minutes."""
     config, errors = config_in(tmp_path), tmp_path / "errors"
     measuring = (*on_ranks(2), "plan.mode=auto", "plan.profile_s=600", PATIENT)
-    process = start("train", config, *measuring, stderr=errors)
-    rank_of(process, 1)
+    process = start_launcher("train", config, *measuring, stderr=errors)
+    wait_until(lambda: errors.exists() and "measuring the cluster" in errors.read_text(), process)
     interrupt_all(process)
     assert process.wait(timeout=HANG_S) == INTERRUPTED, errors.read_text()
-    assert run("train", config, *on_ranks(2), "train.resume=true").returncode == BAD_USAGE
+    refused(capsys, "train", config, *on_ranks(2), "train.resume=true")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.support import FAILED, PATIENT, config_in, last_line, on_ranks, rank_of, wait_for_steps
+from tests.scenarios.support import FAILED, PATIENT, config_in, last_line, on_ranks, wait_for_steps
+from tests.support.launched import pid_of_rank, start_launcher
 from tests.support.patience import HANG_S
-from tests.support.runs import start
 
 pytestmark = pytest.mark.slow
 
@@ -20,9 +20,9 @@ KILLED = 2
 def test_one_of_four_is_killed(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     settings = (*on_ranks(4), "train.steps=100000", PATIENT)
-    process = start("train", config_in(tmp_path), *settings, stderr=errors)
+    process = start_launcher("train", config_in(tmp_path), *settings, stderr=errors)
     wait_for_steps(process, tmp_path / "run", 3)
-    ranks = [rank_of(process, rank) for rank in range(4)]
+    ranks = [pid_of_rank(process.pid, rank) for rank in range(4)]
     os.kill(ranks[KILLED], signal.SIGKILL)
     assert process.wait(timeout=HANG_S) == FAILED, errors.read_text()
     assert f"rank {KILLED} " in last_line(errors.read_text())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from penstock.lab.emulate import Cluster, open_cluster
+from penstock.lab.emulate.system import enter
 from penstock.stops import die_with_parent
 from penstock.train import launcher
 from penstock.train.launcher import LaunchOutcome
@@ -31,6 +34,9 @@ from tests.support.searching import short_search
 
 POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen"
 """What torch's agent starts processes with."""
+
+CLUSTER = "TESTS_CLUSTER"
+"""The emulated cluster into which a rank goes; one that starts Python anew goes there by `ip netns exec`."""
 
 
 class ForkedRank:
@@ -73,6 +79,10 @@ def _be_rank(module: str, words: list[str], environ: dict[str, str]) -> None:
     code = 1
     try:
         os.setsid()
+        if cluster := environ.pop(CLUSTER, ""):
+            place = open_cluster(cluster)
+            environ |= place.environ(rank := int(environ["RANK"]))
+            enter(place.namespaces[rank])
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -98,7 +108,7 @@ def _run_module(module: str, words: Sequence[str], environ: dict[str, str]) -> N
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _alone(stderr: Path, stdout: Path | None = None) -> None:
+def alone(stderr: Path, stdout: Path | None = None) -> None:
     """As a shell starts a program: in a group of its own; errors go to a file, output to one or nowhere."""
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -133,7 +143,8 @@ class Started:
         return self._process.exitcode
 
 
-def _started(work: Callable[..., None], *arguments: Any) -> Started:
+def started(work: Callable[..., None], *arguments: Any) -> Started:
+    """Call `work` in a process that has torch; what remains of it ends with the test."""
     process = forking().Process(target=work, args=arguments, daemon=True)
     process.start()
     STARTED.append(found := Started(process))
@@ -145,46 +156,59 @@ def start_launcher(
     stderr: Path,
     stdout: Path | None = None,
     meddle: Callable[[], None] | None = None,
+    program: str = "penstock",
 ) -> Started:
     """Start `penstock` as `tests.support.runs.start` does; what remains of it ends with the test.
 
-    meddle: called in the launcher's process, before anything else.
+    meddle: called in the launcher's process, before anything else. program: a module in place of `penstock`.
     """
     words = list(map(str, arguments))
-    return _started(_be_command, words, clean_environ(), stderr, stdout, meddle)
+    return started(_be_command, program, words, clean_environ(), stderr, stdout, meddle)
 
 
 def _be_command(
+    program: str,
     words: list[str],
     environ: dict[str, str],
     stderr: Path,
     stdout: Path | None,
     meddle: Callable[[], None] | None,
 ) -> None:
-    _alone(stderr, stdout)
+    alone(stderr, stdout)
     if meddle is not None:
         meddle()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(POPEN, ForkedRank)
-        _run_module("penstock", words, environ)
+        patch.setattr(Cluster, "wrapper", lambda cluster: [f"{CLUSTER}={cluster.name}"])
+        _run_module(program, words, environ)
 
 
 def launch_forked(
     command: Sequence[str], processes: int, *, grace_s: float, environ: dict[str, str]
-) -> tuple[LaunchOutcome, str]:
-    """What `penstock.train.launcher.launch` returns, and what the ranks have said on their standard error."""
-    with tempfile.TemporaryDirectory() as folder:
-        stderr, found = Path(folder) / "stderr", Path(folder) / "outcome"
-        process = _started(_be_launcher, list(command), processes, grace_s, environ, stderr, found)
-        assert process.wait(timeout=HANG_S) == 0, stderr.read_text()
+) -> Callable[[], tuple[LaunchOutcome, str]]:
+    """Begin what `penstock.train.launcher.launch` does.
+
+    Returns: waits for the end; what it returns, and what the ranks have said on their standard error. Several
+    may be waited for one after the other, and not by threads: multiprocessing reads each exit code once.
+    """
+    folder = Path(tempfile.mkdtemp())
+    stderr, found = folder / "stderr", folder / "outcome"
+    process = started(_be_launcher, list(command), processes, grace_s, environ, stderr, found)
+
+    def ended() -> tuple[LaunchOutcome, str]:
+        code, said = process.wait(timeout=HANG_S), stderr.read_text()
+        assert code == 0, said
         outcome: LaunchOutcome = pickle.loads(found.read_bytes())
-        return outcome, stderr.read_text()
+        shutil.rmtree(folder)
+        return outcome, said
+
+    return ended
 
 
 def _be_launcher(
     command: list[str], processes: int, grace_s: float, environ: dict[str, str], stderr: Path, found: Path
 ) -> None:
-    _alone(stderr)
+    alone(stderr)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(POPEN, ForkedRank)
         os.environ.clear()

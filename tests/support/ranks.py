@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ PRELOADED = [
     "penstock.cli.train_rank",
     "tests.support.ranks",
     "tests.support.parity",
+    "tests.support.adapted",
+    "transformers.models.auto.modeling_auto",
 ]
 """What every rank has imported from the start: a server does it once, and ranks are forked off it.
 
@@ -162,9 +165,13 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     with short_search():
         while True:
             try:
+                loaded = len(sys.modules)
                 function, arguments = receive(pipe)
             except EOFError:
                 return
+            if len(sys.modules) > loaded:  # what a file of tests has loaded stays, too
+                gc.collect()
+                gc.freeze()
             try:
                 send(pipe, function(rank, *arguments))
             except Exception:

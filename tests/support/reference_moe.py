@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.moe.counter import SampleKeys, normal
-from penstock.moe.gates.noisy import FIRST_PLACE
+from penstock.moe.gates.linear import FIRST_PLACE
 
 if TYPE_CHECKING:
     from tests.support.reference import Settings

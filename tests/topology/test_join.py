@@ -374,22 +374,10 @@ def test_two_processes_of_torchrun(worker: Path) -> None:
 @pytest.mark.slow
 def test_two_tasks_of_slurm(worker: Path) -> None:
     shared = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, str(worker)],
-            env=os.environ | shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [task.communicate(timeout=HANG_S)[0] for task in tasks]
-    finally:
-        for task in tasks:
-            task.kill()
-    assert printed == ["slurm 0 0 3 1\n", "slurm 1 1 3 1\n"]
-    assert [task.returncode for task in tasks] == [0, 0]
+    tasks = [shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    done = run_forked(2, program=str(worker), environs=tasks)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["slurm 0 0 3 1", "slurm 1 1 3 1"]
 
 
 def test_a_group_does_not_read_what_one_before_has_left(clean: pytest.MonkeyPatch) -> None:

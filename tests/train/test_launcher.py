@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,9 +17,10 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.stops import SIGNALS
+from penstock.train import stopping
 from penstock.train.launcher import Failure, LaunchOutcome, launch
+from tests.support.launched import alone, started
 from tests.support.patience import HANG_S, wait_for
-from tests.support.runs import STARTED
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent-death signal")
 
@@ -29,19 +29,23 @@ pytestmark = pytest.mark.slow
 ENDLESS_S = 10 * HANG_S
 """A grace that no test lives to see the end of."""
 
-# A launcher in a process of its own; arguments: SAME_REQUEST_S, then the ranks' script and its arguments.
-# As leader of a session without a terminal it is controlled by the one on its stdin, if any.
-PARENT = f"""
-import os, sys
-from penstock.train import stopping
-from penstock.train.launcher import launch
-stopping.SAME_REQUEST_S = float(sys.argv[1])
-if os.isatty(0):
-    os.open(os.ttyname(0), os.O_RDWR)
-outcome = launch([sys.executable, *sys.argv[2:]], 2, grace_s={ENDLESS_S})
-print(outcome.exit_codes, outcome.interrupted_by and outcome.interrupted_by.name, outcome.first_failure)
-sys.exit(outcome.exit_code)
-"""
+
+def be_parent(
+    folder: Path, same_request_s: float, terminal: str | None, ignored: signal.Signals | None
+) -> None:
+    """Launch two ranks, in a process of its own that leads a session, and leave in a file how they ended."""
+    alone(folder / "errors")
+    if terminal is not None:
+        os.dup2(os.open(terminal, os.O_RDWR), 0)  # the first one controls a session
+    if ignored is not None:
+        signal.signal(ignored, signal.SIG_IGN)
+    vars(stopping)["SAME_REQUEST_S"] = same_request_s
+    child = str(folder / "child.py")
+    outcome = launch([sys.executable, child, str(folder)], 2, grace_s=ENDLESS_S)
+    by = outcome.interrupted_by and outcome.interrupted_by.name
+    (folder / "outcome").write_text(f"{outcome.exit_codes} {by} {outcome.first_failure}")
+    sys.exit(outcome.exit_code)
+
 
 # A rank that says it is ready by leaving its process id in a file, and then does nothing.
 SLEEPER = """
@@ -105,29 +109,27 @@ class Parent:
         self,
         folder: Path,
         child: str,
-        stdin: int = subprocess.DEVNULL,
+        terminal: str | None = None,
         ignored: signal.Signals | None = None,
         same_request_s: float = ENDLESS_S,
     ) -> None:
-        before = "" if ignored is None else f"import signal; signal.signal({int(ignored)}, signal.SIG_IGN)\n"
-        (folder / "parent.py").write_text(before + PARENT)
         (folder / "child.py").write_text(child)
-        own = f"{folder}/parent.py", str(same_request_s)
-        command = [sys.executable, *own, f"{folder}/child.py", str(folder)]
-        self.process = subprocess.Popen(
-            command, stdin=stdin, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        STARTED.append(self.process)
+        self._outcome = folder / "outcome"
+        self._process = started(be_parent, folder, same_request_s, terminal, ignored)
+        self.pid = self._process.pid
         self.caught = [folder / f"caught{rank}" for rank in range(2)]
         files = [folder / f"pid{rank}" for rank in range(2)]
         wait_for(lambda: all(file.exists() for file in files))
         self.pids = [int(file.read_text()) for file in files]
 
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
     def end(self) -> tuple[int, str]:
-        """Its exit code and what it printed, once its ranks are gone too."""
-        printed, _ = self.process.communicate(timeout=HANG_S)
+        """Its exit code and how the ranks have ended, once they are gone too."""
+        code = self._process.wait(timeout=HANG_S)
         wait_for(lambda: not any(map(alive, self.pids)))
-        return self.process.returncode, printed.strip()
+        return code, self._outcome.read_text() if self._outcome.exists() else ""
 
 
 @pytest.fixture
@@ -342,20 +344,6 @@ def test_the_exit_code_of_a_launch(outcome: LaunchOutcome, code: int) -> None:
 # ---- the store ---------------------------------------------------------------------------------------------
 
 
-def test_ranks_meet_at_the_parents_store(run: Run, tmp_path: Path) -> None:
-    outcome = run(
-        "import os, pathlib, sys, torch, torch.distributed as dist\n"
-        "os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')\n"
-        "dist.init_process_group('gloo', init_method='env://')\n"
-        "total = torch.tensor([dist.get_rank() + 1])\n"
-        "dist.all_reduce(total)\n"
-        "(pathlib.Path(sys.argv[1]) / f'total{dist.get_rank()}').write_text(str(int(total)))\n"
-        "dist.destroy_process_group()\n"
-    )
-    assert outcome.exit_codes == (0, 0)
-    assert [(tmp_path / f"total{rank}").read_text() for rank in range(2)] == ["3", "3"]
-
-
 @linux_only
 def test_the_store_is_reachable_from_this_machine_only(run: Run, tmp_path: Path) -> None:
     run(
@@ -377,7 +365,7 @@ def test_the_store_is_reachable_from_this_machine_only(run: Run, tmp_path: Path)
 @linux_only
 def test_sigterm_is_passed_on(tmp_path: Path) -> None:
     parent = Parent(tmp_path, PLAIN)
-    parent.process.send_signal(signal.SIGTERM)
+    parent.send(signal.SIGTERM)
     assert parent.end() == (143, "(-15, -15) SIGTERM None")
 
 
@@ -385,7 +373,7 @@ def test_sigterm_is_passed_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [each for each in SIGNALS if each != signal.SIGINT])
 def test_ranks_may_save_and_end_well(tmp_path: Path, number: signal.Signals) -> None:
     parent = Parent(tmp_path, SAVER)
-    parent.process.send_signal(number)
+    parent.send(number)
     assert parent.end() == (0, f"(0, 0) {number.name} None")
     assert [file.read_text() for file in parent.caught] == [number.name] * 2
 
@@ -393,16 +381,16 @@ def test_ranks_may_save_and_end_well(tmp_path: Path, number: signal.Signals) -> 
 @linux_only
 def test_what_nohup_ignores_ends_nothing(tmp_path: Path) -> None:
     parent = Parent(tmp_path, PLAIN, ignored=signal.SIGHUP)
-    for pid in (parent.process.pid, *parent.pids):
+    for pid in (parent.pid, *parent.pids):
         os.kill(pid, signal.SIGHUP)
-    parent.process.send_signal(signal.SIGTERM)
+    parent.send(signal.SIGTERM)
     assert parent.end() == (143, "(-15, -15) SIGTERM None")
 
 
 @linux_only
 def test_sigint_without_a_terminal_is_passed_on(tmp_path: Path) -> None:
     parent = Parent(tmp_path, SAVER)
-    parent.process.send_signal(signal.SIGINT)
+    parent.send(signal.SIGINT)
     assert parent.end() == (0, "(0, 0) SIGINT None")
     assert [file.read_text() for file in parent.caught] == ["SIGINT", "SIGINT"]
 
@@ -410,7 +398,7 @@ def test_sigint_without_a_terminal_is_passed_on(tmp_path: Path) -> None:
 @linux_only
 def test_ctrl_c_at_a_terminal_reaches_each_rank_once(tmp_path: Path, terminal: tuple[int, int]) -> None:
     keyboard, screen = terminal
-    parent = Parent(tmp_path, SAVER, stdin=screen)
+    parent = Parent(tmp_path, SAVER, terminal=os.ttyname(screen))
     os.write(keyboard, b"\x03")
     assert parent.end() == (0, "(0, 0) SIGINT None")
     assert [file.read_text() for file in parent.caught] == ["SIGINT", "SIGINT"]
@@ -420,9 +408,9 @@ def test_ctrl_c_at_a_terminal_reaches_each_rank_once(tmp_path: Path, terminal: t
 def test_a_second_interruption_ends_the_grace(tmp_path: Path) -> None:
     notes = "signal.signal(signal.SIGINT, lambda *_: (here / f'caught{rank}').touch())\nbe_ready()"
     parent = Parent(tmp_path, SLEEPER + notes, same_request_s=0.0)
-    parent.process.send_signal(signal.SIGINT)
+    parent.send(signal.SIGINT)
     wait_for(lambda: all(file.exists() for file in parent.caught), "the ranks' part of it")
-    parent.process.send_signal(signal.SIGINT)
+    parent.send(signal.SIGINT)
     assert parent.end() == (130, "(-15, -15) SIGINT None")
 
 
@@ -432,9 +420,9 @@ def test_a_request_that_arrives_twice_is_one(tmp_path: Path, number: signal.Sign
     """As from timeout(1), which signals its child and then the child's whole group: ranks may still save."""
     parent = Parent(tmp_path, SAVER)
     (tmp_path / "saving").touch()
-    parent.process.send_signal(number)
+    parent.send(number)
     wait_for(lambda: all(file.exists() for file in parent.caught), "the ranks' part of it")
-    parent.process.send_signal(number)
+    parent.send(number)
     (tmp_path / "saving").unlink()
     assert parent.end() == (0, f"(0, 0) {number.name} None")
     assert [file.read_text() for file in parent.caught] == [number.name, number.name]
@@ -443,5 +431,5 @@ def test_a_request_that_arrives_twice_is_one(tmp_path: Path, number: signal.Sign
 @linux_only
 def test_killing_the_parent_takes_the_ranks_with_it(tmp_path: Path) -> None:
     parent = Parent(tmp_path, SLEEPER + "from penstock.stops import STOPS; STOPS.hear(); be_ready()")
-    parent.process.kill()
+    parent.send(signal.SIGKILL)
     assert parent.end() == (-9, "")

@@ -186,38 +186,41 @@ def check_loads(ranks: Pools, run: Run, then: World) -> None:
         check_close(after[name], tensor, 1e-10, name)
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_every_layout_saves_the_same_tensors(saved: Saved, world: World) -> None:
-    """Names, shapes and types are those of one process, each tensor is there once, and so are the values."""
-    stored = contents(saved(world).folder)
-    alone = contents(saved(ALONE).folder)
-    assert stored.keys() == alone.keys()
-    for name, tensor in alone.items():
-        assert stored[name].shape == tensor.shape and stored[name].dtype == tensor.dtype
-        check_close(stored[name], tensor, 1e-10, name)
-
-
 LOADED_BY_TORCH = """
 import sys, torch
 from pathlib import Path
 from typing import Any
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-folder, target = sys.argv[1:]
-described = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
-state = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in described.items()}
-load(state, storage_reader=HuggingFaceStorageReader(folder), no_dist=True)
+for folder in sys.argv[1:]:
+    described = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    state = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in described.items()}
+    load(state, storage_reader=HuggingFaceStorageReader(folder), no_dist=True)
+    torch.save(state, Path(folder).with_name("loaded.pt"))
 assert not any("penstock" in name for name in sys.modules)
-torch.save(state, target)
 """
 
 
-def contents(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint but the ranks' own generators, as others load it, without Penstock."""
-    target = folder.parent / "loaded.pt"
-    subprocess.run([sys.executable, "-c", LOADED_BY_TORCH, str(folder), str(target)], check=True)
-    found: dict[str, Tensor] = torch.load(target)
-    return {name: tensor for name, tensor in found.items() if not name.startswith("generator")}
+@pytest.fixture(scope="module")
+def stored(saved: Saved) -> dict[World, dict[str, Tensor]]:
+    """All tensors of every layout's checkpoint but the ranks' own generators, as others load it, without
+    Penstock."""
+    folders = {world: saved(world).folder for world in WORLDS}
+    subprocess.run([sys.executable, "-c", LOADED_BY_TORCH, *map(str, folders.values())], check=True)
+    found: dict[World, dict[str, Tensor]] = {}
+    for world, folder in folders.items():
+        tensors: dict[str, Tensor] = torch.load(folder.with_name("loaded.pt"))
+        found[world] = {name: each for name, each in tensors.items() if not name.startswith("generator")}
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_every_layout_saves_the_same_tensors(stored: dict[World, dict[str, Tensor]], world: World) -> None:
+    """Names, shapes and types are those of one process, each tensor is there once, and so are the values."""
+    assert stored[world].keys() == stored[ALONE].keys()
+    for name, tensor in stored[ALONE].items():
+        assert stored[world][name].shape == tensor.shape and stored[world][name].dtype == tensor.dtype
+        check_close(stored[world][name], tensor, 1e-10, name)
 
 
 def test_what_is_shared_is_written_once(saved: Saved) -> None:

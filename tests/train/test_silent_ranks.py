@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,32 @@ def environ() -> dict[str, str]:
     return {**clean_environ(), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
 
-def run(folder: Path, place: str, rank: int, processes: int) -> tuple[LaunchOutcome, str]:
-    """How it ended, and what was said."""
-    return launch_forked(command(folder, place, rank), processes, grace_s=TIMEOUT_S + 10, environ=environ())
+Ended = tuple[LaunchOutcome, str]
+"""How a run ended, and what was said."""
+
+USUAL = [
+    ("stopped in a step", 0, 4),
+    ("stopped at the vote", 1, 2),
+    ("stopped in a save", 1, 2),
+    ("fails in a task", 2, 4),
+]
+"""Runs of `make test`: the place of the trouble, the rank that gets into it, and how many ranks there are."""
+
+
+Run = Callable[[str, int, int], Ended]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """How a run ends; the usual ones are made all at once, since waiting is most of what they do."""
+
+    def begin(place: str, rank: int, processes: int) -> Callable[[], Ended]:
+        words = command(tmp_path_factory.mktemp("run"), place, rank)
+        return launch_forked(words, processes, grace_s=TIMEOUT_S + 10, environ=environ())
+
+    begun = {asked: begin(*asked) for asked in USUAL}
+    usual = {asked: ended() for asked, ended in begun.items()}
+    return lambda *asked: usual[asked] if asked in usual else begin(*asked)()
 
 
 def reports(said: str) -> dict[int, str]:
@@ -52,10 +76,8 @@ def reports(said: str) -> dict[int, str]:
         pytest.param("stopped in a save", 0, 4, "saving the checkpoint of step 2", marks=pytest.mark.soak),
     ],
 )
-def test_a_stopped_rank_is_named(
-    tmp_path: Path, place: str, rank: int, processes: int, waited_for: str
-) -> None:
-    outcome, said = run(tmp_path, place, rank, processes)
+def test_a_stopped_rank_is_named(run: Run, place: str, rank: int, processes: int, waited_for: str) -> None:
+    outcome, said = run(place, rank, processes)
     found = [line for line in said.splitlines() if " failed" in line]
     assert len(found) == processes - 1
     for line in found:
@@ -69,16 +91,16 @@ def test_a_stopped_rank_is_named(
 
 
 @pytest.mark.soak
-def test_a_rank_that_runs_and_takes_no_part_is_named(tmp_path: Path) -> None:
-    outcome, said = run(tmp_path, "loading for ever", 1, 2)
+def test_a_rank_that_runs_and_takes_no_part_is_named(run: Run) -> None:
+    outcome, said = run("loading for ever", 1, 2)
     (line,) = reports(said).values()
     assert re.search(r"rank 1 answers, but was outside every exchange and task for \d\.\d s", line), line
     assert (outcome.describe() or "").startswith("rank 1 did not answer and was killed; rank 0 ")
     assert outcome.exit_code == 1
 
 
-def test_a_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
-    outcome, said = run(tmp_path, "fails in a task", 2, 4)
+def test_a_rank_that_failed_by_itself_is_named(run: Run) -> None:
+    outcome, said = run("fails in a task", 2, 4)
     found = reports(said)
     assert found.keys() == set(range(4))
     assert "ZeroDivisionError: a fault of this rank alone" in found[2]

@@ -1,9 +1,8 @@
 """`cost(task)` in seconds: the only package that knows durations. Pure Python: no torch."""
 
 from penstock.cost.attention import Attention
-from penstock.cost.cluster import AlphaBeta, ClusterConfig
+from penstock.cost.cluster import AlphaBeta, ClusterConfig, Issuing
 from penstock.cost.cluster_file import ClusterFile
-from penstock.cost.issuing import Issuing
 from penstock.cost.measured import MeasuredCost
 from penstock.cost.profiled import ProfiledCluster
 from penstock.cost.routed import RoutedCost, SlowRanks, routing_sizes

@@ -5,7 +5,7 @@ JSON that people can read and write. `links` and `tasks` may be empty: the rates
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -374,3 +374,27 @@ class ClusterFile:
         tasks = tuple(replace(task, alpha_s=task.alpha_s / compute) for task in self.tasks)
         rates = self.rates.faster(inter=inter, intra=intra, compute=compute)
         return replace(self, links=links, tasks=tasks, rates=rates)
+
+
+NO_MATTER = ("date",)
+
+
+def mismatch(file: ClusterFile, machine: Machine, ranks: int, nodes: int) -> str | None:
+    """Return why a measured file may not hold here, as one line for a warning; None if it fits.
+
+    machine, ranks, nodes: those used now. A file written by hand describes no measured machine, so it is
+    never compared.
+    """
+    if file.measured is None:
+        return None
+    pairs = [("ranks", file.ranks, ranks), ("nodes", file.nodes, nodes)]
+    pairs += [
+        (each.name, getattr(file.measured, each.name), getattr(machine, each.name))
+        for each in fields(Machine)
+        if each.name not in NO_MATTER
+    ]
+    differences = [f"{what} {then} (here {now})" for what, then, now in pairs if then != now]
+    if not differences:
+        return None
+    measured = f"cluster file {file.name!r} was measured with {', '.join(differences)}"
+    return f"{measured}: its times may not hold; measure again with `penstock profile`"

@@ -70,7 +70,12 @@ def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> Line
     if len(set(sizes)) > 2 and len(sizes) >= LEAST_POINTS:
         line = _most_agreed(sizes, times, sure, line)
         for _ in range(PASSES):
-            nearer = _near(line, sizes, times) | sure
+            # The points through which a line is fitted next.
+            distances = _distances(line, sizes, times)
+            least = float(np.sort(distances)[_kept(len(distances)) - 1])
+            scattered = distances <= max(CUT * NORMAL * float(np.median(distances)), least)
+            near: Flags = scattered | (_shares(line, sizes, times) <= NEAR)
+            nearer = near | sure
             line = _least_squares(sizes[nearer], times[nearer])
             if np.array_equal(nearer, used):
                 break
@@ -99,15 +104,6 @@ def _most_agreed(
         return float(distances[sure].sum() + np.sort(distances[~sure])[:others].sum())
 
     return min([usual, *lines], key=missed)
-
-
-def _near(line: tuple[float, float], sizes: Numbers, times: Numbers) -> Flags:
-    """Return the points through which a line is fitted next."""
-    distances = _distances(line, sizes, times)
-    least = float(np.sort(distances)[_kept(len(distances)) - 1])
-    scattered = distances <= max(CUT * NORMAL * float(np.median(distances)), least)
-    near: Flags = scattered | (_shares(line, sizes, times) <= NEAR)
-    return near
 
 
 def _kept(count: int) -> int:

@@ -47,7 +47,11 @@ class ModelFlops:
         peak_per_s = None if tflops is None else 1e12 * tflops
         if peak_per_s is None and file is not None:
             peak_per_s, source = file.peak_flops_per_s, "fastest product measured"
-        per_token = PASSES * _forward(work, moe_layers)
+        # By the sizes of `work`, of one token in a forward pass.
+        rows = work.slots_per_sample * work.num_experts / work.seq_len or work.top_k
+        sparse = work.attention_flops(1) + work.expert_flops(rows) + work.shared_flops(1)
+        dense = work.attention_flops(1) - work.router_flops(1) + work.dense_flops(1)
+        per_token = PASSES * (sum(sparse if is_moe else dense for is_moe in moe_layers) + work.head_flops(1))
         if peak_per_s is None:
             return ModelFlops(per_token=per_token, peak_per_s=None)
         words = f"{peak_per_s / 1e12:.3g} TFLOP/s per rank ({source})"
@@ -56,11 +60,3 @@ class ModelFlops:
     def utilisation(self, tokens_per_s: float) -> float | None:
         """Return the share of the peak that the model's own products use; None where no peak is known."""
         return None if self.peak_per_s is None else self.per_token * tokens_per_s / self.peak_per_s
-
-
-def _forward(work: Workload, moe_layers: Sequence[bool]) -> float:
-    """Return the operations of one token in a forward pass, by the sizes of `work`."""
-    rows = work.slots_per_sample * work.num_experts / work.seq_len or work.top_k
-    sparse = work.attention_flops(1) + work.expert_flops(rows) + work.shared_flops(1)
-    dense = work.attention_flops(1) - work.router_flops(1) + work.dense_flops(1)
-    return sum(sparse if is_moe else dense for is_moe in moe_layers) + work.head_flops(1)

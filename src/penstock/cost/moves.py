@@ -187,7 +187,9 @@ class RowMoves:
         """
         collective = self.even.work(task).collective
         if collective == "leg":
-            if self._knows_nodes(task):
+            flat = not self._legs.needs_table and not self._fused(task)
+            span = self.even.workload.span(Group.EXPERT)
+            if flat and span.nodes > 1 and span.most > 1:
                 return self._links.argument(self._ranks(task))
             share = self._share(task)
             argument: Rows = self._remote(task) * (1 / share if share else 0.0)
@@ -222,12 +224,6 @@ class RowMoves:
     def crossing(self, task: Task) -> float:
         """Return the rows that leave their node, or their rank where there is one node."""
         return self._links.crossing(self._ranks(task))
-
-    def _knows_nodes(self, task: Task) -> bool:
-        """Return whether some rows of a flat transfer stay inside nodes, and so take other links."""
-        flat = not self._legs.needs_table and not self._fused(task)
-        span = self.even.workload.span(Group.EXPERT)
-        return flat and span.nodes > 1 and span.most > 1
 
     def _ranks(self, task: Task) -> Rows:
         """Return rows from rank to rank of the world, [P, P]."""

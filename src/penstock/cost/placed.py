@@ -161,7 +161,10 @@ class SampleMover:
         held = [np.arange(groups * samples).reshape(groups, samples)]
         for layer in range(layers):
             now_DB = held[-1].copy()
-            replication, following = (_replication_of(replications, y, self.work) for y in (layer, layer + 1))
+            replication, following = (
+                replications[y] if y < len(replications) else Replication.none(self.work.placement, 0)
+                for y in (layer, layer + 1)
+            )
             for group in device_groups(self.work):
                 for places in self._chunks():
                     cells = np.ix_(np.array(group.devices), np.arange(places.start, places.stop))
@@ -232,10 +235,6 @@ def _by_position(counts_IE: Counts, places_I: Counts, replication: Replication) 
         expert, position = (each[own] for each in by_expert)
         np.add.at(found, (here[:, None], position), counts_IE[here][:, expert] * parts[own])
     return found // SPLIT
-
-
-def _replication_of(replications: tuple[Replication, ...], layer: int, work: Workload) -> Replication:
-    return replications[layer] if layer < len(replications) else Replication.none(work.placement, 0)
 
 
 # ---- experts -----------------------------------------------------------------------------------------------

@@ -55,7 +55,16 @@ class PlacedMoves(RowMoves):
         if task.op == Op.COMPARE_REPLICAS:
             told = self._told_bytes(task) / self.even.work(task).sent_bytes
             return np.full(self.even.workload.world_size, told)
-        return self._sample_load(task) if task.op == Op.SAMPLE_MOVE else self._replica_load(task)
+        if task.op == Op.SAMPLE_MOVE:
+            assumed_bytes, sample_bytes = self.even.work(task).sent_bytes, self._sample_bytes(task, 0)
+            load: Rows = self._links.argument(self._moved(task)) * sample_bytes / max(assumed_bytes, 1)
+            return load
+        mesh, sent = self.even.workload.mesh, np.zeros((self.even.workload.world_size,) * 2)
+        if self.placed.replications:
+            here = copies_of(self.placed.replications[self.column(task)])
+            for ranks in mesh.groups(Group.EXPERT):
+                sent[np.ix_(ranks, ranks)] = here if task.forward else here.T
+        return self._links.argument(sent) / self.even.shape.replica_slots  # the task's work fills every slot
 
     def solving_s(self, task: Task) -> float:
         """Return the seconds until the new homes of a microbatch are found, by all ranks alike."""
@@ -70,20 +79,6 @@ class PlacedMoves(RowMoves):
             return super().crossing(task)
         work, weight = self.even.workload, row_weight(self.even.workload, self.even.shape)
         return self._links.crossing(self._moved(task)) * work.seq_len * weight / work.tp_size
-
-    def _replica_load(self, task: Task) -> Rows:
-        mesh, sent = self.even.workload.mesh, np.zeros((self.even.workload.world_size,) * 2)
-        if self.placed.replications:
-            here = copies_of(self.placed.replications[self.column(task)])
-            for ranks in mesh.groups(Group.EXPERT):
-                sent[np.ix_(ranks, ranks)] = here if task.forward else here.T
-        return self._links.argument(sent) / self.even.shape.replica_slots  # the task's work fills every slot
-
-    def _sample_load(self, task: Task) -> Rows:
-        assumed_bytes = self.even.work(task).sent_bytes
-        sample_bytes = self._sample_bytes(task, 0)
-        load: Rows = self._links.argument(self._moved(task)) * sample_bytes / max(assumed_bytes, 1)
-        return load
 
     def _moved(self, task: Task) -> Rows:
         """Return samples from rank to rank, [P, P]; ranks that share them each move a part of the tokens."""

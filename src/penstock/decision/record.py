@@ -270,7 +270,19 @@ class Decision:
         check_bounds(self)
         check_name("schedule", self.schedule, READERS)
         check_name("dispatch", self.dispatch, DISPATCHES)
-        self._check_slices()
+        # Numbers of chunks with few common factors cut shared tensors too finely.
+        forward, backward = self.degrees
+        if _crumbles(forward, backward):
+            fitting = [b for b in range(1, MOST_PIECES + 1) if not _crumbles(forward, b)]
+            nearest = min(fitting, key=lambda b: (abs(b - backward), b))
+            raise ConfigError(
+                "backward_chunks",
+                backward,
+                f"with chunks = {forward} what is saved would be cut into {lcm(forward, backward)} slices "
+                f"(their least common multiple), and experts compute every slice for itself; at most "
+                f"{MOST_SLICES}",
+                f"Nearest valid: {nearest}. A multiple or a divisor of {forward} fits best.",
+            )
         for name, value in self.more:
             if name not in FIELDS or name in BUILT_IN:
                 own = [each for each in FIELDS if each not in BUILT_IN]
@@ -278,24 +290,6 @@ class Decision:
                 hint = "Set it beside more." if name in BUILT_IN else hint
                 raise ConfigError(f"more.{name}", value, "no such decision is registered", hint)
             check_value(FIELDS[name].type, value, f"more.{name}")
-
-    def _check_slices(self) -> None:
-        """Refuse two numbers of chunks with few common factors: they cut shared tensors too finely."""
-        forward, backward = self.degrees
-        if not _crumbles(forward, backward):
-            return
-        fitting = [b for b in range(1, MOST_PIECES + 1) if not _crumbles(forward, b)]
-        why = (
-            f"with chunks = {forward} what is saved would be cut into {lcm(forward, backward)} slices (their "
-            f"least common multiple), and experts compute every slice for itself; at most {MOST_SLICES}"
-        )
-        nearest = min(fitting, key=lambda b: (abs(b - backward), b))
-        raise ConfigError(
-            "backward_chunks",
-            backward,
-            why,
-            f"Nearest valid: {nearest}. A multiple or a divisor of {forward} fits best.",
-        )
 
 
 def _crumbles(forward: int, backward: int) -> bool:

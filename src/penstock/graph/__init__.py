@@ -1,9 +1,8 @@
 """Tasks and graphs of tasks, and the longest path through them."""
 
-from penstock.graph.errors import RefusalError, ScheduleError
 from penstock.graph.graph import Graph
 from penstock.graph.paths import Interval, longest_path
-from penstock.graph.task import Cut, Lane, Name, Phase, Task
+from penstock.graph.task import Cut, Lane, Name, Phase, RefusalError, ScheduleError, Task
 
 __all__ = [
     "Cut",

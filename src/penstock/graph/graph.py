@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.graph.errors import ScheduleError
 from penstock.graph.state import check_state
-from penstock.graph.task import Name, Task
+from penstock.graph.task import Name, ScheduleError, Task
 
 MOST_WITH_BITS = 1 << 14
 """The most tasks of a graph that keeps, for each, what leads to it: as many bits as tasks, 16 MiB in all."""
@@ -45,7 +44,13 @@ class Graph:
         try:
             return tuple(tuple([place[name] for name in task.sources()]) for task in self.tasks)
         except KeyError:
-            task, role, name = next(self._dangling(place))
+            task, role, name = next(
+                (task, role, name)
+                for task in self.tasks
+                for role, names in task.inputs.items()
+                for name in names
+                if name not in place
+            )
             raise ScheduleError(f"{task} reads {role} of {name}, which is not in the graph") from None
 
     @cached_property
@@ -128,8 +133,3 @@ class Graph:
     def _named(self, places: Sequence[Sequence[int]]) -> dict[Task, tuple[Task, ...]]:
         tasks = self.tasks
         return {task: tuple([tasks[i] for i in found]) for task, found in zip(tasks, places, strict=True)}
-
-    def _dangling(self, place: Mapping[Name, int]) -> Iterator[tuple[Task, str, Name]]:
-        for task in self.tasks:
-            for role, names in task.inputs.items():
-                yield from ((task, role, name) for name in names if name not in place)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from penstock.graph.errors import ScheduleError
-from penstock.graph.task import Lane, Task
+from penstock.graph.task import Lane, ScheduleError, Task
 
 T = TypeVar("T")
 
@@ -84,7 +83,15 @@ def issue_order(
                 remaining -= 1
                 yield task
         if progress == remaining:
-            raise ScheduleError(_deadlock(lanes, heads, needs, done))
+            break
+    stuck = []
+    for lane, order in lanes.items():
+        if heads[lane] < len(order):
+            task = order[heads[lane]]
+            missing = ", ".join(str(n) for n in needs(task) if n not in done)
+            stuck.append(f"{lane}: {task} waits for {missing}")
+    if stuck:
+        raise ScheduleError("the schedule deadlocks; " + "; ".join(stuck))
 
 
 def slot_order(
@@ -140,18 +147,3 @@ def path_ends(
             free_s[lane] = end_s
             moved = moved or heads[lane] > first
     return ends
-
-
-def _deadlock(
-    lanes: Mapping[Lane, Sequence[Task]],
-    heads: Mapping[Lane, int],
-    needs: Callable[[Task], Sequence[Task]],
-    done: set[Task],
-) -> str:
-    stuck = []
-    for lane, order in lanes.items():
-        if heads[lane] < len(order):
-            task = order[heads[lane]]
-            missing = ", ".join(str(n) for n in needs(task) if n not in done)
-            stuck.append(f"{lane}: {task} waits for {missing}")
-    return "the schedule deadlocks; " + "; ".join(stuck)

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Protocol
 
-from penstock.graph.errors import ScheduleError
-from penstock.graph.task import Task
+from penstock.graph.task import ScheduleError, Task
 
 LASTING = (
     "parameters",
@@ -137,16 +136,13 @@ class _Check:
                         "which comes first"
                     )
         if len({self._task(adder).lane for adder in adding}) > 1:
-            self._lanes()
-
-    def _lanes(self) -> None:
-        for i, j in combinations(self.touching.adding, 2):
-            first, second = self._task(i), self._task(j)
-            if first.lane is not second.lane and not self._before(i, j):
-                raise ScheduleError(
-                    f"{first} on lane {first.lane} and {second} on lane {second.lane} both add to "
-                    f"{self.state}, perhaps at the same time: give them an edge or one lane"
-                )
+            for i, j in combinations(self.touching.adding, 2):
+                first, second = self._task(i), self._task(j)
+                if first.lane is not second.lane and not self._before(i, j):
+                    raise ScheduleError(
+                        f"{first} on lane {first.lane} and {second} on lane {second.lane} both add to "
+                        f"{self.state}, perhaps at the same time: give them an edge or one lane"
+                    )
 
     def _task(self, place: int) -> Task:
         return self.graph.tasks[place]

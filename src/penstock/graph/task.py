@@ -18,7 +18,13 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any, NamedTuple
 
-from penstock.graph.errors import ScheduleError
+
+class ScheduleError(ValueError):
+    """A task name, a graph or a schedule that cannot be right. The message names the task."""
+
+
+class RefusalError(ScheduleError):
+    """A request of a decision that this step cannot fulfil. The message says why."""
 
 
 class Lane(StrEnum):

@@ -5,19 +5,16 @@ from penstock.moe.choices import Choice, ExpertChoice, SoftChoice, TokenChoice
 from penstock.moe.config import MoEConfig
 from penstock.moe.counter import SampleKeys
 from penstock.moe.experts.base import Experts, StackedExperts
-from penstock.moe.experts.feed_forward import GeluExperts, SwiGLUExperts
+from penstock.moe.experts.feed_forward import GeluExperts, SharedExpert, SwiGLUExperts
 from penstock.moe.experts.modules import ModuleExperts
 from penstock.moe.experts.product import Product, grouped_product
-from penstock.moe.experts.shared import SharedExpert
 from penstock.moe.gates.base import Gate, TokenGate
 from penstock.moe.gates.cosine import CosineGate
 from penstock.moe.gates.expert_bias import ExpertBias
 from penstock.moe.gates.expert_choice import ExpertChoiceGate
 from penstock.moe.gates.groups import ExpertGroups
-from penstock.moe.gates.noisy import NoisyGate
-from penstock.moe.gates.sigmoid import SigmoidGate
+from penstock.moe.gates.linear import NoisyGate, SigmoidGate, SoftmaxGate
 from penstock.moe.gates.soft import SoftGate
-from penstock.moe.gates.softmax import SoftmaxGate
 from penstock.moe.hooks.base import Hook, two_way
 from penstock.moe.hooks.compression import Bfloat16Rows, Int8Rows
 from penstock.moe.layer import MoELayer, update_expert_biases

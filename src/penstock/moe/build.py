@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from penstock.dispatch import DISPATCHES
-from penstock.moe.config import GateName, MoEConfig
+from penstock.moe.config import MoEConfig
 from penstock.moe.experts.base import ONE_SHARD, Experts, ExpertShard
-from penstock.moe.experts.feed_forward import GeluExperts, SwiGLUExperts
-from penstock.moe.experts.shared import SharedExpert
+from penstock.moe.experts.feed_forward import GeluExperts, SharedExpert, SwiGLUExperts
 from penstock.moe.gates.base import Gate
 from penstock.moe.gates.cosine import CosineGate
 from penstock.moe.gates.expert_bias import ExpertBias
 from penstock.moe.gates.expert_choice import ExpertChoiceGate
 from penstock.moe.gates.groups import ExpertGroups
-from penstock.moe.gates.noisy import NoisyGate
-from penstock.moe.gates.sigmoid import SigmoidGate
+from penstock.moe.gates.linear import NoisyGate, SigmoidGate, SoftmaxGate
 from penstock.moe.gates.soft import SoftGate
-from penstock.moe.gates.softmax import SoftmaxGate
 from penstock.moe.hooks.base import Hook
 from penstock.moe.hooks.compression import Bfloat16Rows, Int8Rows
 from penstock.moe.layer import MoELayer
@@ -31,9 +27,6 @@ from penstock.moe.orders.index import IndexOrder
 from penstock.moe.orders.merged import MergedOrder
 from penstock.moe.orders.sort import SortOrder
 from penstock.placement import ExpertPlacement
-
-Build = Callable[[int, MoEConfig, int], Gate]
-"""Builds a gate from the hidden size, the configuration and the number of the layer."""
 
 
 def build_layer(
@@ -55,7 +48,7 @@ def build_layer(
     """
     placement = placement or ExpertPlacement.even(config.num_experts, ep_size)
     return MoELayer(
-        gate=GATES[config.gate](hidden_size, config, layer),
+        gate=build_gate(hidden_size, config, layer),
         order=build_order(config, ep_size, ep_rank=ep_rank, node_size=node_size),
         expert=build_experts(hidden_size, config, placement.slots, shard),
         dispatch=DISPATCHES[dispatch_of(config)],
@@ -119,63 +112,34 @@ def build_hooks(hidden_size: int, config: MoEConfig) -> tuple[Hook, ...]:
     return (Bfloat16Rows() if config.comm_dtype == "bfloat16" else Int8Rows(hidden_size),)
 
 
-def _softmax(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
-    del layer
-    return SoftmaxGate(hidden_size, config.num_experts, config.top_k, **_options(config))
-
-
-def _noisy(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
-    return NoisyGate(hidden_size, config.num_experts, config.top_k, place=layer, **_options(config))
-
-
-def _sigmoid(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
-    del layer
-    return SigmoidGate(hidden_size, config.num_experts, config.top_k, **_options(config))
-
-
-def _cosine(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
-    del layer
-    width = min(config.gate_proj_size, hidden_size)
-    return CosineGate(hidden_size, config.num_experts, config.top_k, proj_size=width, **_options(config))
-
-
-def _expert_choice(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
-    del layer
-    assert config.capacity_factor is not None, "refused by the configuration"
-    return ExpertChoiceGate(
-        hidden_size,
-        config.num_experts,
-        top_k=config.top_k,
-        capacity_factor=config.capacity_factor,
-        min_capacity=config.min_capacity,
-        scale=config.routed_scaling_factor,
-    )
-
-
-def _soft(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
-    del layer
-    return SoftGate(hidden_size, config.num_experts, slots_per_expert=config.slots_per_expert)
-
-
-def _options(config: MoEConfig) -> dict[str, Any]:
-    """Return the options that all gates share by which tokens choose."""
-    groups = None
+def build_gate(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
+    """Build the gate that `config.gate` names. layer: its number, for noise."""
+    experts, top_k, scale = config.num_experts, config.top_k, config.routed_scaling_factor
+    match config.gate:
+        case "expert_choice":
+            assert config.capacity_factor is not None, "refused by the configuration"
+            factor, least = config.capacity_factor, config.min_capacity
+            return ExpertChoiceGate(
+                hidden_size, experts, top_k=top_k, capacity_factor=factor, min_capacity=least, scale=scale
+            )
+        case "soft":
+            return SoftGate(hidden_size, experts, slots_per_expert=config.slots_per_expert)
+    groups, rate = None, config.expert_bias_rate
     if config.expert_groups is not None:
         groups = ExpertGroups(groups=config.expert_groups[0], limit_to=config.expert_groups[1])
-    rate = config.expert_bias_rate
-    return {
+    options: dict[str, Any] = {
         "renormalise": config.renormalise,
-        "scale": config.routed_scaling_factor,
+        "scale": scale,
         "groups": groups,
-        "bias": ExpertBias(config.num_experts, rate) if rate > 0 else None,
+        "bias": ExpertBias(experts, rate) if rate > 0 else None,
     }
-
-
-GATES: dict[GateName, Build] = {
-    "softmax": _softmax,
-    "noisy": _noisy,
-    "sigmoid": _sigmoid,
-    "cosine": _cosine,
-    "expert_choice": _expert_choice,
-    "soft": _soft,
-}
+    match config.gate:
+        case "softmax":
+            return SoftmaxGate(hidden_size, experts, top_k, **options)
+        case "noisy":
+            return NoisyGate(hidden_size, experts, top_k, place=layer, **options)
+        case "sigmoid":
+            return SigmoidGate(hidden_size, experts, top_k, **options)
+        case "cosine":
+            width = min(config.gate_proj_size, hidden_size)
+            return CosineGate(hidden_size, experts, top_k, proj_size=width, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.moe.combinations import REFUSED
+from penstock.moe.config import REFUSED
 from penstock.placement import ExpertPlacement, PlacementError
 from penstock.routing.legs import Dispatch, Place
 from penstock.routing.routes import RouteMaker
@@ -39,7 +39,13 @@ def check_parts(
             f"{type(encoding).__name__} with one copy per rank or node: numbers that travel with the rows "
             "would be rounded; use only one of the two"
         )
-    _check_order(order, gate, ep_size)
+    for name, number in (("num_experts", gate.num_experts), ("ranks", ep_size)):
+        built_for = getattr(order, name, number)
+        if built_for != number:
+            raise ValueError(
+                f"{type(order).__name__} was built for {name} = {built_for}, but the layer has {name} = "
+                f"{number}: num_experts of {type(gate).__name__}, ranks that share the experts"
+            )
 
 
 def check_dispatch(order: Order, dispatch: Dispatch, node_size: int | None = None) -> None:
@@ -90,15 +96,4 @@ def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, 
         if found != wanted:
             raise PlacementError(
                 f"the placement has {found} {name}, and the layer has {wanted}: make one for this layer"
-            )
-
-
-def _check_order(order: Order, gate: Gate, ep_size: int) -> None:
-    """Raise ValueError if an order was built for other experts or ranks."""
-    for name, number in (("num_experts", gate.num_experts), ("ranks", ep_size)):
-        held = getattr(order, name, number)
-        if held != number:
-            raise ValueError(
-                f"{type(order).__name__} was built for {name} = {held}, but the layer has {name} = {number}: "
-                f"num_experts of {type(gate).__name__}, ranks that share the experts"
             )

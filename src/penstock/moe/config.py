@@ -7,7 +7,35 @@ from typing import Annotated, Literal
 
 from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.dispatch import DISPATCHES
-from penstock.moe.combinations import ChoiceKind, OrderName, default_order, refusal
+
+ChoiceKind = Literal["token", "expert", "soft"]
+OrderName = Literal["sort", "index", "einsum"]
+
+REFUSED: dict[tuple[ChoiceKind, OrderName], str] = {
+    (
+        "expert",
+        "sort",
+    ): "where experts choose, every slot is filled and none is left to sort; use index or einsum",
+    (
+        "soft",
+        "sort",
+    ): "a slot of SoftMoE mixes all tokens of a sample, so no token has a row of its own; use einsum",
+    ("soft", "index"): "a slot of SoftMoE mixes all tokens of a sample, so it has no index; use einsum",
+}
+
+
+def refusal(kind: ChoiceKind, order: OrderName, *, dropless: bool) -> str | None:
+    """Return why an order cannot serve a gate of a kind; None if it can. dropless: no capacity was given."""
+    if (kind, order) in REFUSED:
+        return REFUSED[kind, order]
+    if kind == "soft":
+        return None
+    if order == "sort" and not dropless:
+        return "the sort order gives every choice a row, so a capacity_factor would have no effect; use index"
+    if order != "sort" and dropless:
+        return f"the {order} order has a fixed number of slots per expert; set a capacity_factor"
+    return None
+
 
 ExpertKind = Literal["gelu", "swiglu"]
 BalanceGroup = Literal["microbatch", "sequence", "global"]
@@ -115,9 +143,31 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         check_name("dispatch", self.dispatch, ("auto", *DISPATCHES))
-        self._check_top_k()
-        self._check_capacity()
-        self._check_bounds()
+        if self.top_k > self.num_experts:
+            why = f"a token can choose between 1 and num_experts ({self.num_experts}) experts"
+            raise ConfigError("top_k", self.top_k, why, f"Nearest valid: {self.num_experts}.")
+        if self.kind == "expert" and self.capacity_factor is None:
+            why = "this gate fills a fixed number of slots per expert, and capacity_factor says how many"
+            raise ConfigError("gate", self.gate, why, "Set capacity_factor; 1.0 is usual.")
+        if self.kind == "soft" and self.routed_scaling_factor != 1.0:
+            why = "with gate = soft weights of slots sum to one, and nothing scales them"
+            raise ConfigError("routed_scaling_factor", self.routed_scaling_factor, why, "Use 1.0.")
+        if self.kind == "soft" and self.capacity_factor is not None:
+            why = "with gate = soft nothing is dropped, and slots_per_expert says how many slots there are"
+            raise ConfigError("capacity_factor", self.capacity_factor, why, "Use none.")
+        # Bounds are for rows whose numbers are not fixed anyway, and each of which serves one expert.
+        for key, is_set in (
+            ("capacity_factor", self.capacity_factor is not None),
+            ("gate", self.kind != "token"),
+            ("one_copy_per_rank", self.one_copy_per_rank),
+            ("dispatch", self.joins_rows),
+        ):
+            if self.bound_factor is not None and is_set:
+                why = (
+                    f"bounds the rows of each expert in dropless routing, which {key} = {getattr(self, key)} "
+                )
+                why += "is not" if key in ("capacity_factor", "gate") else "sends to several experts at once"
+                raise ConfigError("bound_factor", self.bound_factor, why, f"Use none, or another {key}.")
         self._check_gate()
         self._check_parts()
 
@@ -139,10 +189,12 @@ class MoEConfig:
 
     @property
     def order_name(self) -> OrderName:
-        """Name of the order, with `auto` resolved."""
-        if self.order == "auto":
-            return default_order(self.kind, dropless=self.capacity_factor is None)
-        return self.order
+        """Name of the order, with `auto` resolved: the fastest that a gate of this kind can have."""
+        if self.order != "auto":
+            return self.order
+        if self.kind == "soft":
+            return "einsum"
+        return "sort" if self.capacity_factor is None and self.kind == "token" else "index"
 
     @property
     def expert_groups(self) -> tuple[int, int] | None:
@@ -187,39 +239,6 @@ class MoEConfig:
             return int8_row_bytes(hidden_size)
         return hidden_size * (2 if self.comm_dtype == "bfloat16" else element_bytes)
 
-    def _check_top_k(self) -> None:
-        if self.top_k > self.num_experts:
-            why = f"a token can choose between 1 and num_experts ({self.num_experts}) experts"
-            raise ConfigError("top_k", self.top_k, why, f"Nearest valid: {self.num_experts}.")
-
-    def _check_capacity(self) -> None:
-        if self.kind == "expert" and self.capacity_factor is None:
-            why = "this gate fills a fixed number of slots per expert, and capacity_factor says how many"
-            raise ConfigError("gate", self.gate, why, "Set capacity_factor; 1.0 is usual.")
-        if self.kind == "soft" and self.routed_scaling_factor != 1.0:
-            why = "with gate = soft weights of slots sum to one, and nothing scales them"
-            raise ConfigError("routed_scaling_factor", self.routed_scaling_factor, why, "Use 1.0.")
-        if self.kind == "soft" and self.capacity_factor is not None:
-            why = "with gate = soft nothing is dropped, and slots_per_expert says how many slots there are"
-            raise ConfigError("capacity_factor", self.capacity_factor, why, "Use none.")
-
-    def _check_bounds(self) -> None:
-        """Raise ConfigError where rows have fixed sizes anyway, or one row serves several experts."""
-        if self.bound_factor is None:
-            return
-        for key, is_set in (
-            ("capacity_factor", self.capacity_factor is not None),
-            ("gate", self.kind != "token"),
-            ("one_copy_per_rank", self.one_copy_per_rank),
-            ("dispatch", self.joins_rows),
-        ):
-            if is_set:
-                why = (
-                    f"bounds the rows of each expert in dropless routing, which {key} = {getattr(self, key)} "
-                )
-                why += "is not" if key in ("capacity_factor", "gate") else "sends to several experts at once"
-                raise ConfigError("bound_factor", self.bound_factor, why, f"Use none, or another {key}.")
-
     def _check_gate(self) -> None:
         if self.norm_topk_prob and self.top_k == 1:
             why = "with top_k = 1 every weight would be 1 and the router would learn nothing from the loss"
@@ -229,31 +248,32 @@ class MoEConfig:
             why = "num_groups and group_top_k belong together"
             raise ConfigError(missing, None, why, "Set both, or neither.")
         if self.num_groups is not None and self.group_top_k is not None:
-            self._check_groups(self.num_groups, self.group_top_k)
+            groups, top = self.num_groups, self.group_top_k
+            if self.num_experts % groups:
+                valid = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+                nearest = min(valid, key=lambda n: abs(n - groups))
+                why = f"must divide num_experts ({self.num_experts})"
+                raise ConfigError("num_groups", groups, why, f"Nearest valid: {nearest}.")
+            least = -(-self.top_k * groups // self.num_experts)
+            if not least <= top <= groups:
+                nearest = min(max(top, least), groups)
+                why = f"top_k = {self.top_k} experts need {least} groups at least, and there are {groups}"
+                raise ConfigError("group_top_k", top, why, f"Nearest valid: {nearest}.")
         if self.kind != "token":
             for key, unset in TOKENS_ONLY:
                 if getattr(self, key) != unset:
                     why = f"is about how tokens choose, and with gate = {self.gate} they do not"
                     raise ConfigError(key, getattr(self, key), why, "Leave it out, or use another gate.")
 
-    def _check_groups(self, groups: int, top: int) -> None:
-        if self.num_experts % groups:
-            valid = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
-            nearest = min(valid, key=lambda n: abs(n - groups))
-            why = f"must divide num_experts ({self.num_experts})"
-            raise ConfigError("num_groups", groups, why, f"Nearest valid: {nearest}.")
-        least = -(-self.top_k * groups // self.num_experts)
-        if not least <= top <= groups:
-            nearest = min(max(top, least), groups)
-            why = f"top_k = {self.top_k} experts need {least} groups at least, and there are {groups}"
-            raise ConfigError("group_top_k", top, why, f"Nearest valid: {nearest}.")
-
     def _check_parts(self) -> None:
         why = refusal(self.kind, self.order_name, dropless=self.capacity_factor is None)
         if why is not None:
             raise ConfigError("order", self.order, f"with gate = {self.gate}: {why}", "Or use order = auto.")
-        if self.joins_rows:
-            self._check_joined()
+        # A row cannot always serve all of its token's experts in a node.
+        for key, which, other, refused in self._unjoinable if self.joins_rows else ():
+            if refused:
+                why = f"sends one row for several experts, and {key} = {getattr(self, key)} is set, {which}"
+                raise ConfigError("dispatch", self.dispatch, why, f"Use flat, or {other}.")
         if self.one_copy_per_rank and self.order_name != "sort":
             why = "slots belong to experts, so a row cannot serve two of them"
             raise ConfigError(
@@ -262,13 +282,6 @@ class MoEConfig:
         if self.one_copy_per_rank and self.comm_dtype is not None:
             why = "numbers that travel with a shared row would be rounded with it"
             raise ConfigError("comm_dtype", self.comm_dtype, why, "Use none, or one_copy_per_rank = false.")
-
-    def _check_joined(self) -> None:
-        """Raise ConfigError where a row cannot serve all of its token's experts in a node."""
-        for key, which, other, refused in self._unjoinable:
-            if refused:
-                why = f"sends one row for several experts, and {key} = {getattr(self, key)} is set, {which}"
-                raise ConfigError("dispatch", self.dispatch, why, f"Use flat, or {other}.")
 
     @property
     def _unjoinable(self) -> tuple[tuple[str, str, str, bool], ...]:

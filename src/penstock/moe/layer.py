@@ -101,7 +101,12 @@ class MoELayer(nn.Module):
         count_updates()
         if exchange is not None:
             _require_whole(expert)
-            _require_counted(order)
+            if isinstance(order, BoundedOrder):
+                raise ValueError(
+                    "moe.bound_factor bounds the rows of experts by those of earlier steps. A layer with an "
+                    "exchange of its own has no steps that could be run again: use moe.bound_factor=none "
+                    "(SortOrder), or run the layer in a stack"
+                )
         ep_size, ep_rank = _place_of(exchange, ep_size, ep_rank)
         if placement is not None:
             check_placement(placement, gate.num_experts, ep_size, expert.num_local_experts)
@@ -253,7 +258,10 @@ class MoELayer(nn.Module):
         shared_TM = None if self.shared is None else self.shared(routed.x_TM)
         rows_RM = self.exchange.run(self.experts, partial(self.expert_rows, route=route), rows_RM)
         rows_RM = self.exchange.to_home(rows_RM, route)
-        losses = self._judge(routed.sums, *known)
+        chosen_E, total = known
+        total = total.clamp(min=1) / self.exchange.data_parallel_size
+        slope_BE = self.balance.slope(routed.sums.chosen_BE, chosen_E.unsqueeze(0), 0, total)
+        losses = LayerLosses((slope_BE * routed.sums.probability_BE).sum(), routed.sums.z / total)
         out_TM = self.unorder(rows_RM, routed.weights, routed.plan, shared_TM)
         return self._keep(losses, out_TM.view_as(x))
 
@@ -286,7 +294,7 @@ class MoELayer(nn.Module):
         A checkpoint's recomputation must not be kept alive by its losses: they would hold all activations
         before them to the end of backward. So its output holds the losses, and the layer only their values.
         """
-        if not _in_backward():
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes: autograd runs this call
             self._losses, self._recomputed = losses, None
             return out
         self._losses, self._recomputed = losses.detach(), weakref.ref(losses)
@@ -318,12 +326,6 @@ class MoELayer(nn.Module):
         gate = {f"gate.{name}": parameter for name, parameter in self.gate.named_parameters()}
         known, rows_RM = self.exchange.sum_of_alike(mine, self.experts, gate, rows_RM)
         return (known[:-1], known[-1]), rows_RM
-
-    def _judge(self, sums: GateSums, chosen_E: Tensor, total: Tensor) -> LayerLosses:
-        assert self.exchange is not None
-        total = total.clamp(min=1) / self.exchange.data_parallel_size
-        slope_BE = self.balance.slope(sums.chosen_BE, chosen_E.unsqueeze(0), 0, total)
-        return LayerLosses((slope_BE * sums.probability_BE).sum(), sums.z / total)
 
 
 @_disable_dynamo
@@ -369,15 +371,6 @@ def _require_place(exchange: Exchange, ep_size: int, ep_rank: int) -> None:
             )
 
 
-def _require_counted(order: Order) -> None:
-    if isinstance(order, BoundedOrder):
-        raise ValueError(
-            "moe.bound_factor bounds the rows of experts by those of earlier steps. A layer with an exchange "
-            "of its own has no steps that could be run again: use moe.bound_factor=none "
-            "(SortOrder), or run the layer in a stack"
-        )
-
-
 def _require_whole(experts: Experts) -> None:
     """Raise ValueError for a shard of experts: only the tasks of a stack add up its partial sums."""
     if experts.shard.size > 1:
@@ -397,11 +390,6 @@ def _in_words(
     words += [type(order).__name__, type(expert).__name__, f"dispatch {dispatch.name}"]
     words += [type(hook).__name__ for hook in hooks]
     return ", ".join([*words, f"balance {balance}"])
-
-
-def _in_backward() -> bool:
-    """Return whether autograd runs this call, which means that a checkpoint recomputes."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _tokens_of(x: Tensor, valid: Tensor | None) -> Tokens:

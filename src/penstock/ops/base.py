@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.graph.errors import ScheduleError
+from penstock.graph.task import ScheduleError
 from penstock.ops.work import WorkOf
 
 

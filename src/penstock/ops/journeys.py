@@ -23,7 +23,8 @@ def journeys(tasks: Iterable[Task]) -> Iterator[tuple[Task, ...]]:
     after: dict[Name, list[Task]] = {name: [] for name in by_name}
     before: dict[Name, list[Task]] = {}
     for name, task in by_name.items():
-        before[name] = [by_name[source] for source in _sources(task) if source in by_name]
+        read = (source for role in ROWS for source in task.inputs.get(role, ()))
+        before[name] = [by_name[source] for source in read if source in by_name]
         for source in before[name]:
             after[source.name].append(task)
     for task in by_name.values():
@@ -34,20 +35,12 @@ def journeys(tasks: Iterable[Task]) -> Iterator[tuple[Task, ...]]:
                 yield (*way, task, *home[number % len(home)])
 
 
-def _sources(task: Task) -> Iterator[Name]:
-    """Return the tasks from which `task` reads rows."""
-    return (name for role in ROWS for name in task.inputs.get(role, ()))
-
-
 def _ways(task: Task, beyond: Mapping[Name, Sequence[Task]]) -> Iterator[tuple[Task, ...]]:
     """Yield every way from a task through the transfers next to it; an empty way where there is none."""
-    legs = [leg for leg in beyond[task.name] if _is_leg(leg)]
+    near = beyond[task.name]
+    legs = [leg for leg in near if spec_of(leg.op).kind is Kind.COLLECTIVE or leg.op == Op.ROW_ORDER]
     if not legs:
         yield ()
     for leg in legs:
         for way in _ways(leg, beyond):
             yield (leg, *way)
-
-
-def _is_leg(task: Task) -> bool:
-    return spec_of(task.op).kind is Kind.COLLECTIVE or task.op == Op.ROW_ORDER

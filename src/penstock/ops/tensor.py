@@ -45,16 +45,11 @@ EMBED = Ways("", "", Op.EMBED_SCATTER, Op.EMBED_REDUCE)
 HEAD = Ways(Op.HEAD_GATHER, Op.HEAD_COPY, "", "")
 
 
-def all_tokens(task: Task, sizes: Sizes) -> int:
-    """Return the tokens of the task's microbatch, of all ranks that share them."""
-    return sizes.tokens(task) * task.cut.token_shards
-
-
 def _collective(forward: Collective, backward: Collective) -> WorkOf:
     """Return the work of the task's collective over all tokens, by phase; "" = nothing is sent."""
 
     def work(task: Task, sizes: Sizes) -> Work:
-        size = sizes.hidden_bytes(all_tokens(task, sizes))
+        size = sizes.hidden_bytes(sizes.tokens(task) * task.cut.token_shards)
         collective = forward if task.forward else backward
         if not collective:
             return Work(copied_bytes=size / sizes.tp_size)

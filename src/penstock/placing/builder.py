@@ -88,7 +88,10 @@ class ReplicationBuilder:
         for _ in range(PASSES):
             before = list(self.computed)
             for expert in shared:
-                self.put(expert, self._levelled(expert))
+                # Homes compute alike: those with the least other work fill up first.
+                pairs = zip(self.homes[expert], self.rows[expert], strict=True)
+                others = [self.computed[home] - rows for home, rows in pairs]
+                self.put(expert, filled(others, int(self.problem.expert_rows[expert])))
             if self.computed == before:
                 return
 
@@ -163,7 +166,7 @@ class ReplicationBuilder:
         splits = [list(of_rank) for of_rank in plain.splits]
         shared = self.shared
         for expert, flows_PP in zip(shared, self.flows(shared), strict=True):
-            positions = [_position(plain, home, expert) for home in self.homes[expert]]
+            positions = [plain.by_position.index(expert, home * plain.slots) for home in self.homes[expert]]
             for rank, flows in enumerate(flows_PP[:, self.homes[expert]].tolist()):
                 if rank in self.homes[expert] and not sum(flows):
                     continue  # any later row is computed where it starts
@@ -188,13 +191,6 @@ class ReplicationBuilder:
             ] += count
         return [rows[home] for home in homes]
 
-    def _levelled(self, expert: int) -> list[int]:
-        """Return rows by home so that homes compute alike: those with the least other work fill up first."""
-        pairs = zip(self.homes[expert], self.rows[expert], strict=True)
-        return filled(
-            [self.computed[home] - rows for home, rows in pairs], int(self.problem.expert_rows[expert])
-        )
-
 
 def apportioned(rows: Sequence[int]) -> list[int]:
     """Return SPLIT parts in proportion to `rows`: whole parts, the largest remainders rounded up; all to the
@@ -207,8 +203,3 @@ def apportioned(rows: Sequence[int]) -> list[int]:
     for place in by_remainder[: SPLIT - sum(parts)]:
         parts[place] += 1
     return parts
-
-
-def _position(replication: Replication, rank: int, expert: int) -> int:
-    """Return the position at which a rank holds an expert."""
-    return replication.by_position.index(expert, rank * replication.slots)

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from penstock.placement import SPLIT, Replication
 from penstock.placing.builder import ReplicationBuilder
 from penstock.placing.integers import Floats, Ints
 from penstock.placing.model import LayerSeconds, copies_to, exposed_s, layer_seconds
-from penstock.placing.problem import ExpertProblem
-from penstock.placing.ways import Ways
+from penstock.placing.problem import ExpertProblem, Links
+
+
+class Ways:
+    """The load of links by copies of experts on their way to homes: one more is priced without a recount.
+
+    copies: by owner and home, [P, P].
+    """
+
+    def __init__(self, links: Links, copies: Ints) -> None:
+        self._links, self._busiest_s = links, links.seconds(copies)
+        self._carried: Counter[tuple[str, bool, int]] = Counter()
+        for owner, home in zip(*map(list, copies.nonzero()), strict=True):
+            for end in self._ends(int(owner), int(home)):
+                self._carried[end] += int(copies[owner, home])
+
+    def with_one_more(self, owner: int, home: int) -> float:
+        """Return the seconds of the busiest link, per byte of an expert, if one more copy were in transit."""
+        links, ends = self._links, self._ends(owner, home)
+        _, across, _ = ends[0]
+        copy_s = links.across_s_per_byte if across else links.inside_s_per_byte
+        return max(self._busiest_s, *(copy_s * (self._carried[end] + 1) for end in ends))
+
+    def add(self, owner: int, home: int) -> None:
+        """Add one more copy in transit."""
+        self._busiest_s = self.with_one_more(owner, home)
+        self._carried.update(self._ends(owner, home))
+
+    def _ends(self, owner: int, home: int) -> tuple[tuple[str, bool, int], tuple[str, bool, int]]:
+        """Return, by end of a way, whether it leaves the node, and whose link it uses: rank or node."""
+        nodes = self._links.nodes
+        across = nodes[owner] != nodes[home]
+        if across and not self._links.card_per_rank:
+            owner, home = nodes[owner], nodes[home]
+        return ("out", across, owner), ("in", across, home)
+
 
 NEGLIGIBLE = 0.005
 """Share of the mean rows of a rank that is not worth a replica."""
@@ -51,12 +87,9 @@ def _surplus(builder: ReplicationBuilder) -> tuple[int, int] | None:
     for rank in ranks:
         free = [expert for expert in held if rank not in builder.homes[expert]]
         if builder.computed[rank] < mean and builder.has_room(rank) and free:
-            return max(free, key=lambda expert: (_rows_at(builder, expert, heaviest), -expert)), rank
+            there = {expert: builder.homes[expert].index(heaviest) for expert in free}
+            return max(free, key=lambda expert: (builder.rows[expert][there[expert]], -expert)), rank
     return None
-
-
-def _rows_at(builder: ReplicationBuilder, expert: int, rank: int) -> int:
-    return builder.rows[expert][builder.homes[expert].index(rank)]
 
 
 def planned(problem: ExpertProblem) -> Replication:
@@ -103,27 +136,19 @@ def _reserved(best: ReplicationBuilder, time: LayerSeconds) -> ReplicationBuilde
     ways, experts_s = Ways(costs.links, copies_to(builder.replicas, placement)), time.experts_s / 3
     for _ in range(problem.replica_slots):
         for rank in sorted(filter(builder.has_room, range(problem.ranks)), key=builder.computed.__getitem__):
-            expert = _most_urgent(builder, rank)
-            if expert is None:
+            # The expert whose homes one more home would relieve most, if it got a mean expert's rows more.
+            rows_E, held = problem.expert_rows, [*placement.held(rank), *builder.replicas[rank]]
+            homes_E = np.array([len(homes) for homes in builder.homes])
+            urgency_E = (rows_E + rows_E.mean()) / homes_E**2
+            urgency_E[held] = -np.inf
+            if len(held) == len(homes_E):
                 continue
+            expert = int(urgency_E.argmax())
             way = placement.owners[expert], rank
             if exposed_s(costs, ways.with_one_more(*way), experts_s) <= time.weights_s:
                 builder.add(expert, rank)
                 ways.add(*way)
     return builder
-
-
-def _most_urgent(builder: ReplicationBuilder, rank: int) -> int | None:
-    """Return the expert whose homes one more home would relieve most, if the expert got a mean expert's rows
-    more; None if the rank holds all."""
-    rows_E, held = (
-        builder.problem.expert_rows,
-        [*builder.problem.placement.held(rank), *builder.replicas[rank]],
-    )
-    homes_E = np.array([len(homes) for homes in builder.homes])
-    urgency_E = (rows_E + rows_E.mean()) / homes_E**2
-    urgency_E[held] = -np.inf
-    return None if len(held) == len(homes_E) else int(urgency_E.argmax())
 
 
 def _between(builder: ReplicationBuilder) -> ReplicationBuilder:
@@ -137,14 +162,7 @@ def _between(builder: ReplicationBuilder) -> ReplicationBuilder:
 
 
 def _promising(builder: ReplicationBuilder, exposed: bool) -> tuple[int, int] | None:
-    """Return the expert and rank that promise most; None if no replica promises a gain."""
-    scores = _scores(builder, exposed)
-    expert, rank = np.unravel_index(int(scores.argmax()), scores.shape)
-    return (int(expert), int(rank)) if scores[expert, rank] > 0 else None
-
-
-def _scores(builder: ReplicationBuilder, exposed: bool) -> Floats:
-    """Return the seconds that a replica promises, for every expert and rank, [E, P]; -inf where impossible.
+    """Return the expert and rank whose replica promises to save most seconds; None if none promises any.
 
     exposed: whether Trans or Agg take longer than the schedule hides, so that weights have a price.
     """
@@ -157,10 +175,11 @@ def _scores(builder: ReplicationBuilder, exposed: bool) -> Floats:
     kept_s = 4 * costs.row_bytes * np.minimum(_kept(builder), room) * to_rank_s
     weights_s = (costs.parameter_bytes + costs.gradient_bytes) * to_rank_s * exposed
     scores: Floats = 3 * costs.row_s * evened + kept_s - weights_s
-    for expert, homes in enumerate(builder.homes):
-        scores[expert, homes] = -np.inf
+    for each, homes in enumerate(builder.homes):
+        scores[each, homes] = -np.inf
     scores[:, [not builder.has_room(rank) for rank in range(problem.ranks)]] = -np.inf
-    return scores
+    expert, rank = np.unravel_index(int(scores.argmax()), scores.shape)
+    return (int(expert), int(rank)) if scores[expert, rank] > 0 else None
 
 
 def _evened(builder: ReplicationBuilder) -> Floats:

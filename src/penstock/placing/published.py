@@ -51,10 +51,16 @@ def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equat
     load = replicas.load()
     best = Plan(replicas.taken(), paper_seconds(problem.costs, load.received, load.computed, 0, 0, equation))
     while not balanced(problem, load.computed, alpha):
-        expert = _heaviest_expert(problem, load.computed, replicas.copied)
+        held = problem.placement.held(int(load.computed.argmax()))
+        left = [expert for expert in held if expert not in replicas.copied]
+        expert = max(left, key=lambda expert: (problem.expert_rows[expert], -expert), default=None)
         if expert is None:
             break
-        replicas.copy(expert, _receivers(problem, expert, excluded))
+        owner = problem.placement.owners[expert]
+        fewest = [
+            rank for rank in np.argsort(problem.loads[:, expert], kind="stable").tolist() if rank != owner
+        ]
+        replicas.copy(expert, sorted(fewest[excluded:]))
         load = replicas.load()
         copied = len(replicas.copied)
         seconds = paper_seconds(problem.costs, load.received, load.computed, copied, excluded, equation)
@@ -133,17 +139,3 @@ class Replicas:
         slots = self.problem.replica_slots
         filled = [held + [EMPTY] * (slots - len(held)) for held in self.held]
         return Replication.local(self.problem.placement, filled)
-
-
-def _heaviest_expert(problem: ExpertProblem, computed: Floats, copied: Sequence[int]) -> int | None:
-    """Return the heaviest rank's largest expert that is not yet copied; None if all are."""
-    held = problem.placement.held(int(computed.argmax()))
-    left = [expert for expert in held if expert not in copied]
-    return max(left, key=lambda expert: (problem.expert_rows[expert], -expert), default=None)
-
-
-def _receivers(problem: ExpertProblem, expert: int, excluded: int) -> list[int]:
-    """Return all ranks but the owner and the `excluded` others with the fewest rows of an expert."""
-    owner = problem.placement.owners[expert]
-    fewest = [rank for rank in np.argsort(problem.loads[:, expert], kind="stable").tolist() if rank != owner]
-    return sorted(fewest[excluded:])

@@ -94,15 +94,12 @@ class SampleProblem:
                 "predictions of the next layer and `following`, where its rows go, need each other"
             )
         if self.predictions is not None and self.following is not None:
-            self._check_next(self.predictions, self.following)
-
-    def _check_next(self, predictions: Ints, following: Nearness) -> None:
-        samples, devices = self.combine_rows.shape
-        if predictions.shape[0] != samples or following.node.shape != (devices, predictions.shape[1]):
-            raise ValueError(
-                f"predictions {predictions.shape} for devices and experts {following.node.shape}: "
-                f"there are {samples} samples and {devices} devices"
-            )
+            there, experts = self.following.node.shape, self.predictions.shape[1]
+            if self.predictions.shape[0] != samples or there != (devices, experts):
+                raise ValueError(
+                    f"predictions {self.predictions.shape} for devices and experts {there}: "
+                    f"there are {samples} samples and {devices} devices"
+                )
 
     @cached_property
     def capacity(self) -> Ints:

@@ -38,7 +38,14 @@ def assign(problem: SampleProblem, solver: str = "network_simplex") -> Ints:
     node_I = _nodes(problem, solve)
     for node, devices in enumerate(problem.devices_of_node):
         samples = np.flatnonzero(node_I == node)
-        homes[samples] = _devices(problem, solve, samples, devices)
+        if len(devices) == 1 or not len(samples):
+            homes[samples] = np.broadcast_to(devices[:1], samples.shape)
+            continue
+        # Rows that leave the device but not the node: node - device.
+        node_SD, device_SD = problem.kept_on_devices(samples, devices)
+        kept_SD = (INTER_WEIGHT - 1) * node_SD + device_SD
+        costs = _costs(kept_SD, problem.homes[samples], devices)
+        homes[samples] = devices[solve(costs, problem.capacity[devices])]
     return homes
 
 
@@ -53,18 +60,6 @@ def _nodes(problem: SampleProblem, solve: Solver) -> Ints:
     room = np.array([problem.capacity[devices].sum() for devices in groups])
     present = node_of_device[problem.homes]
     return solve(_costs(problem.kept_in_nodes(), present, np.arange(len(groups))), room)
-
-
-def _devices(problem: SampleProblem, solve: Solver, samples: Ints, devices: Ints) -> Ints:
-    """Return the device of every sample of a node (stage 2), [S]."""
-    if len(devices) == 1 or not len(samples):
-        return np.broadcast_to(devices[:1], samples.shape)
-    node_SD, device_SD = problem.kept_on_devices(samples, devices)
-    kept_SD = (
-        INTER_WEIGHT - 1
-    ) * node_SD + device_SD  # rows that leave the device but not the node: node - device
-    costs = _costs(kept_SD, problem.homes[samples], devices)
-    return devices[solve(costs, problem.capacity[devices])]
 
 
 def _costs(kept_SC: Ints, present_S: Ints, places_C: Ints) -> Floats:

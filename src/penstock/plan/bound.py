@@ -16,7 +16,7 @@ import numpy as np
 from penstock.decision import Decision
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
-from penstock.ops.places import INPUT, ONCE, OUTPUT
+from penstock.ops.names import INPUT, ONCE, OUTPUT
 from penstock.ops.sums import REDUCTIONS
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem, beside_cut
@@ -109,7 +109,15 @@ class QuickBounds:
             "layers of one kind are taken for alike, and routing tells them apart"
         )
         self._given, self._problem, self._ratio = problem, alone(problem), step_ratio(problem)
-        self._few, self._counts = _kinds(self._problem)
+        # The first layer, the last and one of each kind between, with the number of layers of each.
+        last, kinds = self._problem.shape.last, self._problem.layer_kinds
+        examples: dict[Hashable, int] = {}
+        counts: dict[int, int] = {}
+        for layer, kind in enumerate(kinds):
+            example = layer if layer in (0, last) else examples.setdefault(kind, layer)
+            counts[example] = counts.get(example, 0) + 1
+        kept = sorted(counts)
+        self._few, self._counts = self._problem.only(tuple(kept)), tuple(counts[layer] for layer in kept)
         layers = self._few.shape.moe_layers
         self._moe_counts = {
             kind: sum(n for n, is_moe in zip(self._counts, layers, strict=True) if is_moe is kind)
@@ -159,7 +167,9 @@ class QuickBounds:
                 self._known_parts[choice] = self._parts(self._few, choice)
             parts, counts = self._known_parts[choice], self._counts
         if parts is None:
-            return self._whole_graph_s(choice)
+            cut = self._problem.cut(choice)
+            cost = self._problem.cost(choice, cut)
+            return lower_bound(build_graph(cut), cost, self._problem.mesh).seconds
         kinds, reduced = parts.kinds, parts.reduced
         ends = next(iter(kinds.values())).ends
         counted = [
@@ -186,7 +196,17 @@ class QuickBounds:
         if cut.more:
             return None
         kinds = {is_moe: self._kind(choice, cut, is_moe) for is_moe in self._moe_counts}
-        reduced = self._reductions(problem, choice, cut)
+        # By layer, its reductions and what updates its parameters.
+        cost, reduced = problem.cost(choice, cut), []
+        sizes = problem.gradients.of_form(cut.expert_form).kinds
+        for layer in range(cut.num_layers):
+            parts = {op: cut.parts_of(layer, op) for op in REDUCTIONS}
+            if not cut.moe_layers[layer]:
+                parts[Op.EXPERT_ALL_REDUCE] = ()
+            key = layer == 0, tuple(each[layer] for each in sizes), tuple(parts.values())
+            if key not in self._known_reductions:
+                self._known_reductions[key] = _reduced(cost, layer, cut, parts)
+            reduced.append(self._known_reductions[key])
         sums_s, norm_s, once = self._once(choice, kinds.values())
         first, last = (kinds[is_moe].layer for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
         return _Parts(
@@ -199,11 +219,6 @@ class QuickBounds:
             norm_s=norm_s,
             updating=cut.updating if any(each.work for each in reduced) else None,
         )
-
-    def _whole_graph_s(self, choice: Decision) -> float:
-        cut = self._problem.cut(choice)
-        cost = self._problem.cost(choice, cut)
-        return lower_bound(build_graph(cut), cost, self._problem.mesh).seconds
 
     def _once(self, choice: Decision, kinds: Iterable[_Kind]) -> tuple[float, Any, Work]:
         """Return the seconds of the sums that normalise the loss, those of the gradients' norm, and the work
@@ -232,7 +247,23 @@ class QuickBounds:
         key = shape, beside_cut(choice)
         if key not in self._known:
             example = self._few.shape.moe_layers.index(is_moe)
-            self._known[key] = _one_layer(shape, self._alone(example).cost(choice, shape))
+            cost = self._alone(example).cost(choice, shape)
+            graph = build_graph(shape)
+            whole = {task: cost(task) for task in graph.tasks}
+            seconds = [fastest(each) for each in whole.values()]
+            inner = {task: each for task, each in whole.items() if task.op not in (*INPUT, *OUTPUT, *ONCE)}
+            ends = {task: each for task, each in whole.items() if task.op in (*INPUT, *OUTPUT)}
+            ends_s = sum(fastest(each) for task, each in ends.items() if task.microbatch == 0)
+            (sums,) = (fastest(each) for task, each in whole.items() if task.op == Op.STATISTICS)
+            chain_s = _through(graph, seconds) - ends_s - sums
+            first_s, last_s, back_s = _waits(graph, seconds)
+            self._known[key] = _Kind(
+                ends=_Part(work=_work(ends), chain_s=ends_s),
+                layer=_Part(
+                    work=_work(inner), chain_s=chain_s, first_s=first_s, last_s=last_s, back_s=back_s
+                ),
+                once=tuple(task for task in graph.tasks if task.op in ONCE),
+            )
         return self._known[key]
 
     def _alone(self, layer: int) -> Problem:
@@ -241,35 +272,9 @@ class QuickBounds:
             self._known_alone[layer] = self._few.only((layer,))
         return self._known_alone[layer]
 
-    def _reductions(self, problem: Problem, choice: Decision, cut: StepShape) -> list[_Part]:
-        """Return, by layer, its reductions and what updates its parameters."""
-        cost, found = problem.cost(choice, cut), []
-        sizes = problem.gradients.of_form(cut.expert_form).kinds
-        for layer in range(cut.num_layers):
-            parts = {op: cut.parts_of(layer, op) for op in REDUCTIONS}
-            if not cut.moe_layers[layer]:
-                parts[Op.EXPERT_ALL_REDUCE] = ()
-            key = layer == 0, tuple(each[layer] for each in sizes), tuple(parts.values())
-            if key not in self._known_reductions:
-                self._known_reductions[key] = _reduced(cost, layer, cut, parts)
-            found.append(self._known_reductions[key])
-        return found
-
 
 def _unordered(choice: Decision) -> Decision:
     return choice if choice.priority == USUAL.priority else replace(choice, priority=USUAL.priority)
-
-
-def _kinds(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """Return the first layer, the last and one of each kind between, with the number of layers of each."""
-    last, kinds = problem.shape.last, problem.layer_kinds
-    examples: dict[Hashable, int] = {}
-    counts: dict[int, int] = {}
-    for layer, kind in enumerate(kinds):
-        example = layer if layer in (0, last) else examples.setdefault(kind, layer)
-        counts[example] = counts.get(example, 0) + 1
-    kept = sorted(counts)
-    return problem.only(tuple(kept)), tuple(counts[layer] for layer in kept)
 
 
 # ---- work --------------------------------------------------------------------------------------------------
@@ -307,23 +312,6 @@ def _half_s(work: Work, *, forward: bool, waits_s: float) -> float:
 # ---- one layer ---------------------------------------------------------------------------------------------
 
 
-def _one_layer(shape: StepShape, cost: Cost) -> _Kind:
-    graph = build_graph(shape)
-    whole = {task: cost(task) for task in graph.tasks}
-    seconds = [fastest(each) for each in whole.values()]
-    inner = {task: each for task, each in whole.items() if task.op not in (*INPUT, *OUTPUT, *ONCE)}
-    ends = {task: each for task, each in whole.items() if task.op in (*INPUT, *OUTPUT)}
-    ends_s = sum(fastest(each) for task, each in ends.items() if task.microbatch == 0)
-    (sums,) = (fastest(each) for task, each in whole.items() if task.op == Op.STATISTICS)
-    chain_s = _through(graph, seconds) - ends_s - sums
-    first_s, last_s, back_s = _waits(graph, seconds)
-    return _Kind(
-        ends=_Part(work=_work(ends), chain_s=ends_s),
-        layer=_Part(work=_work(inner), chain_s=chain_s, first_s=first_s, last_s=last_s, back_s=back_s),
-        once=tuple(task for task in graph.tasks if task.op in ONCE),
-    )
-
-
 def _through(graph: Graph, seconds: Sequence[float]) -> float:
     """Return the longest chain from the first microbatch's embedding to the embedding's backward.
 
@@ -348,7 +336,14 @@ def _through(graph: Graph, seconds: Sequence[float]) -> float:
 
 def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]:
     """Return `first_s`, `last_s` and `back_s` of a one-layer step that reduces nothing."""
-    ends, tails = chain_ends(graph, seconds), _tails(graph, seconds)
+    ends = chain_ends(graph, seconds)
+    # Of every forward task by position, the longest chain from its end to the sums of the loss.
+    tasks, tails = graph.tasks, [0.0] * len(graph.tasks)
+    for position in reversed(range(len(tasks))):
+        if not tasks[position].forward or tasks[position].op == Op.STATISTICS:
+            continue
+        for need in graph.links[position]:
+            tails[need] = max(tails[need], tails[position] + seconds[position])
     sums_s = next(end for task, end in zip(graph.tasks, ends, strict=True) if task.op == Op.STATISTICS)
     starts = [end - each for end, each in zip(ends, seconds, strict=True)]
     there, back = _inner(graph, forward=True), _inner(graph, forward=False)
@@ -383,17 +378,6 @@ def _least(
         if task.forward or task.accumulates:
             longest[task.microbatch] = max(longest[task.microbatch], passing[i])
     return min(longest.values())
-
-
-def _tails(graph: Graph, seconds: Sequence[float]) -> list[float]:
-    """Return, for every forward task by position, the longest chain from its end to the sums of the loss."""
-    tasks, tails = graph.tasks, [0.0] * len(graph.tasks)
-    for position in reversed(range(len(tasks))):
-        if not tasks[position].forward or tasks[position].op == Op.STATISTICS:
-            continue
-        for need in graph.links[position]:
-            tails[need] = max(tails[need], tails[position] + seconds[position])
-    return tails
 
 
 def _reduced(cost: Cost, layer: int, cut: StepShape, parts: Mapping[str, Sequence[int]]) -> _Part:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.cost import StepCost
+from penstock.decision import Decision
 from penstock.graph import Lane
 from penstock.plan.candidate import Candidate
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
@@ -13,9 +15,9 @@ from penstock.plan.predict import alone, predict_s, step_ratio
 from penstock.plan.problem import Problem
 from penstock.plan.room import recompute_words
 from penstock.plan.search import FoundPlan, find_plan
-from penstock.plan.wire import row_words
+from penstock.schedule import StepPlan
 from penstock.simulate import lane_work
-from penstock.words import change, gib, lane_words, milliseconds
+from penstock.words import change, gib, lane_words, mib, milliseconds
 
 FASTER = 2
 
@@ -57,11 +59,29 @@ class Explanation:
     @property
     def lines(self) -> tuple[str, ...]:
         """Exactly five lines of text."""
+        best = self.best
+        reached = 100 * best.bound_s / best.predicted_s
+        of = "forward and backward" if best.plan.shape.updating is None else "the step, updates included"
+        shares = []
+        for lane, share in self.busy.items():
+            if share > 0:
+                inside = " (mostly limited by links inside nodes)" if self.inside and lane == "inter" else ""
+                shares.append(f"{lane_words(lane, nodes=self.nodes)}{inside} {100 * share:.0f} %")
+        budget = "" if self.budget is None else f" of {gib(self.budget.bytes)}"
+        part, size = next(iter(self.memory.parts.items()))
+        following, found = "no other plan is possible", self.next_best
+        if found is not None:
+            longer = change(found.predicted_s, best.predicted_s)
+            following = f"{found.choice.words}; {found.predicted} ({longer})"
         return (
-            f"Plan     {self.best.choice.words}{self.rows}",
-            f"Time     {self._time()}",
-            f"Limit    {self._limit()}; memory: {self._memory()}{self.again}",
-            f"Next     {self._next()}",
+            f"Plan     {best.choice.words}{self.rows}",
+            f"Time     {best.predicted} predicted for {of}; lower bounds: "
+            f"{milliseconds(best.bound_s)} for any order of these tasks ({reached:.0f} % efficiency), "
+            f"{milliseconds(self.lower_bound_s)} for any plan",
+            f"Limit    {self.binds}; busy share of the step: {', '.join(shares)}; memory: "
+            f"{gib(self.memory.total_bytes)}{budget} per rank (estimated), of which {gib(size)} {part}"
+            f"{self.again}",
+            f"Next     {following}",
             f"What if  {self._faster()}",
         )
 
@@ -85,33 +105,6 @@ class Explanation:
             "memory_parts_bytes": self.memory.parts,
         }
 
-    def _time(self) -> str:
-        best = self.best
-        reached = 100 * best.bound_s / best.predicted_s
-        of = "forward and backward" if best.plan.shape.updating is None else "the step, updates included"
-        return (
-            f"{best.predicted} predicted for {of}; lower bounds: "
-            f"{milliseconds(best.bound_s)} for any order of these tasks ({reached:.0f} % efficiency), "
-            f"{milliseconds(self.lower_bound_s)} for any plan"
-        )
-
-    def _limit(self) -> str:
-        busy = {lane: share for lane, share in self.busy.items() if share > 0}
-        shares = ", ".join(f"{self._lane(lane)} {100 * share:.0f} %" for lane, share in busy.items())
-        return f"{self.binds}; busy share of the step: {shares}"
-
-    def _lane(self, lane: str) -> str:
-        words = lane_words(lane, nodes=self.nodes)
-        return f"{words} (mostly limited by links inside nodes)" if self.inside and lane == "inter" else words
-
-    def _next(self) -> str:
-        if self.next_best is None:
-            return "no other plan is possible"
-        return (
-            f"{self.next_best.choice.words}; {self.next_best.predicted} "
-            f"({change(self.next_best.predicted_s, self.best.predicted_s)})"
-        )
-
     def _faster(self) -> str:
         if not (self.faster or self.late):
             return "`penstock plan` with this cluster's file predicts it for faster links and faster devices"
@@ -120,11 +113,6 @@ class Explanation:
         parts = [f"predicted change of the step time: {', '.join(changes)}"] if changes else []
         parts += [f"not planned in the time there is: {', '.join(late)}"] if late else []
         return "; ".join(parts)
-
-    def _memory(self) -> str:
-        of = "" if self.budget is None else f" of {gib(self.budget.bytes)}"
-        part, size = next(iter(self.memory.parts.items()))
-        return f"{gib(self.memory.total_bytes)}{of} per rank (estimated), of which {gib(size)} {part}"
 
 
 def explain(
@@ -140,12 +128,25 @@ def explain(
         return find_plan(changed, memory=memory, budget=found.searched.budget, effort=found.effort)
 
     faster: dict[str, float] = {}
-    resources = _resources(problem)
+    # On one node, or where nodes are not known, all links are between ranks.
+    work = problem.workload
+    resources: dict[str, dict[str, float]] = {}
+    if work.world_nodes > 1:
+        resources["inter-node bandwidth"] = {"inter": FASTER}
+        if work.world_nodes < work.world_size:
+            resources["intra-node bandwidth"] = {"intra": FASTER}
+    elif work.world_size > 1:
+        resources["bandwidth between ranks"] = {"inter": FASTER, "intra": FASTER}
+    resources["faster devices"] = {"compute": FASTER}
     for what, how in resources.items() if not found.searched.late else ():
         changed = replace(problem, cluster=problem.cluster.faster(**how))
         then = (replan or searched)(changed)
         if not then.searched.late:
-            faster[what] = _ratio(problem, changed, found.best, then.best)
+            # On either cluster the better of both plans counts, each in its order: a search may find
+            # later what it missed before, and that is no gain of the change.
+            now, later = found.best, then.best
+            now_s = min(now.predicted_s, predict_s(problem, later.choice, later.plan))
+            faster[what] = min(later.predicted_s, predict_s(changed, now.choice, now.plan)) / now_s
     late = tuple(what for what in resources if what not in faster)
     return replace(reasons(problem, found, memory), faster=faster, late=late)
 
@@ -158,11 +159,20 @@ def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
     work = lane_work({task: cost(task) for task in best.plan.graph.tasks})
     step_s = best.predicted_s / step_ratio(problem)
     busy = {str(lane): work[lane] / step_s for lane in Lane if lane in work}
+    bound = best.bound
+    words = lane_words(bound.busiest_lane, nodes=problem.has_nodes)
+    binds = f"{words} limits the step"
+    if bound.critical_path_s > bound.busiest_lane_s:
+        binds = f"the longest chain of tasks that wait for each other limits the step; busiest: {words}"
+    start_up_share = _start_up_share(apart, best, work)
+    if start_up_share > MOSTLY and not bound.busiest_lane.computes:
+        share = f"{100 * start_up_share:.0f} % of communication time is start-ups"
+        binds = f"latency limits the step: {share}; {binds}"
     return Explanation(
         best=best,
         next_best=found.others[0] if found.others else None,
         busy=busy,
-        binds=_binds(best, _start_up_share(apart, best, work), nodes=problem.has_nodes),
+        binds=binds,
         memory=estimate_memory(problem, best.choice),
         budget=memory,
         lower_bound_s=found.lower_bound_s,
@@ -193,43 +203,14 @@ def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float])
     return sum(start_ups.values()) / sum(work[lane] for lane in lanes)
 
 
-def _binds(best: Candidate, start_up_share: float, *, nodes: bool) -> str:
-    bound = best.bound
-    chain, lane = bound.critical_path_s > bound.busiest_lane_s, bound.busiest_lane
-    words = lane_words(lane, nodes=nodes)
-    text = (
-        f"the longest chain of tasks that wait for each other limits the step; busiest: {words}"
-        if chain
-        else f"{words} limits the step"
-    )
-    if start_up_share <= MOSTLY or lane.computes:
-        return text
-    share = f"{100 * start_up_share:.0f} % of communication time is start-ups"
-    return f"latency limits the step: {share}; {text}"
-
-
-def _resources(problem: Problem) -> dict[str, dict[str, float]]:
-    """Return the resources that may be made faster, with factors on the cluster's speeds.
-
-    On one node, or where nodes are not known, all links are between ranks.
-    """
-    work = problem.workload
-    parts: dict[str, dict[str, float]] = {}
-    if work.world_nodes > 1:
-        parts["inter-node bandwidth"] = {"inter": FASTER}
-        if work.world_nodes < work.world_size:
-            parts["intra-node bandwidth"] = {"intra": FASTER}
-    elif work.world_size > 1:
-        parts["bandwidth between ranks"] = {"inter": FASTER, "intra": FASTER}
-    parts["faster devices"] = {"compute": FASTER}
-    return parts
-
-
-def _ratio(problem: Problem, changed: Problem, shown: Candidate, then: Candidate) -> float:
-    """Return the step time on the changed cluster over that on the present one.
-
-    On either, the better of both plans counts, each in its order: a search may find later what it missed
-    before, and that is no gain of the change.
-    """
-    now_s = min(shown.predicted_s, predict_s(problem, then.choice, then.plan))
-    return min(then.predicted_s, predict_s(changed, shown.choice, shown.plan)) / now_s
+def row_words(problem: Problem, choice: Decision, plan: StepPlan) -> str:
+    """Return text on the bytes that rows take, and would take unrounded; "" where they are not rounded."""
+    if choice.comm_dtype == "none":
+        return ""
+    sizes_bytes = []  # that a rank hands to the transfers of rows, with even routing
+    for each in (choice, replace(choice, comm_dtype="none")):
+        cost = StepCost(plan.shape, problem.workload_of(each), problem.cluster)
+        works = (cost.work(task) for task in plan.graph.tasks)
+        sizes_bytes.append(round(sum(work.sent_bytes for work in works if work.collective == "leg")))
+    taken, plain = sizes_bytes
+    return f" ({mib(taken)} of rows per rank and step instead of {mib(plain)}, rounded: plan.comm_dtype)"

@@ -126,16 +126,13 @@ def layout_sizes(
     """
     sizes = group_sizes(per_node) if per_node else [1]
     for tp_size, etp_size in sorted(product(sizes, sizes), key=prod):
-        spreads = [ep_size] if ep_size else _spreads(ranks, per_node, etp_size, num_experts)
+        spreads = [ep_size] if ep_size else []
+        if not spreads:
+            valid = [size for size in group_sizes(holders(ranks, etp_size)) if num_experts % size == 0]
+            inside = [size for size in valid if size <= holders(per_node, etp_size)] or valid
+            spreads = list(dict.fromkeys((valid[-1], inside[-1], 1)))
         for spread, tokens in product(spreads, TOKENS if tp_size > 1 else TOKENS[:1]):
             yield LayoutSizes(tp_size=tp_size, ep_size=spread, etp_size=etp_size, tokens=tokens)
-
-
-def _spreads(ranks: int, per_node: int, etp_size: int, num_experts: int) -> list[int]:
-    groups = holders(ranks, etp_size)
-    valid = [size for size in group_sizes(groups) if num_experts % size == 0]
-    inside = [size for size in valid if size <= holders(per_node, etp_size)] or valid
-    return list(dict.fromkeys((valid[-1], inside[-1], 1)))
 
 
 def rank_layouts(

@@ -72,17 +72,7 @@ def miss(lost: Sequence[LostTrial], choice: Decision, still: Decision) -> float:
     Of moves that were never tried, samples count as they did with other experts, and experts as with another
     planner, whose replicas travel alike: the one that did best. 1 where no trial tells.
     """
-    known = _known(lost, still)
-    if moves_of(choice) in known:
-        return known[moves_of(choice)]
-    alone = {experts: err for (samples, experts), err in known.items() if samples == still.samples}
-    moving = [err for experts, err in alone.items() if experts != still.experts]
-    experts = 1.0 if choice.experts == still.experts else alone.get(choice.experts, min(moving, default=1.0))
-    return experts * known.get((choice.samples, still.experts), 1.0)
-
-
-def _known(lost: Sequence[LostTrial], still: Decision) -> dict[Moves, float]:
-    """Return the misses of what was tried. A plan without moves that lost to one with them tells of these."""
+    # The misses of what was tried. A plan without moves that lost to one with them tells of these.
     known: dict[Moves, float] = {moves_of(still): 1.0}
     for trial in lost:
         err = trial.measured / trial.predicted
@@ -90,7 +80,12 @@ def _known(lost: Sequence[LostTrial], still: Decision) -> dict[Moves, float]:
             known[trial.against] = 1 / err
         else:
             known[trial.moves] = err * known.get(trial.against, 1.0)
-    return known
+    if moves_of(choice) in known:
+        return known[moves_of(choice)]
+    alone = {experts: err for (samples, experts), err in known.items() if samples == still.samples}
+    moving = [err for experts, err in alone.items() if experts != still.experts]
+    experts = 1.0 if choice.experts == still.experts else alone.get(choice.experts, min(moving, default=1.0))
+    return experts * known.get((choice.samples, still.experts), 1.0)
 
 
 def corrected(candidate: Candidate, times: float) -> Candidate:

@@ -1,4 +1,36 @@
-"""The memory that a plan takes on each rank: a formula, not a measurement."""
+"""The memory that a plan takes on each rank: a formula, not a measurement.
+
+A rank has weights W, gradients W, moments 2 W (AdamW), activations of the batch, and buffers.
+
+W = 4 bytes x (this rank's weights outside of experts + layers x experts on this rank x matrices x M x H /
+etp). Where the workload says what a rank holds, weights are all of these, frozen ones included, in their own
+type; gradients and moments are those of trained weights.
+
+Replica slots count as experts on this rank that have no moments. With a sharded optimiser a rank has the
+moments of its share: of every kind of weights, one part among the ranks that sum its gradients. Where
+gradients are released once they are summed, a rank keeps such a share of them, too, and the whole gradients
+of two layers.
+
+Activations are kept from forward to backward, and the sums that normalise the loss end the whole forward
+before any backward begins: cutting the batch saves none of them. Per token and layer: e (8 M + r (4 M + c
+H)), with e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M + 2
+H_dense); logits twice in float32. Where experts have no fixed slots and the problem says how rows are spread
+(load, or a known routing), the rank that needs most is estimated, with the rows that it receives in every
+layer once the choice has moved samples and experts. Ranks that share attention divide heads, dense widths,
+the vocabulary and, where tokens are split, what stays between blocks; the shards of an expert all have its
+rows. What the framework and the transports need themselves is not counted. Where experts are recomputed, only
+the rows that they received are kept, e r M; where blocks are, e (M + 2 r M): a block's input, its rows,
+received and returned, and the input of shared experts. Then buffers hold one whole block.
+
+Where products are computed in e < 4 bytes, every weight of 4 bytes has a copy of e bytes between forward and
+backward, but for the embedding, which no product reads. Contexts and communicators of GPUs are not counted
+here: what may be taken (`MemoryBudget`) is measured beside them. On a stand-in for a GPU, which counts the
+bytes of its tensors, the sum is from 5 % too little to 18 % too much.
+
+Against measurements (default model, memory of a step above what is held before it, MiB): activations and
+buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
+penstock with R = 2 (242 to 287), 242 with R = 4 (244 to 257): from 10 % too little to 18 % too much.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +39,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from penstock.cost import StateTypes, Workload
+from penstock.cost import Workload
 from penstock.decision import Decision
 from penstock.ops.names import Op
 from penstock.ops.sums import REDUCTIONS
@@ -104,42 +136,14 @@ def memory_kind(problem: Problem, choice: Decision) -> object:
 
 
 def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
-    """Estimate a rank's weights W, gradients W, moments 2 W (AdamW), activations of the batch, and buffers.
-
-    W = 4 bytes x (this rank's weights outside of experts + layers x experts on this rank x matrices x M x H /
-    etp). Where the workload says what a rank holds, weights are all of these, frozen ones included, in their
-    own type; gradients and moments are those of trained weights.
-
-    Replica slots count as experts on this rank that have no moments. With a sharded optimiser a rank has the
-    moments of its share: of every kind of weights, one part among the ranks that sum its gradients. Where
-    gradients are released once they are summed, a rank keeps such a share of them, too, and the whole
-    gradients of two layers.
-
-    Activations are kept from forward to backward, and the sums that normalise the loss end the whole forward
-    before any backward begins: cutting the batch saves none of them. Per token and layer: e (8 M + r (4 M + c
-    H)), with e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M + 2
-    H_dense); logits twice in float32. Where experts have no fixed slots and the problem says how rows are
-    spread (load, or a known routing), the rank that needs most is estimated, with the rows that it receives
-    in every layer once the choice has moved samples and experts. Ranks that share attention divide heads,
-    dense widths, the vocabulary and, where tokens are split, what stays between blocks; the shards of an
-    expert all have its rows. What the framework and the transports need themselves is not counted. Where
-    experts are recomputed, only the rows that they received are kept, e r M; where blocks are, e (M + 2 r M):
-    a block's input, its rows, received and returned, and the input of shared experts. Then buffers hold one
-    whole block.
-
-    Where products are computed in e < 4 bytes, every weight of 4 bytes has a copy of e bytes between forward
-    and backward, but for the embedding, which no product reads. Contexts and communicators of GPUs are not
-    counted here: what may be taken (`MemoryBudget`) is measured beside them. On a stand-in for a GPU, which
-    counts the bytes of its tensors, the sum is from 5 % too little to 18 % too much.
-
-    Against measurements (default model, memory of a step above what is held before it, MiB): activations and
-    buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
-    penstock with R = 2 (242 to 287), 242 with R = 4 (244 to 257): from 10 % too little to 18 % too much.
-    """
-    replicas = _replica_bytes(problem, choice)
+    """Estimate what a rank needs for a plan, by the formula of this module."""
+    replicas = int(choice.num_replica_slots * sum(problem.shape.moe_layers) * problem.workload.expert_bytes)
     cut, work = problem.cut(choice), problem.workload
     layers = problem.shape.moe_layers
-    whole, loads = replace(cut, recompute="none"), _loads(problem, choice, cut)
+    whole, moe_loads = replace(cut, recompute="none"), problem.expert_loads(choice, cut)
+    # By layer the rows that every rank's experts receive over the mean; of a dense layer, ones.
+    ones_P, known = np.ones(moe_loads.shape[1]), iter(moe_loads)
+    loads = [next(known) if is_moe else ones_P for is_moe in layers]
     kinds = [(is_moe, load_P.tobytes()) for is_moe, load_P in zip(layers, loads, strict=True)]
     examples = dict(zip(kinds, loads, strict=True))  # layers of a kind are worked out once
     kept, per_layer = (
@@ -156,24 +160,26 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     )
     kept_P = np.add.reduce([kept[kind] for kind in kinds])
     most = int(np.argmax(kept_P + buffers_P))
-    weights, gradients, moments = _state_shares(work.state)
-    added = _gradients_bytes(problem, choice) + _added_bytes(problem) + replicas
+    # Bytes over those of float32 weights; where other weights are kept, moments come with float32 weights.
+    state = work.state
+    sizes = state.parameter_bytes, state.gradient_bytes, MOMENTS * state.moment_bytes
+    weights, gradients, moments = (size / FLOAT32_BYTES for size in sizes)
+    moments += weights < 1
+    kept_weights, kept_gradients = _weights_bytes(problem), sum(trained_bytes(problem).values())
+    releases = problem.shape.updating is not None and problem.shape.updating.releases
+    if state.fully_sharded or releases:  # of what is gathered, or released, there are a share and two layers
+        shared = _updated_bytes(problem) + _largest_layers_bytes(problem, choice)
+        kept_weights = shared if state.fully_sharded else kept_weights
+        kept_gradients = shared if releases else kept_gradients
+    added = kept_gradients + _added_bytes(problem) + replicas
     return MemoryEstimate(
-        weights_bytes=int(weights * (_kept_weights_bytes(problem, choice) + replicas)),
+        weights_bytes=int(weights * (kept_weights + replicas)),
         gradients_bytes=int(gradients * added),
         optimizer_bytes=int(moments * _updated_bytes(problem)),
         activations_bytes=int(kept_P[most] + logits),
         buffers_bytes=int(buffers_P[most]),
         copies_bytes=_copies_bytes(problem, replicas),
     )
-
-
-def _state_shares(state: StateTypes) -> tuple[float, float, float]:
-    """Return the bytes of weights, of gradients, and of moments with float32 weights where others are kept,
-    over those of float32 weights."""
-    sizes = state.parameter_bytes, state.gradient_bytes, MOMENTS * state.moment_bytes
-    weights, gradients, moments = (size / FLOAT32_BYTES for size in sizes)
-    return weights, gradients, moments + (weights < 1)
 
 
 def trained_bytes(problem: Problem) -> dict[str, int]:
@@ -183,13 +189,6 @@ def trained_bytes(problem: Problem) -> dict[str, int]:
     experts = sum(problem.shape.moe_layers) * work.placement.slots * work.expert_bytes
     trained = int(experts) if work.held is None else work.held.trained_experts
     return {op: sum(layers) for op, layers in sizes.items()} | {Op.EXPERT_ALL_REDUCE: trained}
-
-
-def _kept_weights_bytes(problem: Problem, choice: Decision) -> int:
-    """Return the bytes of weights between steps: all, or a share and two layers where they are gathered."""
-    if not problem.workload.state.fully_sharded:
-        return _weights_bytes(problem)
-    return _updated_bytes(problem) + _largest_layers_bytes(problem, choice)
 
 
 def _weights_bytes(problem: Problem) -> int:
@@ -206,14 +205,6 @@ def _copies_bytes(problem: Problem, replicas: int) -> int:
         return 0
     embedding = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
     return (_weights_bytes(problem) + replicas - embedding) * work.element_bytes // FLOAT32_BYTES
-
-
-def _gradients_bytes(problem: Problem, choice: Decision) -> int:
-    """Return the bytes of gradients: all, or a share and two layers where they are released."""
-    trained, updating = trained_bytes(problem), problem.shape.updating
-    if updating is None or not updating.releases:
-        return sum(trained.values())
-    return _updated_bytes(problem) + _largest_layers_bytes(problem, choice)
 
 
 def _largest_layers_bytes(problem: Problem, choice: Decision) -> int:
@@ -251,18 +242,6 @@ def _owners(problem: Problem) -> dict[str, int]:
     """Return, for each kind of gradients, the number of ranks that sum them, each of which owns a share."""
     sharing, mesh = problem.workload.tp_size > 1, problem.workload.mesh
     return {op: mesh.size(each.axes_of(sharing=sharing)) for op, each in REDUCTIONS.items()}
-
-
-def _replica_bytes(problem: Problem, choice: Decision) -> int:
-    """Return the bytes of a rank's replica slots: weights of experts that have no moments on this rank."""
-    return int(choice.num_replica_slots * sum(problem.shape.moe_layers) * problem.workload.expert_bytes)
-
-
-def _loads(problem: Problem, choice: Decision, cut: StepShape) -> list[Numbers]:
-    """Return by layer the rows that every rank's experts receive over the mean; of a dense layer, ones."""
-    moe_layers = problem.expert_loads(choice, cut)
-    ones_P, known = np.ones(moe_layers.shape[1]), iter(moe_layers)
-    return [next(known) if is_moe else ones_P for is_moe in problem.shape.moe_layers]
 
 
 def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, load_P: Numbers) -> Numbers:

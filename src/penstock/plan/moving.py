@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 from penstock.cost import RoutedCost
 from penstock.cost.placed import LATE
@@ -106,12 +106,19 @@ def weigh(
     if not plain.found:
         raise RefusalError(f"there is no plan to compare moves with: {'; '.join(plain.refused)}")
     still = _least(plain.found)
-    samples = price(_moving_samples(problem, still.choice))
+    samples = price(
+        replace(still.choice, samples=each)
+        for each in FIELDS["samples"].values(problem, still.choice)
+        if each not in ("none", still.choice.samples)
+    )
     experts = price(_moving_experts(problem, still.choice))
     _note_what_stays(problem, still.choice, samples, experts)
     most = math.inf if memory is None else memory.bytes
     alone = [_least(fit) for each in (samples, experts) if (fit := _usable(each.found, most))]
-    both = price(_joined(alone)) if len(alone) > 1 else _Priced()
+    both = _Priced()
+    if len(alone) > 1:
+        of_samples, of_experts = (each.choice for each in alone)
+        both = price([replace(of_experts, samples=of_samples.samples)])
     moving = [each for some in (samples, experts, both) for each in _usable(some.found, most)]
     best, fits = _least(moving or [still]), still.memory_bytes <= most
     worth = not fits or best.predicted_s < WORTH * still.predicted_s
@@ -153,19 +160,10 @@ def _settled(problem: Problem, choice: Decision) -> Decision:
 
 def staying(problem: Problem, choice: Decision) -> Decision:
     """Return the choice without the moves that the problem leaves open."""
-    samples, experts = (_least_of(FIELDS[name].values(problem, choice)) for name in ("samples", "experts"))
+    moves = (FIELDS[name].values(problem, choice) for name in ("samples", "experts"))
+    samples, experts = (min(each, key=lambda move: move != "none") for each in moves)  # none, or the first
     settled = replace(choice, samples=samples, experts=experts)
     return replace(settled, replica_slots=FIELDS["replica_slots"].values(problem, settled)[0])
-
-
-def _least_of(moves: Sequence[Any]) -> Any:
-    return "none" if "none" in moves else moves[0]
-
-
-def _moving_samples(problem: Problem, choice: Decision) -> Iterator[Decision]:
-    for samples in FIELDS["samples"].values(problem, choice):
-        if samples not in ("none", choice.samples):
-            yield replace(choice, samples=samples)
 
 
 def _moving_experts(problem: Problem, choice: Decision) -> Iterator[Decision]:
@@ -186,11 +184,6 @@ def _note_what_stays(problem: Problem, choice: Decision, samples: _Priced, exper
     for priced, values, why in kinds:
         if why and len(values) > 1:
             priced.refused[why] = []
-
-
-def _joined(alone: Sequence[Candidate]) -> Iterator[Decision]:
-    samples, experts = (each.choice for each in alone)
-    yield replace(experts, samples=samples.samples)
 
 
 def _least(candidates: Sequence[Candidate]) -> Candidate:
@@ -243,7 +236,15 @@ def _line(
     against = f"{best.predicted} ({change(best.predicted_s, still.predicted_s)})"
     err = miss(lost, best.choice, still.choice)
     tried = "" if err == 1 else f" by a trial, whose steps took {err:.2f} times as long as predicted"
-    saved = _saved(problem, still, best) if best.choice.samples != "none" else _evened(problem, still, best)
+    both = [(_routed(problem, each), each.plan.graph.tasks) for each in (still, best)]
+    if best.choice.samples != "none":
+        before, after = (routed.crossing_rows(tasks) for routed, tasks in both)
+        where = "nodes" if problem.workload.nodes > 1 else "ranks"
+        share = 0.0 if not before else 100 * (before - after) / before
+        saved = f"{share:.0f} % of what crosses {where} is saved"
+    else:
+        before, after = (routed.imbalance(tasks) for routed, tasks in both)
+        saved = f"the busiest rank has {before:.2f} times the mean load, {after:.2f} with it"
     return f"{what}  {_words(best)}: {against}, {verdict}{tried}; {saved}"
 
 
@@ -260,18 +261,6 @@ def _words(candidate: Candidate) -> str:
 
 def _moves(choice: Decision) -> str:
     return " and ".join(name for name in (choice.samples, choice.experts) if name != "none")
-
-
-def _saved(problem: Problem, still: Candidate, moving: Candidate) -> str:
-    before, after = (_routed(problem, each).crossing_rows(each.plan.graph.tasks) for each in (still, moving))
-    where = "nodes" if problem.workload.nodes > 1 else "ranks"
-    share = 0.0 if not before else 100 * (before - after) / before
-    return f"{share:.0f} % of what crosses {where} is saved"
-
-
-def _evened(problem: Problem, still: Candidate, moving: Candidate) -> str:
-    before, after = (_routed(problem, each).imbalance(each.plan.graph.tasks) for each in (still, moving))
-    return f"the busiest rank has {before:.2f} times the mean load, {after:.2f} with it"
 
 
 def _routed(problem: Problem, candidate: Candidate) -> RoutedCost:

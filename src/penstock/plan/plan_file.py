@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -195,7 +195,17 @@ class PlanFile:
         table = read_json(path, "Give a plan file, or make one with `penstock plan --out`.")
         try:
             file = from_dict(PlanFile, _with_table(_with_shards(table, path), path), str(path))
-            _check_decided(file.choice, table.get("choice", {}), path)
+            # The default of a missing decision is not what the file was made for. Some files are older
+            # than one that may be left out.
+            given = table.get("choice", {})
+            for name in file.choice.deciding_fields:
+                if name not in given and not FIELDS[name].may_be_left_out:
+                    hint = (
+                        f"Write it, such as {json.dumps(getattr(file.choice, name))}, or make the file again."
+                    )
+                    raise ConfigError(
+                        f"{path}.choice.{name}", UNSET, "is missing, so the file does not say it", hint
+                    )
             return file
         except ScheduleError as error:
             hint = "Correct the portion, or set partition to null."
@@ -305,17 +315,6 @@ class PlanFile:
             if sum(portions) != size:
                 why = f"layer {layer} has {size} bytes of gradients to reduce"
                 raise ConfigError(f"{key}.portions[{layer}]", f"{sum(portions)} bytes", why, hint)
-
-
-def _check_decided(choice: Decision, given: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError for a decision missing from the file: its default is not what the file was made for.
-
-    A decision that may be left out need not be there: some files are older than the decision.
-    """
-    for name in choice.deciding_fields:
-        if name not in given and not FIELDS[name].may_be_left_out:
-            hint = f"Write it, such as {json.dumps(getattr(choice, name))}, or make the file again."
-            raise ConfigError(f"{path}.choice.{name}", UNSET, "is missing, so the file does not say it", hint)
 
 
 def _with_shards(table: Any, path: Path) -> Any:

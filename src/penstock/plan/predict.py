@@ -156,21 +156,19 @@ def settle(plan: StepPlan, cost: ContendedCost, ranks: Mesh, paces: tuple[float,
     shares: Shares = dict.fromkeys(plan.graph.tasks, 1.0)
     for _ in range(PASSES):
         now = partial(_at_share, cost, shares)
-        shares = _of_each_pace(simulate(plan.schedule, plan.graph, now, ranks), paces)
+        timeline = simulate(plan.schedule, plan.graph, now, ranks)
+        if not paces:
+            shares = contention(timeline)
+            continue
+        # The contention on one rank of every pace (to a tenth), as that of all ranks of the pace.
+        _, firsts, pace_of = np.unique(np.round(paces, 1), return_index=True, return_inverse=True)
+        found = [contention(timeline, int(rank)) for rank in firsts]
+        shares = {task: np.array([each[task] for each in found])[pace_of] for task in found[0]}
     return shares
 
 
 def _at_share(cost: ContendedCost, shares: Shares, task: Task) -> Any:
     return cost(task, shares[task])
-
-
-def _of_each_pace(timeline: Timeline, paces: tuple[float, ...]) -> Shares:
-    """Return the contention on one rank of every pace (to a tenth), as that of all ranks of the pace."""
-    if not paces:
-        return contention(timeline)
-    _, firsts, pace_of = np.unique(np.round(paces, 1), return_index=True, return_inverse=True)
-    found = [contention(timeline, int(rank)) for rank in firsts]
-    return {task: np.array([shares[task] for shares in found])[pace_of] for task in found[0]}
 
 
 def contention(timeline: Timeline, rank: int = 0) -> dict[Task, float]:

@@ -20,7 +20,11 @@ HINT = "Correct the latencies, rates or models of tasks in the cluster file (or 
 
 def check_prices(problem: Problem) -> None:
     """Raise ConfigError for a cluster on which a plain step, or one of its tasks, takes no sensible time."""
-    few, times = _few_layers(problem)
+    few, times = problem, 1
+    if problem.evidence is None:  # otherwise layers of a kind are routed differently
+        kinds = Counter(problem.layer_kinds)
+        few = problem.only(tuple(map(problem.layer_kinds.index, kinds)))
+        times = max(kinds.values())
     for dispatch in problem.dispatches:
         choice = Decision(dispatch=dispatch)
         few_s = sum(_prices(few, choice, few.plan(choice)).values())
@@ -30,14 +34,6 @@ def check_prices(problem: Problem) -> None:
         total_s = sum(_prices(problem, choice, plan).values())
         if not LEAST_STEP_S < total_s < LONGEST_STEP_S:
             raise impossible(problem, choice, plan, total_s)
-
-
-def _few_layers(problem: Problem) -> tuple[Problem, int]:
-    """Return a model with one layer of each kind, and the most layers of a kind that there are."""
-    if problem.evidence is not None:  # layers of a kind are routed otherwise
-        return problem, 1
-    kinds = Counter(problem.layer_kinds)
-    return problem.only(tuple(map(problem.layer_kinds.index, kinds))), max(kinds.values())
 
 
 def impossible(problem: Problem, choice: Decision, plan: StepPlan, seconds: float) -> ConfigError:

@@ -37,7 +37,6 @@ from penstock.decision.field import NOTHING_MOVES
 from penstock.dispatch import DISPATCHES
 from penstock.mesh import Group, Mesh
 from penstock.placement import Replication
-from penstock.placing import ExpertCosts
 from penstock.plan.slack import replica_slack
 from penstock.schedule import Cost, StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
@@ -213,29 +212,25 @@ class Problem:
         key = self._priced_by(choice), cut
         if key not in self._last_cost:
             self._last_cost.clear()
-            self._last_cost[key] = self._new_cost(choice, cut)
+            beside = choice.dispatch, choice.comm_dtype, cut.expert_form, cut.replica_slots
+            shared = self._known_prices.setdefault(beside, {})
+            made: Cost
+            made = even = StepCost(cut, self.workload_of(choice), self.cluster, shared)
+            if self.evidence is not None:
+                now_DBYE, columns = self.evidence.now_DBYE, self.evidence.columns
+                placed = self.placed(choice, cut)
+                routed = RoutedCost(
+                    cut, even.workload, self.cluster, now_DBYE, placed=placed, columns=columns
+                )
+                made = SlowRanks(routed, self.slowness) if self.slowness else routed
+            elif self.slowness or self.load:
+                made = UnevenRanks(even, self.slowness, self.load)
+            self._last_cost[key] = made
         return self._last_cost[key]
 
     @cached_property
     def _last_cost(self) -> dict[object, Cost]:
         return {}
-
-    def _new_cost(self, choice: Decision, cut: StepShape) -> Cost:
-        beside = choice.dispatch, choice.comm_dtype, cut.expert_form, cut.replica_slots
-        shared = self._known_prices.setdefault(beside, {})
-        even = StepCost(cut, self.workload_of(choice), self.cluster, shared)
-        if self.evidence is not None:
-            placed = self.placed(choice, cut)
-            routed = RoutedCost(
-                cut,
-                even.workload,
-                self.cluster,
-                self.evidence.now_DBYE,
-                placed=placed,
-                columns=self.evidence.columns,
-            )
-            return SlowRanks(routed, self.slowness) if self.slowness else routed
-        return UnevenRanks(even, self.slowness, self.load) if self.slowness or self.load else even
 
     @cached_property
     def _known_prices(self) -> dict[object, dict[object, float]]:
@@ -276,7 +271,11 @@ class Problem:
             groups, known = (each.mesh.size(Group.EXPERT_DATA) for each in (whole, work))
             loads_YPE = rank_loads(evidence.before_DBYE, cut, work) * (groups // known)
             # The same replicas whatever contention a bound assumes, or it would be one of another step.
-            costs = self._replica_costs(choice, StepCost(cut, whole, self.cluster.contended(1.0)))
+            even = StepCost(cut, whole, self.cluster.contended(1.0))
+            # The slack is what a quick order leaves.
+            plan = plan_step(_in_quick_order(choice), self.uncut(choice), self.gradients, lambda _: even)
+            known_costs = expert_costs(even)
+            costs = [known_costs.hiding(slack) for slack in replica_slack(plan, even, self.mesh)]
             if evidence.columns:  # by the first layer that each stands for
                 costs = [costs[evidence.columns.index(column)] for column in range(evidence.known_layers)]
             exact = splits_exactly(choice, work)
@@ -297,12 +296,6 @@ class Problem:
         """What handing out tasks takes of one thread, which reads no counts where all sizes are known."""
         found = self.cluster.issuing
         return found and replace(found, reads_counts=not self.workload.fixed_slots)
-
-    def _replica_costs(self, choice: Decision, even: StepCost) -> list[ExpertCosts]:
-        """Return, by MoE layer, what replica planners know, with the slack left by a quick order."""
-        plan = plan_step(_in_quick_order(choice), self.uncut(choice), self.gradients, lambda _: even)
-        costs = expert_costs(even)
-        return [costs.hiding(slack) for slack in replica_slack(plan, even, self.mesh)]
 
     def plan(self, choice: Decision) -> StepPlan:
         """Return the graph and the frozen order of a choice."""

@@ -174,10 +174,14 @@ class _Search:
     def run(self, starts: Sequence[Decision]) -> FoundPlan:
         wanted = dict.fromkeys((*starts, *self._basis.firsts))
         least = map(self._room.with_least_recompute, wanted)
-        firsts = [choice for choice in least if choice is not None] or self._any_that_fits()
+        firsts = [choice for choice in least if choice is not None]
+        if not firsts and any(map(self._fits, space(self._problem, PIECES))):
+            firsts = list(islice(filter(self._fits, space(self._problem)), 1))
         if self._effort == "quick":
             return self._quickly(firsts)
-        everything, stopped, late = self._everything(), None, False
+        everything, stopped, late = list[Decision](), None, False
+        if self._effort != "low" or self._memory is not None:  # else only choices on the way are examined
+            everything = [choice for choice in dict.fromkeys(space(self._problem)) if self._fits(choice)]
         for stage in (
             lambda: self._begin(firsts),
             lambda: self._descend(self._best_of(firsts)),
@@ -210,17 +214,6 @@ class _Search:
         if not self._full.candidates:  # the short model is smaller than what has to fit
             raise self._too_big()
         return self._found([], "quick plans", late=self._meter.late)
-
-    def _everything(self) -> list[Decision]:
-        """Return all possible choices. With low effort only choices on the way are examined."""
-        if self._effort == "low" and self._memory is None:
-            return []
-        return [choice for choice in dict.fromkeys(space(self._problem)) if self._fits(choice)]
-
-    def _any_that_fits(self) -> list[Decision]:
-        if not any(map(self._fits, space(self._problem, PIECES))):
-            return []
-        return list(islice(filter(self._fits, space(self._problem)), 1))
 
     def _begin(self, firsts: list[Decision]) -> None:
         """Simulate the first plans whatever the budget, so that there is an answer."""
@@ -311,7 +304,12 @@ class _Search:
         finalists = ranked[:FINALISTS]
         gapped = [choice for choice in ranked if choice.reads("partition")][:1]
         whole = finalists if self._screen is not self._full else []
-        self._look_in_full([*whole, *map(self._with_partition, [*finalists, *gapped])])
+        # With the gradients in the gaps that FSMoE's planner chose for this model.
+        parted = [
+            replace(choice, partition=self._partition) if choice.reads("partition") else choice
+            for choice in (*finalists, *gapped)
+        ]
+        self._look_in_full([*whole, *parted])
         if orders and SEARCHED[self._effort]:
             self._stage = "better orders"
             self._look_in_full(self._halving.ranked(self._screen.candidates)[: SEARCHED[self._effort]])
@@ -320,10 +318,6 @@ class _Search:
         for number, choice in enumerate(choices):
             self._full.look(choice)
             self._report(number + 1, len(choices))
-
-    def _with_partition(self, choice: Decision) -> Decision:
-        """Return the choice with the gradients in the gaps chosen by FSMoE's planner for this model."""
-        return replace(choice, partition=self._partition) if choice.reads("partition") else choice
 
     def _found(self, everything: list[Decision], stopped: str | None, *, late: bool) -> FoundPlan:
         full = self._full

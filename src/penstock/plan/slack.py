@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from penstock.graph import Lane, Phase, Task
@@ -33,7 +33,10 @@ def replica_slack(plan: StepPlan, cost: Cost, mesh: Mesh) -> tuple[Slack, ...]:
     layers = [layer for layer, is_moe in enumerate(plan.shape.moe_layers) if is_moe]
     experts = {layer: [t for t in spans if t.op == Op.EXPERTS and t.layer == layer] for layer in layers}
     begins_s = [min(spans[t][0] for t in experts[layer] if t.forward) for layer in layers]
-    last_s = [max(spans[t][1] for t in experts[layer] if _makes_gradients(t)) for layer in reversed(layers)]
+    last_s = [
+        max(spans[t][1] for t in experts[layer] if not t.forward and t.phase is not Phase.RECOMPUTE)
+        for layer in reversed(layers)
+    ]
     end_s = max(end for _, end in spans.values())
     busy = [span for task, span in spans.items() if task.lane is Lane.INTER]
     forward = (_idle(busy, gap) for gap in pairwise([0.0, *begins_s]))
@@ -41,15 +44,8 @@ def replica_slack(plan: StepPlan, cost: Cost, mesh: Mesh) -> tuple[Slack, ...]:
     return tuple(Slack(*both) for both in zip(forward, reversed([*backward]), strict=True))
 
 
-def _makes_gradients(task: Task) -> bool:
-    return not task.forward and task.phase is not Phase.RECOMPUTE
-
-
 def _idle(busy: Sequence[Span], gap: Span) -> float:
     """Return the seconds of a gap in which none of the spans runs; the spans of one lane do not overlap."""
     begin, end = gap
-    return max(0.0, end - begin - sum(_common(busy, begin, end)))
-
-
-def _common(spans: Iterable[Span], begin: float, end: float) -> Iterable[float]:
-    return (max(0.0, min(stop, end) - max(start, begin)) for start, stop in spans)
+    common_s = sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in busy)
+    return max(0.0, end - begin - common_s)

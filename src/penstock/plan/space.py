@@ -59,22 +59,17 @@ def forced(problem: Problem, given: Mapping[str, Any]) -> Problem:
             why = f"has no effect with {of}, so no plan could keep it"
             raise ConfigError(f"schedule.{key}", value, why, "Remove it, or name another schedule.")
         readers = left
-    _check_values(problem, readers, given)
-    return replace(problem, forced=Table(given))
-
-
-def _check_values(problem: Problem, schedules: Sequence[str], given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for pieces or a form of rows that no step on these ranks can have."""
     pieces, form = given.get("microbatches", 1), given.get("expert_form")
     if pieces > problem.batch:
         why = f"{problem.batch} samples of a rank cannot be cut into more pieces than samples"
         raise ConfigError("schedule.microbatches", pieces, why, f"Nearest valid: {problem.batch}.")
-    choices = [Decision(schedule=each, dispatch=way) for each in schedules for way in problem.dispatches]
+    choices = [Decision(schedule=each, dispatch=way) for each in readers for way in problem.dispatches]
     forms = [each for choice in choices for each in FIELDS["expert_form"].values(problem, choice)]
     if form is not None and form not in forms:
         why = "is not a way in which rows can reach their experts on these ranks"
         known = ", ".join(dict.fromkeys(filter(None, forms))) or "none: leave it out"
         raise ConfigError("schedule.expert_form", form, why, f"Possible: {known}.")
+    return replace(problem, forced=Table(given))
 
 
 PIECES: Final = ("chunks", "backward_chunks", "all_reduce_chunk_bytes", "priority")

@@ -109,7 +109,17 @@ class Stages:
 
         Raises ConfigError for more parts than there are layers, embedding and head.
         """
-        _check_parts(pipeline, self.problem.shape.num_layers)
+        stages, virtual, _ = pipeline.sizes
+        if pipeline.parts > (most := self.problem.shape.num_layers + 2):
+            of = f"{counted(self.problem.shape.num_layers, 'layer')}, an embedding and a head"
+            if stages > most:
+                raise ConfigError(
+                    SIZE, stages, f"is more than the model has to deal out: {of}", f"Use {most} or fewer."
+                )
+            why = (
+                f"makes {pipeline.parts} parts of {stages} stages, more than the model has to deal out: {of}"
+            )
+            raise ConfigError(VIRTUAL_SIZE, virtual, why, f"Use {most // stages} or fewer.")
         return self.cut(layers) if layers else self.split(pipeline.parts)
 
     def split(self, parts: int) -> tuple[Part, ...]:
@@ -460,19 +470,6 @@ def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> Pi
     )
 
 
-def _check_parts(pipeline: Pipeline, layers: int) -> None:
-    """Raise ConfigError if there is nothing for some part to hold."""
-    stages, virtual, _ = pipeline.sizes
-    if pipeline.parts > (most := layers + 2):
-        of = f"{counted(layers, 'layer')}, an embedding and a head"
-        if stages > most:
-            raise ConfigError(
-                SIZE, stages, f"is more than the model has to deal out: {of}", f"Use {most} or fewer."
-            )
-        why = f"makes {pipeline.parts} parts of {stages} stages, more than the model has to deal out: {of}"
-        raise ConfigError(VIRTUAL_SIZE, virtual, why, f"Use {most // stages} or fewer.")
-
-
 @dataclass(frozen=True)
 class _SlotTimes:
     """When a forward, a backward, or both at once end; those of parts that have been asked for are kept."""
@@ -486,18 +483,15 @@ class _SlotTimes:
     def __call__(self, slot: Slot) -> tuple[float, ...]:
         key = tuple([(cell.forward, cell.part, self._is_edge(cell)) for cell in slot])
         if key not in self._known:
-            self._known[key] = self._seconds(slot)
+            parts, edges = [self.parts[cell.part] for cell in slot], [*map(self._is_edge, slot)]
+            ends_s: tuple[float, ...]
+            if len(slot) == 1:
+                ends_s = (self.stages.half_s(parts[0], forward=slot[0].forward, edge=edges[0]),)
+            else:
+                ends_s = self.stages.together_s(*parts, first=edges[0], last=edges[1])
+            longer_s = self.links.longer_s(slot, ends_s, edges)
+            self._known[key] = tuple(end_s + longer_s for end_s in ends_s)
         return self._known[key]
-
-    def _seconds(self, slot: Slot) -> tuple[float, ...]:
-        parts, edges = [self.parts[cell.part] for cell in slot], [*map(self._is_edge, slot)]
-        ends_s: tuple[float, ...]
-        if len(slot) == 1:
-            ends_s = (self.stages.half_s(parts[0], forward=slot[0].forward, edge=edges[0]),)
-        else:
-            ends_s = self.stages.together_s(*parts, first=edges[0], last=edges[1])
-        longer_s = self.links.longer_s(slot, ends_s, edges)
-        return tuple(end_s + longer_s for end_s in ends_s)
 
     def _is_edge(self, cell: Cell) -> bool:
         """Return whether it is the first forward of its part in an update, or the last backward."""
@@ -553,15 +547,11 @@ class _Links:
             own_s += self.stages.network_s(
                 self.parts[cell.part], forward=cell.forward, edge=edge, across=across
             )
-            sent_s += max(self._beside_s(cell, there, across) for there in (-1, 1))
+            neighbours = (part for part in (cell.part - 1, cell.part + 1) if 0 <= part < self.pipeline.parts)
+            pairs = ((self.pipeline.stage_of(cell.part), self.pipeline.stage_of(part)) for part in neighbours)
+            ways_s = (self.solo_s(*pair) for pair in pairs if self._across(*pair) is across)
+            sent_s += max(ways_s, default=0.0)
         return own_s + sent_s if sent_s else 0.0
-
-    def _beside_s(self, cell: Cell, there: int, across: bool) -> float:
-        """Return the seconds of a cell's transfer from or to a neighbouring part, if it takes this way."""
-        if not 0 <= cell.part + there < self.pipeline.parts:
-            return 0.0
-        pair = self.pipeline.stage_of(cell.part), self.pipeline.stage_of(cell.part + there)
-        return self.solo_s(*pair) if self._across(*pair) is across else 0.0
 
     def _across(self, sender: int, receiver: int) -> bool:
         """Return whether transfers from one stage to another leave their node."""
@@ -593,23 +583,21 @@ def _pair_s(problem: Problem, node_size: int, sender: int, receiver: int, sent_b
 
 
 def stages_memory(stages: Stages, pipeline: Pipeline, parts: Sequence[Part]) -> tuple[MemoryEstimate, ...]:
-    """Return the memory of every stage."""
-    each = range(pipeline.pipeline_parallel_size)
-    return tuple(_stage_memory(stages, pipeline, parts, stage) for stage in each)
-
-
-def _stage_memory(stages: Stages, pipeline: Pipeline, parts: Sequence[Part], stage: int) -> MemoryEstimate:
-    """Return the memory of a stage: of all its parts, with activations of what is under way at most."""
-    each = [stages.memory(parts[i]) for i in pipeline.parts_of(stage)]
-    kept = max(
-        sum(count * of.activations_bytes for count, of in zip(counts, each, strict=True))
-        for counts in pipeline.held[stage]
-    )
-    return MemoryEstimate(
-        weights_bytes=sum(of.weights_bytes for of in each),
-        gradients_bytes=sum(of.gradients_bytes for of in each),
-        optimizer_bytes=sum(of.optimizer_bytes for of in each),
-        activations_bytes=kept,
-        buffers_bytes=max(of.buffers_bytes for of in each),
-        copies_bytes=sum(of.copies_bytes for of in each),
-    )
+    """Return the memory of every stage: of all its parts, with activations of what is under way at most."""
+    found = []
+    for stage in range(pipeline.pipeline_parallel_size):
+        each = [stages.memory(parts[i]) for i in pipeline.parts_of(stage)]
+        kept = max(
+            sum(count * of.activations_bytes for count, of in zip(counts, each, strict=True))
+            for counts in pipeline.held[stage]
+        )
+        estimate = MemoryEstimate(
+            weights_bytes=sum(of.weights_bytes for of in each),
+            gradients_bytes=sum(of.gradients_bytes for of in each),
+            optimizer_bytes=sum(of.optimizer_bytes for of in each),
+            activations_bytes=kept,
+            buffers_bytes=max(of.buffers_bytes for of in each),
+            copies_bytes=sum(of.copies_bytes for of in each),
+        )
+        found.append(estimate)
+    return tuple(found)

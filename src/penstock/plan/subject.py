@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, get_args
 
@@ -164,8 +164,14 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
     4 M^2 + M E numbers; where ranks share attention, each has its part of the first term.
     """
     changes = overrides or Overrides()
-    published, notes = _published(name, file.name)
-    model = changes.applied(published)
+    check_name("--model", name, MODELS, "published model")
+    published = MODELS[name]
+    notes = [published.note] if published.note else []
+    on_cluster = published.on.get(file.name, {})
+    if on_cluster:
+        uses = " and ".join(f"{value} {UNITS[key]}" for key, value in on_cluster.items())
+        notes.append(f"the study uses {uses} on {file.name}")
+    model = changes.applied(replace(published, **on_cluster))
     nodes, per_node = changes.nodes or file.nodes, changes.ranks_per_node or file.ranks_per_node
     if nodes * per_node > MOST_RANKS:
         why = (
@@ -221,17 +227,6 @@ def rate_notes(file: ClusterFile, precision: Computing) -> list[str]:
     return [f"operations per second: {times:.3g} times the file's in {file.precision}, as the device's peaks"]
 
 
-def _published(name: str, cluster: str) -> tuple[PublishedModel, list[str]]:
-    """Return the model as the study has it on this cluster, and remarks on its numbers for users."""
-    check_name("--model", name, MODELS, "published model")
-    model = MODELS[name]
-    notes = [model.note] if model.note else []
-    there = model.on.get(cluster, {})
-    if there:
-        notes.append(f"the study uses {_words(there)} on {cluster}")
-    return replace(model, **there), notes
-
-
 def _problem(
     model: PublishedModel, changes: Overrides, nodes: int, per_node: int, cluster: ProfiledCluster
 ) -> Problem:
@@ -254,16 +249,14 @@ def _problem(
     )
 
 
-def _words(sizes: Mapping[str, int]) -> str:
-    """Return sizes of a model as text."""
-    return " and ".join(f"{value} {UNITS[key]}" for key, value in sizes.items())
-
-
 def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: int) -> Workload:
     usual_shards = per_node if model.sharded else 1
     tp_size, shards = changes.tp_size or usual_shards, changes.etp_size or usual_shards
     if changes.tp_size or changes.etp_size:  # the studies' own sizes need not divide the heads
-        _check_sharing(model, tp_size, shards, per_node)
+        _divided("--tp-size", tp_size, per_node, tp_size, "ranks of a node")
+        _divided("--etp-size", shards, per_node, shards, "ranks of a node")
+        _divided("--tp-size", tp_size, model.num_heads or tp_size, tp_size, "heads")
+        _divided("--etp-size", shards, model.ffn_hidden_size, shards, "hidden units of an expert")
     ranks = nodes * per_node
     groups = holders(ranks, shards)
     batch = _divided("--tp-size", tp_size, model.batch * tp_size, usual_shards, "samples of a step")
@@ -273,7 +266,11 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
         why = f"there {'is' if experts == 1 else 'are'} {counted(experts, 'expert')}"
         raise ConfigError("--top-k", model.top_k, why, f"Use {experts} or fewer, or more nodes.")
     given = changes.ep_size or (max(_ep_sizes(groups, experts)) if changes.etp_size else None)
-    ep_size = _ep_size(given, groups, experts)
+    ep_size, valid = groups if given is None else given, _ep_sizes(groups, experts)
+    if ep_size not in valid:
+        nearest = min(valid, key=lambda n: (abs(n - ep_size), n))
+        why = f"must divide the {counted(groups, 'group')} of ranks and the {counted(experts, 'expert')}"
+        raise IndivisibleError("--ep-size", ep_size, why, f"Nearest valid: {nearest}.")
     attention, gate = 4 * model.hidden_size**2 * FLOAT32_BYTES, model.hidden_size * experts * FLOAT32_BYTES
     matrices = MATRICES[model.expert]
     expert = matrices * model.hidden_size * model.ffn_hidden_size * FLOAT32_BYTES // shards
@@ -302,14 +299,6 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
     )
 
 
-def _check_sharing(model: PublishedModel, tp_size: int, etp_size: int, per_node: int) -> None:
-    """Raise IndivisibleError for a size that does not divide a node's ranks, heads or experts' width."""
-    _divided("--tp-size", tp_size, per_node, tp_size, "ranks of a node")
-    _divided("--etp-size", etp_size, per_node, etp_size, "ranks of a node")
-    _divided("--tp-size", tp_size, model.num_heads or tp_size, tp_size, "heads")
-    _divided("--etp-size", etp_size, model.ffn_hidden_size, etp_size, "hidden units of an expert")
-
-
 def _divided(option: str, value: int, total: int, by: int, what: str) -> int:
     """Return `total / by`. Raises IndivisibleError naming the option if that is not a whole number."""
     if total % by:
@@ -320,14 +309,3 @@ def _divided(option: str, value: int, total: int, by: int, what: str) -> int:
 
 def _ep_sizes(groups: int, experts: int) -> list[int]:
     return [size for size in group_sizes(groups) if experts % size == 0]
-
-
-def _ep_size(wanted: int | None, groups: int, experts: int) -> int:
-    """Return the number of ranks that share a layer's experts: all groups, unless set otherwise."""
-    valid = _ep_sizes(groups, experts)
-    ep_size = groups if wanted is None else wanted
-    if ep_size in valid:
-        return ep_size
-    nearest = min(valid, key=lambda n: (abs(n - ep_size), n))
-    why = f"must divide the {counted(groups, 'group')} of ranks and the {counted(experts, 'expert')}"
-    raise IndivisibleError("--ep-size", ep_size, why, f"Nearest valid: {nearest}.")

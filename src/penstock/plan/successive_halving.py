@@ -10,7 +10,7 @@ Identification, 2016).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.decision import Decision
@@ -49,29 +49,19 @@ class SuccessiveHalving:
         if "priority" in dict(self.problem.forced):
             return []
         for each in found:
-            if _by_rule(each.choice) and each.bound.seconds < best_s:
+            by_rule = each.choice.reads("priority") and each.choice.priority != "search"
+            if by_rule and each.bound.seconds < best_s:
                 ruled.setdefault(replace(each.choice, priority="search"), each)
         kept = list(ruled)
         for cuts, part in ROUNDS:
             for choice in kept[:cuts]:
                 if self.parts.get(choice, math.inf) > part:
-                    self.seconds[choice] = self._round_s(choice, ruled[choice], part)
+                    self.meter.check()
+                    plan, problem = ruled[choice].plan, self.problem
+                    schedule = SCHEDULES[choice.schedule]
+                    order = schedule.quick_order(plan.graph, problem.cost(choice, plan.shape), choice, part)
+                    self.meter.note_round(problem, len(plan.graph.tasks), part)
+                    self.seconds[choice] = predict_s(problem, choice, replace(plan, schedule=order))
                     self.parts[choice] = part
-            kept = self._best(kept)
+            kept = sorted((each for each in kept if each in self.seconds), key=self.seconds.__getitem__)
         return kept
-
-    def _best(self, choices: Sequence[Decision]) -> list[Decision]:
-        """Return the choices that have been searched, best first; ties keep their order."""
-        return sorted((each for each in choices if each in self.seconds), key=self.seconds.__getitem__)
-
-    def _round_s(self, choice: Decision, ruled: Candidate, part: int) -> float:
-        self.meter.check()
-        plan, problem = ruled.plan, self.problem
-        schedule = SCHEDULES[choice.schedule]
-        order = schedule.quick_order(plan.graph, problem.cost(choice, plan.shape), choice, part)
-        self.meter.note_round(problem, len(plan.graph.tasks), part)
-        return predict_s(problem, choice, replace(plan, schedule=order))
-
-
-def _by_rule(choice: Decision) -> bool:
-    return choice.reads("priority") and choice.priority != "search"

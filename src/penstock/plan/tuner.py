@@ -134,7 +134,12 @@ class BayesianTuner:
             return self._first[len(self._told)]
         place = float(self._process.suggest()["place"])
         known = any(abs(place - self._sizes.place(sample.size_bytes)) < SAME for sample in self._told)
-        return self._widest_gap() if known else self._sizes.at(place)
+        if not known:
+            return self._sizes.at(place)
+        # The middle of the widest gap between known sizes.
+        ends = sorted({0.0, 1.0, *(self._sizes.place(sample.size_bytes) for sample in self._told)})
+        left, right = max(pairwise(ends), key=lambda gap: gap[1] - gap[0])
+        return self._sizes.at((left + right) / 2)
 
     def tell(self, size_bytes: int, seconds: float) -> None:
         self._told.append(Sample(size_bytes=size_bytes, seconds=seconds))
@@ -154,11 +159,6 @@ class BayesianTuner:
             {"place": self._sizes.place(sample.size_bytes) + APART * number}
             for number, sample in enumerate(self._told)
         ]
-
-    def _widest_gap(self) -> int:
-        ends = sorted({0.0, 1.0, *(self._sizes.place(sample.size_bytes) for sample in self._told)})
-        left, right = max(pairwise(ends), key=lambda gap: gap[1] - gap[0])
-        return self._sizes.at((left + right) / 2)
 
 
 def build_tuner(name: TunerName, *, start_bytes: int, sizes: SizeRange, samples: int, seed: int = 0) -> Tuner:

@@ -10,7 +10,7 @@ ranks) of L, k of them chosen by every token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from math import comb
 from typing import Final
@@ -109,21 +109,17 @@ def distinct_parts(parts: int, num_experts: int, top_k: int, groups: int = 1, li
     for part in range(parts):
         first, last = part * share, (part + 1) * share
         inside = [max(0, min(last, (g + 1) * size) - max(first, g * size)) for g in range(groups)]
-        for held, ways in _held_by_chosen(inside, limit).items():
-            missed += ways * comb(open_to_token - held, top_k)
-    return parts - missed / every
-
-
-def _held_by_chosen(inside: Sequence[int], limit: int) -> dict[int, int]:
-    """Return the ways in which `limit` groups hold a number of a part's experts. inside: of every group."""
-    ways = {(0, 0): 1}
-    for held in inside:
-        longer = dict(ways)
+        # The ways in which so many groups hold a number of the part's experts.
+        ways = {(0, 0): 1}
+        for held in inside:
+            longer = dict(ways)
+            for (chosen, total), count in ways.items():
+                key = chosen + 1, total + held
+                longer[key] = longer.get(key, 0) + count
+            ways = longer
         for (chosen, total), count in ways.items():
-            key = chosen + 1, total + held
-            longer[key] = longer.get(key, 0) + count
-        ways = longer
-    return {total: count for (chosen, total), count in ways.items() if chosen == limit}
+            missed += count * comb(open_to_token - total, top_k) if chosen == limit else 0
+    return parts - missed / every
 
 
 def distinct_rows(inputs: Counts, top_k: int, nearness: float = 1.0) -> Counts:

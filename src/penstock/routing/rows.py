@@ -59,7 +59,17 @@ class BatchCut:
             if self.fixed:
                 rows[:, m] = np.array(split_sizes(self.slots[m], self.slices))[:, None, None]
             else:
-                self._cut_microbatch(counts_DBYE[:, first : first + samples], rows[:, m])
+                # The slices of the ranks that have the samples' tokens.
+                rows_PCYE = rows[:, m]
+                group_P, part_P = _owners(self.mesh, self.token_shards)
+                left = counts_DBYE[:, first : first + samples]
+                for part, length in enumerate(split_sizes(self.seq_len, self.token_shards)):
+                    mine = apportion(left, length * self.top_k)
+                    ranks = np.flatnonzero(part_P == part)
+                    sliced = np.zeros((len(left), *rows_PCYE.shape[1:]), dtype=np.int64)
+                    _cut_samples(mine, length, self.top_k, sliced)
+                    rows_PCYE[ranks] = sliced[group_P[ranks]]
+                    left = left - mine
                 if self.slots:  # earlier slices first
                     taken = np.minimum(rows[:, m].cumsum(axis=1), self.slots[m])
                     rows[:, m] = np.diff(taken, axis=1, prepend=0)
@@ -83,18 +93,6 @@ class BatchCut:
             rows[ranks] = mine.sum(axis=1)[group_P[ranks]]
             left = left - mine
         return rows
-
-    def _cut_microbatch(self, counts_DBYE: Counts, rows_PCYE: Counts) -> None:
-        """Add the samples' counts to the slices of the ranks that have their tokens."""
-        group_P, part_P = _owners(self.mesh, self.token_shards)
-        left = counts_DBYE
-        for part, length in enumerate(split_sizes(self.seq_len, self.token_shards)):
-            mine = apportion(left, length * self.top_k)
-            ranks = np.flatnonzero(part_P == part)
-            sliced = np.zeros((len(left), *rows_PCYE.shape[1:]), dtype=np.int64)
-            _cut_samples(mine, length, self.top_k, sliced)
-            rows_PCYE[ranks] = sliced[group_P[ranks]]
-            left = left - mine
 
 
 @lru_cache(maxsize=16)

@@ -23,6 +23,7 @@ from penstock.apportion import Counts
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import PlacementError
 from penstock.routing.routes import Degrees, RouteMaker, Routes
+from penstock.routing.sizes import split_sizes
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,15 @@ class ExchangeGroup:
     def planes(self) -> tuple[Plane, ...]:
         """The devices between which samples move, for each set of such devices."""
         plane_D = np.array(self.plane_B)[self.member_DK[:, 0]]
-        return tuple(self._plane(plane, np.flatnonzero(plane_D == plane)) for plane in np.unique(plane_D))
-
-    def _plane(self, plane: int, devices: Counts) -> Plane:
-        members = zip(self.rank_B, self.device_B, self.plane_B, strict=True)
-        device_of = {rank: device for rank, device, its_plane in members if its_plane == plane}
-        number = {int(device): n for n, device in enumerate(devices)}
-        return Plane(
-            devices=tuple(number),
-            device_P=tuple(number[device_of[rank]] for rank in sorted(device_of)),
-            node_D=tuple(self.node_D[device] for device in number),
-        )
+        found = []
+        for plane in np.unique(plane_D):
+            members = zip(self.rank_B, self.device_B, self.plane_B, strict=True)
+            device_of = {rank: device for rank, device, its_plane in members if its_plane == plane}
+            number = {int(device): n for n, device in enumerate(np.flatnonzero(plane_D == plane))}
+            places = tuple(number[device_of[rank]] for rank in sorted(device_of))
+            nodes = tuple(self.node_D[device] for device in number)
+            found.append(Plane(devices=tuple(number), device_P=places, node_D=nodes))
+        return tuple(found)
 
     @cached_property
     def member_DK(self) -> Counts:  # noqa: N802  # the suffix is its shape
@@ -151,7 +150,9 @@ class SampleTable:
             rows_IKPN=np.stack(np.split(rows, size.ranks, axis=2), axis=2),
             expected_IE=counts[:, :, size.positions :].sum(axis=1),
             device_I=np.repeat(np.arange(len(samples_D)), samples_D),
-            chunk_I=np.concatenate([_chunk_of(samples, size.chunks) for samples in samples_D]),
+            chunk_I=np.concatenate(
+                [np.repeat(np.arange(size.chunks), split_sizes(each, size.chunks)) for each in samples_D]
+            ),
             chunks=size.chunks,
         )
 
@@ -240,14 +241,6 @@ def settle(
     Raises PlacementError if a device's number of samples would change. device_I: the device of every sample.
     maker: makes the member's routes; degrees: numbers of chunks in which rows travel.
     """
-    _check(table, device_I)
-    place_I = table.place_I(device_I)
-    orders = tuple(_row_order(table, device_I, place_I, member, c) for c in range(table.chunks))
-    routes = maker.from_table(table.sent(device_I), degrees)
-    return SampleHomes(device_I, routes, orders, _crossing(table, device_I, place_I, member))
-
-
-def _check(table: SampleTable, device_I: Counts) -> None:
     exchange_group = table.exchange_group
     if device_I.shape != table.device_I.shape:
         raise PlacementError(f"{len(device_I)} homes for {len(table.device_I)} samples")
@@ -267,6 +260,10 @@ def _check(table: SampleTable, device_I: Counts) -> None:
     plane_D = np.array(exchange_group.plane_B)[exchange_group.member_DK[:, 0]]
     if (plane_D[device_I] != plane_D[table.device_I]).any():
         raise PlacementError("a sample is moved to a rank that shares no expert group with its own")
+    place_I = table.place_I(device_I)
+    orders = tuple(_row_order(table, device_I, place_I, member, c) for c in range(table.chunks))
+    routes = maker.from_table(table.sent(device_I), degrees)
+    return SampleHomes(device_I, routes, orders, _crossing(table, device_I, place_I, member))
 
 
 def _crossing(table: SampleTable, device_I: Counts, place_I: Counts, member: int) -> Crossing | None:
@@ -328,9 +325,3 @@ def _row_order(
     back = np.empty_like(forward)
     back[forward] = np.arange(len(forward))
     return RowOrder(forward, back)
-
-
-def _chunk_of(samples: int, chunks: int) -> Counts:
-    """Return the chunk of each of `samples` samples, cut as `split_sizes` cuts."""
-    least, more = divmod(samples, chunks)
-    return np.repeat(np.arange(chunks), [least + (c < more) for c in range(chunks)])

@@ -9,7 +9,6 @@ Shapes: B samples of this rank, L tokens per sample.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
@@ -63,7 +62,10 @@ class Samples:
         tokens, labels, ids = (
             each.tensor_split(microbatches) for each in (self.tokens_BL, self.labels_BL, self.ids_B)
         )
-        valid, documents = (_pieces(each, microbatches) for each in (self.valid_BL, self.documents_BL))
+        valid, documents = (
+            [None] * microbatches if each is None else each.tensor_split(microbatches)
+            for each in (self.valid_BL, self.documents_BL)
+        )
         known = zip(labels, ids, valid, documents, strict=True)
         whole = bool(self.companions)
         metadata = [
@@ -104,10 +106,6 @@ class Samples:
             valid_BL=pad(wide.valid_BL, (0, 0, 0, more), value=False),
             documents_BL=None if wide.documents_BL is None else pad(wide.documents_BL, (0, 0, 0, more)),
         )
-
-
-def _pieces(tensor: Tensor | None, count: int) -> Sequence[Tensor | None]:
-    return [None] * count if tensor is None else tensor.tensor_split(count)
 
 
 class SampleNumbers:
@@ -208,7 +206,27 @@ class SharedSizes:
         marks = samples.valid_BL is not None, samples.documents_BL is not None
         everyone = self._gathered((batch, length, *marks))
         for ranks in self._layout.mesh.groups(self._layout.mesh.all_experts):
-            _check_alike({rank: everyone[rank] for rank in ranks})
+            shapes = {rank: everyone[rank] for rank in ranks if everyone[rank][0]}
+            for rank, (_, length_there, marked, separate) in shapes.items():
+                first, (_, wanted, marks_padding, separates) = next(iter(shapes.items()))
+                if length_there != wanted:
+                    raise ValueError(
+                        f"ranks {first} and {rank} have samples of {wanted} and {length_there} tokens, and "
+                        "samples move between them: give all ranks samples of one length, filled up with "
+                        "padding (say so with valid_BL), or set placement.samples=none"
+                    )
+                if marked != marks_padding:
+                    raise ValueError(
+                        f"rank {rank if marked else first} marks padding (valid_BL) and rank "
+                        f"{first if marked else rank} does not, and samples move between them: give valid_BL "
+                        "on all ranks, or set placement.samples=none"
+                    )
+                if separate != separates:
+                    raise ValueError(
+                        f"rank {rank if separate else first} separates documents (documents_BL) and rank "
+                        f"{first if separate else rank} does not, and samples move between them: give "
+                        "documents_BL on all ranks, or set placement.samples=none"
+                    )
         members = self._layout.mesh.members(self._layout.rank, self._layout.mesh.all_experts)
         lengths = [everyone[rank][1] for rank in members if everyone[rank][0]]
         companions = tuple(everyone[rank][0] for rank in members)
@@ -223,28 +241,3 @@ class SharedSizes:
         return [
             (int(next(found)), int(next(found)), bool(next(found)), bool(next(found))) for _ in range(ranks)
         ]
-
-
-def _check_alike(shapes: Mapping[int, Shape]) -> None:
-    """Raise ValueError unless samples have one length and all or none have marks of padding and documents."""
-    found = {rank: shape for rank, shape in shapes.items() if shape[0]}
-    for rank, (_, length, marked, separate) in found.items():
-        first, (_, wanted, marks, separates) = next(iter(found.items()))
-        if length != wanted:
-            raise ValueError(
-                f"ranks {first} and {rank} have samples of {wanted} and {length} tokens, and samples move "
-                "between them: give all ranks samples of one length, filled up with padding (say so with "
-                "valid_BL), or set placement.samples=none"
-            )
-        if marked != marks:
-            raise ValueError(
-                f"rank {rank if marked else first} marks padding (valid_BL) and rank "
-                f"{first if marked else rank} does not, and samples move between them: give valid_BL on all "
-                "ranks, or set placement.samples=none"
-            )
-        if separate != separates:
-            raise ValueError(
-                f"rank {rank if separate else first} separates documents (documents_BL) and rank "
-                f"{first if separate else rank} does not, and samples move between them: give documents_BL "
-                "on all ranks, or set placement.samples=none"
-            )

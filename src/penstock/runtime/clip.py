@@ -32,7 +32,6 @@ from penstock.runtime.expert_parallel.ranks import (
     share_of,
 )
 from penstock.runtime.transport.legs import HostCounts
-from penstock.topology import Layout
 
 TINY = 1e-6
 EQUAL = 1e-5
@@ -63,7 +62,13 @@ def clip_grad_norm_(
     that makes no sense, and RuntimeError if gradients that all ranks share differ between them, if not every
     rank takes part, or, with error_if_nonfinite, if the norm is not finite.
     """
-    _check_settings(max_norm, norm_type)
+    if not float(max_norm) >= 0:
+        raise ValueError(
+            f"max_norm = {max_norm}: must be 0 or more, or gradients would change their sign. Use 1.0, or "
+            "math.inf to measure only"
+        )
+    if not float(norm_type) > 0:
+        raise ValueError(f"norm_type = {norm_type}: must be above 0. Use 2.0, or math.inf")
     parameters = _parameters_of(model_or_parameters)
     device = parameters[0].device if parameters else torch.device("cpu")
     norm = _total_norm(parameters, float(norm_type), foreach, device)
@@ -110,16 +115,6 @@ def _check_finite(norm: Tensor, norm_type: float) -> None:
             f"the norm of order {float(norm_type):g} of all gradients is {norm.item()}, so they cannot be "
             "clipped by it; error_if_nonfinite=False scales them all the same"
         )
-
-
-def _check_settings(max_norm: float, norm_type: float) -> None:
-    if not float(max_norm) >= 0:
-        raise ValueError(
-            f"max_norm = {max_norm}: must be 0 or more, or gradients would change their sign. Use 1.0, or "
-            "math.inf to measure only"
-        )
-    if not float(norm_type) > 0:
-        raise ValueError(f"norm_type = {norm_type}: must be above 0. Use 2.0, or math.inf")
 
 
 def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -172,33 +167,21 @@ def _total_norm(
     if not spread:
         return _p_norm(row, order)
     ranks = min(spread, key=lambda home: home.number)
-    table = _meet(row, ranks)
-    _compare(table, ranks)
-    return _p_norm(_counted_once(table, ranks.layout), order).to(device)
-
-
-def _meet(row: Tensor, ranks: ExpertRanks) -> Tensor:
-    """Return the norms of experts, parts and whole parameters, [ranks, 3], the same bits on all ranks."""
     try:
-        return ranks.gather(row)
+        table = ranks.gather(row)  # norms of experts, parts and whole parameters, [ranks, 3]
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {ranks.layout.rank}: clip_grad_norm_ waited in vain for the others. Every rank must call "
             "it, with its experts, trained or not: pass the module, or all of model.parameters()"
         ) from error
-
-
-def _counted_once(table: Tensor, layout: Layout) -> Tensor:
-    """Return the norms that make up that of the whole model, from the norms of all ranks [ranks, 3].
-
-    Where several ranks hold the same gradients, the largest norm counts: if one rank alone holds a value that
-    is not finite, all must learn of it.
-    """
-    experts, parts, whole = table.unbind(1)
-    found = [experts, whole.amax(0, keepdim=True)]
-    for same in layout.mesh.groups(Group.DATA):
-        found.append(torch.stack([parts[rank] for rank in same]).amax(0, keepdim=True))
-    return torch.cat(found)
+    _compare(table, ranks)
+    # Where several ranks hold the same gradients, the largest norm counts: if one rank alone holds a
+    # value that is not finite, all must learn of it.
+    of_experts, of_parts, of_all = table.unbind(1)
+    found = [of_experts, of_all.amax(0, keepdim=True)]
+    for same in ranks.layout.mesh.groups(Group.DATA):
+        found.append(torch.stack([of_parts[rank] for rank in same]).amax(0, keepdim=True))
+    return _p_norm(torch.cat(found), order).to(device)
 
 
 UNREAD: WeakKeyDictionary[ExpertRanks, HostCounts] = WeakKeyDictionary()
@@ -236,7 +219,27 @@ def _norm(gradients: Sequence[Tensor], order: float, foreach: bool | None, devic
     `device`."""
     plain = [_values(g) for g in gradients if not is_dtensor(g)]
     norms = [norm.to(device) for norm in _each_norm(plain, order, foreach)]
-    norms += [norm.to(device) for norm in _sharded_norms(gradients, order, foreach)]
+    # One norm for all DTensors that are spread over the same dimensions of the same mesh.
+    spread: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        if is_dtensor(gradient):
+            from torch.distributed.tensor import Replicate
+
+            whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
+            part = gradient.redistribute(placements=whole).to_local()
+            cut = tuple(i for i, placement in enumerate(whole) if not placement.is_replicate())
+            spread.setdefault((gradient.device_mesh, cut), []).append(_values(part))
+    # In an order that is the same on all ranks.
+    for (mesh, cut), parts in sorted(
+        spread.items(), key=lambda item: f"{item[0][0].mesh.tolist()} {item[0][1]}"
+    ):
+        norm = _together(_each_norm(parts, order, foreach), order, parts[0].device)
+        for dimension in cut:
+            group = mesh.get_group(dimension)
+            everyone = [torch.empty_like(norm) for _ in range(group.size())]
+            dist.all_gather(everyone, norm, group=group)
+            norm = _p_norm(torch.stack(everyone), order)
+        norms.append(norm.to(device))
     return _together(norms, order, device)
 
 
@@ -266,39 +269,6 @@ def _each_norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) 
         else:
             norms += torch._foreach_norm(group, order, dtype=wide)
     return [norm.abs().double() for norm in norms]
-
-
-def _sharded_norms(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> list[Tensor]:
-    """Return the norms of DTensors: one for all that are spread over the same dimensions of the same mesh."""
-    spread: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
-    for gradient in gradients:
-        if is_dtensor(gradient):
-            from torch.distributed.tensor import Replicate
-
-            whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
-            part = gradient.redistribute(placements=whole).to_local()
-            cut = tuple(i for i, placement in enumerate(whole) if not placement.is_replicate())
-            spread.setdefault((gradient.device_mesh, cut), []).append(_values(part))
-    norms: list[Tensor] = []
-    for (mesh, cut), parts in sorted(spread.items(), key=_name_of_mesh):
-        norm = _together(_each_norm(parts, order, foreach), order, parts[0].device)
-        for dimension in cut:
-            norm = _over(norm, order, mesh.get_group(dimension))
-        norms.append(norm)
-    return norms
-
-
-def _name_of_mesh(item: tuple[tuple[Any, tuple[int, ...]], list[Tensor]]) -> str:
-    """Return the key by which all ranks sort their meshes alike."""
-    (mesh, cut), _ = item
-    return f"{mesh.mesh.tolist()} {cut}"
-
-
-def _over(norm: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
-    """Return one norm of parts that the ranks of a group hold."""
-    everyone = [torch.empty_like(norm) for _ in range(group.size())]
-    dist.all_gather(everyone, norm, group=group)
-    return _p_norm(torch.stack(everyone), order)
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -101,8 +101,13 @@ class ThreadLanes:
             self._run = None
         if run.failure is not None:
             raise run.failure from run.failure.__cause__
-        # Not `run` itself: it refers to `execute`, and a cycle of references would keep a step's tensors.
-        return partial(_ran, span, {lane: progress.times for lane, progress in run.lanes.items()})
+        # What follows keeps not `run`, which refers to `execute`: a cycle would keep a step's tensors.
+        times = {lane: progress.times for lane, progress in run.lanes.items()}
+        return lambda: [
+            Ran(call.task, start_s, end_s)
+            for lane, calls in span.items()
+            for call, (start_s, end_s) in zip(calls, times[lane], strict=True)
+        ]
 
     @classmethod
     def hear(cls, told: str) -> None:
@@ -123,18 +128,15 @@ class ThreadLanes:
         """Run all lanes to their ends; after a failure as far as they can be woken."""
         busy = [lane for lane, calls in run.span.items() if calls and not lane.computes]
         for lane in busy:
-            self._worker(lane).start(run.walk_to_end)
+            if lane not in self._workers:
+                self._workers[lane] = _Worker(lane)
+            self._workers[lane].start(run.walk_to_end)
         try:
             run.walk(Lane.COMPUTE)
         except BaseException as error:  # an interrupt between two tasks
             run.interrupt(Lane.COMPUTE, error)
         for lane in run.settle(busy):
             self._workers.pop(lane).leave_alone()
-
-    def _worker(self, lane: Lane) -> _Worker:
-        if lane not in self._workers:
-            self._workers[lane] = _Worker(lane)
-        return self._workers[lane]
 
 
 HEARERS.append(ThreadLanes.hear)
@@ -290,15 +292,6 @@ class _ThreadRun:
         self._ended.put(None)
         if first and self.failure is not None:
             _stop_others(self._on_failure, self.failure)
-
-
-def _ran(span: Span, times: Mapping[Lane, Sequence[tuple[float, float]]]) -> list[Ran]:
-    """Return when every call ran."""
-    return [
-        Ran(call.task, start_s, end_s)
-        for lane, calls in span.items()
-        for call, (start_s, end_s) in zip(calls, times[lane], strict=True)
-    ]
 
 
 def _stop_others(on_failure: Callable[[], None], failure: LaneError) -> None:

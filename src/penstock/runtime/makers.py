@@ -13,7 +13,13 @@ from penstock.topology import Layout
 
 def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
     """Return the maker of a layer's routes. Raises ConfigError for parts that cannot be shared."""
-    _check_whole_samples(moe, layout, form)
+    # The slots of a soft gate are means over all tokens of a sample.
+    if layout.tp_size > 1 and FORM_TOKENS[form] == "split" and isinstance(moe.gate, SoftGate):
+        why = (
+            f"mixes all tokens of a sample, and with parallel.tp_size = {layout.tp_size} and "
+            f"expert form {form} every rank routes its own part of them"
+        )
+        raise ConfigError("moe.gate", "soft", why, "Set schedule.expert_form=s2, or parallel.tp_size=1.")
     shards = ShardPlace.of(form, layout.mesh, layout.rank)
     if shards is None:
         return route_maker(moe.dispatch, layout.place, moe.order)
@@ -34,13 +40,3 @@ def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
         hint = "Use 1, or no hooks (moe.comm_dtype=none)."
         raise ConfigError("parallel.etp_size", layout.etp_size, why, hint)
     return RouteMaker(moe.dispatch, layout.place, shards=shards)
-
-
-def _check_whole_samples(moe: MoELayer, layout: Layout, form: ExpertForm) -> None:
-    """Raise ConfigError for a soft gate on parts of samples: its slots are means over all tokens of one."""
-    if layout.tp_size > 1 and FORM_TOKENS[form] == "split" and isinstance(moe.gate, SoftGate):
-        why = (
-            f"mixes all tokens of a sample, and with parallel.tp_size = {layout.tp_size} and "
-            f"expert form {form} every rank routes its own part of them"
-        )
-        raise ConfigError("moe.gate", "soft", why, "Set schedule.expert_form=s2, or parallel.tp_size=1.")

@@ -101,7 +101,13 @@ class Plans:
 
     def _next(self, layer: int, loads_PE: Ints, moving: ExpertMoving) -> tuple[Replication, bool]:
         before = self.made[layer]
-        problem = _problem(before, loads_PE, moving.costs_of(layer), exact=moving.exact)
+        problem = ExpertProblem(
+            placement=before.placement,
+            replica_slots=before.replica_slots,
+            loads=loads_PE,
+            costs=moving.costs_of(layer),
+            exact=moving.exact,
+        )
         in_use = _harmless(before, problem)
         if self.age_steps:
             return before, in_use
@@ -128,12 +134,6 @@ class Plans:
 def _harmless(plan: Replication, problem: ExpertProblem) -> bool:
     """Return whether a plan makes the layer no slower than no replicas would, by rank and link."""
     return plan.is_empty or pays(problem, plan)
-
-
-def _problem(plan: Replication, loads_PE: Ints, costs: ExpertCosts, *, exact: bool) -> ExpertProblem:
-    return ExpertProblem(
-        placement=plan.placement, replica_slots=plan.replica_slots, loads=loads_PE, costs=costs, exact=exact
-    )
 
 
 def loads_of_group(loads_PYE: Loads, mesh: Mesh, rank: int) -> list[Ints]:

@@ -50,29 +50,32 @@ def compile_plan(
     ScheduleError for a task that no handler can run.
     """
     check_handlers(plan.graph.tasks, {**handlers, **twice})
-    number = _spans(plan.graph, stops)
+    number: dict[Task, int] = {}  # of stops that must have run before a task
+    stop_numbers = {name: i for i, name in enumerate(stops)}
+    for task in plan.graph.tasks:
+        number[task] = max(
+            (max(number[need], stop_numbers.get(need.name, -1) + 1) for need in plan.graph.needs[task]),
+            default=0,
+        )
     kept = [task for task in plan.graph.tasks if all or number[task] < len(stops)]
     handler_of = handlers_of(kept, handlers, twice if all else {})
     lanes = _lanes(plan, kept, silent)
     slots = _slots(kept)
-    readers = _last_readers(kept, lanes, slots)
+    # Of every slot its last reader on every lane that reads it.
+    place = {task: (lane, i) for lane, order in lanes.items() for i, task in enumerate(order)}
+    readers: dict[int, dict[Lane, Task]] = defaultdict(dict)
+    for task in kept:
+        lane, i = place[task]
+        for slot in _read(task, slots):
+            last = readers[slot].get(lane)
+            if last is None or place[last][1] < i:
+                readers[slot][lane] = task
     spans = []
     for span in range(len(stops) + all):
         orders = {lane: [t for t in order if number[t] == span] for lane, order in lanes.items()}
         spans.append(_calls(orders, plan.graph, handler_of, slots, readers))
     shared = {slot: len(ends) for slot, ends in readers.items() if len(ends) > 1}
     return Program(tuple(spans), len(slots), shared)
-
-
-def _spans(graph: Graph, stops: Sequence[Name]) -> dict[Task, int]:
-    """Return for every task the number of stops that must have run before it."""
-    number: dict[Task, int] = {}
-    ends = {name: i for i, name in enumerate(stops)}
-    for task in graph.tasks:
-        number[task] = max(
-            (max(number[need], ends.get(need.name, -1) + 1) for need in graph.needs[task]), default=0
-        )
-    return number
 
 
 def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> dict[Lane, list[Task]]:
@@ -102,21 +105,6 @@ def _slots(tasks: Iterable[Task]) -> Slots:
     return slots
 
 
-def _last_readers(
-    tasks: Iterable[Task], lanes: Mapping[Lane, Sequence[Task]], slots: Slots
-) -> dict[int, dict[Lane, Task]]:
-    """Return for every slot its last reader on every lane that reads it."""
-    place = {task: (lane, i) for lane, order in lanes.items() for i, task in enumerate(order)}
-    found: dict[int, dict[Lane, Task]] = defaultdict(dict)
-    for task in tasks:
-        lane, i = place[task]
-        for slot in _read(task, slots):
-            last = found[slot].get(lane)
-            if last is None or place[last][1] < i:
-                found[slot][lane] = task
-    return found
-
-
 def _read(task: Task, slots: Slots) -> Iterable[int]:
     return {slots[n, role.removeprefix(GRADIENT)] for role, names in task.inputs.items() for n in names}
 
@@ -143,7 +131,10 @@ def _calls(
                 Call(
                     task,
                     handler_of[task],
-                    tuple((role, _numbers(role, names, slots)) for role, names in task.inputs.items()),
+                    tuple(
+                        (role, tuple(slots[name, role.removeprefix(GRADIENT)] for name in names))
+                        for role, names in task.inputs.items()
+                    ),
                     tuple(written[task.name]),
                     tuple(slot for slot in ended if len(readers[slot]) == 1),
                     tuple(slot for slot in ended if len(readers[slot]) > 1),
@@ -152,11 +143,6 @@ def _calls(
             )
         span[lane] = tuple(calls)
     return span
-
-
-def _numbers(role: str, names: Sequence[Name], slots: Slots) -> tuple[int, ...]:
-    output = role.removeprefix(GRADIENT)
-    return tuple(slots[name, output] for name in names)
 
 
 def _waits(

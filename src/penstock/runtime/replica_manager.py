@@ -133,7 +133,16 @@ class ReplicaManager:
         before, self._splits = self._splits, tuple(splits_exactly(layer, shape) for layer in layers)
         if shape.replica_slots == next((h.replica_slots for h in self.replications if h is not None), 0):
             if self._in_use and self._splits != before:
-                self.use(self._that_can_be_split())
+                # Not replicas of layers that no longer wait for the loads by which their rows would be
+                # split: these would compute rows of their own ranks only.
+                pairs = zip(self.replications, self._splits, strict=True)
+                kept = (
+                    at
+                    if at is None or exact or at.limit is None
+                    else Replication.none(at.placement, at.replica_slots)
+                    for at, exact in pairs
+                )
+                self.use(tuple(kept))
             return
         self._free.clear()
         if shape.replica_slots:
@@ -141,18 +150,6 @@ class ReplicaManager:
             self.use(tuple(None if at is None else Replication.none(at.placement, slots) for at in layers))
         else:
             self._in_use, self._plans = (), Plans.none(())
-
-    def _that_can_be_split(self) -> Replications:
-        """Return the present replications, without the replicas of layers that no longer wait for the loads
-        by which
-        their rows would be split: such replicas would compute rows of their own ranks only."""
-        pairs = zip(self.replications, self._splits, strict=True)
-        return tuple(
-            at
-            if at is None or exact or at.limit is None
-            else Replication.none(at.placement, at.replica_slots)
-            for at, exact in pairs
-        )
 
     def use(self, replications: Replications) -> None:
         """ReplicaManager these from the next forward pass on."""

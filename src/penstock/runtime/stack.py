@@ -168,7 +168,12 @@ class PipelinedStack(MarksExperts):
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
         check_replicas(self.moe_layers, plan.shape, self.machinery)
         # All that may refuse the plan comes first: the plan before it must stay whole.
-        makers, relocation = self._route_makers(plan.shape), self._relocation(plan.shape)
+        makers, relocation = self._route_makers(plan.shape), None
+        if plan.shape.moves_samples and any(plan.shape.moe_layers):
+            check_samples_may_move(self.moe_layers, self.moe)
+            if plan.shape.packed_residual:
+                check_packs(self.parts, self.machinery.autocast_dtype)
+            relocation = Relocation.on(self.machinery.layout, self.sample_moving, self._habits)
         self.replica_manager.open(self.moe_layers, plan.shape)
         self.makers, self.relocation, self.plan = makers, relocation, plan
         return plan
@@ -499,15 +504,6 @@ class PipelinedStack(MarksExperts):
             return SharedSizes(self.machinery.layout, self.machinery.control)
         fixed = any(layer is not None and layer.order.counts_slots for layer in self.moe_layers)
         return EqualSizes(self.machinery.control) if fixed else AnySizes()
-
-    def _relocation(self, shape: StepShape) -> Relocation | None:
-        """Return how samples get their homes in a step of this shape; None where they stay."""
-        if not shape.moves_samples or not any(shape.moe_layers):
-            return None
-        check_samples_may_move(self.moe_layers, self.moe)
-        if shape.packed_residual:
-            check_packs(self.parts, self.machinery.autocast_dtype)
-        return Relocation.on(self.machinery.layout, self.sample_moving, self._habits)
 
     @property
     def base_shape(self) -> StepShape:

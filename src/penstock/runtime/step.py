@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.device import device_of
 from penstock.moe import MoEConfig, MoELayer
@@ -284,10 +284,17 @@ class Step:
         statistics = self.context.total
         assert statistics is not None, "backward follows this step's forward"
         if self.context.updates is None:
-            _fill_missing(self.stack.gradients.experts())
+            # An expert that saw no token has a gradient of zero.
+            for parameter in self.stack.gradients.experts():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         else:
             self.context.updates.end(self.execution.graph, statistics.loss)
-        self._count_choices(statistics)
+        # Gates with a bias learn which choices this step has trained on, the same on all ranks.
+        layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
+        for moe, chosen_E in zip(layers, statistics.chosen_YE, strict=True):
+            if moe.gate.bias is not None:
+                moe.gate.bias.count(chosen_E)
         if self.context.loads_PYE is not None:
             loads, samples = self.context.loads_PYE, self.context.sample_loads
             self.stack.loads.add(loads, samples, self.step_replicas.replications)
@@ -302,17 +309,3 @@ class Step:
             doubt = updates.failed.note(updates=updates.in_backward and self.finished)
         if doubt:
             error.add_note(doubt)
-
-    def _count_choices(self, statistics: StepStatistics) -> None:
-        """Tell gates with a bias which choices this step has trained on; the same on all ranks."""
-        layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
-        for moe, chosen_E in zip(layers, statistics.chosen_YE, strict=True):
-            if moe.gate.bias is not None:
-                moe.gate.bias.count(chosen_E)
-
-
-def _fill_missing(parameters: Sequence[nn.Parameter]) -> None:
-    """Give a zero gradient to every expert that saw no token."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)

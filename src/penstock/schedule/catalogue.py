@@ -67,12 +67,25 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
     Raises ConfigError for a form of experts' shards that is impossible with the dispatch, RefusalError for a
     split of rows that cannot be exact.
     """
-    _check_dispatch(choice, shape)
+    if shape.dispatch != FLAT and not shape.sharing.is_none and choice.form != "gather":
+        decided = choice.reads("expert_form")
+        key, value = ("expert_form", choice.form) if decided else ("schedule", choice.schedule)
+        other = "expert_form=gather" if decided else "another schedule"
+        raise ConfigError(
+            key,
+            value,
+            f"sends rows to all shards of their experts at once, and the {choice.dispatch} dispatch has legs",
+            f"Set moe.dispatch=flat, or use {other}.",
+        )
     if choice.num_replica_slots and choice.split == "exact" and (why := why_not_exact(choice)):
         raise RefusalError(
             f"placement.split = exact: {why}, so rows cannot be split by the loads of their own step. Leave "
             "it out, or set placement.split=last_step"
         )
+    pieces = 1  # of a layer's replicas: as large as those of gradients where these are cut
+    if choice.reads("all_reduce_chunk_bytes"):
+        wanted = -(-choice.num_replica_slots * gradients.expert // choice.all_reduce_chunk_bytes)
+        pieces = max(1, min(wanted, MOST_REPLICA_PIECES))
     moving = replace(
         shape,
         expert_form=choice.form,
@@ -80,36 +93,13 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
         carries_residual=shape.carries_residual and choice.samples != "none" and choice.comm_dtype == "none",
         replica_slots=choice.num_replica_slots,
         recompute=choice.recompute,
-        replica_pieces=max(shape.replica_pieces, _replica_pieces(choice, gradients)),
+        replica_pieces=max(shape.replica_pieces, pieces),
         gathers_loads=shape.gathers_loads
         or choice.num_replica_slots > 0,  # the next step's replicas need them
     )
     found = SCHEDULES[choice.schedule].shape(moving, choice, gradients.of_form(choice.form))
     passes = choice.passes
     return replace(found, more=(*found.more, *passes)) if passes else found
-
-
-def _replica_pieces(choice: Decision, gradients: GradientBytes) -> int:
-    """Return the number of pieces of a layer's replicas: as large as those of gradients where these are
-    cut."""
-    if not choice.reads("all_reduce_chunk_bytes"):
-        return 1
-    wanted = -(-choice.num_replica_slots * gradients.expert // choice.all_reduce_chunk_bytes)
-    return max(1, min(wanted, MOST_REPLICA_PIECES))
-
-
-def _check_dispatch(choice: Decision, shape: StepShape) -> None:
-    if shape.dispatch == FLAT or shape.sharing.is_none or choice.form == "gather":
-        return
-    decided = choice.reads("expert_form")
-    key, value = ("expert_form", choice.form) if decided else ("schedule", choice.schedule)
-    other = "expert_form=gather" if decided else "another schedule"
-    raise ConfigError(
-        key,
-        value,
-        f"sends rows to all shards of their experts at once, and the {choice.dispatch} dispatch has legs",
-        f"Set moe.dispatch=flat, or use {other}.",
-    )
 
 
 def plan_step(

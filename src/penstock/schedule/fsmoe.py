@@ -66,7 +66,26 @@ class FSMoE(System):
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
         del cost  # costs have decided the partition; the order follows from it
-        return reduce_in_gaps(self.name, graph, _gaps(graph, choice.partition or _as_cut(graph)))
+        partition = choice.partition
+        if partition is None:  # that by which the graph's gradients were cut
+            layers = 1 + max(task.layer for task in graph.tasks)
+            cut = [task for task in graph.tasks if reduced(task.op) == Op.ALL_REDUCE]
+            size = {task.layer: sum(task.cut.parts) for task in cut}
+            chunked = {task.layer for task in graph.tasks if task.chunk is not None}
+            moe_layers = tuple(layer in chunked for layer in range(layers))
+            partition = next_gap(moe_layers, tuple(size.get(layer, 0) for layer in range(layers)))
+        gaps: dict[Slot, list[Task]] = {}
+        replicated = {(t.layer, t.piece): t for t in graph.tasks if reduced(t.op) == Op.ALL_REDUCE}
+        for layer in reversed(range(len(partition.portions))):
+            for piece, portion in enumerate(partition.portions[layer]):
+                slot = TAIL if portion.slot.part == "tail" else portion.slot
+                gaps.setdefault(slot, []).append(replicated[layer, piece])
+        for task in graph.tasks:
+            if reduced(task.op) == Op.EXPERT_ALL_REDUCE:
+                gaps.setdefault(dense_gap(task.layer), []).append(task)
+            elif reduced(task.op) == Op.PARTIAL_ALL_REDUCE:
+                gaps.setdefault(dense_gap(task.layer - 1), []).append(task)
+        return reduce_in_gaps(self.name, graph, gaps)
 
 
 def next_gap(moe_layers: tuple[bool, ...], all_reduce_bytes: tuple[int, ...]) -> Partition:
@@ -77,28 +96,3 @@ def next_gap(moe_layers: tuple[bool, ...], all_reduce_bytes: tuple[int, ...]) ->
         if moe_layers[layer]:
             slot = Slot(layer=layer, part="moe")
     return Partition(tuple(portions))
-
-
-def _as_cut(graph: Graph) -> Partition:
-    """Return the partition by which a graph's gradients were cut, where no other was given."""
-    layers = 1 + max(task.layer for task in graph.tasks)
-    size = {task.layer: sum(task.cut.parts) for task in graph.tasks if reduced(task.op) == Op.ALL_REDUCE}
-    chunked = {task.layer for task in graph.tasks if task.chunk is not None}
-    moe_layers = tuple(layer in chunked for layer in range(layers))
-    return next_gap(moe_layers, tuple(size.get(layer, 0) for layer in range(layers)))
-
-
-def _gaps(graph: Graph, partition: Partition) -> dict[Slot, list[Task]]:
-    """Return the reductions in each gap, higher layers first."""
-    gaps: dict[Slot, list[Task]] = {}
-    replicated = {(t.layer, t.piece): t for t in graph.tasks if reduced(t.op) == Op.ALL_REDUCE}
-    for layer in reversed(range(len(partition.portions))):
-        for piece, portion in enumerate(partition.portions[layer]):
-            slot = TAIL if portion.slot.part == "tail" else portion.slot
-            gaps.setdefault(slot, []).append(replicated[layer, piece])
-    for task in graph.tasks:
-        if reduced(task.op) == Op.EXPERT_ALL_REDUCE:
-            gaps.setdefault(dense_gap(task.layer), []).append(task)
-        elif reduced(task.op) == Op.PARTIAL_ALL_REDUCE:
-            gaps.setdefault(dense_gap(task.layer - 1), []).append(task)
-    return gaps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.decision import TAIL, Slot
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
@@ -28,28 +28,23 @@ def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]])
             raise ScheduleError(f"layer {slot.layer} is dense: there is no gap between its all-to-alls")
     tasks = [task for task in graph.tasks if not lateness(task)]
     lanes = {lane: [task for task in tasks if task.lane is lane] for lane in Lane}
-    lanes[Lane.INTER] = list(
-        _with_reductions(lanes[Lane.INTER], 1 + max(task.layer for task in graph.tasks), dict(gaps))
-    )
+    # A layer's dense gap ends where the next MoE layer's all-to-alls below it begin.
+    inter: list[Task] = []
+    left = dict(gaps)
+    above = 1 + max(task.layer for task in graph.tasks)  # gaps of this layer and of higher ones are passed
+    for task in lanes[Lane.INTER]:
+        if task.phase is Phase.BACKWARD and task.op == Op.COMBINE:
+            for layer in reversed(range(task.layer + 1, above)):
+                inter += left.pop(Slot(layer=layer, part="dense"), ())
+            above = task.layer + 1
+        if task.phase is Phase.BACKWARD and task.op == Op.DISPATCH:
+            inter += left.pop(Slot(layer=task.layer, part="moe"), ())
+        inter.append(task)
+    for layer in reversed(range(above)):
+        inter += left.pop(Slot(layer=layer, part="dense"), ())
+    lanes[Lane.INTER] = [*inter, *left.pop(TAIL, ())]
+    assert not left, f"no such gaps: {list(left)}"
     for task in graph.tasks:  # the optimiser's tasks, which follow the sums of gradients
         if lateness(task) and not is_all_reduce(task):
             lanes[task.lane].append(task)
     return ordered(name, graph, lanes)
-
-
-def _with_reductions(inter: Sequence[Task], layers: int, gaps: dict[Slot, Sequence[Task]]) -> Iterator[Task]:
-    """Yield the lane between nodes with its reductions: a layer's dense gap ends where the next MoE layer's
-    all-to-alls below it begin."""
-    above = layers  # the gaps of this layer and of higher ones have been passed
-    for task in inter:
-        if task.phase is Phase.BACKWARD and task.op == Op.COMBINE:
-            for layer in reversed(range(task.layer + 1, above)):
-                yield from gaps.pop(Slot(layer=layer, part="dense"), ())
-            above = task.layer + 1
-        if task.phase is Phase.BACKWARD and task.op == Op.DISPATCH:
-            yield from gaps.pop(Slot(layer=task.layer, part="moe"), ())
-        yield task
-    for layer in reversed(range(above)):
-        yield from gaps.pop(Slot(layer=layer, part="dense"), ())
-    yield from gaps.pop(TAIL, ())
-    assert not gaps, f"no such gaps: {list(gaps)}"

@@ -43,7 +43,14 @@ def _rows(
     layers = _layer_row([slots.get((Lane.COMPUTE, column)) for column in columns], forward)
     widths = [max(len(row[i]) for row in [layers, *cells.values()]) for i in range(len(columns))]
     lines: list[str] = []
-    for first, last in _pages(widths, width - LABEL_WIDTH - 1):
+    room = width - LABEL_WIDTH - 1
+    pages, begin, used = [], 0, 0
+    for i, cell in enumerate(widths):
+        if used + cell > room and i > begin:
+            pages.append((begin, i))
+            begin, used = i, 0
+        used += cell + 1
+    for first, last in [*pages, (begin, len(widths))]:
         for label, row in [("layer", layers), *((str(lane), row) for lane, row in cells.items())]:
             text = " ".join(f"{row[i]:<{widths[i]}}" for i in range(first, last))
             lines.append(f"{label:<{LABEL_WIDTH}} {text}".rstrip())
@@ -64,13 +71,3 @@ def _layer_row(compute: list[Task | None], forward: bool) -> list[str]:
         current = task.layer if task is not None and changed else current
         row.append(f"L{current}" if changed else "")
     return row
-
-
-def _pages(widths: list[int], room: int) -> list[tuple[int, int]]:
-    pages, first, used = [], 0, 0
-    for i, cell in enumerate(widths):
-        if used + cell > room and i > first:
-            pages.append((first, i))
-            first, used = i, 0
-        used += cell + 1
-    return [*pages, (first, len(widths))]

@@ -13,14 +13,10 @@ from penstock.step.passes.gradient_room import ROOM
 def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Schedule:
     """Return the schedule of these orders; where no lane could proceed, the sums waited for come first."""
     found = {lane: tuple(order) for lane, order in lanes.items() if order}
-    if any(ROOM in task.inputs for task in graph.tasks):
-        found = _with_room(found)
-    return Schedule(name, found)
-
-
-def _with_room(lanes: Mapping[Lane, Sequence[Task]]) -> dict[Lane, tuple[Task, ...]]:
-    left = {lane: list(reversed(order)) for lane, order in lanes.items()}  # the next one is last
-    made: dict[Lane, list[Task]] = {lane: [] for lane in lanes}
+    if not any(ROOM in task.inputs for task in graph.tasks):
+        return Schedule(name, found)
+    left = {lane: list(reversed(order)) for lane, order in found.items()}  # the next one is last
+    made: dict[Lane, list[Task]] = {lane: [] for lane in found}
     done: set[Name] = set()
     while any(left.values()):
         ready = [lane for lane, order in left.items() if order and _is_ready(order[-1], done)]
@@ -30,7 +26,7 @@ def _with_room(lanes: Mapping[Lane, Sequence[Task]]) -> dict[Lane, tuple[Task, .
             done.add(task.name)
         if not ready and not _make_room(left, done):
             break  # a deadlock of another kind, which the schedule's check names
-    return {lane: (*made[lane], *reversed(left[lane])) for lane in lanes}
+    return Schedule(name, {lane: (*made[lane], *reversed(left[lane])) for lane in found})
 
 
 def _make_room(left: Mapping[Lane, list[Task]], done: set[Name]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -52,7 +52,12 @@ class Schedule:
         seen = [False] * len(graph.tasks)
         for lane, order in self.lanes.items():
             for task in order:
-                _check_cell(task, lane, seen, graph)
+                if task not in graph.position:
+                    raise ScheduleError(f"{task} is on lane {lane} but not in the graph")
+                if task.lane is not lane:
+                    raise ScheduleError(f"{task} is on lane {lane}; it runs on lane {task.lane}")
+                if seen[graph.position[task]]:
+                    raise ScheduleError(f"{task} stands twice in the schedule")
                 seen[graph.position[task]] = True
         if missing := [str(task) for task, found in zip(graph.tasks, seen, strict=True) if not found]:
             raise ScheduleError(f"schedule {self.name}: {missing[0]} is missing ({len(missing)} in all)")
@@ -86,21 +91,8 @@ def parse_orders(text: str) -> tuple[str, dict[Lane, tuple[Name, ...]]]:
             raise ScheduleError(f"line {number}: expected 'LANE: TASK ...', LANE of {', '.join(Lane)}")
         if lane in lanes:
             raise ScheduleError(f"line {number}: lane {lane} stands twice")
-        lanes[Lane(lane)] = _parse_names(tasks, number)
+        try:
+            lanes[Lane(lane)] = tuple(Name.parse(word) for word in tasks.split())
+        except ScheduleError as error:
+            raise ScheduleError(f"line {number}: {error}") from None
     return head.removeprefix("schedule ").strip(), lanes
-
-
-def _parse_names(text: str, line: int) -> tuple[Name, ...]:
-    try:
-        return tuple(Name.parse(word) for word in text.split())
-    except ScheduleError as error:
-        raise ScheduleError(f"line {line}: {error}") from None
-
-
-def _check_cell(task: Task, lane: Lane, seen: Sequence[bool], graph: Graph) -> None:
-    if task not in graph.position:
-        raise ScheduleError(f"{task} is on lane {lane} but not in the graph")
-    if task.lane is not lane:
-        raise ScheduleError(f"{task} is on lane {lane}; it runs on lane {task.lane}")
-    if seen[graph.position[task]]:
-        raise ScheduleError(f"{task} stands twice in the schedule")

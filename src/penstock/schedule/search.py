@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Task
 from penstock.schedule.freeze import Cost, slowest
-from penstock.schedule.list_scheduler import Found, Keys, ListScheduler, lanes_of
+from penstock.schedule.list_scheduler import Keys, ListScheduler, lanes_of
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.total_order import Row, Timed, TotalOrder, Waits
 
@@ -50,27 +50,21 @@ def search(
     """
     seconds, rng = [slowest(cost(task)) for task in graph.tasks], random.Random(0)
     scheduler, total_order = ListScheduler(graph, seconds), TotalOrder(graph, seconds)
-    keys = ([start[task] for task in graph.tasks] for start in starts)
-    best = total_order.timed(_prioritise(graph, scheduler, keys, trials // PLAYS, rng).orders)
+    # The best list schedule with these priorities and with changes of the best ones.
+    plays = ([start[task] for task in graph.tasks] for start in starts)
+    listed, keys = min(((scheduler.play(each), each) for each in plays), key=lambda each: each[0].seconds)
+    kinds, step_s = _kinds(graph), 2 * sum(seconds) / len(seconds)
+    for _ in range(trials // PLAYS):
+        moved = _move(keys, kinds, step_s, rng)
+        found = scheduler.play_below(moved, listed.seconds)
+        if found is not None and found.seconds <= listed.seconds:  # an equal one, too: it may lead on
+            listed, keys = found, moved
+    best = total_order.timed(listed.orders)
     changes = _Changes(graph, total_order, rng)
     runs = max(1, min(RUNS, trials // LEAST_RUN))
     for _ in range(runs):
         best = min(best, _anneal(best, changes, trials // runs), key=lambda each: each.seconds)
     return Schedule(name, lanes_of(graph, total_order.orders(best.row)))
-
-
-def _prioritise(
-    graph: Graph, scheduler: ListScheduler, starts: Iterable[Keys], plays: int, rng: random.Random
-) -> Found:
-    """Return the best list schedule with these priorities and with `plays` changes of the best ones."""
-    best, keys = min(((scheduler.play(keys), keys) for keys in starts), key=lambda each: each[0].seconds)
-    kinds, step_s = _kinds(graph), 2 * sum(scheduler.seconds) / len(scheduler.seconds)
-    for _ in range(plays):
-        moved = _move(keys, kinds, step_s, rng)
-        found = scheduler.play_below(moved, best.seconds)
-        if found is not None and found.seconds <= best.seconds:  # an equal one is taken, too: it may lead on
-            best, keys = found, moved
-    return best
 
 
 def _kinds(graph: Graph) -> list[list[int]]:
@@ -145,16 +139,14 @@ class _Changes:
         if self.rng.random() >= IN_EVERY_LAYER:
             return move(self._row, self._place[first], self._place[second]), self._place[first]
         row, changed = self._row, len(self._row)
-        for one, other in self._in_every_layer(first, second):
-            here, there = row.index(one), row.index(other)
-            moved = move(row, here, there) if here < there else None
-            row, changed = (row, changed) if moved is None else (moved, min(changed, here))
-        return (None if row is self._row else row), changed
-
-    def _in_every_layer(self, first: int, second: int) -> list[tuple[int, int]]:
-        """Return the pairs of tasks, by layer, that correspond to this pair."""
+        # The pairs of tasks, by layer, that correspond to this pair.
         firsts, seconds = (self._alike[self.graph.tasks[x].name._replace(layer=0)] for x in (first, second))
         apart = self.graph.tasks[second].layer - self.graph.tasks[first].layer
         far = NEAR * len(self._row) / self._layers
         pairs = [(one, seconds[layer + apart]) for layer, one in firsts.items() if layer + apart in seconds]
-        return [(one, two) for one, two in pairs if 0 < self._place[two] - self._place[one] < far]
+        near = [(one, two) for one, two in pairs if 0 < self._place[two] - self._place[one] < far]
+        for one, other in near:
+            here, there = row.index(one), row.index(other)
+            moved = move(row, here, there) if here < there else None
+            row, changed = (row, changed) if moved is None else (moved, min(changed, here))
+        return (None if row is self._row else row), changed

@@ -6,12 +6,12 @@ are cut. The names of a forward and a backward task differ, so one graph can hol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Task
+from penstock.ops.names import ONCE, place_of
 from penstock.ops.optimizer import of_optimizer
-from penstock.ops.places import ONCE, place_of
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce, lateness
 
@@ -35,37 +35,32 @@ class Half:
 
     def of(self, graph: Graph) -> list[Task]:
         """Return the tasks of this half, which read each other alone."""
-        return list(_alone(task for task in graph.tasks if self._has(task)))
+        kept = [task for task in graph.tasks if self._has(task)]
+        known, found = {task.name for task in kept}, []
+        for task in kept:
+            inputs = {
+                role: inside
+                for role, names in task.inputs.items()
+                if (inside := tuple(name for name in names if name in known))
+            }
+            found.append(task.reading(inputs))
+        return found
 
     def _has(self, task: Task) -> bool:
-        if task.forward is not self.forward or not self._is_here(task):
+        place = place_of(task.op)
+        if place == "input":
+            is_here = self.begins
+        elif place == "output" or (task.forward and task.op in ONCE):
+            is_here = self.ends
+        else:
+            is_here = self.blocks or lateness(task) > 0 or of_optimizer(task) != ""
+        if task.forward is not self.forward or not is_here:
             return False
         if self.forward:
             return self.first or not of_optimizer(task)
         if is_all_reduce(task):
             return self.sums
         return self.updates or not lateness(task)
-
-    def _is_here(self, task: Task) -> bool:
-        place = place_of(task.op)
-        if place == "input":
-            return self.begins
-        if place == "output" or (task.forward and task.op in ONCE):
-            return self.ends
-        return self.blocks or lateness(task) > 0 or of_optimizer(task) != ""
-
-
-def _alone(tasks: Iterable[Task]) -> Iterator[Task]:
-    """Yield the tasks without edges to others."""
-    kept = list(tasks)
-    known = {task.name for task in kept}
-    for task in kept:
-        inputs = {
-            role: found
-            for role, names in task.inputs.items()
-            if (found := tuple(name for name in names if name in known))
-        }
-        yield task.reading(inputs)
 
 
 def in_order(schedule: Schedule, tasks: Iterable[Task]) -> Schedule:

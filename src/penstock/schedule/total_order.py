@@ -60,7 +60,15 @@ class TotalOrder:
         self.lane = [lanes[task.lane] for task in graph.tasks]
         self.links, self.readers, self.seconds = graph.links, graph.readers_at, seconds
         self.lanes = len(set(self.lane))
-        self.program = _after_what_it_reads(graph)
+        # All tasks, each after those that it reads.
+        missing = [len(set(needs)) for needs in graph.links]
+        row = [task for task, count in enumerate(missing) if not count]
+        for task in row:  # the row grows during the iteration
+            for reader in dict.fromkeys(graph.readers_at[task]):
+                missing[reader] -= 1
+                if not missing[reader]:
+                    row.append(reader)
+        self.program = row
         self.after_s = [0.0] * len(seconds)
         for task in reversed(range(len(seconds))):
             self.after_s[task] = max([seconds[r] + self.after_s[r] for r in self.readers[task]], default=0.0)
@@ -84,7 +92,18 @@ class TotalOrder:
     def again(self, was: Timed, row: Row, first: int, most_s: float) -> Timed | None:
         """Time a row equal to `was` before place `first`. None as soon as it must take longer than most_s."""
         lane_of, links, seconds, after_s = self.lane, self.links, self.seconds, self.after_s
-        starts_s, ends_s, free_s = was.starts_s.copy(), was.ends_s.copy(), self._free_s(was, first)
+        starts_s, ends_s = was.starts_s.copy(), was.ends_s.copy()
+        free_s, missing = (
+            [-inf] * len(Lane),
+            self.lanes,
+        )  # from when every lane is free for the tasks that follow
+        for task in reversed(was.row[:first]):
+            if free_s[lane_of[task]] < 0:
+                free_s[lane_of[task]] = ends_s[task]
+                missing -= 1
+                if not missing:
+                    break
+        free_s = [max(0.0, each) for each in free_s]
         for task in row[first:]:
             lane = lane_of[task]
             start_s = free_s[lane]
@@ -152,31 +171,8 @@ class TotalOrder:
             return None
         return row[:first] + moved[::-1] + behind[::-1] + row[second + 1 :]
 
-    def _free_s(self, timed: Timed, place: int) -> list[float]:
-        """Return the time from which every lane is free for the tasks from `place` on."""
-        free_s, missing = [-inf] * len(Lane), self.lanes
-        for task in reversed(timed.row[:place]):
-            if free_s[self.lane[task]] < 0:
-                free_s[self.lane[task]] = timed.ends_s[task]
-                missing -= 1
-                if not missing:
-                    break
-        return [max(0.0, each) for each in free_s]
-
 
 def _timed(row: Row, starts_s: list[float], ends_s: list[float]) -> Timed:
     """Return tasks by start, those without work first; ties keep their order in `row`."""
     keys = list(zip(starts_s, ends_s, strict=True))
     return Timed(sorted(row, key=keys.__getitem__), starts_s, ends_s)
-
-
-def _after_what_it_reads(graph: Graph) -> Row:
-    """Return all tasks, each after those that it reads."""
-    missing = [len(set(needs)) for needs in graph.links]
-    row = [task for task, count in enumerate(missing) if not count]
-    for task in row:  # the row grows during the iteration
-        for reader in dict.fromkeys(graph.readers_at[task]):
-            missing[reader] -= 1
-            if not missing[reader]:
-                row.append(reader)
-    return row

@@ -40,18 +40,18 @@ from penstock.step.stages import Pass, Stage, apply, in_order
 
 def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     """Return the passes that a shape asks for. Raises RefusalError where samples or experts cannot move."""
+    _check_moves(shape)
     found: list[Pass] = [Transpose()]
     if shape.recompute != "none":
         found.append(Recompute(experts_only=shape.recompute == "experts"))
     if shape.moves_samples and any(shape.moe_layers):
-        found.append(_sample_moves(shape))
+        found.append(SampleMoves(Group.EXPERT_SHARDS if shape.sharing.etp_size > 1 else Group.EXPERT))
         if shape.packed_residual:
             found.append(PackedResidualPass())
     if shape.dispatch != FLAT and any(shape.moe_layers):
         found.append(Hierarchical(shape.dispatch))
     found += _sharing_passes(shape)
     if shape.replica_slots and any(shape.moe_layers):
-        _check_dropless(shape)
         found += [Replicas(shape.replica_pieces), ReplicaGradients(shape.replica_pieces)]
     if shape.microbatches > 1:
         found.append(Microbatches(shape.microbatches))
@@ -75,24 +75,22 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     return tuple(found)
 
 
-def _check_dropless(shape: StepShape) -> None:
-    if not shape.exchange_counts:
-        raise RefusalError(
-            "replica_slots: every expert has a fixed number of rows from every rank, whoever computes them, "
-            "so replicas would spare nothing. Use dropless routing, or set placement.experts=none"
-        )
-
-
-def _sample_moves(shape: StepShape) -> SampleMoves:
-    if not shape.sharing.is_none and shape.expert_form != "gather":
+def _check_moves(shape: StepShape) -> None:
+    if not any(shape.moe_layers):
+        return
+    if shape.moves_samples and not shape.sharing.is_none and shape.expert_form != "gather":
         raise RefusalError(
             f"moves_samples: with expert_form = {shape.expert_form} ranks send rows of samples that others "
             "have, too, or sums of them, and a sample's rows are not one rank's to order. Use "
             "expert_form=gather, or let samples stay"
         )
-    if why := shape.sharing.why_samples_stay:
+    if shape.moves_samples and (why := shape.sharing.why_samples_stay):
         raise RefusalError(f"moves_samples: {why}. Use other sizes, or set placement.samples=none")
-    return SampleMoves(Group.EXPERT_SHARDS if shape.sharing.etp_size > 1 else Group.EXPERT)
+    if shape.replica_slots and not shape.exchange_counts:
+        raise RefusalError(
+            "replica_slots: every expert has a fixed number of rows from every rank, whoever computes them, "
+            "so replicas would spare nothing. Use dropless routing, or set placement.experts=none"
+        )
 
 
 def _sharing_passes(shape: StepShape) -> list[Pass]:

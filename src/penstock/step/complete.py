@@ -20,9 +20,30 @@ def check_complete(graph: Graph, shape: StepShape) -> None:
     writes the state that the reduction wrote.
     """
     _check_gradients(graph)
-    _check_sums(graph)
-    _check_reduced(graph, shape)
-    _check_axes(graph, sharing=shape.sharing.tp_size > 1)
+    # Every buffer that tasks add to is reduced over the ranks as a whole.
+    added = {state for task in graph.tasks for state in task.accumulates}
+    written = _written(graph)
+    for op, reduction in REDUCTIONS.items():
+        for layer in range(shape.num_layers):
+            state = reduction.state.format(layer=layer)
+            if state not in added or not shape.parts_of(layer, op):
+                continue
+            pieces = written[state]
+            if not any(piece is None or {(i, of) for i in range(of)} <= pieces for piece, of in pieces):
+                raise ScheduleError(
+                    f"{state} are not reduced over the ranks, or not all of them: no {op} of layer {layer} "
+                    "writes that piece, and no task in its place"
+                )
+    # Over fewer ranks the others keep theirs; over more, experts count twice.
+    sharing = shape.sharing.tp_size > 1
+    for task in graph.tasks:
+        kind = REDUCTIONS.get(reduced(task.op))
+        if kind is not None and task.axes != (axes := kind.axes_of(sharing=sharing)):
+            met, wanted = " x ".join(task.axes) or "no axis", " x ".join(axes)
+            raise ScheduleError(
+                f"{task} sums over {met}, and gradients of that kind are summed over {wanted}: "
+                "give a sum over other ranks an op of its own"
+            )
 
 
 def _check_gradients(graph: Graph) -> None:
@@ -41,6 +62,15 @@ def _check_gradients(graph: Graph) -> None:
                     f"nobody reads {GRADIENT}{role} of {task}: the gradient is lost. Where none is wanted, "
                     f"name {role} in `given` of op {task.op}"
                 )
+    # A task that reads a sum as its gradient is among the tasks that were summed.
+    for task in graph.tasks:
+        for role, names in task.inputs.items():
+            output = role.removeprefix(GRADIENT)
+            if task.forward or role == output:
+                continue
+            for total in (name for name in names if spec_of(name.op).backward is Backward.VALUE):
+                if task.name._replace(phase=Phase.FORWARD) not in graph.by_name[total].inputs.get(output, ()):
+                    raise ScheduleError(f"{task} reads {role} of {total}, which does not sum its {output}")
 
 
 def _differentiated(task: Task) -> Iterator[str]:
@@ -56,45 +86,6 @@ def _piece(task: Task) -> tuple[int, str, int | None]:
     return task.layer, task.op, task.microbatch
 
 
-def _check_sums(graph: Graph) -> None:
-    """Check that a task that reads a sum as its gradient is among the tasks that were summed."""
-    for task in graph.tasks:
-        for role, names in task.inputs.items():
-            output = role.removeprefix(GRADIENT)
-            if task.forward or role == output:
-                continue
-            for total in (name for name in names if spec_of(name.op).backward is Backward.VALUE):
-                if task.name._replace(phase=Phase.FORWARD) not in graph.by_name[total].inputs.get(output, ()):
-                    raise ScheduleError(f"{task} reads {role} of {total}, which does not sum its {output}")
-
-
-def _check_reduced(graph: Graph, shape: StepShape) -> None:
-    """Check that every buffer that tasks add to is reduced over the ranks as a whole."""
-    added = {state for task in graph.tasks for state in task.accumulates}
-    written = _written(graph)
-    for op, reduction in REDUCTIONS.items():
-        for layer in range(shape.num_layers):
-            state = reduction.state.format(layer=layer)
-            if state in added and shape.parts_of(layer, op) and not _whole(written[state]):
-                raise ScheduleError(
-                    f"{state} are not reduced over the ranks, or not all of them: no {op} of layer {layer} "
-                    "writes that piece, and no task in its place"
-                )
-
-
-def _check_axes(graph: Graph, *, sharing: bool) -> None:
-    """Check the axes of sums: over fewer ranks the others keep theirs; over more, experts count twice."""
-    for task in graph.tasks:
-        reduction = REDUCTIONS.get(reduced(task.op))
-        wanted_axes = () if reduction is None else reduction.axes_of(sharing=sharing)
-        if reduction is not None and task.axes != wanted_axes:
-            met, wanted = " x ".join(task.axes) or "no axis", " x ".join(wanted_axes)
-            raise ScheduleError(
-                f"{task} sums over {met}, and gradients of that kind are summed over {wanted}: "
-                "give a sum over other ranks an op of its own"
-            )
-
-
 Pieces = set[tuple[int | None, int]]
 
 
@@ -105,7 +96,3 @@ def _written(graph: Graph) -> Mapping[str, Pieces]:
         for state in task.writes:
             found[state].add((task.piece, len(task.cut.parts)))
     return found
-
-
-def _whole(pieces: Pieces) -> bool:
-    return any(piece is None or {(i, of) for i in range(of)} <= pieces for piece, of in pieces)

@@ -7,8 +7,7 @@ from functools import cached_property
 from math import lcm
 from typing import Literal
 
-from penstock.graph.errors import ScheduleError
-from penstock.graph.task import Phase
+from penstock.graph.task import Phase, ScheduleError
 from penstock.ops.names import Op
 from penstock.ops.transfers import FLAT, HOME, Hop
 from penstock.step.stages import Pass, check_passes
@@ -160,11 +159,6 @@ class StepShape:
         if not self.moe_layers or min(self.microbatches, self.chunks, self.backward_chunks) < 1:
             raise ScheduleError("a step needs at least one layer, one microbatch and one chunk")
         ops = [hop.op for hop in self.dispatch]
-        self._check_form()
-        if not set(ops) <= set(HOME) or ops.count(Op.DISPATCH) != 1 or len(set(ops)) < len(ops):
-            raise ScheduleError(f"the legs of a dispatch are {', '.join(HOME)}, one of them D; got {ops}")
-
-    def _check_form(self) -> None:
         if self.expert_form not in FORM_TOKENS:
             raise ScheduleError(f"expert_form = {self.expert_form!r}: use {', '.join(FORM_TOKENS)}")
         whole = self.chunks == self.backward_chunks == 1
@@ -173,6 +167,8 @@ class StepShape:
             raise ScheduleError(
                 "a simultaneous pair needs expert_form=s2, ranks that share attention, and no chunks"
             )
+        if not set(ops) <= set(HOME) or ops.count(Op.DISPATCH) != 1 or len(set(ops)) < len(ops):
+            raise ScheduleError(f"the legs of a dispatch are {', '.join(HOME)}, one of them D; got {ops}")
 
     @property
     def moves(self) -> bool:

@@ -15,14 +15,13 @@ import pytest
 from penstock.cli import main
 from penstock.lab.emulate import clusters, open_cluster, remove_stale
 from penstock.lab.emulate.system import NAMESPACES
+from tests.support.launched import pid_of_rank, start_launcher
 from tests.support.patience import HANG_S, wait_for
 from tests.support.runs import (
     clean_environ,
     command,
     losses,
-    pid_of_rank,
     run,
-    start,
     wait_until,
     write_config,
 )
@@ -162,7 +161,8 @@ def test_train_in_a_cluster_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_what_the_next_start_removes(tmp_path: Path) -> None:
     errors = tmp_path / "errors.txt"
-    process = start("train", write_config(tmp_path), "train.steps=100000", "--emulate", "1x1", stderr=errors)
+    words = ("train", write_config(tmp_path), "train.steps=100000", "--emulate", "1x1")
+    process = start_launcher(*words, stderr=errors)
     wait_until(lambda: bool(losses(tmp_path / "run")), process)
     name = next(state.name for state in clusters() if state.owner and state.owner.pid == process.pid)
     assert [each for each in namespaces() if each.startswith(name)]
@@ -179,7 +179,8 @@ def test_a_killed_launcher_leaves_what_the_next_start_removes(tmp_path: Path) ->
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     errors = tmp_path / "errors.txt"
-    process = start("train", write_config(tmp_path), "train.steps=100000", "--emulate", "1x1", stderr=errors)
+    words = ("train", write_config(tmp_path), "train.steps=100000", "--emulate", "1x1")
+    process = start_launcher(*words, stderr=errors)
     wait_until(lambda: bool(losses(tmp_path / "run")), process)
     os.killpg(process.pid, number)
     assert process.wait(timeout=HANG_S) in {0, 128 + number}

@@ -13,10 +13,8 @@ from penstock.moe.counter import SampleKeys
 from penstock.moe.gates.base import Gate, TokenGate
 from penstock.moe.gates.cosine import CosineGate
 from penstock.moe.gates.expert_choice import ExpertChoiceGate
-from penstock.moe.gates.noisy import NoisyGate
-from penstock.moe.gates.sigmoid import SigmoidGate
+from penstock.moe.gates.linear import NoisyGate, SigmoidGate, SoftmaxGate
 from penstock.moe.gates.soft import SoftGate
-from penstock.moe.gates.softmax import SoftmaxGate
 from penstock.moe.tokens import Tokens
 from tests.moe.gates.plain import parts
 

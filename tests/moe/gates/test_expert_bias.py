@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.moe.gates.expert_bias import ExpertBias
 from penstock.moe.gates.groups import ExpertGroups
-from penstock.moe.gates.sigmoid import SigmoidGate
+from penstock.moe.gates.linear import SigmoidGate
 from penstock.moe.tokens import Tokens
 from tests.moe.gates.plain import Case, best, cases, check_token_choice, decide, dot
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe.gates.groups import ExpertGroups
-from penstock.moe.gates.sigmoid import SigmoidGate
-from penstock.moe.gates.softmax import SoftmaxGate
+from penstock.moe.gates.linear import SigmoidGate, SoftmaxGate
 from tests.moe.gates.plain import Case, Row, check_token_choice, decide, dot
 from tests.support.draws import draws
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.moe.counter import SampleKeys, normal
-from penstock.moe.gates.noisy import FIRST_PLACE, NoisyGate
-from penstock.moe.gates.softmax import SoftmaxGate
+from penstock.moe.gates.linear import FIRST_PLACE, NoisyGate, SoftmaxGate
 from penstock.moe.tokens import Tokens
 from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot
 from tests.support.draws import draws

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from penstock.moe.gates.softmax import SoftmaxGate
+from penstock.moe.gates.linear import SoftmaxGate
 from penstock.moe.tokens import Tokens
 from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot
 from tests.support.draws import draws

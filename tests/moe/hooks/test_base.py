@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.moe.experts.feed_forward import GeluExperts
-from penstock.moe.gates.softmax import SoftmaxGate
+from penstock.moe.gates.linear import SoftmaxGate
 from penstock.moe.hooks.base import Hook, Hooks, Moment, two_way
 from penstock.moe.layer import MoELayer
 from penstock.moe.orders.sort import SortOrder

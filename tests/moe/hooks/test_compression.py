@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.moe.config import int8_row_bytes
 from penstock.moe.experts.modules import ModuleExperts
-from penstock.moe.gates.softmax import SoftmaxGate
+from penstock.moe.gates.linear import SoftmaxGate
 from penstock.moe.hooks.compression import Bfloat16Rows, EncodedRows, Int8Rows
 from penstock.moe.layer import MoELayer
 from penstock.moe.orders.sort import SortOrder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.runtime.checks.replan_requests import check_replan_requests
+from penstock.runtime.checks.consistency import check_replan_requests
 from penstock.runtime.errors import ScheduleMismatchError
 from penstock.runtime.fingerprints.facts import FACTS, REPLAN
 from penstock.topology import Control, Layout

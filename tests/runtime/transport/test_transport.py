@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from penstock.mesh import Axes, Group
 from penstock.runtime.transport import GlooTransport, LocalTransport
-from penstock.runtime.transport.loops import Loops
+from penstock.runtime.transport.groups import Loops
 from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import Layout, lane_groups
 from tests.support.draws import draws

@@ -24,12 +24,13 @@ from penstock.autotune.problem import (
     settled_as,
 )
 from penstock.autotune.profile import profile_links, profile_run
+from penstock.autotune.profile.measure import LINKS_S
 from penstock.autotune.profile.sample import here
 from penstock.config import UNSET, ConfigError, to_dict
 from penstock.cost import ClusterFile
+from penstock.cost.cluster_file import mismatch
 from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.doubts import IN_A_RUN, summary
-from penstock.cost.match import mismatch
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.plan import (
     Candidate,
@@ -89,8 +90,8 @@ def start(config: RunConfig, machinery: Machinery) -> Planned:
 def as_given(config: RunConfig, machinery: Machinery) -> Planned:
     """Return the plan that section [schedule] describes, ordered by the costs of section [cluster].
 
-    Where the dispatch is open and ranks have a choice, links are measured for some seconds, and the dispatch
-    with the shortest predicted step is taken.
+    Where the dispatch is open and ranks have a choice, links are measured for `LINKS_S`, or for
+    `plan.profile_s` if that is less, and the dispatch with the shortest predicted step is taken.
     """
     asked: list[tuple[float, Problem, Decision]] = []
     # With either optimiser, if it is open: that of the shorter iteration counts.
@@ -102,7 +103,8 @@ def as_given(config: RunConfig, machinery: Machinery) -> Planned:
     names = dispatches_of(problem, choice)
     if len(names) > 1:
         config = settled(config, sharded=problem.shape.updating is not None)
-        measured = run_problem(config, machinery.layout, profile_links(config, machinery))
+        links = profile_links(config, machinery, budget_s=min(LINKS_S, config.plan.profile_s))
+        measured = run_problem(config, machinery.layout, links)
         times_s = {name: evaluate(measured, replace(choice, dispatch=name)).predicted_s for name in names}
         choice = replace(choice, dispatch=min(times_s, key=times_s.__getitem__))
         times = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in times_s.items())

@@ -94,10 +94,11 @@ def profile_schedules(
 ) -> ClusterFile:
     """Measure only that on which predictions of these schedules rest; otherwise as `profile_run`.
 
-    budget_s: for compute tasks, at the sizes that the schedules cut; links take some seconds before.
+    budget_s: for compute tasks, at the sizes that the schedules cut; links take as long before, and at most
+    `LINKS_S`.
     """
     limits = Limits()
-    file = profile_links(config, machinery, limits=limits)
+    file = profile_links(config, machinery, budget_s=min(LINKS_S, budget_s), limits=limits)
     return measure_tasks(config, machinery, budget_s, file, schedules, limits=limits)
 
 

@@ -39,8 +39,9 @@ class CompareConfig:
     those that are complete by then, one at least.
     batch_per_device: samples per rank and step. seed: of weights and data.
     tune: predict every schedule with several numbers of pieces and compare it at its best.
-    profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`); for given schedules
-    at most this long, and at most 20 s.
+    profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`). For given schedules
+    links take at most this long and at most 4 s, then tasks as well and at most 20 s, or steps of virtual
+    devices and at most 10 s.
     """
 
     schedules: Names = ("sequential", "moe_pipeline", "flowmoe")

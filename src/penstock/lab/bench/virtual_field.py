@@ -11,6 +11,7 @@ import torch
 
 from penstock.autotune.problem import candidates, run_problem
 from penstock.autotune.profile import profile_links
+from penstock.autotune.profile.measure import LINKS_S
 from penstock.autotune.profile.sample import ignore
 from penstock.cost import ProfiledCluster, RoutedCost
 from penstock.cost.doubts import listed
@@ -77,8 +78,9 @@ class VirtualField:
         found = [Named.of(name).dispatch for name in names if name != AUTO]
         found += candidates(self._open, self._layout) if AUTO in names else []  # a search chooses among these
         dispatches = tuple(dict.fromkeys(name for name in found if name is not None))
-        links = profile_links(self._config, machinery, dispatches)
-        self._links = with_virtual_steps(self._config, config.virtual, machinery, links)
+        budget_s = config.compare.profile_s
+        links = profile_links(self._config, machinery, dispatches, budget_s=min(LINKS_S, budget_s))
+        self._links = with_virtual_steps(self._config, config.virtual, machinery, links, budget_s)
         self._cluster = self._stack.links = ProfiledCluster.build(self._links)
         self._first_measured = config.compare.warmup
         self._closing_s = closing_s(run_problem(self._config, layout, self._links))

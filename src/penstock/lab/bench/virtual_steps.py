@@ -40,10 +40,11 @@ BUDGET_S: Final = 10.0
 
 
 def with_virtual_steps(
-    config: RunConfig, virtual: VirtualConfig, machinery: Machinery, file: ClusterFile
+    config: RunConfig, virtual: VirtualConfig, machinery: Machinery, file: ClusterFile, budget_s: float
 ) -> ClusterFile:
     """Return the file with what steps of two layers on these devices tell of its links and of whole steps.
 
+    budget_s: seconds of these steps, of which `BUDGET_S` are used at most and some steps are run in any case.
     All ranks call it together and get the same file.
     """
     recorded = virtual.routing == "recorded"  # recorded routing is that of all layers
@@ -52,7 +53,7 @@ def with_virtual_steps(
     stack = build_virtual(sample, virtual, machinery)
     plans = [stack.adopt(plan) for plan in _plans(sample, stack)]
     stack.links = ProfiledCluster.build(file)
-    watched = _watch(stack, plans)
+    watched = _watch(stack, plans, min(BUDGET_S, budget_s))
     seen = transferred(watched, lambda each: _cost(stack, each.plan, file), stack.workload)
     found = Fits(TRANSFER, {kind: [replace(x, share=0.0) for x in each] for kind, each in seen.items()})
     file = with_transfers(replace(file, doubts=tuple(found.doubts)), found)
@@ -79,9 +80,9 @@ def _cost(stack: VirtualStack, plan: StepPlan, file: ClusterFile) -> RankCost:
     return replace(stack.cost(0), cluster=ProfiledCluster.build(file))
 
 
-def _watch(stack: VirtualStack, plans: list[StepPlan]) -> list[Watched]:
+def _watch(stack: VirtualStack, plans: list[StepPlan], budget_s: float) -> list[Watched]:
     """Run some steps of all plans in turns, after one that opens connections."""
-    control, budget = stack.machinery.control, Budget(stack.machinery.control, BUDGET_S)
+    control, budget = stack.machinery.control, Budget(stack.machinery.control, budget_s)
     noted: list[list[tuple[float, list[list[float]]]]] = [[] for _ in plans]
     for number in range(1 + MOST_ROUNDS):
         if number > 1 and budget.agree() <= 0 and (number > LEAST_ROUNDS or budget.late):

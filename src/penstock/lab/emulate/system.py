@@ -101,18 +101,19 @@ def run_inside(namespace: str, work: Callable[[], T]) -> T:
     of the thread that started it: servers made by `work` stay reachable there. The thread itself ends, so
     that no mistake can leave the caller inside.
     """
+    return _in_thread(lambda: enter(namespace), work)
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and those that it starts from now on, into `namespace`."""
     hosts = OWN_FILES / namespace / HOSTS.name
-
-    def enter() -> None:
-        _libc("setns", file.fileno(), CLONE_NEWNET)
-        if hosts.exists():
-            # This thread and those that it starts see the file there, as `ip netns exec` has it.
-            _libc("unshare", CLONE_NEWNS)
-            _libc("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
-            _libc("mount", bytes(hosts), bytes(HOSTS), None, MS_BIND, None)
-
     with (NAMESPACES / namespace).open() as file:
-        return _in_thread(enter, work)
+        _libc("setns", file.fileno(), CLONE_NEWNET)
+    if hosts.exists():
+        # This thread and those that it starts see the file there, as `ip netns exec` has it.
+        _libc("unshare", CLONE_NEWNS)
+        _libc("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+        _libc("mount", bytes(hosts), bytes(HOSTS), None, MS_BIND, None)
 
 
 def run_in_nameless(work: Callable[[], T]) -> T:
@@ -120,13 +121,13 @@ def run_in_nameless(work: Callable[[], T]) -> T:
     return _in_thread(lambda: _libc("unshare", CLONE_NEWNET), work)
 
 
-def _in_thread(enter: Callable[[], None], work: Callable[[], T]) -> T:
-    def enter_and_work() -> T:
-        enter()
+def _in_thread(begin: Callable[[], None], work: Callable[[], T]) -> T:
+    def begin_and_work() -> T:
+        begin()
         return work()
 
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(enter_and_work).result()
+        return pool.submit(begin_and_work).result()
 
 
 def _libc(name: str, *arguments: int | bytes | None) -> None:

@@ -1,4 +1,5 @@
-"""Feed-forward experts: those of early MoE models, with GELU, and SwiGLU of present ones.
+"""Feed-forward experts: those of early MoE models, with GELU, and SwiGLU of present ones; shared experts
+(DeepSeekMoE, Qwen), a network that every token passes, whatever its gate says.
 
 Shapes: R rows, M hidden size, H expert hidden size, E local experts.
 """
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.moe.experts.base import ONE_SHARD, ExpertShard, StackedExperts
+from penstock.moe.experts.base import ONE_SHARD, Experts, ExpertShard, StackedExperts
 from penstock.moe.experts.product import Product, grouped_product
 
 INITIAL_STD = 0.02
@@ -70,3 +71,18 @@ def weight(experts: int, rows: int, columns: int) -> nn.Parameter:
     """Return stacked matrices [experts, rows, columns], drawn as small as a decoder's weights."""
     made = nn.Parameter(torch.empty(experts, rows, columns))
     return made if made.is_meta else nn.Parameter(nn.init.normal_(made.data, std=INITIAL_STD))
+
+
+class SharedExpert(nn.Module):
+    """One expert of any kind over all tokens. Several shared experts are one network of their summed width.
+
+    It waits for no transfer: in a stack it is a task of its own that runs while rows are in transit.
+    """
+
+    def __init__(self, expert: Experts) -> None:
+        super().__init__()
+        self.expert = expert
+
+    def forward(self, x_TM: Tensor) -> Tensor:
+        out_TM: Tensor = self.expert(x_TM, [len(x_TM)])
+        return out_TM

@@ -23,9 +23,11 @@ does so for every new number of rows, hence in every step of dropless routing.""
 
 def multiply(left_nK: Tensor, right_KH: Tensor, out_nH: Tensor, *, add: bool = False) -> None:
     """Write left times right into `out`, or add it. `out` may be of a wider type than the factors."""
-    by_onednn = is_for_onednn(left_nK.shape[0], right_KH)
-    if by_onednn or out_nH.dtype != left_nK.dtype:
-        put(_by_onednn(left_nK, right_KH) if by_onednn else torch.mm(left_nK, right_KH), out_nH, add=add)
+    if is_for_onednn(left_nK.shape[0], right_KH):
+        made_nH: Tensor = torch.ops.mkldnn._linear_pointwise(left_nK, right_KH.t(), None, "none", [], "")
+        put(made_nH, out_nH, add=add)
+    elif out_nH.dtype != left_nK.dtype:
+        put(torch.mm(left_nK, right_KH), out_nH, add=add)
     elif add:
         out_nH.addmm_(left_nK, right_KH)
     else:
@@ -57,8 +59,3 @@ def onednn_is_faster() -> bool:
         and processor.exists()
         and "AuthenticAMD" in processor.read_text(encoding="utf-8")
     )
-
-
-def _by_onednn(left_nK: Tensor, right_KH: Tensor) -> Tensor:
-    made_nH: Tensor = torch.ops.mkldnn._linear_pointwise(left_nK, right_KH.t(), None, "none", [], "")
-    return made_nH

@@ -85,7 +85,9 @@ def weight_gradient(
     summed over. Small weights are one call on a CPU.
     """
     even = len(set(sizes)) == 1
-    if not even and _in_one_call(rows_RM, total_EMH) and _aligned(rows_RM) and _aligned(grad_RH):
+    small = device_of(rows_RM).is_cpu and total_EMH.numel() <= SMALL and rows_RM.dtype in GROUPED_TYPES
+    in_one_call = not even and (small or has_grouped_kernel(rows_RM))
+    if in_one_call and _aligned(rows_RM) and _aligned(grad_RH):
         made_EMH = F.grouped_mm(rows_RM.t(), grad_RH, offs=ends_of(sizes, rows_RM.device))
         for expert, size in enumerate(sizes):
             if size == 0:  # a sum over no rows: whether the kernel writes it is not documented
@@ -196,13 +198,6 @@ _as_operator.register_autograd(_gradients, setup_context=_save)
 def has_grouped_kernel(rows_RM: Tensor) -> bool:
     """Return whether PyTorch multiplies such rows with a grouped kernel on their device."""
     return device_of(rows_RM).has_grouped_kernel(rows_RM.device, rows_RM.dtype)
-
-
-def _in_one_call(rows_RM: Tensor, total_EMH: Tensor) -> bool:
-    """Return whether one grouped product makes the weight gradients of experts with uneven sizes."""
-    if device_of(rows_RM).is_cpu and total_EMH.numel() <= SMALL and rows_RM.dtype in GROUPED_TYPES:
-        return True
-    return has_grouped_kernel(rows_RM)
 
 
 def _expert_by_expert(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> bool:

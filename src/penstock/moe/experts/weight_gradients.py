@@ -48,7 +48,9 @@ class AutogradWeights:
 
     def product(self, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
         rows_RM = autocast(rows_RM)
-        if self.copies is None and autograd_is_faster(rows_RM, weight_EMH):
+        # Autograd keeps the copy of a weight that it casts, which is faster for small ones that are.
+        cast = rows_RM.dtype != weight_EMH.dtype
+        if self.copies is None and cast and weight_EMH.numel() <= CACHED:
             return product_of_cast(rows_RM, weight_EMH, sizes)
         return _product(rows_RM, weight_EMH, sizes, self)
 
@@ -130,12 +132,6 @@ class _WeightApart(torch.autograd.Function):
             ctx.store.take(*factors, ctx.parameter, ctx.sizes)
         grad_RM = product_of_cast(grad_RH, ctx.weight_EMH.transpose(1, 2), ctx.sizes)
         return grad_RM, grad_EMH, None, None, None
-
-
-def autograd_is_faster(rows_RM: Tensor, weight_EMH: Tensor) -> bool:
-    """Return whether autograd is faster, which keeps the copy of a weight that it casts: for small ones that
-    are. The rows have been cast."""
-    return rows_RM.dtype != weight_EMH.dtype and weight_EMH.numel() <= CACHED
 
 
 def _product(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.moe.choices import Choice, GateSums, TokenChoice, count_choices, sum_by_sample, sum_z
-from penstock.moe.combinations import ChoiceKind
+from penstock.moe.config import ChoiceKind
 from penstock.moe.gates.expert_bias import ExpertBias
 from penstock.moe.gates.groups import ExpertGroups
 from penstock.moe.tokens import Tokens
@@ -87,7 +87,12 @@ class TokenGate(Gate):
     def choose(self, x_TM: Tensor, tokens: Tokens) -> TokenChoice:
         logits_TE = self.logits(x_TM, tokens)
         scores_TE = self.scores(logits_TE)
-        experts_Tk = self._select(scores_TE.detach())
+        judged_TE = scores_TE.detach()
+        if self.bias is not None:
+            judged_TE = judged_TE + self.bias.value_E.to(judged_TE.dtype)
+        if self.groups is not None:
+            judged_TE = self.groups.limit(judged_TE)
+        experts_Tk = judged_TE.topk(self.top_k, dim=-1).indices  # best first
         weights_Tk = scores_TE.gather(1, experts_Tk)
         if self.renormalise:
             tiny = torch.finfo(weights_Tk.dtype).tiny  # sigmoids of very negative logits are all zero
@@ -102,14 +107,6 @@ class TokenGate(Gate):
             z=sum_z(logits_TE, tokens),
         )
         return TokenChoice(experts_Tk, weights_Tk, sums, masked=tokens.valid_T is not None)
-
-    def _select(self, scores_TE: Tensor) -> Tensor:
-        """Return the chosen experts, best first, [T, k]."""
-        if self.bias is not None:
-            scores_TE = scores_TE + self.bias.value_E.to(scores_TE.dtype)
-        if self.groups is not None:
-            scores_TE = self.groups.limit(scores_TE)
-        return scores_TE.topk(self.top_k, dim=-1).indices
 
 
 def linear_weight(rows: int, columns: int) -> nn.Parameter:

@@ -36,11 +36,18 @@ def encode(rows_RM: Tensor) -> Tensor:
     bytes_RB = words_RW.view(torch.int8)
     bytes_RB[:, hidden:-WORD_BYTES] = 0
     scale_R1 = words_RW[:, -1:]
-    scale_R1.copy_(_scales(rows_RM))
+    # The largest number of a row is 127 steps.
+    most_R1 = torch.maximum(rows_RM.amax(1, keepdim=True), rows_RM.amin(1, keepdim=True).neg_())
+    scale_R1.copy_(F.threshold(most_R1 / STEPS, SMALLEST, 0.0))
     # The scale of a row of zeros has no inverse; that of a row with an infinite number has inverse 0, and no
     # number decoded with that scale is finite.
     inverse_R1 = scale_R1.reciprocal().masked_fill_(scale_R1 == 0, 0)
-    _round(rows_RM, inverse_R1, bytes_RB[:, :hidden])
+    # Rows / scale, rounded to the nearest whole number, as bytes.
+    rows = max(1, BLOCK // rows_RM.shape[1] if device_of(rows_RM).is_cpu else len(rows_RM))
+    scratch = rows_RM.new_empty(min(rows, len(rows_RM)), rows_RM.shape[1])
+    parts = zip(rows_RM.split(rows), inverse_R1.split(rows), bytes_RB[:, :hidden].split(rows), strict=True)
+    for part, inverse, out in parts:
+        out.copy_(torch.mul(part, inverse, out=scratch[: len(part)]).round_())
     return words_RW
 
 
@@ -55,18 +62,3 @@ def scaled(words_RW: Tensor, by: float) -> Tensor:
     found_RW = words_RW.clone()
     found_RW[:, -1] *= by
     return found_RW
-
-
-def _scales(rows_RM: Tensor) -> Tensor:
-    """Return the step between two bytes, [R, 1]: the largest number of a row is 127 steps."""
-    most_R1 = torch.maximum(rows_RM.amax(1, keepdim=True), rows_RM.amin(1, keepdim=True).neg_())
-    return F.threshold(most_R1 / STEPS, SMALLEST, 0.0)
-
-
-def _round(rows_RM: Tensor, inverse_R1: Tensor, out_RM: Tensor) -> None:
-    """Write rows / scale, rounded to the nearest whole number, as bytes."""
-    rows = max(1, BLOCK // rows_RM.shape[1] if device_of(rows_RM).is_cpu else len(rows_RM))
-    scratch = rows_RM.new_empty(min(rows, len(rows_RM)), rows_RM.shape[1])
-    parts = zip(rows_RM.split(rows), inverse_R1.split(rows), out_RM.split(rows), strict=True)
-    for part, inverse, out in parts:
-        out.copy_(torch.mul(part, inverse, out=scratch[: len(part)]).round_())

@@ -1,5 +1,7 @@
 """Base classes of orders: from a gate's choice to rows sorted by chunk, rank and expert, and back.
 
+Blocks of rows from ranks are put into the order of experts here, too.
+
 Shapes: T tokens, M hidden size, C chunks, E experts (total), R rows.
 """
 
@@ -15,11 +17,11 @@ from torch import Tensor
 
 from penstock.apportion import Counts
 from penstock.moe.choices import Choice
-from penstock.moe.combinations import ChoiceKind
+from penstock.moe.config import ChoiceKind
 from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product
-from penstock.moe.orders.blocks import by_expert, by_source
 from penstock.moe.orders.rows import RowPlan
+from penstock.moe.sizes import reordered
 from penstock.routing.routes import ChunkRoute
 
 
@@ -125,3 +127,21 @@ class RowOrder(Order):
 def chunk_starts(sizes: Sequence[int]) -> list[int]:
     """Return where each piece but the first (which begins at 0) begins."""
     return list(accumulate(sizes[:-1]))
+
+
+def by_expert(rows_RM: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
+    """Reorder rows sorted by (source rank, expert) to rows sorted by (expert, source rank). One copy."""
+    return _transpose_blocks(rows_RM, received)
+
+
+def by_source(rows_RM: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
+    """Undo `by_expert`: rows sorted by (source rank, expert) again."""
+    return _transpose_blocks(rows_RM, list(zip(*received, strict=True)))
+
+
+def _transpose_blocks(rows_RM: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    outer, inner = len(sizes), len(sizes[0])
+    if outer == 1 or inner == 1:  # already in the wanted order: no copy
+        return rows_RM
+    flat = [size for row in sizes for size in row]
+    return reordered(rows_RM, flat, [o * inner + i for i in range(inner) for o in range(outer)])

@@ -34,7 +34,18 @@ class EinsumOrder(Order):
         self.capacity_factor, self.min_capacity = capacity_factor, min_capacity
 
     def plan(self, choice: Choice, chunks: int) -> OrderPlan:
-        masks = self._masks(choice)
+        masks: Masks
+        match choice:
+            case TokenChoice():
+                count, choices = choice.counted, choice.experts_Tk.shape[1]
+                slots = capacity_slots(
+                    count, self.num_experts, choices, self.capacity_factor, self.min_capacity
+                )
+                masks = TokenMasks.of(choice, self.num_experts, slots)
+            case ExpertChoice():
+                masks = ExpertMasks.of(choice)
+            case SoftChoice():
+                masks = SoftMasks.of(choice)
         sizes = split_sizes(masks.slots, chunks)
         return OrderPlan(masks.tokens, chunk_rows(sizes, self.num_experts), None, sizes, masks)
 
@@ -54,16 +65,3 @@ class EinsumOrder(Order):
         rows_ENM = torch.cat([rows.unflatten(0, (self.num_experts, size)) for rows, size in chunks], dim=1)
         rows_EBSM = rows_ENM.unflatten(1, (mask_BLES.shape[0], mask_BLES.shape[3]))
         return torch.einsum("bles,ebsm->blm", mask_BLES, rows_EBSM).flatten(0, 1)
-
-    def _masks(self, choice: Choice) -> Masks:
-        match choice:
-            case TokenChoice():
-                count, choices = choice.counted, choice.experts_Tk.shape[1]
-                slots = capacity_slots(
-                    count, self.num_experts, choices, self.capacity_factor, self.min_capacity
-                )
-                return TokenMasks.of(choice, self.num_experts, slots)
-            case ExpertChoice():
-                return ExpertMasks.of(choice)
-            case SoftChoice():
-                return SoftMasks.of(choice)

@@ -36,29 +36,29 @@ class IndexOrder(RowOrder):
     def plan(self, choice: Choice, chunks: int) -> OrderPlan:
         match choice:
             case TokenChoice():
-                return self._first_come(choice.experts_Tk, choice.counted, chunks)
+                tokens, choices = choice.experts_Tk.shape
+                slots = capacity_slots(
+                    choice.counted, self.num_experts, choices, self.capacity_factor, self.min_capacity
+                )
+                sizes = split_sizes(slots, chunks)
+                row_Tk = slot_rows(
+                    choice.experts_Tk, places(choice.experts_Tk, self.num_experts), sizes, self.num_experts
+                )
+                token_N = torch.arange(row_Tk.numel(), device=row_Tk.device) // choices
+                rows = RowPlan.make(row_Tk, token_N, tokens, slots * self.num_experts, padded=True)
+                return OrderPlan(tokens, chunk_rows(sizes, self.num_experts), None, sizes, rows)
             case ExpertChoice():
-                return self._all_taken(choice, chunks)
+                experts, slots = choice.tokens_ES.shape
+                sizes = split_sizes(slots, chunks)
+                expert_E, slot_S = (torch.arange(n, device=choice.tokens_ES.device) for n in (experts, slots))
+                expert_ES, slot_ES = expert_E.unsqueeze(1).expand(-1, slots), slot_S.expand(experts, -1)
+                row_ES = slot_rows(expert_ES, slot_ES, sizes, experts)
+                rows = RowPlan.make(
+                    row_ES, choice.tokens_ES.reshape(-1), choice.tokens, row_ES.numel(), padded=False
+                )
+                return OrderPlan(choice.tokens, chunk_rows(sizes, experts), None, sizes, rows)
             case _:
                 raise self.refused(choice)
-
-    def _first_come(self, experts_Tk: Tensor, counted: int, chunks: int) -> OrderPlan:
-        tokens, choices = experts_Tk.shape
-        slots = capacity_slots(counted, self.num_experts, choices, self.capacity_factor, self.min_capacity)
-        sizes = split_sizes(slots, chunks)
-        row_Tk = slot_rows(experts_Tk, places(experts_Tk, self.num_experts), sizes, self.num_experts)
-        token_N = torch.arange(row_Tk.numel(), device=row_Tk.device) // choices
-        rows = RowPlan.make(row_Tk, token_N, tokens, slots * self.num_experts, padded=True)
-        return OrderPlan(tokens, chunk_rows(sizes, self.num_experts), None, sizes, rows)
-
-    def _all_taken(self, choice: ExpertChoice, chunks: int) -> OrderPlan:
-        experts, slots = choice.tokens_ES.shape
-        sizes = split_sizes(slots, chunks)
-        expert_E, slot_S = (torch.arange(n, device=choice.tokens_ES.device) for n in (experts, slots))
-        expert_ES, slot_ES = expert_E.unsqueeze(1).expand(-1, slots), slot_S.expand(experts, -1)
-        row_ES = slot_rows(expert_ES, slot_ES, sizes, experts)
-        rows = RowPlan.make(row_ES, choice.tokens_ES.reshape(-1), choice.tokens, row_ES.numel(), padded=False)
-        return OrderPlan(choice.tokens, chunk_rows(sizes, experts), None, sizes, rows)
 
 
 def chunk_rows(sizes: tuple[int, ...], num_experts: int) -> tuple[int, ...]:

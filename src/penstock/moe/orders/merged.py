@@ -84,14 +84,27 @@ class MergedOrder(Order):
         assert choices == self.choices, "gate and order were built for the same top_k"
         sizes = split_sizes(tokens, chunks)
         parts = self.nodes * self.row_kinds
-        bin_TN = bins(self._sets_used(experts_Tk), sizes, parts)
+        # The number of the pair (node, places in it where token t goes); -1 for none.
+        device = experts_Tk.device
+        rank_Tk = torch.where(
+            experts_Tk < 0, self.ranks, experts_Tk.div(self.local_experts, rounding_mode="floor")
+        )
+        used_TQ = torch.zeros(tokens, self.ranks + 1, dtype=torch.int64, device=device)
+        used_TP = used_TQ.scatter_(1, rank_Tk, 1)[:, : self.ranks]  # the last column is where padding went
+        bit_G = 2 ** torch.arange(self.node_size, device=device)
+        set_TN = (used_TP.view(tokens, self.nodes, self.node_size) * bit_G).sum(dim=2) - 1
+        first_N = torch.arange(self.nodes, device=device) * self.row_kinds
+        bin_TN = bins(torch.where(set_TN < 0, -1, set_TN + first_N), sizes, parts)
         rows_CX = histogram(bin_TN.flatten(), chunks * parts + 1)[:-1].view(chunks, parts)
         bin_Tk = bins(experts_Tk, sizes, self.num_experts)
         inputs_CE = histogram(bin_Tk.flatten(), chunks * self.num_experts + 1)[:-1]
         # Device-to-host sync: how many rows there are depends on the data. A second run is spared `cpu()`.
         chunk_rows = tuple(rows_CX.sum(dim=1).cpu().tolist())
         rows = sorted_rows(bin_TN, chunks * parts, sum(chunk_rows))
-        counts_CN = self._counts(inputs_CE.view(chunks, -1), rows_CX)
+        inputs_CPL = inputs_CE.view(chunks, -1).unflatten(1, (self.ranks, self.local_experts))
+        rows_CNS = rows_CX.unflatten(1, (self.nodes, self.row_kinds))
+        rows_CPS = rows_CNS.repeat_interleave(self.node_size, dim=1)  # every rank of a node is told all
+        counts_CN = torch.cat([inputs_CPL, rows_CPS], dim=2).flatten(1)
         return OrderPlan(tokens, chunk_rows, counts_CN, None, MergedRows(rows, experts_Tk))
 
     def with_slots(self, ranks: int, slots: int) -> MergedOrder:
@@ -140,25 +153,6 @@ class MergedOrder(Order):
         )
         late_Tk = places(choice.experts_Tk, self.num_experts) >= slots
         return choice.experts_Tk.masked_fill(late_Tk, -1)
-
-    def _sets_used(self, experts_Tk: Tensor) -> Tensor:
-        """Return the number of the pair (node, places in it where token t goes), [T, N]; -1 for none."""
-        tokens, device = len(experts_Tk), experts_Tk.device
-        rank_Tk = torch.where(
-            experts_Tk < 0, self.ranks, experts_Tk.div(self.local_experts, rounding_mode="floor")
-        )
-        used_TQ = torch.zeros(tokens, self.ranks + 1, dtype=torch.int64, device=device)
-        used_TP = used_TQ.scatter_(1, rank_Tk, 1)[:, : self.ranks]  # the last column is where padding went
-        bit_G = 2 ** torch.arange(self.node_size, device=device)
-        set_TN = (used_TP.view(tokens, self.nodes, self.node_size) * bit_G).sum(dim=2) - 1
-        first_N = torch.arange(self.nodes, device=device) * self.row_kinds
-        return torch.where(set_TN < 0, -1, set_TN + first_N)
-
-    def _counts(self, inputs_CE: Tensor, rows_CX: Tensor) -> Tensor:
-        """Return the inputs of every rank's experts and the rows for its node by set, [C, P * (L + S)]."""
-        inputs_CPL = inputs_CE.unflatten(1, (self.ranks, self.local_experts))
-        rows_CNS = rows_CX.unflatten(1, (self.nodes, self.row_kinds))
-        return torch.cat([inputs_CPL, rows_CNS.repeat_interleave(self.node_size, dim=1)], dim=2).flatten(1)
 
     def _check_sizes(self) -> None:
         of_nodes = self.node_size > 1

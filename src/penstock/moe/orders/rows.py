@@ -47,7 +47,10 @@ class RowPlan:
         padded: whether rows can be padding; without it each row has a weight.
         """
         row_N = row_of_weight.reshape(-1)
-        weight_of_row_R = _inverse(row_N, rows)
+        weight_of_row = torch.full((rows + 1,), -1, dtype=torch.int64, device=row_N.device)
+        # Row `rows` takes everything that was dropped and is cut off again: no size depends on data.
+        weight_of_row[torch.where(row_N < 0, rows, row_N)] = torch.arange(len(row_N), device=row_N.device)
+        weight_of_row_R = weight_of_row[:rows]
         token_of_row_R = take_rows(token_N, weight_of_row_R, padded, nothing=-1)
         # Entries are sorted by token, then by weight: chunks do not change the order of a sum.
         bag_N = torch.where(row_N < 0, tokens, token_N)
@@ -136,16 +139,13 @@ class _Give(torch.autograd.Function):
             return plan.to_rows.sum(grad_TM), None, None
         rows_RM, weights = saved
         weights_R = take_rows(weights.reshape(-1), plan.weight_of_row_R, plan.padded).to(rows_RM.dtype)
-        if _is_for_pairs(rows_RM) and 0 not in grad_TM.shape and 0 not in rows_RM.shape:
+        for_pairs = device_of(rows_RM).is_cpu and rows_RM.dtype in (torch.float32, torch.float64)
+        if for_pairs and 0 not in grad_TM.shape and 0 not in rows_RM.shape:
             grad_RM, grad_weights = plan.weighted.sum(grad_TM, weights_R), _products(rows_RM, grad_TM, plan)
             return grad_RM, grad_weights.to(weights.dtype).view_as(weights), None
         grad_RM, product_R = _spread(grad_TM, weights_R, rows_RM, plan.weighted)
         grad_weights = take_rows(product_R, plan.row_of_weight.reshape(-1), padded=True)
         return grad_RM, grad_weights.to(weights.dtype).view_as(weights), None
-
-
-def _is_for_pairs(rows_RM: Tensor) -> bool:
-    return device_of(rows_RM).is_cpu and rows_RM.dtype in (torch.float32, torch.float64)
 
 
 def _products(rows_RM: Tensor, grad_TM: Tensor, plan: RowPlan) -> Tensor:
@@ -197,11 +197,3 @@ def take_rows(source: Tensor, index: Tensor, padded: bool, nothing: int = 0) -> 
     taken = source.index_select(0, index.clamp(min=0))
     dead = (index < 0).view(-1, *[1] * (source.dim() - 1))
     return taken.masked_fill_(dead, nothing)
-
-
-def _inverse(row_N: Tensor, rows: int) -> Tensor:
-    """Return the weight of every row, -1 for a row without a weight."""
-    weight_of_row = torch.full((rows + 1,), -1, dtype=torch.int64, device=row_N.device)
-    # Row `rows` takes everything that was dropped and is cut off again: no size depends on data.
-    weight_of_row[torch.where(row_N < 0, rows, row_N)] = torch.arange(len(row_N), device=row_N.device)
-    return weight_of_row[:rows]

@@ -10,7 +10,7 @@ from penstock.decision import Decision
 from penstock.graph import Graph, Lane, Name, Phase
 from penstock.mesh import Axes
 from penstock.ops import Op
-from penstock.ops.places import place_of
+from penstock.ops.names import place_of
 from penstock.ops.sums import REDUCTIONS
 from penstock.plan.problem import Problem
 from penstock.plan.published.backward import Backward, GapLayer, Made
@@ -68,7 +68,14 @@ class Durations:
 
     def _part(self, layer: int, phase: Phase) -> MoEPart:
         once, twice = self._shape(1), self._shape(2)
-        before, after = self._transfers(layer, phase)
+        mine = (layer, phase, 0, 0)
+        moves = [
+            (task.op, task.lane)
+            for task in self._graphs[1].tasks
+            if (task.layer, task.phase, task.microbatch, task.chunk) == mine
+        ]
+        at = moves.index((Op.EXPERTS, Lane.COMPUTE))
+        before, after = moves[:at], moves[at + 1 :]
 
         def linear(ops: Sequence[Where], lane: Lane) -> Linear:
             mine = [op for op, on in ops if on is lane]
@@ -83,17 +90,6 @@ class Durations:
             rs=linear(after, Lane.INTRA),
             experts=linear([(Op.EXPERTS, Lane.COMPUTE)], Lane.COMPUTE),
         )
-
-    def _transfers(self, layer: int, phase: Phase) -> tuple[list[Where], list[Where]]:
-        """Return the ops that move rows before and after a layer's experts."""
-        mine = (layer, phase, 0, 0)
-        ops = [
-            (task.op, task.lane)
-            for task in self._graphs[1].tasks
-            if (task.layer, task.phase, task.microbatch, task.chunk) == mine
-        ]
-        experts = ops.index((Op.EXPERTS, Lane.COMPUTE))
-        return ops[:experts], ops[experts + 1 :]
 
     def backward(self) -> Backward:
         """Return the backward pass for a partition.

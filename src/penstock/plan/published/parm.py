@@ -85,12 +85,6 @@ def derived_pair(all_to_all: AlphaBeta, gather: AlphaBeta, etm_over_y: float, y_
     return AlphaBeta(alpha_s=once_s - slope * y_bytes, beta_s_per_byte=slope)
 
 
-def best_slices(problem: Problem) -> int:
-    """Return the fastest number of slices of the pair by its two lines."""
-    y_bytes, lines, ratio = parm_sizes(problem).y_bytes, _lines(problem), _etm_over_y(problem)
-    return min(SLICES, key=lambda count: _pair_s(lines, ratio, y_bytes, count))
-
-
 def parm_models(problem: Problem) -> ParmModels:
     """Return a cluster's lines, measured or by its rates; an unknown pair is derived from the other two."""
     span = problem.workload.span(Group.EXPERT_SHARDS)
@@ -128,7 +122,9 @@ def parm_choice(problem: Problem) -> Decision:
     form = algorithm_1(parm_models(problem), parm_sizes(problem)) if problem.workload.tp_size > 1 else "s1"
     if form == "s1":
         return Decision(schedule="parm_s1")
-    slices = best_slices(problem)
+    # The fastest number of slices of the pair by its two lines.
+    y_bytes, lines, ratio = parm_sizes(problem).y_bytes, _lines(problem), _etm_over_y(problem)
+    slices = min(SLICES, key=lambda count: _pair_s(lines, ratio, y_bytes, count))
     return Decision(schedule="parm_s2", chunks=slices, backward_chunks=slices)
 
 

@@ -54,7 +54,9 @@ class Filling:
         while size_bytes > 0 and self._queue:
             layer, rest = self._queue[0]
             size = min(rest, size_bytes)
-            self._put(layer, Portion(size_bytes=size, slot=slot))
+            portions = self._portions[layer]
+            joined = portions.pop().size_bytes if portions and portions[-1].slot == slot else 0
+            portions.append(Portion(size_bytes=joined + size, slot=slot))  # one for each layer and gap
             self._queue[0][1] -= size
             size_bytes -= size
             if not self._queue[0][1]:
@@ -75,13 +77,6 @@ class Filling:
         size = min(rest, int((spare_s - model.alpha_s) / model.beta_s_per_byte))
         size -= size % unit_bytes
         return size if model.seconds(size) <= spare_s else size - unit_bytes
-
-    def _put(self, layer: int, portion: Portion) -> None:
-        """Add a portion; two portions of one layer in one gap become one."""
-        portions = self._portions[layer]
-        if portions and portions[-1].slot == portion.slot:
-            portion = Portion(size_bytes=portions.pop().size_bytes + portion.size_bytes, slot=portion.slot)
-        portions.append(portion)
 
 
 # ---- partitions --------------------------------------------------------------------------------------------
@@ -124,11 +119,7 @@ def spread_rest(backward: Backward, solve: Callable[[Rest], Sequence[float]]) ->
     extra = [0.0] * len(left)
     if any(left):
         extra = list(solve(Rest.of(backward, reduce_s, left)))
-    return _placed(backward, reduce_s, extra)
-
-
-def _placed(backward: Backward, reduce_s: Sequence[float], extra: Sequence[float]) -> Partition:
-    """Fill every gap as step 1 did, and put `extra` more bytes into MoE parts."""
+    # Every gap is filled as step 1 did, and `extra` more bytes are put into MoE parts.
     filling = Filling(backward)
     for gap, spare_s, more in zip(backward.gaps, reduce_s, extra, strict=True):
         filling.fill(_slot(gap, "moe"), spare_s)

@@ -101,9 +101,5 @@ def evolved(rest: Rest) -> list[float]:
         vectorized=True,
         updating="deferred",
     )
-    return _better(rest, rest.causal(result.x), np.zeros(gaps))
-
-
-def _better(rest: Rest, first: Array, second: Array) -> list[float]:
-    better = first if rest.seconds(first) <= rest.seconds(second) else second
-    return [float(size) for size in better]
+    found, tail = rest.causal(result.x), np.zeros(gaps)
+    return [float(size) for size in (found if rest.seconds(found) <= rest.seconds(tail) else tail)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -82,29 +82,27 @@ def flowmoe_choice(problem: Problem, microbatches: int | None = None) -> Decisio
     """
     long = problem.shape.num_layers > TUNED_LAYERS
     short = problem.only(tuple(range(TUNED_LAYERS))) if long else problem
-    choices = list(_flowmoe_grid(problem, microbatches))
+    batch = problem.workload.batch
+    powers = [r for r in (2, 4, 8, 16) if batch % r == 0] or [1]
+    largest = max(*problem.gradients.replicated, *problem.gradients.partial) or 512
+    least = max(512, problem.least_chunk_bytes)
+    sizes = dict.fromkeys(max(least, -(-largest // cut)) for cut in FLOWMOE_CUTS)
+    choices = [
+        Decision(
+            schedule="flowmoe",
+            microbatches=pieces,
+            all_reduce_chunk_bytes=size,
+            dispatch=problem.workload.dispatch,
+        )
+        for pieces in (powers if microbatches is None else [microbatches])
+        for size in sizes
+    ]
     return min(choices, key=lambda choice: _slowest_s(short, choice))
 
 
 def flowmoe_published_choice(problem: Problem) -> Decision:
     """Return R = 2, as in all published runs, and the best S_p."""
     return flowmoe_choice(problem, FLOWMOE_MICROBATCHES if problem.workload.batch % 2 == 0 else 1)
-
-
-def _flowmoe_grid(problem: Problem, microbatches: int | None) -> Iterator[Decision]:
-    batch = problem.workload.batch
-    powers = [r for r in (2, 4, 8, 16) if batch % r == 0] or [1]
-    largest = max(*problem.gradients.replicated, *problem.gradients.partial) or 512
-    least = max(512, problem.least_chunk_bytes)
-    sizes = dict.fromkeys(max(least, -(-largest // cut)) for cut in FLOWMOE_CUTS)
-    for pieces in powers if microbatches is None else [microbatches]:
-        for size in sizes:
-            yield Decision(
-                schedule="flowmoe",
-                microbatches=pieces,
-                all_reduce_chunk_bytes=size,
-                dispatch=problem.workload.dispatch,
-            )
 
 
 def _cut(schedule: str, problem: Problem) -> Decision:
@@ -127,15 +125,11 @@ def apart(forward: Loaded, backward: Loaded, degrees: tuple[int, ...]) -> tuple[
     Two degrees with few common factors cut shared tensors into crumbs, which ScheduleConfig refuses, so such
     pairs do not count.
     """
-    pairs = [pair for pair in product(degrees, degrees) if _whole(pair)]
+    pairs = [pair for pair in product(degrees, degrees) if lcm(*pair) <= max(MOST_SLICES, *pair)]
     forward_s = {degree: total_s(forward, degree) for degree in degrees}
     backward_s = {degree: total_s(backward, degree) for degree in degrees}
     at_most_s = min(forward_s[f] + backward_s[b] for f, b in pairs) * (1 + ROUNDING)
     return next((f, b) for f, b in pairs if forward_s[f] + backward_s[b] <= at_most_s)
-
-
-def _whole(pair: tuple[int, int]) -> bool:
-    return lcm(*pair) <= max(MOST_SLICES, *pair)
 
 
 def _slowest_s(problem: Problem, choice: Decision) -> float:

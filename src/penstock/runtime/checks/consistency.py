@@ -10,7 +10,7 @@ half.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from penstock.device import device_of
 from penstock.mesh import Group
-from penstock.runtime.checks.replan_requests import check_replan_requests
 from penstock.runtime.checks.samples import (
     check_losses,
     check_samples,
@@ -26,6 +25,7 @@ from penstock.runtime.checks.samples import (
     mark_of_samples,
     mark_of_slope,
 )
+from penstock.runtime.errors import ScheduleMismatchError
 from penstock.runtime.fingerprints.facts import (
     CHANGES,
     EXPERTS,
@@ -57,6 +57,7 @@ from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.handlers import Batch
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.transport.legs import HostCounts
+from penstock.topology import Control, Layout
 
 
 class Consistency:
@@ -190,3 +191,23 @@ class StepConsistency:
         gradients.taken_up = ()
         owner.versions = self._versions
         owner.steps += 1
+
+
+def check_replan_requests(
+    facts: Sequence[float], replan_request: str, layout: Layout, control: Control
+) -> None:
+    """Raise ScheduleMismatchError, on every rank, if some replan_request for another plan and others do not.
+
+    Only all ranks together can plan again, and a rank that has changed something does not know whether the
+    others have. So it runs a forward pass of the present plan, as they would, and its replan_request is one
+    of the facts that ranks compare in it, without an exchange of its own. facts: their sums. replan_request:
+    why this rank requests for one, "" if it does not.
+    """
+    if facts[REPLAN] in (0, layout.world_size):
+        return
+    requests = enumerate(control.gather(replan_request, "comparing plans"))
+    rank, why = next((rank, why) for rank, why in requests if why)
+    raise ScheduleMismatchError(
+        f"rank {rank} needs another plan, since {why}, and not all ranks do. Freeze, thaw and switch "
+        "gradient checkpointing on all ranks before the same step"
+    )

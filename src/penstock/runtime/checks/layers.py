@@ -138,9 +138,12 @@ def check_samples_may_move(layers: Sequence[MoELayer | None], moe: MoEConfig) ->
                 "moe.bound_factor=none or placement.samples=none"
             )
         if not isinstance(layer.order, SortOrder):
+            why = "where a fixed number of slots decides by the samples that share a rank who is dropped"
+            if layer.order.row_counts:
+                why = "where one row serves several experts and cannot be told apart by sample"
             raise ValueError(
                 f"samples cannot move (placement.samples): layer {number} orders rows by "
-                f"{type(layer.order).__name__}, {_why_not(layer)}. Route dropless with the sort order "
+                f"{type(layer.order).__name__}, {why}. Route dropless with the sort order "
                 "(moe.capacity_factor=none, moe.one_copy_per_rank=false, moe.dispatch other than node_once), "
                 "or set placement.samples=none"
             )
@@ -149,12 +152,6 @@ def check_samples_may_move(layers: Sequence[MoELayer | None], moe: MoEConfig) ->
             "samples cannot move (placement.samples): moe.aux_loss_group = microbatch judges balance by the "
             "samples that share a rank. Use global or sequence, or set placement.samples=none"
         )
-
-
-def _why_not(layer: MoELayer) -> str:
-    if layer.order.row_counts:
-        return "where one row serves several experts and cannot be told apart by sample"
-    return "where a fixed number of slots decides by the samples that share a rank who is dropped"
 
 
 def sharing_of(layout: Layout, balance: BalanceGroup) -> Sharing:

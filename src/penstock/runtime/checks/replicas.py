@@ -49,12 +49,25 @@ def check_takes_replicas(layers: Layers, shape: StepShape, layout: Layout) -> No
     layers."""
     if not shape.replica_slots:
         return
-    _check_form(shape, layout)
+    if layout.tp_size > 1 and FORM_TOKENS[shape.expert_form] == "replicated":
+        raise ValueError(
+            f"expert_form = {shape.expert_form} has the same rows on all ranks that share attention, which "
+            "have different places in the expert group and would each send them to other ranks. "
+            "Use expert_form=gather, or set placement.experts=none"
+        )
     moe = [layer for layer in layers if layer is not None]
     for layer in moe:
         layer.order.with_slots(layer.ep_size, layer.placement.slots + shape.replica_slots)
         _check_experts(layer.experts)
-    _check_apart(moe)
+    seen: set[int] = set()
+    for layer in moe:
+        mine = {id(parameter) for parameter in layer.experts.parameters()}
+        if seen & mine:
+            raise ValueError(
+                "experts of several layers share a parameter: gradients of replicas would be added while "
+                "another layer adds to it. Give every layer its own, or set placement.experts=none"
+            )
+        seen |= mine
 
 
 def check_replications(
@@ -107,15 +120,6 @@ def _misfit(replications: Sequence[Replication | None], layers: Layers, shape: S
     return ""
 
 
-def _check_form(shape: StepShape, layout: Layout) -> None:
-    if layout.tp_size > 1 and FORM_TOKENS[shape.expert_form] == "replicated":
-        raise ValueError(
-            f"expert_form = {shape.expert_form} has the same rows on all ranks that share attention, which "
-            "have different places in the expert group and would each send them to other ranks. "
-            "Use expert_form=gather, or set placement.experts=none"
-        )
-
-
 def _check_experts(experts: Experts) -> None:
     """Raise ValueError for parts of experts that a replica would lack, or have otherwise than the owner."""
     if any(True for _ in experts.buffers()):
@@ -135,19 +139,6 @@ def _check_experts(experts: Experts) -> None:
             f"the experts of {type(experts).__name__} differ in size or share parameters, so one cannot take "
             "the place of another. Build them alike, or set placement.experts=none"
         )
-
-
-def _check_apart(layers: Sequence[MoELayer]) -> None:
-    """Raise ValueError if layers share a parameter: gradients come home to one while others compute."""
-    seen: set[int] = set()
-    for layer in layers:
-        mine = {id(parameter) for parameter in layer.experts.parameters()}
-        if seen & mine:
-            raise ValueError(
-                "experts of several layers share a parameter: gradients of replicas would be added while "
-                "another layer adds to it. Give every layer its own, or set placement.experts=none"
-            )
-        seen |= mine
 
 
 def _words(experts: Experts) -> str:

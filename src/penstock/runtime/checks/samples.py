@@ -37,7 +37,19 @@ def fact_of_loss(terms: str, seed: int, layout: Layout) -> float:
 
 def mark_of_samples(batch: Batch, layout: Layout) -> Tensor:
     """Return what this rank adds to the sum of SAMPLES, where ranks share attention."""
-    return weight_among(Group.TENSOR, layout) * _mark(batch).double()
+    found: Tensor = batch.tokens[0].new_zeros(())
+    known = batch.metadata
+    labels, keys = [each.labels_BL for each in known], [each.keys.sample_ids_B for each in known]
+    valid = [each.valid_BL for each in known if each.valid_BL is not None]
+    documents = [each.keys.documents_BL for each in known if each.keys.documents_BL is not None]
+    for pieces in (batch.tokens, labels, keys, valid, documents):
+        mark = found
+        if pieces:  # weighted by place, so that samples that have changed places are seen
+            numbers = torch.cat([piece.flatten() for piece in pieces]).long()
+            places = torch.arange(1, len(numbers) + 1, device=numbers.device) % PERIOD + 1
+            mark = ((numbers + 1) % PRIME * places).sum() % PRIME
+        found = (found * BASE + mark) % PRIME
+    return weight_among(Group.TENSOR, layout) * found.double()
 
 
 def mark_of_slope(gradient: Tensor, layout: Layout) -> Tensor:
@@ -149,38 +161,13 @@ def with_documents(samples: Samples, documents_BL: Tensor | None, parts: ModelPa
             f"{documents_BL.dtype} {list(documents_BL.shape)}: where the document of every token begins"
         )
     if documents_BL is not None:
+        # Every place says its own number or that of the place before, and the first says 0.
+        places_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
+        begins_BL = documents_BL == places_L
+        goes_on_BL = documents_BL[:, 1:] == documents_BL[:, :-1]
         device_of(documents_BL).check(
-            _are_beginnings(documents_BL),
+            begins_BL[:, :1].all() & (begins_BL[:, 1:] | goes_on_BL).all(),
             "documents_BL must hold, for every token, the place in its sample where its document begins: "
             "0, 0, 0, 3, 3 for documents of three and two tokens. Numbers of documents are something else",
         )
     return replace(samples, documents_BL=documents_BL)
-
-
-def _are_beginnings(documents_BL: Tensor) -> Tensor:
-    """Return whether every place says its own number or that of the place before, and the first says 0."""
-    places_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
-    begins_BL = documents_BL == places_L
-    goes_on_BL = documents_BL[:, 1:] == documents_BL[:, :-1]
-    return begins_BL[:, :1].all() & (begins_BL[:, 1:] | goes_on_BL).all()
-
-
-def _mark(batch: Batch) -> Tensor:
-    """Return a whole number below `PRIME` that is a hash of all that is known of the samples."""
-    found: Tensor = batch.tokens[0].new_zeros(())
-    known = batch.metadata
-    labels, keys = [each.labels_BL for each in known], [each.keys.sample_ids_B for each in known]
-    valid = [each.valid_BL for each in known if each.valid_BL is not None]
-    documents = [each.keys.documents_BL for each in known if each.keys.documents_BL is not None]
-    for pieces in (batch.tokens, labels, keys, valid, documents):
-        found = (found * BASE + _mark_of(pieces, found)) % PRIME
-    return found
-
-
-def _mark_of(pieces: Sequence[Tensor], zero: Tensor) -> Tensor:
-    """Return a hash weighted by place, so that samples that have changed places are seen."""
-    if not pieces:
-        return zero
-    numbers = torch.cat([piece.flatten() for piece in pieces]).long()
-    places = torch.arange(1, len(numbers) + 1, device=numbers.device) % PERIOD + 1
-    return ((numbers + 1) % PRIME * places).sum() % PRIME

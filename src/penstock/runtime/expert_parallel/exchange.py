@@ -113,7 +113,19 @@ class ExpertParallel:
     ) -> Routes:
         guard = self._guard_of(experts)
         if plan.slots is not None:
-            self._require_equal_slots(plan.slots[0])
+            slots = plan.slots[0]
+            # Fixed sizes would differ where ranks have not equally many tokens, which Gloo does not always
+            # notice. Checked where no device has to be waited for.
+            if not device_of(self._device).is_gpu:
+                sums = torch.tensor([slots, slots**2])
+                self._transport.all_reduce(sums, Group.EXPERT)
+                total, squares = sums.tolist()
+                if total**2 != squares * self.ep_size:
+                    raise ValueError(
+                        f"ranks have different numbers of tokens: {slots} slots per expert here, "
+                        f"{total / self.ep_size:g} on average. With a capacity all need equally many: fill "
+                        "up with padding and say so with `valid`"
+                    )
             guard.judge_change()
             return maker.even(plan.slots, num_local_experts)
         assert plan.counts_CN is not None
@@ -193,23 +205,6 @@ class ExpertParallel:
         if experts not in self._guards:
             self._guards[experts] = ExpertGuard(experts, self._ranks, self._control)
         return self._guards[experts]
-
-    def _require_equal_slots(self, slots: int) -> None:
-        """Raise ValueError unless ranks have equally many tokens, without which fixed sizes would differ.
-
-        Gloo does not always notice if sizes differ. Checked where no device has to be waited for.
-        """
-        if device_of(self._device).is_gpu:
-            return
-        sums = torch.tensor([slots, slots**2])
-        self._transport.all_reduce(sums, Group.EXPERT)
-        total, squares = sums.tolist()
-        if total**2 != squares * self.ep_size:
-            raise ValueError(
-                f"ranks have different numbers of tokens: {slots} slots per expert here, "
-                f"{total / self.ep_size:g} on average. With a capacity all need equally many: fill up with "
-                "padding and say so with `valid`"
-            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """Return this very object: a copied layer talks to the same ranks through the same groups."""

@@ -133,7 +133,22 @@ class ExpertGuard:
         """
         self.judge()
         self._refuse_owner(experts)
-        _refuse_place(experts, x, self._ranks)
+        for name, parameter in experts.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(
+                    f"experts.{name} is on the meta device and has no numbers: fill it first, with to_empty "
+                    "and load_state_dict"
+                )
+            if parameter.device != x.device:
+                raise ValueError(
+                    f"experts.{name} is on {parameter.device} and x on {x.device}: move the layer and its "
+                    "input to one device"
+                )
+            if parameter.device.type != self._ranks.device.type:
+                raise ValueError(
+                    f"experts.{name} is on {parameter.device}, but the ranks' process group moves tensors of "
+                    f"{self._ranks.device.type} only: move the layer there, or join with another backend"
+                )
         self._mark(experts.parameters())  # a copy of a parameter, and what replaced one, have no mark
         self._now = self._look(experts, x, parts)
         if first:
@@ -172,7 +187,11 @@ class ExpertGuard:
         if self.unread is None or self._now.words == self._agreed.words:
             return
         if self.unread.numbers.tolist()[1]:
-            raise ValueError(_changed(self._now.words, self._agreed.words, self._ranks.layout.rank))
+            changed = _only(self._now.words, self._agreed.words)
+            raise ValueError(
+                f"ranks have different MoE layers: rank {self._ranks.layout.rank} has {changed} since its "
+                f"last forward, and not all others have. {_ALIKE}"
+            )
         self._agreed = self._now
 
     def _mark(self, parameters: Iterable[Tensor]) -> None:
@@ -181,36 +200,26 @@ class ExpertGuard:
     def _refuse_owner(self, experts: nn.Module) -> None:
         if getattr(experts, "_is_replica", False):
             raise ValueError(f"experts: {DATA_PARALLEL}")
-        for name in self._taken_by_ddp(experts):
-            raise ValueError(f"experts.{name}: {DDP}")
+        # DDP lists what it manages when it is built; this asks the DDP around this forward.
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None and (self._cleared is None or self._cleared() is not ddp):
+            managed = {id(parameter) for parameter in ddp._module_parameters}
+            for name, parameter in experts.named_parameters():
+                if id(parameter) in managed:
+                    raise ValueError(f"experts.{name}: {DDP}")
+            self._cleared = weakref.ref(ddp)
         for name, parameter in experts.named_parameters():
             if is_dtensor(parameter):
                 raise ValueError(f"experts.{name}: {TENSOR_PARALLEL}")
-        for name in self._taken_by_fsdp(experts):
-            raise ValueError(f"experts.{name}: {FSDP}")
-
-    def _taken_by_ddp(self, experts: nn.Module) -> Iterator[str]:
-        """Yield names of parameters that the DDP around this forward manages, which it lists when built."""
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        if ddp is None or (self._cleared is not None and self._cleared() is ddp):
-            return
-        managed = {id(parameter) for parameter in ddp._module_parameters}
-        yield from (name for name, parameter in experts.named_parameters() if id(parameter) in managed)
-        self._cleared = weakref.ref(ddp)
-
-    def _taken_by_fsdp(self, experts: nn.Module) -> Iterator[str]:
-        """Yield names of parameters that FSDP manages: inside a forward it shows whole ones, not those
-        adopted.
-
-        FSDP says for the compiler which modules it manages; `replicate` does not, but has a list.
-        """
-        found = dict(experts.named_parameters())
+        # Inside a forward FSDP shows whole parameters, not those adopted. It says for the compiler which
+        # modules it manages; `replicate` does not, but has a list.
+        unmarked = {id(p): name for name, p in experts.named_parameters() if not is_marked(p)}
+        taken = [unmarked[i] for i in gathered_by_composables() if i in unmarked] if unmarked else []
         if any(getattr(module, "_is_fsdp_managed_module", False) for module in experts.modules()):
-            yield from sorted(self._names - found.keys())
-            yield from (name for name, parameter in found.items() if not is_marked(parameter))
-        unknown = {id(parameter): name for name, parameter in found.items() if not is_marked(parameter)}
-        if unknown:
-            yield from (unknown[i] for i in gathered_by_composables() if i in unknown)
+            gone = self._names - {name for name, _ in experts.named_parameters()}
+            taken = [*sorted(gone), *unmarked.values(), *taken]
+        if taken:
+            raise ValueError(f"experts.{taken[0]}: {FSDP}")
 
     def _look(self, experts: nn.Module, x: Tensor, parts: str) -> _Layer:
         """Return the layer's facts: its kind, alike on all ranks; and what is trained, which replicas sum."""
@@ -224,38 +233,22 @@ class ExpertGuard:
             tuple((n, p.dtype, p.shape, trained and p.requires_grad) for n, p in experts.named_parameters()),
         )
         if key not in self._known:
-            if sharded and _is_in_old_fsdp(experts):
+            # Only the newer FSDP lists the modules that it was called with.
+            if sharded and not any(
+                experts is part for owner in list(_module_state_mapping) for part in owner.modules()
+            ):
                 raise ValueError(f"experts: {OLD_FSDP}")
             _, grads, dtype, autocast, parameters = key
             words = [*parts.split(", "), f"tokens {dtype}", f"autocast {autocast}"]
             words += [f"gradients {'on' if grads else 'off'}"]
             words += [
-                f"{name} {kind} {_size(shape)}{' trained' if grad else ''}"
+                f"{name} {kind} {' x '.join(map(str, shape))}{' trained' if grad else ''}"
                 for name, kind, shape, grad in parameters
             ]
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             self._known[key] = _Layer(tuple(words), _mark(words, self._ranks))
         return self._known[key]
-
-
-def _refuse_place(experts: nn.Module, x: Tensor, ranks: ExpertRanks) -> None:
-    for name, parameter in experts.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"experts.{name} is on the meta device and has no numbers: fill it first, with to_empty and "
-                "load_state_dict"
-            )
-        if parameter.device != x.device:
-            raise ValueError(
-                f"experts.{name} is on {parameter.device} and x on {x.device}: move the layer and its input "
-                "to one device"
-            )
-        if parameter.device.type != ranks.device.type:
-            raise ValueError(
-                f"experts.{name} is on {parameter.device}, but the ranks' process group moves tensors of "
-                f"{ranks.device.type} only: move the layer there, or join with another backend"
-            )
 
 
 def gathered_by_composables() -> Iterator[int]:
@@ -266,11 +259,6 @@ def gathered_by_composables() -> Iterator[int]:
         for group in getattr(state, "_fsdp_param_groups", None) or single:
             for parameter in getattr(group, "fsdp_params", ()):
                 yield id(getattr(parameter, "_unsharded_param", None))
-
-
-def _is_in_old_fsdp(experts: nn.Module) -> bool:
-    """Return whether the older FSDP manages the module: only the newer lists what it was called with."""
-    return not any(experts is part for owner in list(_module_state_mapping) for part in owner.modules())
 
 
 def _require_equal(words: Sequence[str], ranks: ExpertRanks) -> None:
@@ -293,14 +281,6 @@ def _require_equal(words: Sequence[str], ranks: ExpertRanks) -> None:
     )
 
 
-def _changed(now: Sequence[str], before: Sequence[str], rank: int) -> str:
-    """Return the message of a rank that cannot ask the others what they have."""
-    return (
-        f"ranks have different MoE layers: rank {rank} has {_only(now, before)} since its last forward, and "
-        f"not all others have. {_ALIKE}"
-    )
-
-
 def _mark(words: Sequence[str], ranks: ExpertRanks) -> Tensor:
     """Return the weighted hash of the words, [1], made once on the device where the sum is made."""
     mark = weight_among(Group.WORLD, ranks.layout) * (_digest(", ".join(words)) % MODULUS)
@@ -309,11 +289,6 @@ def _mark(words: Sequence[str], ranks: ExpertRanks) -> Tensor:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def _size(shape: torch.Size) -> str:
-    """Return a shape in words, without a comma, which separates words."""
-    return " x ".join(map(str, shape))
 
 
 def _only(mine: Sequence[str], others: Sequence[str]) -> str:

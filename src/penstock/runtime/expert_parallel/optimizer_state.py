@@ -32,7 +32,14 @@ def watch_optimizer(optimizer: Optimizer) -> None:
     """
     if optimizer in _known:
         return
-    _refuse_mixing(optimizer)
+    share = _share(parameter for group in optimizer.param_groups for parameter in group["params"])
+    for name in (type(optimizer).__module__, *torch_callers()):  # one may be around this optimiser
+        if share and name in MIXING:
+            raise ShareError(
+                f"an optimizer of {name} takes the parameters of all ranks for the same, and this rank holds "
+                f"{share}: an update would mix them. Use an ordinary optimizer, or for PipelinedStack "
+                "penstock.ShardedAdamW (optimizer.zero_stage=1)"
+            )
     for group in optimizer.param_groups:
         if KEY in group:  # loaded before the optimiser was known
             check_share(share_of(group[KEY]), _share(group["params"]))
@@ -45,17 +52,6 @@ def watch_optimizer(optimizer: Optimizer) -> None:
     _known.add(optimizer)
     optimizer.register_state_dict_post_hook(_give)
     optimizer.register_load_state_dict_pre_hook(_take)
-
-
-def _refuse_mixing(optimizer: Optimizer) -> None:
-    share = _share(parameter for group in optimizer.param_groups for parameter in group["params"])
-    for name in (type(optimizer).__module__, *torch_callers()):  # one may be around this optimiser
-        if share and name in MIXING:
-            raise ShareError(
-                f"an optimizer of {name} takes the parameters of all ranks for the same, and this rank holds "
-                f"{share}: an update would mix them. Use an ordinary optimizer, or for PipelinedStack "
-                "penstock.ShardedAdamW (optimizer.zero_stage=1)"
-            )
 
 
 def _give(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class Snapshot:
 
     def has_same_modules(self) -> bool:
         """Return whether no module or parameter was added, removed or replaced since."""
-        return _are_same(_tree(self._models), self._tree)
+        tree = _tree(self._models)
+        return len(tree) == len(self._tree) and all(map(is_, tree, self._tree))
 
     def buffers(self) -> list[Tensor]:
         """Return the present buffers of all modules."""
@@ -42,10 +43,6 @@ class Snapshot:
         """Return a parameter's first name in the models."""
         named = (pair for model in self._models for pair in model.named_parameters())
         return next((name for name, each in named if each is parameter), "a parameter that was replaced")
-
-
-def _are_same(tree: list[Any], other: list[Any]) -> bool:
-    return len(tree) == len(other) and all(map(is_, tree, other))
 
 
 def _each_once(tree: list[Any], kind: type[T]) -> list[T]:

@@ -140,29 +140,20 @@ def fingerprint(kinds: Sequence[Replicated], layout: Layout, device: torch.devic
 
 def _hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a hash of all bits below `MODULUS`, int64 scalar; exact, in whatever order is added."""
-    hashes = [_hash_of(tensor) for tensor in tensors]
+    hashes = []
+    for tensor in tensors:
+        # A sum of words of 64 bits reads numbers as fast as memory gives them. Of smaller numbers a sum in
+        # another type would cast each, for five times as long on a CPU. What fills no word is added alone.
+        bits = tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
+        in_word = torch.int64.itemsize // bits.element_size()
+        whole = bits[: len(bits) // in_word * in_word]
+        if whole.storage_offset() % in_word:  # a word begins at a multiple of its size
+            whole = whole.clone()
+        words, rest = whole.view(torch.int64), bits[len(whole) :].to(torch.int64)
+        width = len(words) // BLOCKS
+        sums = words[: BLOCKS * width].view(BLOCKS, width).sum(1)  # they wrap around, in any order
+        hashes.append(_combined(torch.cat([sums, words[BLOCKS * width :], rest])))
     return _combined(torch.stack(hashes)) if hashes else torch.zeros((), dtype=torch.int64, device=device)
-
-
-def _hash_of(tensor: Tensor) -> Tensor:
-    words, rest = _words_of(tensor)
-    width = len(words) // BLOCKS
-    sums = words[: BLOCKS * width].view(BLOCKS, width).sum(1)  # beyond 64 bits they wrap around, in any order
-    return _combined(torch.cat([sums, words[BLOCKS * width :], rest]))
-
-
-def _words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bits of all numbers as words of 64 bits, and those that fill no word one by one; int64.
-
-    A sum of words reads them as fast as memory gives them. Of smaller numbers a sum in another type would
-    cast each, for five times as long on a CPU.
-    """
-    bits = tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
-    in_word = torch.int64.itemsize // bits.element_size()
-    whole = bits[: len(bits) // in_word * in_word]
-    if whole.storage_offset() % in_word:  # a word begins at a multiple of its size
-        whole = whole.clone()
-    return whole.view(torch.int64), bits[len(whole) :].to(torch.int64)
 
 
 def _combined(numbers: Tensor) -> Tensor:
@@ -313,7 +304,22 @@ def _all_differences(
     hashes = control.gather(mine, purpose)
     if all(len({hashes[rank][kind] for rank in ranks}) == 1 for kind, ranks in groups):
         return
-    everyone = control.gather([_sketched(each) for each in kinds], purpose)
+    sketched = []
+    for replicated in kinds:
+        named = list(replicated.named)
+        sketches = [_sketch(tensor) for _, tensor in named]
+        sketched.append(
+            _Sketched(
+                names=[name for name, _ in named],
+                parameters=sum(name in replicated.parameters for name, _ in named),
+                units=[
+                    torch.finfo(tensor.dtype if tensor.dtype.is_floating_point else torch.float64).eps
+                    for _, tensor in named
+                ],
+                sketches=torch.stack(sketches) if sketches else torch.zeros(0, SKETCHES + 1),
+            )
+        )
+    everyone = control.gather(sketched, purpose)
     for kind, ranks in groups:
         told = [everyone[rank][kind] for rank in ranks]
         for rank, each in zip(ranks, told, strict=True):
@@ -322,40 +328,20 @@ def _all_differences(
                     f"ranks have different parameters or buffers: {different[0]} is on one of ranks "
                     f"{ranks[0]} and {rank} alone. Build and change the model on all ranks alike"
                 )
-        yield from _differences(told, ranks, updates)
-
-
-def _sketched(kind: Replicated) -> _Sketched:
-    named = list(kind.named)
-    sketches = [_sketch(tensor) for _, tensor in named]
-    return _Sketched(
-        names=[name for name, _ in named],
-        parameters=sum(name in kind.parameters for name, _ in named),
-        units=[_unit(tensor.dtype) for _, tensor in named],
-        sketches=torch.stack(sketches) if sketches else torch.zeros(0, SKETCHES + 1),
-    )
-
-
-def _differences(told: Sequence[_Sketched], ranks: Sequence[int], updates: int) -> Iterator[_Difference]:
-    """Yield what the ranks of a group hold differently. told: by each of these ranks."""
-    first, table = told[0], torch.stack([each.sketches for each in told])  # [ranks, tensors, SKETCHES + 1]
-    spread = (table.amax(0) - table.amin(0))[:, :-1].square().mean(-1).sqrt()
-    spread = spread / table[..., -1].amax(0).clamp(min=1e-30)
-    for number in spread.nonzero().flatten().tolist():
-        limit = min(ROUNDING * first.units[number] * math.sqrt(max(1, updates)), MOST_ROUNDING)
-        yield _Difference(
-            name=first.names[number],
-            buffer=number >= first.parameters,
-            found=float(spread[number]),
-            limit=limit,
-            ranks=ranks,
-            sketches=table[:, number],
-        )
-
-
-def _unit(dtype: torch.dtype) -> float:
-    """Return the precision of a type; integers are exact, up to the sums that stand for them."""
-    return torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps
+        first = told[0]
+        table = torch.stack([each.sketches for each in told])  # [ranks, tensors, SKETCHES + 1]
+        spread = (table.amax(0) - table.amin(0))[:, :-1].square().mean(-1).sqrt()
+        spread = spread / table[..., -1].amax(0).clamp(min=1e-30)
+        for number in spread.nonzero().flatten().tolist():
+            limit = min(ROUNDING * first.units[number] * math.sqrt(max(1, updates)), MOST_ROUNDING)
+            yield _Difference(
+                name=first.names[number],
+                buffer=number >= first.parameters,
+                found=float(spread[number]),
+                limit=limit,
+                ranks=ranks,
+                sketches=table[:, number],
+            )
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ reduction waits for it; any other layer would send a gradient to which a layer b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,15 +51,25 @@ def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) 
         moe = parts.parts[layer].moe
         if moe is not None:
             _check_apart(moe, layer)
-    _check_one_kind(replicated, experts, model)
-    named = {id(p) for layer in (*replicated, *experts) for p in layer}
+    of_experts = {id(p) for each in experts for p in each}
+    for layer in layers:
+        for parameter in replicated[layer]:
+            if id(parameter) in of_experts:
+                name = names_of(model).get(id(parameter), f"a parameter of layer {layer}")
+                raise ValueError(
+                    f"{name} is used by an expert, which one rank holds, and by a part that all ranks hold: "
+                    "its gradient would be summed over ranks in one place and not in the other. Give the "
+                    "expert a parameter of its own, or move what is shared into the shared expert."
+                )
+    named = {id(p) for each in (*replicated, *experts) for p in each}
     replicated[0] = [*replicated[0], *(p for p in model.parameters() if id(p) not in named)]
     lowest = _lowest(replicated)
     partial, averaged = (frozenset[int](),) * 2 if shape is None else _partial(parts, shape)
+    uses = Counter(use for each in experts for use in set(map(id, each)))
     return Assignment(
         tuple(tuple(p for p in layer if id(p) not in partial) for layer in lowest),
         _lowest(experts),
-        _in_several(experts),
+        frozenset(use for use, number in uses.items() if number > 1),
         tuple(tuple(p for p in layer if id(p) in partial) for layer in lowest),
         averaged,
     )
@@ -87,6 +98,8 @@ def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, edp: b
     """
     assigned = assign(parts, model, shape)
     forms = FORM_TOKENS if shape.sharing.tp_size > 1 else ()
+    layers = [part.moe.experts for part in parts.parts if part.moe is not None]
+    sizes = (sum(p.nbytes for p in layer.parameters()) // layer.num_local_experts for layer in layers)
     return GradientBytes(
         _trained_bytes(assigned.replicated),
         _trained_bytes(assigned.experts if edp else ((),) * len(assigned.experts)),
@@ -95,15 +108,8 @@ def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, edp: b
             (form, _trained_bytes(assign(parts, model, replace(shape, expert_form=form)).partial))
             for form in forms
         ),
-        _expert_bytes(parts),
+        max(sizes, default=0),
     )
-
-
-def _expert_bytes(parts: ModelParts) -> int:
-    """Return the bytes of an expert, averaged over a layer; those of the layer with the largest experts."""
-    layers = [part.moe.experts for part in parts.parts if part.moe is not None]
-    sizes = (sum(p.nbytes for p in layer.parameters()) // layer.num_local_experts for layer in layers)
-    return max(sizes, default=0)
 
 
 def _trained_bytes(layers: Layers) -> tuple[int, ...]:
@@ -127,32 +133,6 @@ def _lowest(layers: Sequence[Sequence[nn.Parameter]]) -> Layers:
         kept.append(tuple({id(p): p for p in layer if id(p) not in seen}.values()))
         seen.update(map(id, layer))
     return tuple(kept)
-
-
-def _in_several(layers: Sequence[Sequence[nn.Parameter]]) -> frozenset[int]:
-    seen: set[int] = set()
-    again: set[int] = set()
-    for layer in layers:
-        mine = set(map(id, layer))
-        again |= seen & mine
-        seen |= mine
-    return frozenset(again)
-
-
-def _check_one_kind(
-    replicated: Sequence[Sequence[nn.Parameter]], experts: Sequence[Sequence[nn.Parameter]], model: nn.Module
-) -> None:
-    """Raise ValueError for a parameter of an expert, held by one rank, that a part on all ranks uses, too."""
-    of_experts = {id(p) for layer in experts for p in layer}
-    for number, layer in enumerate(replicated):
-        for parameter in layer:
-            if id(parameter) in of_experts:
-                name = names_of(model).get(id(parameter), f"a parameter of layer {number}")
-                raise ValueError(
-                    f"{name} is used by an expert, which one rank holds, and by a part that all ranks hold: "
-                    "its gradient would be summed over ranks in one place and not in the other. Give the "
-                    "expert a parameter of its own, or move what is shared into the shared expert."
-                )
 
 
 def _check_apart(moe: MoELayer, layer: int) -> None:

@@ -64,21 +64,18 @@ class FlatGradients:
 
     def begin(self) -> None:
         """Point every `param.grad` at its zeroed part of the buffer; put aside the gradients that existed."""
-        self._clear()
+        if self._flat is not None and _holders(self._flat) == self._idle:
+            self._flat.zero_()
+        else:
+            dtype, _, device = self._kinds[0]
+            self._flat = torch.zeros(sum(self.sizes), dtype=dtype, device=device)
+            self._idle = _holders(self._flat)
         parts = zip(self.flat.split(self.sizes), self.parameters, strict=True)
         self._views = [part.view(p.shape) for part, p in parts]
         self._before = [p.grad for p in self.parameters]
         self._were = _Values.of(self.parameters, deeply=self._compares_values)
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
-
-    def _clear(self) -> None:
-        if self._flat is not None and _holders(self._flat) == self._idle:
-            self._flat.zero_()
-            return
-        dtype, _, device = self._kinds[0]
-        self._flat = torch.zeros(sum(self.sizes), dtype=dtype, device=device)
-        self._idle = _holders(self._flat)
 
     def piece(self, index: int, parts: tuple[int, ...]) -> Tensor:
         """Return piece `index` of the pieces whose relative sizes are `parts`.

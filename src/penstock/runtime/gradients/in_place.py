@@ -36,7 +36,10 @@ class InPlace:
     def check(self, name_of: NameOf) -> None:
         """Raise RuntimeError where a gradient still has a part of a failed pass."""
         if self._doubtful:
-            self._require_cleared(name_of)
+            still = [(p, grad) for p, grad in self._doubtful if p.grad is grad and bool(grad.any())]
+            self._doubtful = still
+            if still:
+                raise RuntimeError(self._words(name_of))
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note the present gradients."""
@@ -56,13 +59,6 @@ class InPlace:
                 changed.append((each.parameter, each.grad))
         self._before, self._doubtful = (), [*self._doubtful, *changed]
         return self._words(name_of) if changed else ""
-
-    def _require_cleared(self, name_of: NameOf) -> None:
-        """Raise RuntimeError unless all doubtful gradients were cleared, replaced or filled with zeros."""
-        still = [(p, grad) for p, grad in self._doubtful if p.grad is grad and bool(grad.any())]
-        self._doubtful = still
-        if still:
-            raise RuntimeError(self._words(name_of))
 
     def _words(self, name_of: NameOf) -> str:
         names = [name_of(parameter) for parameter, _ in self._doubtful]

@@ -71,7 +71,16 @@ class Gradients:
     def holds(self, shape: StepShape) -> bool:
         """Return whether model and buckets still belong together, under a plan of this shape."""
         as_made = self._splits(shape) == self._splits(self._shape)
-        return self.marks is not None and as_made and _covers(shape, self.buckets) and self.snapshot.holds()
+        if self.marks is None or not as_made:
+            return False
+        # The plan reduces every bucket that holds something.
+        buckets = self.buckets
+        pairs = (
+            *zip(shape.all_reduce_chunks, buckets.replicated, strict=True),
+            *zip(shape.expert_all_reduce_chunks, buckets.experts, strict=True),
+            *zip(shape.partial_all_reduce_chunks, buckets.partial, strict=True),
+        )
+        return all(chunks or not bucket.flats for chunks, bucket in pairs) and self.snapshot.holds()
 
     @staticmethod
     def _splits(shape: StepShape) -> tuple[object, ...]:
@@ -98,7 +107,12 @@ class Gradients:
             experts, moved = _covered(experts, shape.expert_all_reduce_chunks, self._names)
         marked = experts if self._has_edp else ()
         everywhere = tuple((*own, *parts) for own, parts in zip(replicated, partial, strict=True))
-        self._take_up([p for layer in (*everywhere, *marked) for p in layer])
+        parameters = [p for layer in (*everywhere, *marked) for p in layer]
+        names, known = self._names, self._known
+        new = [p for p in parameters if id(p) not in known or not known[id(p)].is_still(p, names[id(p)])]
+        found = {id(p): _Known(p, names[id(p)], p.dtype, p.shape) for p in new}
+        self._known = {id(p): found.get(id(p)) or known[id(p)] for p in parameters}
+        self.taken_up = tuple(names[id(p)] for p in new)
         self.marks = Marks(self._entries(everywhere), self._entries(marked))
         self.to_sum = self.marks.numbers(self._layout)
         self._fill(replicated, experts, partial, moved | assigned.several)
@@ -186,7 +200,25 @@ class Gradients:
         kinds = assigned.replicated, assigned.partial, assigned.experts
         everything = [p for layers in kinds for layer in layers for p in layer]
         names = names_of(self.model, everything)
-        _check_places(everything, names, self._device)
+        for parameter in everything:
+            name = names[id(parameter)]
+            if hasattr(parameter, "placements"):
+                raise ValueError(
+                    f"{name} is a DTensor: steps place and reduce parameters themselves. Do not shard the "
+                    "model around them (fully_shard); for sharded layers use MoELayer with ExpertParallel "
+                    "instead."
+                )
+            if not parameter.is_leaf:
+                raise ValueError(
+                    f"{name} is computed from other tensors (functional_call does that): steps reduce "
+                    "gradients of parameters. Give it parameters, or use torch.nn.utils.parametrize."
+                )
+            here, device = parameter.device, self._device
+            if here.type != device.type or device.index not in (None, here.index):
+                raise ValueError(
+                    f"{name} is on {here}, and the model's steps run on {device}: move the model back, or "
+                    "schedule another one that is on the other device from the beginning."
+                )
         for layer in assigned.experts:
             for parameter in layer:
                 parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
@@ -212,13 +244,6 @@ class Gradients:
         owners = mesh.size(REDUCTIONS[op].axes_of(sharing=self._layout.tp_size > 1))
         return ReleasedGradients if updating.releases and owners > 1 else ScatteredGradients
 
-    def _take_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        names, known = self._names, self._known
-        new = [p for p in parameters if id(p) not in known or not known[id(p)].is_still(p, names[id(p)])]
-        found = {id(p): _Known(p, names[id(p)], p.dtype, p.shape) for p in new}
-        self._known = {id(p): found.get(id(p)) or known[id(p)] for p in parameters}
-        self.taken_up = tuple(names[id(p)] for p in new)
-
     def _entries(self, layers: Layers) -> tuple[Entry, ...]:
         found = []
         for layer, parameters in enumerate(layers):
@@ -227,16 +252,6 @@ class Gradients:
                 kind = str(p.dtype).removeprefix("torch.")
                 found.append(Entry(known.name, layer, p.requires_grad, kind, tuple(p.shape)))
         return tuple(found)
-
-
-def _covers(shape: StepShape, buckets: Buckets) -> bool:
-    """Return whether the plan reduces every bucket that holds something."""
-    pairs = (
-        *zip(shape.all_reduce_chunks, buckets.replicated, strict=True),
-        *zip(shape.expert_all_reduce_chunks, buckets.experts, strict=True),
-        *zip(shape.partial_all_reduce_chunks, buckets.partial, strict=True),
-    )
-    return all(chunks or not bucket.flats for chunks, bucket in pairs)
 
 
 def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -264,23 +279,3 @@ def _covered(layers: Layers, chunks: Sequence[int], names: dict[int, str]) -> tu
             if home != layer:
                 moved.add(id(p))
     return tuple(map(tuple, found)), frozenset(moved)
-
-
-def _check_places(parameters: Sequence[nn.Parameter], names: dict[int, str], device: torch.device) -> None:
-    for p in parameters:
-        name = names[id(p)]
-        if hasattr(p, "placements"):
-            raise ValueError(
-                f"{name} is a DTensor: steps place and reduce parameters themselves. Do not shard the model "
-                "around them (fully_shard); for sharded layers use MoELayer with ExpertParallel instead."
-            )
-        if not p.is_leaf:
-            raise ValueError(
-                f"{name} is computed from other tensors (functional_call does that): steps reduce "
-                "gradients of parameters. Give it parameters, or use torch.nn.utils.parametrize."
-            )
-        if p.device.type != device.type or device.index not in (None, p.device.index):
-            raise ValueError(
-                f"{name} is on {p.device}, and the model's steps run on {device}: move the model back, or "
-                "schedule another one that is on the other device from the beginning."
-            )

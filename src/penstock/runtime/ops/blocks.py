@@ -105,6 +105,10 @@ def route(
     slots = sum(plan.slots) if plan.slots is not None and routed.positions_Tk is not None else None
     counted = GateSums(sums.chosen_BE, probability_BE, z, ids_B=known.keys.sample_ids_B, slots=slots)
     counted = replace(counted, wanted_N=plan.wanted_N)
+    if not context.counts_once(task):  # another rank has the same tokens and counts them
+        chosen_BE, probability_BE, z = map(torch.zeros_like, (sums.chosen_BE, probability_BE, z))
+        ids_B = known.keys.sample_ids_B
+        counted = GateSums(chosen_BE, probability_BE, z, ids_B=ids_B, wanted_N=plan.wanted_N)
     return {
         "residual": residual_BLM,
         "rows": rows_RM.split_with_sizes(plan.chunk_rows),
@@ -117,17 +121,9 @@ def route(
         if plan.slots is None
         else maker.even(plan.slots, layer.experts.num_local_experts, context.degrees),
         "choices": sums.chosen_BE,
-        "routers": _counted(context, task, counted),
+        "routers": counted,
         "saved": SavedRoute(segment, sums.chosen_BE),
     }
-
-
-def _counted(context: StepContext, task: Task, sums: GateSums) -> GateSums:
-    """Return the gate's sums, zeros where another rank has the same tokens and counts them."""
-    if context.counts_once(task):
-        return sums
-    chosen_BE, probability_BE, z = map(torch.zeros_like, (sums.chosen_BE, sums.probability_BE, sums.z))
-    return GateSums(chosen_BE, probability_BE, z, ids_B=sums.ids_B, wanted_N=sums.wanted_N)
 
 
 @handles(Op.ATTENTION, B)
@@ -150,8 +146,9 @@ def route_gradients(
     judged_BE = inputs.maybe("d_choices")
     judged_BE = saved.chosen_BE if judged_BE is None else judged_BE
     slope_BE = context.balance.slope(judged_BE, statistics.chosen_YE, y, statistics.tokens)
+    residual = inputs.all("d_residual")
     return [
-        _added_if_any(inputs.all("d_residual")),
+        added(residual) if residual else None,
         joined([rows for chunk in inputs.all("d_rows") for rows in chunk]),
         inputs.maybe("d_weights"),
         context.balance_slope * slope_BE,
@@ -226,10 +223,6 @@ def present(grad: Tensor | None, task: Task) -> Tensor:
     """Return a gradient that every input of a segment must have."""
     assert grad is not None, f"{task}: every input of a segment must reach its outputs"
     return grad
-
-
-def _added_if_any(grads: Sequence[Tensor]) -> Tensor | None:
-    return added(grads) if grads else None
 
 
 def added(grads: Sequence[Tensor]) -> Tensor:

@@ -3,20 +3,17 @@ replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 import torch
 
-from penstock.apportion import Counts
 from penstock.device import on_device
 from penstock.graph import Phase, Task
 from penstock.ops import Op
 from penstock.placement import PlacementError
 from penstock.placing.encoding import Numbers
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
-from penstock.runtime.moving import Plans
 from penstock.runtime.replicas import Piece
 from penstock.runtime.transport.legs import Later, to_host
 
@@ -62,13 +59,11 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     here = on_device(numbers, device, torch.from_numpy(numbers).dtype)
     everyone = to_host(transport.all_gather(here, lengths, task.axes))
     ends = [*accumulate(lengths)]
-    context.plans = Later.after(everyone, lambda told: _joined(context, told, ends))
+    context.plans = Later.after(
+        everyone,
+        lambda told: context.replica_manager.joined(np.split(told.astype(np.int32, copy=False), ends)[:-1]),
+    )
     return NOTHING
-
-
-def _joined(context: StepContext, told: Counts, ends: Sequence[int]) -> Plans:
-    """Return the plans that follow from what ranks have found. ends: of every rank's numbers, by place."""
-    return context.replica_manager.joined(np.split(told.astype(np.int32, copy=False), ends)[:-1])
 
 
 def _piece(context: StepContext, task: Task) -> Piece:

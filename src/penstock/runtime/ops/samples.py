@@ -35,19 +35,16 @@ def sample_counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     positions_Tk: Tensor = inputs.one("positions")
     samples = len(context.batch.tokens[microbatch(task)])
     here = count_choices(positions_Tk, samples, inputs.one("counts").shape[1])
-    return {"counts": torch.cat([here, _expected(context, task, inputs, here)], dim=1).int()}
-
-
-def _expected(context: StepContext, task: Task, inputs: Inputs, here: Tensor) -> Tensor:
-    """Return the rows by expert, [B, E], that the next gate expects of this layer's tokens; or none."""
     following = context.asked(task.layer)
     if following is None:
-        return here.new_zeros(len(here), 0)
-    experts_Tk = following.expected(inputs.one("tokens"), Tokens(samples=len(here)))
-    valid_BL = context.metadata_of(task, inputs).valid_BL
-    if valid_BL is not None:
-        experts_Tk = experts_Tk.masked_fill(~valid_BL.reshape(-1, 1), -1)
-    return count_choices(experts_Tk, len(here), following.num_experts)
+        expected = here.new_zeros(samples, 0)
+    else:
+        experts_Tk = following.expected(inputs.one("tokens"), Tokens(samples=samples))
+        valid_BL = context.metadata_of(task, inputs).valid_BL
+        if valid_BL is not None:
+            experts_Tk = experts_Tk.masked_fill(~valid_BL.reshape(-1, 1), -1)
+        expected = count_choices(experts_Tk, samples, following.num_experts)
+    return {"counts": torch.cat([here, expected], dim=1).int()}
 
 
 @handles(Op.SAMPLE_LOADS, F)
@@ -138,30 +135,21 @@ class Ferry:
         packed = torch.cat([_bytes_of(each.index_select(0, leaving)) for each in columns], dim=1)
         came = self.transport.all_to_all(packed, way.sent, way.received, self.axes)
         found = []
-        for each, part in zip(
-            columns, came.split([_sample_bytes(each) for each in columns], dim=1), strict=True
-        ):
+        sizes_bytes = [each.shape[1:].numel() * each.element_size() for each in columns]
+        for each, part in zip(columns, came.split(sizes_bytes, dim=1), strict=True):
             found.append(out := torch.empty_like(each))
             out.index_copy_(0, staying, each.index_select(0, stayed))
-            out.index_copy_(0, arriving, _of_bytes(part, each))
+            # As one row: of samples without bytes (a rank may have none of their tokens) torch views no
+            # matrix.
+            numbers = part.clone(memory_format=torch.contiguous_format).view(-1).view(each.dtype)
+            out.index_copy_(0, arriving, numbers.view(len(part), *each.shape[1:]))
         return found
-
-
-def _sample_bytes(tensor: Tensor) -> int:
-    return tensor.shape[1:].numel() * tensor.element_size()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor as bytes, [B, bytes of a sample]."""
     flat = tensor.reshape(len(tensor), tensor.shape[1:].numel())
     return flat.view(torch.uint8)
-
-
-def _of_bytes(bytes_BN: Tensor, like: Tensor) -> Tensor:
-    """Return tensors like `like` from their bytes: the inverse of `_bytes_of`."""
-    aligned = bytes_BN.clone(memory_format=torch.contiguous_format)
-    # As one row: of samples without bytes (a rank may have none of their tokens) torch views no matrix.
-    return aligned.view(-1).view(like.dtype).view(len(bytes_BN), *like.shape[1:])
 
 
 @handles(Op.SAMPLE_MOVE, F)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,82 +43,45 @@ class Collective:
 
 def collective_of(name: str, args: Sequence[Any]) -> Collective:
     """Return what a c10d operator does. Raises KeyError for one that is not known here."""
-    return _READERS[name](args)
-
-
-def _all_reduce(args: Sequence[Any]) -> Collective:
-    tensors, group = args[0], _group(args[1])
-    everyone = [sum(tensor.nbytes for tensor in tensors)] * group.size()
-    return Collective(group, f"all_reduce {tensors[0].dtype}", (), tensors, everyone, everyone)
-
-
-def _broadcast(args: Sequence[Any]) -> Collective:
-    tensors, group, root = args[0], _group(args[1]), args[2]
-    size_bytes = sum(tensor.nbytes for tensor in tensors)
-    is_root = group.rank() == root
-    sent = [size_bytes if is_root else 0] * group.size()
-    received = [size_bytes if place == root else 0 for place in range(group.size())]
-    return Collective(
-        group,
-        f"broadcast from {root}",
-        tensors if is_root else (),
-        () if is_root else tensors,
-        sent,
-        received,
-    )
-
-
-def _all_gather(args: Sequence[Any]) -> Collective:
-    (inbox,), (mine,), group = args[0], args[1], _group(args[2])
-    sent, received = [mine.nbytes] * group.size(), [tensor.nbytes for tensor in inbox]
-    return Collective(group, "all_gather", (mine,), inbox, sent, received)
-
-
-def _all_gather_into(args: Sequence[Any]) -> Collective:
-    inbox, mine, group = args[0], args[1], _group(args[2])
-    return Collective(
-        group, "all_gather", (mine,), (inbox,), [mine.nbytes] * group.size(), _even(inbox, group)
-    )
-
-
-def _reduce_scatter(args: Sequence[Any]) -> Collective:
-    mine, outbox, group = args[0], args[1], _group(args[2])
-    received = [mine.nbytes] * group.size()
-    return Collective(
-        group, f"reduce_scatter {mine.dtype}", (outbox,), (mine,), _even(outbox, group), received
-    )
-
-
-def _all_to_all(args: Sequence[Any]) -> Collective:
-    inbox, outbox, group = args[0], args[1], _group(args[2])
-    sent, received = _bytes(outbox, args[4], group), _bytes(inbox, args[3], group)
-    return Collective(group, "all_to_all", (outbox,), (inbox,), sent, received)
-
-
-def _send(args: Sequence[Any]) -> Collective:
-    tensors, group, peer = args[0], _group(args[1]), args[2]
-    sent = [sum(t.nbytes for t in tensors) if place == peer else 0 for place in range(group.size())]
-    message = group.rank(), peer
-    return Collective(group, "message", tensors, (), sent, [0] * group.size(), message)
-
-
-def _receive(args: Sequence[Any]) -> Collective:
-    tensors, group, peer = args[0], _group(args[1]), args[2]
-    received = [sum(t.nbytes for t in tensors) if place == peer else 0 for place in range(group.size())]
-    message = peer, group.rank()
-    return Collective(group, "message", (), tensors, [0] * group.size(), received, message)
-
-
-_READERS: dict[str, Callable[[Sequence[Any]], Collective]] = {
-    "allreduce_": _all_reduce,
-    "broadcast_": _broadcast,
-    "allgather_": _all_gather,
-    "_allgather_base_": _all_gather_into,
-    "_reduce_scatter_base_": _reduce_scatter,
-    "alltoall_base_": _all_to_all,
-    "send": _send,
-    "recv_": _receive,
-}
+    op, message = "all_gather", None
+    reads: Sequence[Tensor] = ()
+    writes: Sequence[Tensor] = ()
+    match name:
+        case "allreduce_":
+            tensors, group = args[0], _group(args[1])
+            op, writes = f"all_reduce {tensors[0].dtype}", tensors
+            sent = received = [sum(tensor.nbytes for tensor in tensors)] * group.size()
+        case "broadcast_":
+            tensors, group, root = args[0], _group(args[1]), args[2]
+            size_bytes, is_root = sum(tensor.nbytes for tensor in tensors), group.rank() == root
+            op = f"broadcast from {root}"
+            reads, writes = (tensors, ()) if is_root else ((), tensors)
+            sent = [size_bytes if is_root else 0] * group.size()
+            received = [size_bytes if place == root else 0 for place in range(group.size())]
+        case "allgather_":
+            (writes,), reads, group = args[0], args[1], _group(args[2])
+            sent, received = [reads[0].nbytes] * group.size(), [tensor.nbytes for tensor in writes]
+        case "_allgather_base_":
+            writes, reads, group = (args[0],), (args[1],), _group(args[2])
+            sent, received = [args[1].nbytes] * group.size(), _even(args[0], group)
+        case "_reduce_scatter_base_":
+            writes, reads, group = (args[0],), (args[1],), _group(args[2])
+            op = f"reduce_scatter {args[0].dtype}"
+            sent, received = _even(args[1], group), [args[0].nbytes] * group.size()
+        case "alltoall_base_":
+            op, writes, reads, group = "all_to_all", (args[0],), (args[1],), _group(args[2])
+            sent, received = _bytes(args[1], args[4], group), _bytes(args[0], args[3], group)
+        case "send" | "recv_":
+            tensors, group, peer = args[0], _group(args[1]), args[2]
+            size_bytes, nothing = sum(tensor.nbytes for tensor in tensors), [0] * group.size()
+            op, moved = "message", [size_bytes if place == peer else 0 for place in range(group.size())]
+            if name == "send":
+                reads, sent, received, message = tensors, moved, nothing, (group.rank(), peer)
+            else:
+                writes, sent, received, message = tensors, nothing, moved, (peer, group.rank())
+        case _:
+            raise KeyError(name)
+    return Collective(group, op, reads, writes, sent, received, message)
 
 
 def _group(script_object: Any) -> ProcessGroup:

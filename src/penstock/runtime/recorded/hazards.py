@@ -23,7 +23,6 @@ from penstock.runtime.recorded.log import (
     Access,
     Actor,
     Allocate,
-    Block,
     Entry,
     Free,
     Keep,
@@ -114,7 +113,9 @@ class _Analysis:
     def take(self, entry: Entry) -> None:
         match entry:
             case Launch():
-                self._launch(entry)
+                self._begin(entry.actor, entry.thread)
+                for access in entry.accesses:
+                    self._access(access, entry.actor, entry.task, entry.op)
             case Allocate(block, thread):
                 # The memory may be that of a block whose last use is in this stream, so it can be used from
                 # here on in this stream, and elsewhere after this point of it.
@@ -124,7 +125,13 @@ class _Analysis:
             case Free(block, task, thread):
                 clock = {**self.clocks[block.stream.number]}
                 _merge(clock, self.clocks[thread.number])
-                self._free(block, task, clock)
+                kept, home = self.kept.pop(block.number, set()), block.stream.number
+                for past in self.past.pop(block.number, ()):
+                    if block.in_host or not past.actor.on_device or past.actor.number in (home, *kept):
+                        continue  # copies themselves tell the allocator of pinned memory which streams use it
+                    if clock.get(past.actor.number, 0) < past.time:
+                        freed = Use(task, str(block.stream), "free", writes=True)
+                        self.found.setdefault(Hazard("freed too early", str(block), past.use, freed))
             case Keep(block, stream, _):
                 self.kept[block.number].add(stream.number)
             case Record(event, actor, thread):
@@ -132,11 +139,6 @@ class _Analysis:
             case Wait(event, actor, thread):
                 clock = self._joined(actor, thread)
                 _merge(clock, self.events.get(event, {}))
-
-    def _launch(self, launch: Launch) -> None:
-        self._begin(launch.actor, launch.thread)
-        for access in launch.accesses:
-            self._access(access, launch.actor, launch.task, launch.op)
 
     def _begin(self, actor: Actor, thread: Actor) -> Clock:
         """Count one more operation of an actor; it begins after all that its thread knows to have ended."""
@@ -161,33 +163,18 @@ class _Analysis:
                 self.found.setdefault(Hazard(kind, str(access.block), past.use, now.use))
             # Whatever comes after this access, if that is ordered after it, is ordered after that past one.
             covered = access.writes or (not past.writes and past.actor.number == actor.number)
-            if not (ordered and covered and _contains(access.span, past.span)):
+            outer, inner = access.span, past.span
+            contained = not outer.strides and outer.first <= inner.first and inner.end <= outer.end
+            if not (ordered and covered and contained):
                 left.append(past)
         left.append(now)
         self.past[access.block.number] = left
-
-    def _free(self, block: Block, task: str, clock: Clock) -> None:
-        """Check that all streams have used a block, or the allocator knows which still do, at its end.
-
-        clock: of what comes next in its own stream, which may get the memory.
-        """
-        kept, home = self.kept.pop(block.number, set()), block.stream.number
-        for past in self.past.pop(block.number, ()):
-            if block.in_host or not past.actor.on_device or past.actor.number in (home, *kept):
-                continue  # copies themselves tell the allocator of pinned memory which streams use it
-            if clock.get(past.actor.number, 0) < past.time:
-                freed = Use(task, str(block.stream), "free", writes=True)
-                self.found.setdefault(Hazard("freed too early", str(block), past.use, freed))
 
 
 def _merge(clock: Clock, other: Clock) -> None:
     for actor, time in other.items():
         if clock.get(actor, 0) < time:
             clock[actor] = time
-
-
-def _contains(outer: Span, inner: Span) -> bool:
-    return not outer.strides and outer.first <= inner.first and inner.end <= outer.end
 
 
 def overlap(one: Span, other: Span) -> bool:

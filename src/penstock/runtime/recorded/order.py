@@ -50,12 +50,12 @@ def calls_of(log: Sequence[Entry]) -> list[Issued]:
 
 def find_disorder(ranks: Sequence[Sequence[Issued]]) -> list[Disorder]:
     """Return what does not fit in the calls of all ranks, by rank. [] = no rank waits for ever."""
-    found = [disorder for name in _names(ranks) for disorder in _of_communicator(name, ranks)]
+    found = [
+        disorder
+        for name in sorted({call.communicator for calls in ranks for _, call in calls})
+        for disorder in _of_communicator(name, ranks)
+    ]
     return found or list(_deadlocks(ranks))
-
-
-def _names(ranks: Sequence[Sequence[Issued]]) -> list[str]:
-    return sorted({call.communicator for calls in ranks for _, call in calls})
 
 
 def _of_communicator(name: str, ranks: Sequence[Sequence[Issued]]) -> Iterator[Disorder]:

@@ -228,7 +228,13 @@ class Recording(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         if func.namespace == "c10d":
-            return self._communicate(func, args, kwargs)
+            name = func._schema.name.removeprefix("c10d::")
+            found = None if name == "barrier" else collective_of(name, args)
+            if found is None or found.group.group_name == self._recorder.control_group:
+                return func(*args, **kwargs)
+            out = gather_unevenly(args) if runs_unevenly(name, args) else func(*args, **kwargs)
+            self._recorder.launch(found.op, found.reads, found.writes, found.call)
+            return out
         recorder, operator = self._recorder, _operator(func)
         reads, writes = operator.operands(args, kwargs)
         recorder.know(reads)
@@ -240,19 +246,10 @@ class Recording(TorchDispatchMode):
             return out
         if writes or fresh or not results:  # else a view, which touches no memory
             recorder.launch(operator.name, reads, [*writes, *fresh])
-        if operator.waits or (operator.copies and _is_blocking_copy(recorder, args)):
+        # The host waits for a copy between its memory and the device's, unless told otherwise.
+        in_host = {recorder.is_in_host(tensor) for tensor in args[:2]} if operator.copies else ()
+        if operator.waits or (len(in_host) == 2 and not (len(args) > 2 and args[2])):
             recorder.wait(recorder.thread, recorder.record(recorder.stream))
-        return out
-
-    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        name = func._schema.name.removeprefix("c10d::")
-        if name == "barrier":
-            return func(*args, **kwargs)
-        found = collective_of(name, args)
-        if found.group.group_name == self._recorder.control_group:
-            return func(*args, **kwargs)
-        out = gather_unevenly(args) if runs_unevenly(name, args) else func(*args, **kwargs)
-        self._recorder.launch(found.op, found.reads, found.writes, found.call)
         return out
 
 
@@ -313,9 +310,3 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, list | tuple):
         for value in values:
             yield from _tensors(value)
-
-
-def _is_blocking_copy(recorder: Recorder, args: Sequence[Any]) -> bool:
-    """Return whether the host waits for a copy between its memory and the device's."""
-    in_host = [recorder.is_in_host(tensor) for tensor in args[:2]]
-    return in_host[0] != in_host[1] and not (len(args) > 2 and args[2])

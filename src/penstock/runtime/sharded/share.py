@@ -40,12 +40,6 @@ class Piece:
         return range(begin, begin + self.sizes[place])
 
 
-def cut_into(length: int, parts: Sequence[int], owners: int) -> tuple[Piece, ...]:
-    """Cut a buffer into pieces of these relative sizes, each shared by `owners` ranks."""
-    ends = accumulate(part_sizes(length, parts), initial=0)
-    return tuple(Piece(start, split_sizes(stop - start, owners)) for start, stop in pairwise(ends))
-
-
 @dataclass(frozen=True)
 class Run:
     """Consecutive numbers of a parameter in a buffer. first: place in the parameter; place: in the buffer."""
@@ -71,7 +65,9 @@ class Share:
 
     def __init__(self, flat: FlatGradients, parts: Sequence[int], owners: int, place: int) -> None:
         self.flat, self.place, self.owners = flat, place, owners
-        self.pieces = cut_into(sum(flat.sizes), parts, owners)
+        # Pieces of these relative sizes, each shared by `owners` ranks.
+        ends = accumulate(part_sizes(sum(flat.sizes), parts), initial=0)
+        self.pieces = tuple(Piece(start, split_sizes(stop - start, owners)) for start, stop in pairwise(ends))
         self.runs = tuple(tuple(self.within(piece.share(place))) for piece in self.pieces)
         self.spread = tuple(tuple(self.within(piece.run)) for piece in self.pieces)
         self.places = tuple(accumulate((piece.sizes[place] for piece in self.pieces), initial=0))
@@ -187,7 +183,13 @@ class ReleasingShare(Share):
         return self._sums.narrow(0, self.places[piece], self.pieces[piece].sizes[self.place])
 
     def rows(self, piece: int) -> Tensor:
-        parts = [_added(run) for run in self.spread[piece]]
+        parts = []
+        for run in self.spread[piece]:
+            gradient = run.parameter.grad
+            if gradient is None:
+                parts.append(run.parameter.new_zeros(run.length))
+            else:
+                parts.append(gradient.reshape(-1).narrow(0, run.first, run.length))
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def take(self, piece: int, total: Tensor) -> None:
@@ -198,18 +200,7 @@ class ReleasingShare(Share):
         for run in self.spread[piece]:
             self._left[run.parameter] -= 1
             if not self._left[run.parameter]:
-                _give_up(run.parameter)
-
-
-def _added(run: Run) -> Tensor:
-    gradient = run.parameter.grad
-    if gradient is None:
-        return run.parameter.new_zeros(run.length)
-    return gradient.reshape(-1).narrow(0, run.first, run.length)
-
-
-def _give_up(parameter: nn.Parameter) -> None:
-    here = device_of(parameter)
-    if parameter.grad is not None and isinstance(here, Gpu):  # this stream may still read it
-        here.record_stream(parameter.grad, here.current_stream(parameter.device))
-    parameter.grad = None
+                parameter, here = run.parameter, device_of(run.parameter)
+                if parameter.grad is not None and isinstance(here, Gpu):  # this stream may still read it
+                    here.record_stream(parameter.grad, here.current_stream(parameter.device))
+                parameter.grad = None

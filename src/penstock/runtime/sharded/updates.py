@@ -14,13 +14,48 @@ from penstock.mesh import Axes, Group
 from penstock.ops.optimizer import KINDS, of_optimizer
 from penstock.ops.sums import REDUCTIONS
 from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
-from penstock.runtime.sharded.failed import Failed
 from penstock.runtime.sharded.share import MASTER, MOMENTS, ReleasingShare, Share
 from penstock.runtime.sharded.usage import Groups, group_numbers
 from penstock.runtime.transport import Transport, Transports
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
 from penstock.topology import Layout
+
+LOST_SUMS = (
+    "a backward pass failed after it had begun to sum gradients: call optimizer.zero_grad() and "
+    "compute again what was accumulated since the last update"
+)
+LOST_PARAMETERS = (
+    "a backward pass failed that was to update parameters (optimizer.in_backward()), so some are updated and "
+    "others are not: load the last checkpoint into a new stack and optimizer"
+)
+
+
+class Failed:
+    """The damage that a failed backward pass has done to sums and parameters, until it is cleared."""
+
+    def __init__(self) -> None:
+        self._words = ""
+
+    def note(self, *, updates: bool) -> str:
+        """Note that a pass failed, and return what to do. updates: whether it was to update parameters."""
+        self._words = LOST_PARAMETERS if updates else LOST_SUMS
+        return self._words
+
+    def forget_sums(self) -> None:
+        """Clear damage to sums, which are no longer used; damage to parameters stays."""
+        self._words = "" if self._words == LOST_SUMS else self._words
+
+    def refuse(self) -> None:
+        """Raise RuntimeError if sums or parameters are damaged."""
+        if self._words:
+            raise RuntimeError(self._words)
+
+    def refuse_parameters(self) -> None:
+        """Raise RuntimeError if parameters are damaged, before they or their state are handed on."""
+        if self._words == LOST_PARAMETERS:
+            raise RuntimeError(self._words)
+
 
 TINY = 1e-6
 Shares = dict[tuple[str, int], list[Share]]
@@ -101,7 +136,14 @@ class Updates:
             for layer, bucket in enumerate(buckets.of(kind)):
                 parts = shape.parts_of(layer, kind) or (1,)
                 made[kind, layer] = [self._share(kind, flat, parts) for flat in bucket.flats]
-        asleep = self._put_to_sleep(made)
+        # A share for each parameter that the optimiser still has and no step trains now.
+        trained = {id(p) for shares in made.values() for each in shares for p in each.flat.parameters}
+        asleep: Shares = {}
+        for (kind, layer), share in self._known:
+            for parameter in share.flat.parameters:
+                if id(parameter) in self._group_of and id(parameter) not in trained:
+                    alone = self._share(kind, FlatGradients([parameter]), (1,))
+                    asleep.setdefault((kind, layer), []).append(alone)
         self._deal(each for shares in (*made.values(), *asleep.values()) for each in shares)
         self._buckets, self._cut, self._shares, self._asleep = buckets, cut, made, asleep
         for parameter in self._parameters():
@@ -131,17 +173,6 @@ class Updates:
         axes, mesh = self._axes(kind), self._layout.mesh
         share = ReleasingShare if isinstance(flat, ReleasedGradients) else Share
         return share(flat, parts, mesh.size(axes), mesh.place(self._layout.rank, axes))
-
-    def _put_to_sleep(self, made: Shares) -> Shares:
-        """Return a share for each parameter that the optimiser still has and no step trains now."""
-        trained = {id(p) for shares in made.values() for each in shares for p in each.flat.parameters}
-        asleep: Shares = {}
-        for (kind, layer), share in self._known:
-            for parameter in share.flat.parameters:
-                if id(parameter) in self._group_of and id(parameter) not in trained:
-                    alone = self._share(kind, FlatGradients([parameter]), (1,))
-                    asleep.setdefault((kind, layer), []).append(alone)
-        return asleep
 
     def _deal(self, made: Iterable[Share]) -> None:
         """Fill new shares from the old ones, one kind of state after the other, to save memory."""
@@ -230,7 +261,16 @@ class Updates:
         """
         device = loss.device
         table = torch.zeros(transport.size(task.axes), dtype=torch.float64, device=device)
-        table[self._layout.mesh.place(self._layout.rank, task.axes)] = self._square()
+        # The squares of all gradients that count on this rank.
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for (kind, _), shares in self._shares.items():
+            for share in shares:
+                runs = ((piece, run) for piece, of_piece in enumerate(share.runs) for run in of_piece)
+                found = [share.gradient(*each) for each in runs if self._counts(kind, each[1].parameter)]
+                if found:
+                    norms = torch._foreach_norm(found, 2.0, dtype=share.wide)
+                    total = total + torch.stack(list(norms)).double().square().sum()
+        table[self._layout.mesh.place(self._layout.rank, task.axes)] = total
         transport.all_reduce(table, task.axes)  # the very same bits on all ranks
         norm = table.sum().sqrt()
         limit = float("inf") if self.max_norm is None else self.max_norm
@@ -359,18 +399,6 @@ class Updates:
         return bool(self._stale)
 
     # ---- parts ---------------------------------------------------------------------------------------------
-
-    def _square(self) -> Tensor:
-        """Return the sum of the squares of all gradients that count on this rank, float64."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for (kind, _), shares in self._shares.items():
-            for share in shares:
-                runs = ((piece, run) for piece, of_piece in enumerate(share.runs) for run in of_piece)
-                found = [share.gradient(*each) for each in runs if self._counts(kind, each[1].parameter)]
-                if found:
-                    norms = torch._foreach_norm(found, 2.0, dtype=share.wide)
-                    total = total + torch.stack(list(norms)).double().square().sum()
-        return total
 
     def _counts(self, kind: str, parameter: nn.Parameter) -> bool:
         """Return whether no other rank counts the same numbers.

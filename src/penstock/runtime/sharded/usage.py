@@ -29,8 +29,10 @@ def refuse_unowned(groups: Groups, model: nn.Module) -> None:
     for group in groups:
         for parameter in group["params"]:
             if has_gradient(parameter):
+                names = (name for name, other in model.named_parameters() if other is parameter)
+                name = next(names, f"a parameter of shape {list(parameter.shape)}")
                 raise RuntimeError(
-                    f"{_name_in(model, parameter)} has a gradient that no step of the stack has summed (of a "
+                    f"{name} has a gradient that no step of the stack has summed (of a "
                     "term added to the stack's loss, or of another backward pass), and a sharded optimizer "
                     "updates from the sums alone: compute the term in the loss of the stack, or use "
                     "optimizer.zero_stage=0. optimizer.zero_grad() discards the gradient"
@@ -49,8 +51,3 @@ def refuse_left_out(buckets: Buckets, groups: Groups, name_of: NameOf) -> None:
                     "optimizer.add_param_group, freeze it (requires_grad_(False)) before the forward pass, "
                     "or use optimizer.zero_stage=0"
                 )
-
-
-def _name_in(model: nn.Module, parameter: nn.Parameter) -> str:
-    names = (name for name, other in model.named_parameters() if other is parameter)
-    return next(names, f"a parameter of shape {list(parameter.shape)}")

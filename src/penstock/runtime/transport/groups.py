@@ -6,12 +6,15 @@ Tensors of GPUs that are staged in the host's memory go over Gloo, too.
 from __future__ import annotations
 
 import gc
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, Final
 from weakref import WeakSet, finalize
 
 import torch
@@ -21,11 +24,48 @@ from torch import Tensor
 from penstock.device import device_of, gpu_of
 from penstock.mesh import Axes, Group, neighbour
 from penstock.runtime.transport.interface import LocalTransport, Transport, Transports
-from penstock.runtime.transport.loops import Loops
 from penstock.runtime.transport.sockets import Sockets
 from penstock.runtime.transport.sums import scattered_in_order
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 from penstock.topology.faults import END_EXCHANGES
+
+LOOP_NAME: Final = "gloo_tcp_loop"
+"""The name that Gloo gives these threads."""
+
+
+@dataclass(frozen=True)
+class Loops:
+    """The threads in which Gloo waits for its sockets, by their numbers in the system; none but on Linux.
+
+    Gloo starts them itself, so they are found here. Such a thread that finds its connection locked asks again
+    and again until it is free. The lock belongs to the thread that sends. Where there are no more cores than
+    threads, a thread that wakes takes the sender's core and asks for the rest of its time slice: 1 to 3 ms,
+    in which the sender could have released the lock at once.
+    """
+
+    threads: frozenset[int]
+
+    @staticmethod
+    def now() -> Loops:
+        """Return all such threads that run."""
+        folder, found = Path("/proc/self/task"), set[int]()
+        for thread in folder.iterdir() if folder.exists() else ():
+            with suppress(OSError):  # the thread has ended: it can no longer be read
+                if (thread / "comm").read_text(encoding="utf-8").strip() == LOOP_NAME:
+                    found.add(int(thread.name))
+        return Loops(frozenset(found))
+
+    def since(self, before: Loops) -> Loops:
+        """Return the threads that were started after `before` was taken."""
+        return Loops(self.threads - before.threads)
+
+    def wait_their_turn(self) -> None:
+        """Let these threads preempt no other when they wake; a free core they still take at once."""
+        for thread in self.threads:
+            # A closed group has ended its thread; where a sandbox forbids the call, only time is lost.
+            with suppress(OSError):
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -35,6 +75,9 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 _LEFT: list[dict[Axes, dist.ProcessGroup]] = []
 """Groups of transports that nobody holds any more: torch keeps them, over Gloo with three threads each."""
 
+_ALIVE: WeakSet[GroupTransport] = WeakSet()
+"""Transports that somebody holds, or that wait for the collection of garbage."""
+
 
 class GroupTransport(ABC):
     """The process groups of a transport, and the bytes that this rank has sent through them."""
@@ -42,6 +85,7 @@ class GroupTransport(ABC):
     def __init__(self, groups: dict[Axes, dist.ProcessGroup]) -> None:
         self._groups = groups
         finalize(self, _LEFT.append, groups).atexit = False
+        _ALIVE.add(self)
         self._members = {kind: dist.get_process_group_ranks(group) for kind, group in groups.items()}
         self.traffic: Counter[int] = Counter()
 
@@ -151,16 +195,6 @@ def _destroy(groups: dict[Axes, dist.ProcessGroup]) -> None:
             dist.destroy_process_group(groups.popitem()[1])
 
 
-def _destroy_left() -> None:
-    """Destroy the groups of models that are gone.
-
-    Not where a model is collected, which can be at any moment, also inside of an exchange.
-    """
-    gc.collect()  # a scheduled model and its engine refer to each other
-    while _LEFT:
-        _destroy(_LEFT.pop())
-
-
 class GlooTransport(GroupTransport):
     """CPU tensors over Gloo.
 
@@ -168,7 +202,7 @@ class GlooTransport(GroupTransport):
     own all-to-all often falls into half duplex, which doubles its time on a slow link. Sends go round by
     round, in round i to the rank i places further on: every rank then has one partner at a time, and streams
     do not compete on a receiver's link. Send buffers are bounded, so that the notice of a receive does not
-    wait behind data. The threads that wait for sockets do not take a sender's core (`loops.py`).
+    wait behind data. The threads that wait for sockets do not take a sender's core (`Loops`).
     """
 
     def __init__(
@@ -327,7 +361,10 @@ def build_transports(layout: Layout, device: torch.device, parallel: ParallelCon
 
     Where an expert group spans nodes there is also one inside nodes, and one along the rails between them.
     """
-    _destroy_left()
+    if _ALIVE:  # or nothing can be garbage of which groups are left
+        gc.collect()  # a scheduled model and its engine refer to each other
+    while _LEFT:
+        _destroy(_LEFT.pop())
     make = partial(build_transport, layout, device, parallel)
     if layout.ep_nodes == 1:
         return Transports(make(INTER_GROUPS), make=make)

@@ -36,23 +36,17 @@ class GradientRoom:
         for task in graph.tasks:
             if task.op in SCATTERS and (self.edp or task.op != Op.EXPERT_SCATTER):
                 freed[task.layer].append(task.name)
-        firsts = _first_to_add(graph)
+        after: set[Name] = set()
+        firsts: set[Name] = set()
+        for task in graph.tasks:
+            waits = any(name in after for name in task.sources() if name.layer == task.layer)
+            if waits or task.accumulates:
+                after.add(task.name)
+            if task.accumulates and not waits:
+                firsts.add(task.name)
         return Graph.of([_waiting(task, freed) if task.name in firsts else task for task in graph.tasks])
 
 
 def _waiting(task: Task, freed: dict[int, list[Name]]) -> Task:
     names = tuple(freed.get(task.layer + LAYERS, ()))
     return task.reading({**task.inputs, ROOM: names}) if names else task
-
-
-def _first_to_add(graph: Graph) -> set[Name]:
-    """Return the tasks that add to gradients and before which, in their layer, no other does."""
-    after: set[Name] = set()
-    found: set[Name] = set()
-    for task in graph.tasks:
-        waits = any(name in after for name in task.sources() if name.layer == task.layer)
-        if waits or task.accumulates:
-            after.add(task.name)
-        if task.accumulates and not waits:
-            found.add(task.name)
-    return found

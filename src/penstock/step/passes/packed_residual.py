@@ -30,12 +30,14 @@ class PackedResidualPass:
 
     def __call__(self, graph: Graph) -> Graph:
         require(graph, Op.SAMPLE_MOVE, "residual")
-        return Graph.of(map(_packed, graph.tasks))
-
-
-def _packed(task: Task) -> Task:
-    if task.op in (Op.SAMPLE_MOVE, Op.UNORDER):
-        return task.reading({role: names for role, names in task.inputs.items() if role not in PACKED})
-    if task.op == Op.EXPERTS:
-        return replace(task, reads=(*task.reads, *spec_of(Op.ATTENTION).parameters(task.layer)))
-    return task
+        out: list[Task] = []
+        for task in graph.tasks:
+            if task.op in (Op.SAMPLE_MOVE, Op.UNORDER):
+                kept = {role: names for role, names in task.inputs.items() if role not in PACKED}
+                out.append(task.reading(kept))
+            elif task.op == Op.EXPERTS:
+                norms = spec_of(Op.ATTENTION).parameters(task.layer)
+                out.append(replace(task, reads=(*task.reads, *norms)))
+            else:
+                out.append(task)
+        return Graph.of(out)

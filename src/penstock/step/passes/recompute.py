@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Name, Phase, Task
 from penstock.ops import spec_of
-from penstock.ops.names import Op
-from penstock.ops.places import OUTPUT
+from penstock.ops.names import OUTPUT, Op
 from penstock.step.stages import Stage
 
 Names = tuple[Name, ...]
@@ -31,7 +29,17 @@ class Recompute:
     stage = Stage.TRANSPOSE
 
     def __call__(self, graph: Graph) -> Graph:
-        due = _due(graph)
+        # By layer the tasks that bring gradients to it: those of the layer above, or of the head.
+        due: dict[int, Names] = defaultdict(tuple)
+        for task in graph.tasks:
+            if task.forward or task.op in OUTPUT:
+                continue
+            above = [
+                name
+                for name in task.sources()
+                if name.phase is Phase.BACKWARD and (name.layer > task.layer or name.op in OUTPUT)
+            ]
+            due[task.layer] = tuple(dict.fromkeys((*due[task.layer], *above)))
         out: list[Task] = []
         for task in graph.tasks:
             if not self._again(task):
@@ -47,18 +55,3 @@ class Recompute:
     def _again(self, task: Task) -> bool:
         wanted = task.op == Op.EXPERTS or (spec_of(task.op).recomputable and not self.experts_only)
         return wanted and task.phase is Phase.BACKWARD and "saved" in task.inputs
-
-
-def _due(graph: Graph) -> Mapping[int, Names]:
-    """Return by layer the tasks that bring gradients to it: those of the layer above, or of the head."""
-    found: dict[int, Names] = defaultdict(tuple)
-    for task in graph.tasks:
-        if task.forward or task.op in OUTPUT:
-            continue
-        above = [name for name in task.sources() if name.phase is Phase.BACKWARD and _is_above(name, task)]
-        found[task.layer] = tuple(dict.fromkeys((*found[task.layer], *above)))
-    return found
-
-
-def _is_above(name: Name, task: Task) -> bool:
-    return name.layer > task.layer or name.op in OUTPUT

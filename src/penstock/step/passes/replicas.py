@@ -44,12 +44,15 @@ class Replicas:
             if task.layer in moe_layers - begun:
                 begun.add(task.layer)
                 yield from _pieces(task.layer, Op.REPLICA_PARAMETERS, Phase.FORWARD, self.pieces)
-            yield self._reading(task) if task.op == Op.EXPERTS else task
-
-    def _reading(self, experts: Task) -> Task:
-        made = _pieces(experts.layer, Op.REPLICA_PARAMETERS, Phase.FORWARD, self.pieces)
-        inputs = {**experts.inputs, "replicas": tuple(task.name for task in made)}
-        return replace(experts.reading(inputs), reads=(*experts.reads, _parameters(experts.layer)))
+            if task.op == Op.EXPERTS:
+                made = _pieces(task.layer, Op.REPLICA_PARAMETERS, Phase.FORWARD, self.pieces)
+                inputs = {**task.inputs, "replicas": tuple(each.name for each in made)}
+                yield replace(
+                    task.reading(inputs),
+                    reads=(*task.reads, parameters_of(REPLICAS.format(layer=task.layer))),
+                )
+            else:
+                yield task
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,3 @@ def _pieces(layer: int, op: str, phase: Phase, pieces: int) -> list[Task]:
         )
         for name in names
     ]
-
-
-def _parameters(layer: int) -> str:
-    return parameters_of(REPLICAS.format(layer=layer))

@@ -69,10 +69,15 @@ class _Rewriting:
                     yield self._made(task, Op.SAMPLE_LOADS, counts=_name(task, Op.SAMPLE_COUNTS))
                 case Op.DISPATCH:
                     yield self._routed(task)
-                    yield from self._placed(self._counting[layer])
+                    # The new homes are found while rows are in transit.
+                    counting = self._counting[layer]
+                    places = self._made(counting, Op.SAMPLE_PLACES, loads=_name(counting, Op.SAMPLE_LOADS))
+                    yield replace(places, lane=Lane.HOST, axes=())
+                    yield self._made(counting, Op.SAMPLE_HOMES, homes=places.name)
                 case Op.EXPERTS:
                     yield self._routed(task)
-                    yield self._ordered(task)
+                    came = {"rows": (task.name,), "homes": (_name(task, Op.SAMPLE_HOMES),)}
+                    yield Task(task.name._replace(op=Op.ROW_ORDER), Lane.COMPUTE, (), came, task.cut)
                 case Op.COMBINE:
                     yield (moving := self._moving(self._counting[layer], graph))
                     self._came = {"metadata": (moving.name,)}
@@ -99,16 +104,6 @@ class _Rewriting:
 
     def _routed(self, task: Task) -> Task:
         return task.reading({**task.inputs, "route": (_name(task, Op.SAMPLE_LOADS),)})
-
-    def _placed(self, counting: Task) -> Iterator[Task]:
-        """Yield the tasks that find the new homes while rows are in transit."""
-        places = self._made(counting, Op.SAMPLE_PLACES, loads=_name(counting, Op.SAMPLE_LOADS))
-        yield replace(places, lane=Lane.HOST, axes=())
-        yield self._made(counting, Op.SAMPLE_HOMES, homes=places.name)
-
-    def _ordered(self, experts: Task) -> Task:
-        read = {"rows": (experts.name,), "homes": (_name(experts, Op.SAMPLE_HOMES),)}
-        return Task(experts.name._replace(op=Op.ROW_ORDER), Lane.COMPUTE, (), read, experts.cut)
 
     def _moving(self, counting: Task, graph: Graph) -> Task:
         """Return the task that moves what un-order would have read here and what came with samples."""

@@ -10,7 +10,7 @@ from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.ops.base import parameters_of
 from penstock.ops.names import Op
-from penstock.ops.optimizer import OWNED, Owned
+from penstock.ops.optimizer import OWNED
 from penstock.ops.sums import REDUCTIONS
 from penstock.step.stages import Stage
 
@@ -44,14 +44,15 @@ class ShardedOptimizer:
         if not scatters:
             return graph
         first = [_gather_at_once(task) for task in scatters if _begins(task)]
-        gathers = [_gather(task) for task in scatters if self._gathered(task) and not _begins(task)]
+        gathers = [
+            _gather(task)
+            for task in scatters
+            if (self.edp or task.op != Op.EXPERT_SCATTER) and not _begins(task)
+        ]
         norm = norm_of(scatters)
         scatters.sort(key=lambda task: not _begins(task))  # what others wait for is updated first
         updates = [self._update(task, norm) for task in scatters]
         return Graph.of([*_gathered_first(graph, gathers), norm, *updates, *first])
-
-    def _gathered(self, scatter: Task) -> bool:
-        return self.edp or scatter.op != Op.EXPERT_SCATTER
 
     def _update(self, scatter: Task, norm: Task) -> Task:
         inputs = {"gradients": (scatter.name,)}
@@ -91,11 +92,7 @@ def _begins(scatter: Task) -> bool:
 
 def _parameters(scatter: Task) -> str:
     """Return the state that an update by these gradients changes."""
-    return parameters_of(_state(BY_SCATTER[scatter.op]).format(layer=scatter.layer))
-
-
-def _state(owned: Owned) -> str:
-    return REDUCTIONS[owned.kind].state
+    return parameters_of(REDUCTIONS[BY_SCATTER[scatter.op].kind].state.format(layer=scatter.layer))
 
 
 def _gather(scatter: Task) -> Task:

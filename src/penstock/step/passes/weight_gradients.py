@@ -32,7 +32,10 @@ class WeightGradients:
                 inputs = {role: tuple(halves.get(n, n) for n in names) for role, names in inputs.items()}
             if task.name in halves:
                 name = halves[task.name]
-                late, early = _weights(task)
+                # Experts' gradients can wait for X.W; X.I adds to the others.
+                dense = [state.format(layer=task.layer) for state in (REPLICATED, PARTIAL)]
+                late = tuple(state for state in task.accumulates if state not in dense)
+                early = tuple(state for state in task.accumulates if state in dense)
                 out.append(Task(name, task.lane, task.axes, inputs, task.cut, early, task.reads))
                 weights, left = name._replace(phase=Phase.WEIGHT), {"left": (name,)}
                 last = Task(weights, task.lane, (), left, task.cut, late)
@@ -40,13 +43,6 @@ class WeightGradients:
             else:
                 out.append(task if inputs is task.inputs else task.reading(inputs))
         return end_layers(Graph.of(out), added)
-
-
-def _weights(task: Task) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the gradients that X.W adds to (experts', which can wait) and those that X.I adds to."""
-    dense = [state.format(layer=task.layer) for state in (REPLICATED, PARTIAL)]
-    late = tuple(state for state in task.accumulates if state not in dense)
-    return late, tuple(state for state in task.accumulates if state in dense)
 
 
 def _splits(task: Task) -> bool:

@@ -1,0 +1,30 @@
+"""What tests of several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from penstock.plan.memory import MemoryBudget
+from penstock.plan.problem import Problem
+from penstock.plan.search import FoundPlan, find_plan
+
+
+@pytest.fixture(scope="module")
+def searched_once() -> Iterator[None]:
+    """A search depends on nothing but what it is given, so tests that ask for the same one share it."""
+    known: dict[object, FoundPlan] = {}
+
+    def found(
+        problem: Problem, *, memory: MemoryBudget | None, budget: float, ends: Callable[[], bool], **more: Any
+    ) -> FoundPlan:
+        asked = problem, memory, budget, ends(), more.get("starts"), more.get("effort")
+        if asked not in known:
+            known[asked] = find_plan(problem, memory=memory, budget=budget, ends=ends, **more)
+        return known[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.cli.plan_search.find_plan", found)
+        yield
