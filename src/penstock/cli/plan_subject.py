@@ -203,7 +203,8 @@ def of_transformers(model: str) -> Path | None:
     path = user_path(model)
     if asked(path.is_dir) or path.suffix == ".json":
         return path
-    check_name("--model", model, (*open_models(), *MODELS), "model")
+    otherwise = "Of any other model give the path of its config.json."
+    check_name("--model", model, (*open_models(), *MODELS), "model", otherwise)
     return None
 
 

@@ -49,13 +49,21 @@ class IndivisibleError(ConfigError):
     """A number by which something cannot be divided evenly; another number may divide it."""
 
 
-def check_name(key: str, value: str, known: Iterable[object], what: str = "") -> None:
-    """Raise ConfigError about `key` unless `value` is among `known`. what: their kind; "" = the key name."""
+def check_name(key: str, value: str, known: Iterable[object], what: str = "", otherwise: str = "") -> None:
+    """Raise ConfigError about `key` unless `value` is among `known`.
+
+    what: their kind; "" = the key name. otherwise: a sentence on what else can be given.
+    """
     names = list(map(str, known))
     if value not in names:
         any_case = {part.lower(): name for name in names for part in (name, name.rpartition("/")[2])}
-        near = get_close_matches(shorten(value).lower(), any_case, n=1, cutoff=0.0)
-        hint = f"Nearest: {any_case[near[0]]}. All: {', '.join(names)}." if near else "There are none."
+        text = shorten(value).lower()
+        near = get_close_matches(text, any_case, n=1, cutoff=0.6)
+        near = near or get_close_matches(text.rpartition("/")[2], any_case, n=1, cutoff=0.0)
+        others = f"{otherwise} " if otherwise else ""
+        hint = (
+            f"Nearest: {any_case[near[0]]}. {others}All: {', '.join(names)}." if near else "There are none."
+        )
         raise ConfigError(key, value, f"no such {what or key.rpartition('.')[2]}", hint)
 
 
