@@ -450,20 +450,18 @@ def _check_splits(replication: Replication) -> None:
                 f"rank {rank} splits rows of {len(splits)} experts, and there are {placement.num_experts}"
             )
     for rank, expert, parts in replication.own_splits:
-        _check_split(replication, rank, expert, parts)
-
-
-def _check_split(replication: Replication, rank: int, expert: int, parts: tuple[Part, ...]) -> None:
-    told = f"rows of expert {expert} that start on rank {rank}"
-    for position, share in parts:
-        if not (0 <= position < replication.positions and replication.by_position[position] == expert):
-            raise PlacementError(f"{told} go to position {position}, which does not hold the expert")
-        if share < 1:
-            raise PlacementError(f"{told} go to position {position} with {share} parts: leave it out instead")
-    if len({position for position, _ in parts}) < len(parts):
-        raise PlacementError(f"{told} name a position twice")
-    if (total := sum(share for _, share in parts)) != SPLIT:
-        raise PlacementError(f"{told} are split into {total} parts in all, which must be {SPLIT}")
+        told = f"rows of expert {expert} that start on rank {rank}"
+        for position, share in parts:
+            if not (0 <= position < replication.positions and replication.by_position[position] == expert):
+                raise PlacementError(f"{told} go to position {position}, which does not hold the expert")
+            if share < 1:
+                raise PlacementError(
+                    f"{told} go to position {position} with {share} parts: leave it out instead"
+                )
+        if len({position for position, _ in parts}) < len(parts):
+            raise PlacementError(f"{told} name a position twice")
+        if (total := sum(share for _, share in parts)) != SPLIT:
+            raise PlacementError(f"{told} are split into {total} parts in all, which must be {SPLIT}")
 
 
 def _digest(facts: object) -> str:

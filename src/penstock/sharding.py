@@ -276,20 +276,16 @@ def mark_shards(model: nn.Module) -> None:
     Raises ValueError for a parameter that no longer exists, or whose shape is not that of its part.
     """
     for name, sharding in shardings_of(model).items():
-        setattr(_part_called(name, sharding, model), MARK, _Mark(sharding))
-
-
-def _part_called(name: str, sharding: Sharding, model: nn.Module) -> nn.Parameter:
-    wanted, whole = sharding.part_shape, list(sharding.shape)
-    remedy = "Keep its name and shape, or build a new stack without shards"
-    what = f"one of {sharding.count} parts {list(wanted)} of a parameter {whole} that ranks share"
-    try:
-        parameter = model.get_parameter(name)
-    except AttributeError as error:
-        raise ValueError(f"{name} is gone, and was {what}. {remedy} ({error})") from error
-    if tuple(parameter.shape[-len(wanted) :]) != wanted:  # experts are stacked along one more dimension
-        raise ValueError(f"{name} is {list(parameter.shape)}, and should be {what}. {remedy}")
-    return parameter
+        wanted, whole = sharding.part_shape, list(sharding.shape)
+        remedy = "Keep its name and shape, or build a new stack without shards"
+        what = f"one of {sharding.count} parts {list(wanted)} of a parameter {whole} that ranks share"
+        try:
+            parameter = model.get_parameter(name)
+        except AttributeError as error:
+            raise ValueError(f"{name} is gone, and was {what}. {remedy} ({error})") from error
+        if tuple(parameter.shape[-len(wanted) :]) != wanted:  # experts are stacked along one more dimension
+            raise ValueError(f"{name} is {list(parameter.shape)}, and should be {what}. {remedy}")
+        setattr(parameter, MARK, _Mark(sharding))
 
 
 def sharding_of(parameter: Tensor) -> Sharding | None:

@@ -117,21 +117,19 @@ def folded(text: str, width: int) -> str:
     What a terminal would obey is escaped, other than ends of lines.
     Columns are separated by two spaces or more. A word, such as a path, is never broken, nor is `26 %`.
     """
-    return "\n".join(_folded_line(line, width) for line in text.split("\n"))
-
-
-def _folded_line(line: str, width: int) -> str:
-    line = printable(line)
-    columns = LAST_COLUMN.match(line)
-    indent = columns.end() if columns is not None and columns.end() <= width // 2 else 4
-    filled = textwrap.fill(
-        line.replace(" %", HELD),
-        width,
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    return filled.replace(HELD, " %") if len(line) > width else line
+    lines = []
+    for line in map(printable, text.split("\n")):
+        columns = LAST_COLUMN.match(line)
+        indent = columns.end() if columns is not None and columns.end() <= width // 2 else 4
+        filled = textwrap.fill(
+            line.replace(" %", HELD),
+            width,
+            subsequent_indent=" " * indent,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        lines.append(filled.replace(HELD, " %") if len(line) > width else line)
+    return "\n".join(lines)
 
 
 def stacked(rows: Sequence[Sequence[str]], width: int, *, keep: int = 1) -> Iterator[list[list[str]]]:

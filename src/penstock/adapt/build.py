@@ -83,13 +83,13 @@ def parallelize(
     the same samples; of some families (docs/features.md). etp_size: how many ranks share every expert, each a
     part of its width; None = 1. mesh: says these sizes in their place: a DeviceMesh of all ranks with names
     as ("dp", "ep"), several, or groups by name (docs/parallelism.md); `model.device_mesh` has all dimensions
-    of the layout. plan: "auto" measures the cluster at the first step and searches;
-    else the name of a schedule, or a decision. ep_plan: which modules hold experts, as transformers says;
-    None = as the family or the model's configuration says. ranks_per_node, timeout_s, transport: see
-    ParallelConfig; bound_factor: see MoEConfig. updating: steps sum gradients in shares, for a `ShardedAdamW`
-    of the model's stack (`penstock.adapt.stack_of`); None: any optimiser updates parameters. Processes that
-    torchrun or Slurm has started are joined, unless they are joined already. Raises ValueError for a model
-    that cannot be scheduled, ConfigError for sizes and plans that do not fit; the model is then unchanged.
+    of the layout. plan: "auto" measures the cluster at the first step and searches; else the name of a
+    schedule, or a decision. ep_plan: which modules hold experts, as transformers says; None = as its family
+    or configuration says. ranks_per_node, timeout_s, transport: see ParallelConfig; bound_factor: see
+    MoEConfig. updating: steps sum gradients in shares, for a `ShardedAdamW` of `penstock.adapt.stack_of`;
+    None: any optimiser updates parameters. Joins processes that torchrun or Slurm has started, once. Raises
+    ValueError for a model that cannot be scheduled, ConfigError for sizes and plans that do not fit; it is
+    unchanged then.
     """
     inner = model.get_base_model() if is_wrapped_by_peft(model) else model
     if "_penstock" in inner.__dict__:
@@ -100,8 +100,7 @@ def parallelize(
     sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, etp_size=etp_size)
     parallel = shared_as(settings, sizes, mesh, found, device)
     with machinery_for(parallel, found.num_experts, device) as machinery:
-        layout = machinery.layout
-        shares, tensor = found.shares(layout), TensorShares.of(found, layout)
+        shares, tensor = found.shares(machinery.layout), TensorShares.of(found, machinery.layout)
         undone = (shares,) if tensor is None else (shares, tensor)
         try:
             scheduled(found, machinery, parallel, plan, tensor, updating)
@@ -112,9 +111,8 @@ def parallelize(
     for each in undone:
         each.settle()
     engine_of(inner).averages_own = gradient_reduction == "mean"
-    if inner is not model:
-        saved_together(model)
-    return model.train()  # from_pretrained leaves it in evaluation mode, which runs no step
+    made = model if inner is model else saved_together(model)
+    return made.train()  # from_pretrained leaves it in evaluation mode, which runs no step
 
 
 def scheduled(

@@ -135,12 +135,6 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     for name, what in SIZES.items():
         plan.add_argument(option(name), type=int, metavar="N", help=what)
-    plan.add_argument(
-        "--global-batch",
-        type=int,
-        metavar="N",
-        help="samples of all ranks for an update: gradients of several passes add up (default: one pass)",
-    )
     _add_stages(plan)
     _add_choices(plan)
     plan.add_argument("--json", action="store_true", help="print one JSON object")
@@ -148,7 +142,13 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _add_stages(plan: argparse.ArgumentParser) -> None:
-    """Add options for pipeline stages."""
+    """Add options for the samples of an update, and for pipeline stages."""
+    plan.add_argument(
+        "--global-batch",
+        type=int,
+        metavar="N",
+        help="samples of all ranks for an update: gradients of several passes add up (default: one pass)",
+    )
     plan.add_argument(
         SIZE,
         type=int,

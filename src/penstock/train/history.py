@@ -131,11 +131,9 @@ def summarise(
     whole_s: float,
     peak: str | None,
 ) -> RunSummary:
-    """Return the summary of one start: medians over its steps, first and last losses.
+    """Return the summary of one start, of which a step was not skipped: medians, first and last losses.
 
     whole_s: from the first step to the last checkpoint. peak: what utilisation is held against, as text.
-
-    At least one step must not have been skipped.
     """
     output, layout = config.output, stack.machinery.layout
     first, applied, last = history.first, history.last_applied, history.last
