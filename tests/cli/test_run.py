@@ -77,6 +77,19 @@ def test_words_that_no_command_knows(
     assert ended.value.code == 2 and all(word in error for word in words), error
 
 
+def test_no_command_at_all_shows_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and "train" in shown.err and "plan" in shown.err
+
+
+def test_a_model_that_is_not_there_is_refused_by_the_name_of_its_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(write_config(tmp_path)), "model.config=Qwen/Qwen3-30B-A3B"]) == 2
+    assert 'model.config = "Qwen/Qwen3-30B-A3B": ' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "usage"),
     [(["help"], "[-h]"), (["help", "help"], "[-h]"), (["help", "train"], "train [-h]")],

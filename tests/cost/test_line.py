@@ -64,11 +64,24 @@ def test_a_device_has_the_memory_that_is_sold(line: str, memory_gb: int, precisi
         "0x8xA100,net=1gbit",
         "2x8xA100,net=0gbit",
         "999999x8xA100,net=1gbit",
+        "2x8xA100,net=100gb",
+        "2x8xA100,net=100mbit",
+        "8xA100,net=100gbit",
     ],
 )
 def test_what_a_line_lacks_is_named(line: str) -> None:
     with pytest.raises(ConfigError):
         find_cluster(line)
+
+
+@pytest.mark.parametrize(
+    ("rate", "bytes_per_s"),
+    [("100gbit", 12.5e9), ("100Gb", 12.5e9), ("100Gb/s", 12.5e9), ("100Gbps", 12.5e9), ("25GB/s", 25e9)],
+)
+def test_a_rate_is_in_bits_or_bytes_as_its_unit_says(rate: str, bytes_per_s: float) -> None:
+    file = find_cluster(f"2x8xA100,net={rate}")
+    assert file.rates.link_bytes_per_s == pytest.approx(0.8 * bytes_per_s)
+    assert f"network {bytes_per_s / 1e9:g} GB/s per node" in file.source
 
 
 def test_links_may_join_the_devices_of_several_nodes() -> None:

@@ -78,3 +78,9 @@ def test_a_correction_is_of_the_prediction_and_its_interval() -> None:
     twice = corrected(found, 2.0)
     assert (twice.predicted_s, twice.interval_s) == (2 * found.predicted_s, (2.0, 6.0))
     assert twice == replace(found, predicted_s=2 * found.predicted_s, interval_s=(2.0, 6.0))
+
+
+def test_no_bound_lies_above_a_prediction_that_trials_made_shorter() -> None:
+    found = evaluate(routed("even", MOVABLE), STILL)
+    half = corrected(found, 0.5)
+    assert half.bound_s == half.predicted_s < found.bound_s <= found.predicted_s

@@ -49,7 +49,7 @@ network     31.2 ms of communication per step: 84 % hidden under computation, 5.
 balance     the busiest process computes 1.28 times the mean number of expert rows
 checkpoint  runs/first/checkpoints/step-1200
 report      penstock report runs/first (a page: timelines, what bound the step, loads)
-again       plan.mode=replay plan.file=runs/first/plan.json runs this plan
+again       the same command with plan.mode=replay plan.file=runs/first/plan.json
 files       in that folder: metrics.jsonl, trace.json, tensorboard, loads.png
 """
 

@@ -11,7 +11,7 @@ from typing import get_args
 
 from penstock import __version__
 from penstock.cli.config import HelpSettings, add_config
-from penstock.cli.failing import NO_RESULT, NOT_BEGUN
+from penstock.cli.failing import BAD_USAGE, NO_RESULT, NOT_BEGUN
 from penstock.cli.lab import lab
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replace_unencodable()
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return BAD_USAGE
     if given[:1] == ["help"]:
         given = [*(word for word in given[1:2] if word != "help"), "--help"]
     known = list(commands(parser))

@@ -152,7 +152,7 @@ class RunSummary:
         folder = Path(self.metrics).parent
         yield "report", f"penstock report {folder} (a page: timelines, what bound the step, loads)"
         if self.plan:
-            yield "again", f"plan.mode=replay plan.file={self.plan} runs this plan"
+            yield "again", f"the same command with plan.mode=replay plan.file={self.plan}"
         paths = self.metrics, self.trace, self.tensorboard, self.cluster, self.loads
         yield "files", f"in that folder: {', '.join(Path(path).name for path in paths if path)}"
 

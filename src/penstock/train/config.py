@@ -161,6 +161,9 @@ class RunConfig:
     def _with_config(self) -> RunConfig:
         if self.model.config is None:
             return self
+        if not self.model.config.exists():
+            hint = "Give a config.json or a folder of transformers; of a model on the hub, what hf download says."
+            raise ConfigError("model.config", str(self.model.config), "is not there", hint)
         place = self.model.config.resolve()
         if self.output.dir.resolve() in (place, *place.parents):
             why = "lies in output.dir, where a run moves and removes what earlier ones have left"
