@@ -162,7 +162,7 @@ class RunConfig:
         if self.model.config is None:
             return self
         if not self.model.config.exists():
-            hint = "Give a config.json or a folder of transformers; of a model on the hub, what hf download says."
+            hint = "Give a config.json or a folder of transformers; for one on the hub, run hf download."
             raise ConfigError("model.config", str(self.model.config), "is not there", hint)
         place = self.model.config.resolve()
         if self.output.dir.resolve() in (place, *place.parents):
