@@ -160,10 +160,10 @@ def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float
     over = time_limit(time.process_time, options.budget or 1.0, limit_s)
     try:
         try:
-            laid = _fastest(_open(options, file), file, over)
+            laid = _fastest(_open(options, file), file, over, FINALISTS if given else 0)
         except NothingFitsError:
             tried = ((file.nodes, each) for each in _layouts(options, stage_cluster(file, file.nodes)))
-            laid = _fastest(tried, file, over)
+            laid = _fastest(tried, file, over, FINALISTS if given else 0)
     except ConfigError:
         return None  # no layout in stages is possible
     if laid.plan.update_s * NEAR > than_s:
@@ -273,11 +273,14 @@ class _Laid:
 
 
 def _fastest(
-    tried: Iterator[tuple[int, argparse.Namespace]], file: ClusterFile, over: Callable[[], bool]
+    tried: Iterator[tuple[int, argparse.Namespace]],
+    file: ClusterFile,
+    over: Callable[[], bool],
+    finalists: int = FINALISTS,
 ) -> _Laid:
     """Return the layout of the fastest plan. Raises the last layout's ConfigError if none is possible.
 
-    Layouts are compared by the plainest order of microbatches, and the best few by all.
+    Layouts are compared by the plainest order of microbatches, and the best few, `finalists`, by all.
     """
     found, seen, refused = list[_Laid](), set[object](), ConfigError(SIZE, UNSET, "no stages are possible")
     for stages, laid in tried:
@@ -303,8 +306,13 @@ def _fastest(
         found.append(_Laid(options=options, problem=problem, memory=memory, plan=plan))
     if not found:
         raise refused
-    best = sorted(found, key=lambda each: each.plan.update_s)[:FINALISTS]
-    again = (replace(each, plan=_find(each.problem, each.options, file, each.memory).best) for each in best)
+    best = sorted(found, key=lambda each: each.plan.update_s)
+    if not finalists:
+        return best[0]
+    again = (
+        replace(each, plan=_find(each.problem, each.options, file, each.memory).best)
+        for each in best[:finalists]
+    )
     return min(again, key=lambda each: each.plan.update_s)
 
 
