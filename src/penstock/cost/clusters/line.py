@@ -102,7 +102,7 @@ def _options(text: str, parts: str, device: Device) -> dict[str, str]:
     for part in filter(None, parts.split(",")):
         key, _, value = (each.strip() for each in part.partition("="))
         if key not in KEYS or key in given:
-            _refuse(text, f"{part!r} is none of {', '.join(KEYS)}, or stands there twice")
+            _refuse(text, f"{part!r} is not one of {', '.join(KEYS)}, or is given twice")
         given[key] = value
     if (fabric := given.get("fabric", "")) not in FABRICS:
         _refuse(text, f"{fabric!r} is none of {', '.join(filter(None, FABRICS))}")
