@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cost import Issuing
-from penstock.dispatch import DISPATCHES
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.graph.paths import slot_order
 from penstock.mesh import Axes, Group, Mesh, Seconds
 from penstock.ops import OPS, Op, OpSpec
 from penstock.schedule import Schedule
 from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from tests.steps import example_plan, planned, random_orders, random_seconds, seeds, shapes, task_at
 
 # ---- a published closed form -------------------------------------------------------------------------------

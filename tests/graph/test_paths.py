@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, ScheduleError, Task, longest_path
 from penstock.graph.paths import issue_order
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from tests.steps import random_orders, seeds, shapes, task_at
 
 Orders = Mapping[Lane, Sequence[Task]]

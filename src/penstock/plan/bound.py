@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from penstock.decision import Decision
+from penstock.features.build import build_graph
+from penstock.features.sharded_optimizer.passes import norm_of, updates_of
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
 from penstock.ops.names import INPUT, ONCE, OUTPUT
@@ -23,9 +25,8 @@ from penstock.plan.problem import Problem, beside_cut
 from penstock.schedule import Cost
 from penstock.schedule.freeze import fastest, slowest
 from penstock.simulate import chain_ends, lower_bound
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.step.passes.gradient_pieces import reductions
-from penstock.step.passes.sharded_optimizer import norm_of, updates_of
 from penstock.step.shape import Updating
 
 USUAL = Decision()

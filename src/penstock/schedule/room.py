@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.features.sharded_optimizer.passes import ROOM
 from penstock.graph import Graph, Lane, Name, Task
 from penstock.ops.sums import SCATTERS
 from penstock.schedule.schedule import Schedule
-from penstock.step.passes.gradient_room import ROOM
 
 
 def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Schedule:
