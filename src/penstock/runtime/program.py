@@ -16,8 +16,8 @@ from penstock.graph.paths import issue_order
 from penstock.mesh import Axes
 from penstock.ops import Op
 from penstock.runtime.calls import MOST_KEPT, Call, Span
+from penstock.runtime.features.recompute.handlers import handlers_of
 from penstock.runtime.handlers import Handler, Handlers, check_handlers
-from penstock.runtime.recompute import handlers_of
 from penstock.schedule import StepPlan
 
 GRADIENT = "d_"

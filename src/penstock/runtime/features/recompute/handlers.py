@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from penstock.graph import Phase, Task
-from penstock.ops import OPS
+from penstock.moe import ChunkRoute
+from penstock.ops import OPS, Op
+from penstock.runtime.features.recompute.replay import Replay
 from penstock.runtime.handlers import Handler, Handlers, Inputs, Outputs, StepContext
-from penstock.runtime.replay import Replay
+from penstock.runtime.ops.experts import compute_slice, take_slices
+from penstock.runtime.ops.transfers import routes_of
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,45 @@ class Repeat:
         return {"saved": outputs["saved"]}
 
 
-OWN: dict[tuple[str, Phase], Handler] = {}
-"""Handlers of ops whose second run is not that of the first handler on the kept inputs."""
+@dataclass(frozen=True)
+class KeptSlice:
+    """The values that run a slice of X.F a second time."""
+
+    rows_RM: Tensor
+    route: ChunkRoute
+    replay: Replay
+
+
+def keep_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return the rows of `experts`, without autograd; kept: by slice, what another run needs."""
+    layer = context.layers[task.layer]
+    routes = routes_of(inputs).at_experts[task.cut.first : task.cut.stop]
+    kept = [
+        KeptSlice(rows_RM, route, Replay(rows_RM.device))
+        for rows_RM, route in zip(inputs.one("rows"), routes, strict=True)
+    ]
+    out = []
+    for each in kept:
+        with each.replay.first():
+            out.append(compute_slice(context, layer, each.rows_RM, each.route)[0])
+    return {"rows": tuple(out), "kept": dict(zip(task.cut.held, kept, strict=True))}
+
+
+def recompute_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return saved: what X.F would have left of the slices of a backward chunk."""
+    layer, saved = context.layers[task.layer], {}
+    for number, each in zip(task.cut.held, take_slices(task, inputs.all("kept")), strict=True):
+        with each.replay.second():
+            saved[number] = compute_slice(context, layer, each.rows_RM, each.route)[1]
+    return {"saved": saved}
+
+
+OWN: Handlers = {
+    (Op.EXPERTS, Phase.FORWARD): keep_experts,
+    (Op.EXPERTS, Phase.RECOMPUTE): recompute_experts,
+}
+"""Handlers of ops whose second run is not that of the first handler on the kept inputs: experts keep and
+repeat their rows slice by slice."""
 
 
 def repeated(handlers: Handlers) -> Handlers:

@@ -6,19 +6,41 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
 from penstock.runtime.expert_parallel.optimizers import mark_sharded
+from penstock.runtime.features.sharded_optimizer.groups import check_group, check_norm, check_state
+from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, Share
+from penstock.runtime.features.sharded_optimizer.updates import Updates
+from penstock.runtime.features.sharded_optimizer.usage import Groups, refuse_unowned
 from penstock.runtime.gradients.stand_in import give_up_stand_ins
-from penstock.runtime.sharded.groups import check_group, check_norm, check_state
-from penstock.runtime.sharded.share import MASTER, MOMENTS, Share
-from penstock.runtime.sharded.updates import Updates
-from penstock.runtime.sharded.usage import Groups, refuse_unowned
-from penstock.runtime.stack import PipelinedStack
+from penstock.runtime.machinery import Machinery
+from penstock.schedule import StepPlan
+from penstock.step import StepShape
+
+
+class ShardedStack(Protocol):
+    """The stack whose steps sum gradients in shares. `PipelinedStack` is one."""
+
+    model: nn.Module
+    machinery: Machinery
+    plan: StepPlan
+    updates: Updates | None
+
+    @property
+    def base_shape(self) -> StepShape:
+        """The uncut shape of a step."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def settle(self) -> None:
+        """Take up changes to the model, also in the shares."""
+        ...
 
 
 class ShardedAdamW(torch.optim.Optimizer):
@@ -42,7 +64,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        stack: PipelinedStack,
+        stack: ShardedStack,
         groups: Groups,
         *,
         lr: float,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.graph import Phase, Task
 from penstock.ops import Op
+from penstock.runtime.features.sharded_optimizer.updates import Updates
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 
 
@@ -13,7 +14,7 @@ from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, han
 def scatter(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Sum a piece of a layer's gradients; this rank has its share of the sum."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
-    context.updating.scatter(task, context.transports.of(task.lane, task.axes))
+    context.of(Updates).scatter(task, context.transports.of(task.lane, task.axes))
     return NOTHING
 
 
@@ -21,10 +22,10 @@ def scatter(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Take the norm of all gradients, in a backward pass after which parameters change."""
     del inputs
-    if context.updating.in_backward:
+    if context.of(Updates).in_backward:
         assert context.total is not None, "backward follows forward"
         transport = context.transports.of(task.lane, task.axes)
-        context.updating.judge(task, transport, context.total.loss)
+        context.of(Updates).judge(task, transport, context.total.loss)
     return NOTHING
 
 
@@ -33,9 +34,9 @@ def norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.EXPERT_UPDATE, Phase.BACKWARD)
 def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Run AdamW on this rank's share of a piece. Without a norm to wait for, only the loss may refuse it."""
-    if context.updating.in_backward:
+    if context.of(Updates).in_backward:
         assert context.total is not None, "backward follows forward"
-        context.updating.update(task, None if "scale" in inputs else context.total.loss)
+        context.of(Updates).update(task, None if "scale" in inputs else context.total.loss)
     return NOTHING
 
 
@@ -45,8 +46,9 @@ def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Gather a piece of stale parameters. Returns parameters: None; the edge says they are current."""
     del inputs
-    if context.updates is not None and context.updates.waits(task):
-        context.updates.gather(task, context.transports.of(task.lane, task.axes))
+    updates = context.maybe(Updates)
+    if updates is not None and updates.waits(task):
+        updates.gather(task, context.transports.of(task.lane, task.axes))
     return {"parameters": None}
 
 
@@ -56,6 +58,6 @@ def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def gather_at_once(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Gather a piece of parameters from their owners, in a backward pass after which parameters change."""
     del inputs
-    if context.updating.in_backward:
-        context.updating.gather(task, context.transports.of(task.lane, task.axes))
+    if context.of(Updates).in_backward:
+        context.of(Updates).gather(task, context.transports.of(task.lane, task.axes))
     return NOTHING

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.mesh import Group
 from penstock.moe import Experts, MoELayer
 from penstock.placement import PlacementError, Replication
-from penstock.runtime.replica_manager import check_no_hooks
+from penstock.runtime.features.expert_replicas.manager import check_no_hooks
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 from penstock.topology import Control, Layout

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.runtime.sharded.share import MOMENTS
+from penstock.runtime.features.sharded_optimizer.share import MOMENTS
 
 SETTINGS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda lr: 0 <= float(lr) < math.inf, "at least 0"),

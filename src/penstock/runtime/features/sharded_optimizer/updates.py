@@ -13,9 +13,9 @@ from penstock.features.sharded_optimizer.ops import KINDS, of_optimizer
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
 from penstock.ops.sums import REDUCTIONS
+from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, ReleasingShare, Share
+from penstock.runtime.features.sharded_optimizer.usage import Groups, group_numbers
 from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
-from penstock.runtime.sharded.share import MASTER, MOMENTS, ReleasingShare, Share
-from penstock.runtime.sharded.usage import Groups, group_numbers
 from penstock.runtime.transport import Transport, Transports
 from penstock.sharding import sharding_of
 from penstock.step import StepShape

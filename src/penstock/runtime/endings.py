@@ -1,4 +1,4 @@
-"""Handlers of the head, and what a step ends with: a loss of its labels, or hidden states for any other loss.
+"""What a step ends with: a loss of its labels, or hidden states for any other loss.
 
 Shapes: B samples, L tokens per sample, M hidden size.
 """
@@ -12,18 +12,15 @@ import torch
 from torch import Tensor
 
 from penstock.device import device_of
-from penstock.graph import Lane, Phase, Task
+from penstock.graph import Lane, Task
 from penstock.mesh import Group
-from penstock.ops import Op
-from penstock.runtime.handlers import Inputs, LossGradients, Outputs, StepContext, TensorPlace, handles
+from penstock.runtime.features.tensor_parallel.handlers import gathered, scattered
+from penstock.runtime.features.tensor_parallel.shared_head import LossOverShards
+from penstock.runtime.handlers import Inputs, LossGradients, Outputs, StepContext, TensorPlace
 from penstock.runtime.ops.blocks import microbatch, present
-from penstock.runtime.ops.shared_head import LossOverShards
-from penstock.runtime.ops.tensor import gathered, scattered
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import HeadSums, StepStatistics
 from penstock.runtime.transport import Transport, Transports
-
-F, B = Phase.FORWARD, Phase.BACKWARD
 
 
 @dataclass(frozen=True)
@@ -47,18 +44,6 @@ class SavedHead:
 
     segment: AnySegment
     loss_dtype: torch.dtype
-
-
-@handles(Op.HEAD, F)
-def head(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return loss: sums of a microbatch."""
-    return context.ending.forward(context, task, inputs)
-
-
-@handles(Op.HEAD, B)
-def head_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return hidden: the gradient of what entered the head, [B, L, M]."""
-    return context.ending.backward(context, task, inputs)
 
 
 class TokenLoss:

@@ -15,18 +15,34 @@ from torch import Tensor
 from penstock.device import device_of, on_device
 from penstock.graph import Phase, Task
 from penstock.mesh import Axes
-from penstock.moe import Tokens
+from penstock.moe import MoELayer, Tokens
 from penstock.moe.choices import count_choices
 from penstock.ops import Op
 from penstock.placement import PlacementError
 from penstock.routing.samples import Crossing, RowOrder, SampleHomes, SampleTable, TableSize, settle
+from penstock.runtime.features.sample_placement.moving import Relocation, Visit
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import BESIDE_ROWS, added, microbatch
-from penstock.runtime.sample_moving import Visit
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.legs import Later, to_host
 
 F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+def _asked(context: StepContext, layer: int) -> MoELayer | None:
+    """Return the next MoE layer, if its gate is asked what samples will want there; else None."""
+    following = context.following(layer)
+    asks = context.of(Relocation).how.prediction == "next_gate" and following is not None
+    return context.layers[following].moe if asks and following is not None else None
+
+
+def _row_weight(context: StepContext, layer: int) -> float:
+    """Return how many rows in transit to experts weigh as much as what follows one token beside them."""
+    moe, sent_bytes = context.layers[layer].experts, (context.wire_dtype or torch.float32).itemsize
+    width = 1024  # stands for any hidden size: scales are a small part of a row
+    row_bytes = context.moe.row_bytes(width, sent_bytes)
+    shared = 0 if moe.shared is None else sent_bytes
+    return width * (context.residual_transport.separate_bytes + shared) / row_bytes
 
 
 @handles(Op.SAMPLE_COUNTS, F)
@@ -35,7 +51,7 @@ def sample_counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     positions_Tk: Tensor = inputs.one("positions")
     samples = len(context.batch.tokens[microbatch(task)])
     here = count_choices(positions_Tk, samples, inputs.one("counts").shape[1])
-    following = context.asked(task.layer)
+    following = _asked(context, task.layer)
     if following is None:
         expected = here.new_zeros(samples, 0)
     else:
@@ -52,7 +68,7 @@ def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return route: how many rows go where, from where samples are now; loads: a table of all samples."""
     counts: Tensor = inputs.one("counts")
     maker, samples_P = context.maker(task.layer), context.batch.companions[microbatch(task)]
-    following = context.asked(task.layer)
+    following = _asked(context, task.layer)
     size = TableSize(
         ranks=maker.place.ep_size,
         positions=counts.shape[1] - (0 if following is None else following.num_experts),
@@ -60,7 +76,7 @@ def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     )
     transport = context.transports.of(task.lane, task.axes)
     everyone = to_host(transport.all_gather(counts, samples_P, task.axes))
-    exchange_group = context.placing.exchange_group
+    exchange_group = context.of(Relocation).exchange_group
     loads = Later.after(everyone, lambda numbers: SampleTable.of(numbers, samples_P, exchange_group, size))
     route = Later.after(loads, lambda table: maker.from_table(table.sent(table.device_I), context.degrees))
     return {"route": route, "loads": loads}
@@ -70,7 +86,7 @@ def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return homes: those of all samples, and what follows from them here. Numbers on the host only."""
     loads: SampleTable = Later.of(inputs.one("loads"))
-    placing, following = context.placing, context.following(task.layer)
+    placing, following = context.of(Relocation), context.following(task.layer)
     visit = Visit(
         layer=task.layer,
         microbatch=microbatch(task),
@@ -79,7 +95,7 @@ def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         training=context.training,
     )
     length = context.batch.tokens[microbatch(task)].shape[1]
-    device_I = placing.homes(loads, visit, round(length * context.row_weight(task.layer)))
+    device_I = placing.homes(loads, visit, round(length * _row_weight(context, task.layer)))
     maker = context.maker(task.layer)
     return {"homes": settle(loads, device_I, placing.member, maker, context.degrees)}
 

@@ -17,8 +17,9 @@ from penstock.moe.expert_slots import Spread, slots_with_replicas
 from penstock.moe.experts.base import Experts
 from penstock.placement import Replication
 from penstock.routing.replicas import ExactSplit
-from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
-from penstock.runtime.replicas import LayerReplicas, Trip
+from penstock.runtime.features.expert_replicas.moving import ExpertMoving, Plans, loads_of_group
+from penstock.runtime.features.expert_replicas.replicas import LayerReplicas, Trip
+from penstock.runtime.transport.legs import Later
 from penstock.step import StepShape
 from penstock.topology import Layout
 
@@ -94,6 +95,13 @@ class StepReplicas:
             for layer in self.layers:
                 if layer is not None:
                     layer.use_replicas(None)
+
+
+@dataclass
+class NextReplicas:
+    """The replicas of the next step, once ranks have compared them; None before."""
+
+    plans: Later[Plans] | Plans | None = None
 
 
 class ReplicaManager:

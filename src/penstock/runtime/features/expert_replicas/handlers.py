@@ -13,8 +13,9 @@ from penstock.features.expert_replicas.encoding import Numbers
 from penstock.graph import Phase, Task
 from penstock.ops import Op
 from penstock.placement import PlacementError
+from penstock.runtime.features.expert_replicas.manager import NextReplicas, ReplicaManager, StepReplicas
+from penstock.runtime.features.expert_replicas.replicas import Piece
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
-from penstock.runtime.replicas import Piece
 from penstock.runtime.transport.legs import Later, to_host
 
 
@@ -23,7 +24,7 @@ def bring(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Bring a piece of the parameters of all replicas of a layer. The edge from it says that they are
     here."""
     del inputs
-    context.step_replicas.of(task.layer).bring(_piece(context, task))
+    context.of(StepReplicas).of(task.layer).bring(_piece(context, task))
     return {"replicas": None}
 
 
@@ -31,7 +32,7 @@ def bring(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def take_home(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Add a piece of the gradients of all replicas of a layer to what their owners have."""
     del inputs  # the gradients are the replicas' own; the edges say that they are complete
-    context.step_replicas.of(task.layer).take_home(_piece(context, task))
+    context.of(StepReplicas).of(task.layer).take_home(_piece(context, task))
     return NOTHING
 
 
@@ -39,7 +40,7 @@ def take_home(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def plan(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return replications: what this rank has found for the next step, of its share of the layers."""
     del task
-    return {"replications": context.replica_manager.plan(inputs.one("loads"))}
+    return {"replications": context.of(ReplicaManager).plan(inputs.one("loads"))}
 
 
 @handles(Op.COMPARE_REPLICAS, Phase.BACKWARD)
@@ -47,7 +48,8 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Gather what all ranks that exchange rows have found. Raises PlacementError if premises differ."""
     numbers: Numbers = inputs.one("replications")
     transport, device = context.transports.of(task.lane, task.axes), context.marks.device
-    size, premise = transport.size(task.axes), context.replica_manager.premise
+    manager, size = context.of(ReplicaManager), transport.size(task.axes)
+    premise = manager.premise
     mine = on_device([[premise, len(numbers)]], device)
     premises, lengths = zip(*transport.all_gather(mine, [1] * size, task.axes).tolist(), strict=True)
     if different := [place for place, theirs in enumerate(premises) if theirs != premise]:
@@ -59,9 +61,9 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     here = on_device(numbers, device, torch.from_numpy(numbers).dtype)
     everyone = to_host(transport.all_gather(here, lengths, task.axes))
     ends = [*accumulate(lengths)]
-    context.plans = Later.after(
+    context.of(NextReplicas).plans = Later.after(
         everyone,
-        lambda told: context.replica_manager.joined(np.split(told.astype(np.int32, copy=False), ends)[:-1]),
+        lambda told: manager.joined(np.split(told.astype(np.int32, copy=False), ends)[:-1]),
     )
     return NOTHING
 
