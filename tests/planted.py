@@ -360,7 +360,7 @@ FAULTS = (
     ),
     Fault(
         "plan/memory.py",
-        "return sum(-(-size // owners[op]) for op, size in trained.items())",
+        "return sum(-(-size // owners[kind]) for kind, size in trained.items())",
         "return sum(trained.values())",
         "a sharded optimiser saves no memory",
         "plan/test_memory.py",

@@ -84,7 +84,7 @@ def _chunks(asked: Asked, choice: Decision) -> Sequence[int]:
 def all_reduce_sizes(asked: Asked, choice: Decision | None = None) -> Sequence[int]:
     """Return the bytes of the largest layer's gradients whole, in halves, quarters and so on."""
     del choice
-    whole = max(LEAST_ALL_REDUCE_BYTES, *chain.from_iterable(asked.gradients.kinds))
+    whole = max(LEAST_ALL_REDUCE_BYTES, *chain.from_iterable(asked.gradients.by_kind.values()))
     least = max(LEAST_ALL_REDUCE_BYTES, asked.least_chunk_bytes)
     return [size for n in ALL_REDUCE_PIECES if (size := -(-whole // n)) >= least or n == 1]
 

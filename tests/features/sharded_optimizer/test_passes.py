@@ -25,7 +25,7 @@ from tests.support.draws import draws
 
 def summed() -> Graph:
     plain = Transpose()(PlainStep(moe_layers=(True, True)).graph())
-    return GradientPieces({"AR": [(1, 1), (1, 1)], "XR": [(1,), (1,)]}, scatters=True)(plain)
+    return GradientPieces({"replicated": [(1, 1), (1, 1)], "experts": [(1,), (1,)]}, scatters=True)(plain)
 
 
 def test_the_picture_is_true() -> None:

@@ -32,7 +32,7 @@ def test_the_wire_waits_for_input_gradients_only() -> None:
 
 
 def test_the_weights_are_what_is_added_to_the_buffer() -> None:
-    graph = GradientPieces({"AR": [(1,)], "XR": [(1,)]})(WeightGradients()(whole(True))).check()
+    graph = GradientPieces({"replicated": [(1,)], "experts": [(1,)]})(WeightGradients()(whole(True))).check()
     assert task_at(graph, "L0.X.m0.c0.I").accumulates == ()
     assert task_at(graph, "L0.X.m0.c0.W").accumulates == ("expert gradients of L0",)
     assert reads(graph, "L0.XR.p0.B") == {"gradients": "L0.X.m0.c0.W"}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from penstock.graph import Phase, Task
 from penstock.ops import Op
+from penstock.ops.gradients import GRADIENT_KINDS
 from penstock.runtime.features.sharded_optimizer.updates import Updates
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 
 
-@handles(Op.SCATTER, Phase.BACKWARD)
-@handles(Op.PARTIAL_SCATTER, Phase.BACKWARD)
-@handles(Op.EXPERT_SCATTER, Phase.BACKWARD)
 def scatter(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Sum a piece of a layer's gradients; this rank has its share of the sum."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
@@ -29,9 +27,6 @@ def norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     return NOTHING
 
 
-@handles(Op.UPDATE, Phase.BACKWARD)
-@handles(Op.PARTIAL_UPDATE, Phase.BACKWARD)
-@handles(Op.EXPERT_UPDATE, Phase.BACKWARD)
 def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Run AdamW on this rank's share of a piece. Without a norm to wait for, only the loss may refuse it."""
     if context.of(Updates).in_backward:
@@ -40,9 +35,6 @@ def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     return NOTHING
 
 
-@handles(Op.PARAMETERS, Phase.FORWARD)
-@handles(Op.PARTIAL_PARAMETERS, Phase.FORWARD)
-@handles(Op.EXPERT_PARAMETERS, Phase.FORWARD)
 def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Gather a piece of stale parameters. Returns parameters: None; the edge says they are current."""
     del inputs
@@ -52,12 +44,16 @@ def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     return {"parameters": None}
 
 
-@handles(Op.PARAMETERS, Phase.BACKWARD)
-@handles(Op.PARTIAL_PARAMETERS, Phase.BACKWARD)
-@handles(Op.EXPERT_PARAMETERS, Phase.BACKWARD)
 def gather_at_once(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Gather a piece of parameters from their owners, in a backward pass after which parameters change."""
     del inputs
     if context.of(Updates).in_backward:
         context.of(Updates).gather(task, context.transports.of(task.lane, task.axes))
     return NOTHING
+
+
+for kind in GRADIENT_KINDS.values():
+    handles(kind.scatter, Phase.BACKWARD)(scatter)
+    handles(kind.update, Phase.BACKWARD)(update)
+    handles(kind.gather, Phase.FORWARD)(gather)
+    handles(kind.gather, Phase.BACKWARD)(gather_at_once)

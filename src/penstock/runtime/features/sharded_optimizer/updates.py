@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.features.sharded_optimizer.ops import KINDS, of_optimizer
+from penstock.features.sharded_optimizer.ops import of_optimizer
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops.gradients import GRADIENT_KINDS, KindName, kind_of
 from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, ReleasingShare, Share
 from penstock.runtime.features.sharded_optimizer.usage import Groups, group_numbers
 from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
@@ -58,7 +58,7 @@ class Failed:
 
 
 TINY = 1e-6
-Shares = dict[tuple[str, int], list[Share]]
+Shares = dict[tuple[KindName, int], list[Share]]
 """By kind of gradients and layer."""
 
 
@@ -120,7 +120,7 @@ class Updates:
         """
         self._group_of = group_numbers(self.groups)
         layers = range(shape.num_layers)
-        cut = tuple(shape.parts_of(layer, kind) for kind in REDUCTIONS for layer in layers)
+        cut = tuple(shape.parts_of(layer, kind) for kind in GRADIENT_KINDS for layer in layers)
         if buckets is self._buckets and cut == self._cut:
             return
         if self.has_sums or self._stale:
@@ -132,7 +132,7 @@ class Updates:
             self._buckets = buckets
             return
         made: Shares = {}
-        for kind in REDUCTIONS:
+        for kind in GRADIENT_KINDS:
             for layer, bucket in enumerate(buckets.of(kind)):
                 parts = shape.parts_of(layer, kind) or (1,)
                 made[kind, layer] = [self._share(kind, flat, parts) for flat in bucket.flats]
@@ -169,7 +169,7 @@ class Updates:
             share.flat = flat
         return True
 
-    def _share(self, kind: str, flat: FlatGradients, parts: Sequence[int]) -> Share:
+    def _share(self, kind: KindName, flat: FlatGradients, parts: Sequence[int]) -> Share:
         axes, mesh = self._axes(kind), self._layout.mesh
         share = ReleasingShare if isinstance(flat, ReleasedGradients) else Share
         return share(flat, parts, mesh.size(axes), mesh.place(self._layout.rank, axes))
@@ -214,7 +214,7 @@ class Updates:
         return None
 
     @property
-    def _known(self) -> Iterator[tuple[tuple[str, int], Share]]:
+    def _known(self) -> Iterator[tuple[tuple[KindName, int], Share]]:
         """All shares, including those of frozen parameters."""
         for shares in (self._shares, self._asleep):
             for key, found in shares.items():
@@ -400,7 +400,7 @@ class Updates:
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
-    def _counts(self, kind: str, parameter: nn.Parameter) -> bool:
+    def _counts(self, kind: KindName, parameter: nn.Parameter) -> bool:
         """Return whether no other rank counts the same numbers.
 
         Gradients that ranks sharing attention compute alike are owned once by each of these ranks.
@@ -409,7 +409,7 @@ class Updates:
         return alone or sharding_of(parameter) is not None
 
     def _of(self, task: Task) -> Sequence[Share]:
-        return self._shares[KINDS[task.op], task.layer]
+        return self._shares[_kind(task), task.layer]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for share in self._all for parameter in share.flat.parameters)
@@ -418,9 +418,15 @@ class Updates:
     def _all(self) -> list[Share]:
         return [share for shares in self._shares.values() for share in shares]
 
-    def _axes(self, kind: str) -> Axes:
-        return REDUCTIONS[kind].axes_of(sharing=self._layout.tp_size > 1)
+    def _axes(self, kind: KindName) -> Axes:
+        return GRADIENT_KINDS[kind].axes_of(sharing=self._layout.tp_size > 1)
 
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self._parameters()), torch.device("cpu"))
+
+
+def _kind(task: Task) -> KindName:
+    kind = kind_of(task.op)
+    assert kind is not None, task
+    return kind.name

@@ -1,4 +1,4 @@
-"""The op by which ranks tell each other how many of their tokens went to each expert."""
+"""Ops by which all ranks learn numbers of the whole step: loss, statistics, and loads of experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from penstock.ops.base import Backward, Kind, OpSpec, register
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
+STATISTICS_BYTES = 8
 LOAD_BYTES = 4
+
+
+def _statistics(task: Task, sizes: Sizes) -> Work:
+    del task
+    size = sum(sizes.moe_layers) * 2 * (1 + sizes.num_experts) * STATISTICS_BYTES
+    return Work(collective="all_reduce", sent_bytes=size)
 
 
 def _loads(task: Task, sizes: Sizes) -> Work:
@@ -17,11 +24,20 @@ def _loads(task: Task, sizes: Sizes) -> Work:
 
 register(
     OpSpec(
+        name=Op.STATISTICS,
+        launches=80,
+        title="sums of loss, tokens and balance statistics",
+        kind=Kind.COLLECTIVE,
+        work=_statistics,
+        backward=Backward.VALUE,
+        indices="",
+    ),
+    OpSpec(
         name=Op.LOADS,
         title="loads of experts, gathered from all ranks",
         kind=Kind.COLLECTIVE,
         work=_loads,
         backward=Backward.NONE,
         indices="",
-    )
+    ),
 )
