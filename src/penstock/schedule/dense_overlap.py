@@ -6,11 +6,11 @@ from penstock.decision import Decision, Slot
 from penstock.graph import Graph, Task
 from penstock.ops import Op
 from penstock.ops.sums import reduced
-from penstock.schedule.freeze import Cost
 from penstock.schedule.gaps import dense_gap, reduce_in_gaps
 from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce
+from penstock.timing import Cost
 
 
 class DenseOverlap(MoEPipeline):

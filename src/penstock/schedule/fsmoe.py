@@ -8,11 +8,11 @@ from penstock.decision import TAIL, Decision, GradientBytes, Partition, Portion,
 from penstock.graph import Graph, Task
 from penstock.ops import Op
 from penstock.ops.sums import reduced
-from penstock.schedule.freeze import Cost
 from penstock.schedule.gaps import dense_gap, reduce_in_gaps
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import System, whole
 from penstock.step import StepShape
+from penstock.timing import Cost
 
 
 class FSMoE(System):

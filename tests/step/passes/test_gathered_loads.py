@@ -12,10 +12,10 @@ from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES, unit_cost
-from penstock.simulate import iteration_s
 from penstock.step import StepShape, build_graph
 from penstock.step.passes import GatheredLoads, Microbatches, Transpose
 from penstock.step.plain import PlainStep
+from penstock.timing import iteration_s
 from tests.step.passes.pictures import check_picture
 from tests.step.support import ancestors
 from tests.steps import SHARED, gradients_of, shapes, task_at

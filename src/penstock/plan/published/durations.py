@@ -15,8 +15,8 @@ from penstock.ops.sums import REDUCTIONS
 from penstock.plan.problem import Problem
 from penstock.plan.published.backward import Backward, GapLayer, Made
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
-from penstock.schedule.freeze import Cost, slowest
 from penstock.step import StepShape, build_graph
+from penstock.timing import Cost, slowest
 
 Where = tuple[str, Lane]
 """An op and its lane."""
