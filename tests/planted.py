@@ -164,7 +164,7 @@ FAULTS = (
         "runtime/test_cases.py",
     ),
     Fault(
-        "step/passes/expert_shards.py",
+        "features/expert_sharding/passes.py",
         "return _counts_known_to_all(_copied(fused, (*BETWEEN, Op.EXPERTS), self.shards))",
         "return _copied(fused, (*BETWEEN, Op.EXPERTS), self.shards)",
         "shards do not know what other shards receive",
@@ -200,28 +200,28 @@ FAULTS = (
         "step",
     ),
     Fault(
-        "step/passes/recompute.py",
+        "features/recompute/passes.py",
         'out.append(task.reading({**task.inputs, "saved": (name,)}))',
         "out.append(task)",
         "backward reads what the first run has saved, which keeps nothing",
         "runtime/test_recompute.py",
     ),
     Fault(
-        "step/passes/packed_residual.py",
+        "features/sample_placement/passes.py",
         "reads=(*task.reads, *norms)",
         "reads=task.reads",
         "experts compute the norm of carried rows, and do not say that they read it",
         "step",
     ),
     Fault(
-        "step/passes/replicas.py",
+        "features/expert_replicas/passes.py",
         "writes=(parameters_of(replicas),) if there else ()",
         "writes=()",
         "bringing replicas writes no state, so their readers have no order",
         "step",
     ),
     Fault(
-        "step/passes/sharded_optimizer.py",
+        "features/sharded_optimizer/passes.py",
         'inputs["scale"] = (norm.name,)',
         'inputs["scale"] = inputs["gradients"]',
         "updates do not wait for the norm by which they are clipped",
@@ -330,25 +330,25 @@ FAULTS = (
     ),
     # ---- where samples and experts go ----------------------------------------------------------------------
     Fault(
-        "placing/rows.py",
+        "features/sample_placement/rows.py",
         "kept_IN -= self.moved_rows[:, None] * away_IN",
         "kept_IN += self.moved_rows[:, None] * away_IN",
         "moving a sample to another node is a gain",
-        "placing",
+        "features/sample_placement",
     ),
     Fault(
-        "placing/model.py",
+        "features/expert_replicas/model.py",
         "self.computed - self.traffic.diagonal()",
         "self.computed",
         "a rank receives its own rows",
-        "placing",
+        "features/expert_replicas",
     ),
     Fault(
-        "placing/problem.py",
+        "features/expert_replicas/problem.py",
         "np.maximum(sent.sum(axis=1), sent.sum(axis=0))",
         "sent.sum(axis=1)",
         "only what a link sends takes time",
-        "placing",
+        "features/expert_replicas",
     ),
     # ---- plans ---------------------------------------------------------------------------------------------
     Fault(

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from penstock.decision import Decision, GradientBytes
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Kind, Op, Sizes, Work, spec_of

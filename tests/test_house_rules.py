@@ -23,7 +23,7 @@ COMPUTES_WITH_RANKS: Mapping[str, str] = {
     "plan/predict.py": "how many noisy steps are drawn",
 }
 
-DECIDES = ("ops/", "step/", "runtime/ops/", "schedule/")
+DECIDES = ("ops/", "step/", "features/", "runtime/ops/", "schedule/")
 """Rooms that may decide by names: what an op means, the passes, the handlers, the order rules."""
 TEXT_MODE = re.compile(r"[rwxa]\+?t?\+?")
 OPENS_FOR_WRITING: Mapping[str, str] = {

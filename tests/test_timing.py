@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dispatch import DISPATCHES
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, ScheduleError, Task
 from penstock.mesh import Axes, Group, Mesh, Seconds
 from penstock.ops import OPS, Op, OpSpec
 from penstock.schedule import Schedule
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.timing import (
     Issuing,
     LowerBound,

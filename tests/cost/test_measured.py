@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from penstock.cost import MeasuredCost
 from penstock.decision import Decision
+from penstock.features.build import build_graph
 from penstock.graph import Lane, Task
 from penstock.mesh import Mesh, Seconds
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.timing import lower_bound, simulate, slowest
 from penstock.trace import TaskRecord
 from tests.steps import lone_task

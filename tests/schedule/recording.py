@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from penstock.decision import TAIL, Decision, GradientBytes, Partition, Portion, Slot
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Task
 from penstock.mesh import Mesh, Seconds
 from penstock.schedule import SCHEDULES, StepPlan, plan_step

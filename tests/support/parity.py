@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
-from penstock.decision.moving import Prediction
 from penstock.device import device_of
+from penstock.features.sample_placement.settings import Prediction
 from penstock.mesh import Group, Mesh, holders
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig

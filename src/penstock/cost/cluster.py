@@ -9,7 +9,7 @@ from penstock.config import Within, check_bounds
 from penstock.config.kinds import types_of
 from penstock.cost.legs import even_leg
 from penstock.cost.span import Span
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase
 from penstock.mesh import Axes, Group
 from penstock.ops import Work

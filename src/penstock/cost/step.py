@@ -13,11 +13,11 @@ import numpy.typing as npt
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.parts import kernels_of
 from penstock.cost.workload import FLOAT32_BYTES, Workload
+from penstock.features.sample_placement.ops import PACKED_COLUMNS
+from penstock.features.sharded_optimizer.ops import KINDS, of_optimizer
 from penstock.graph import Task
 from penstock.mesh import Axes, Group, stays_inside
 from penstock.ops import Work, spec_of
-from penstock.ops.optimizer import KINDS, of_optimizer
-from penstock.ops.samples import PACKED_COLUMNS
 from penstock.ops.sums import REDUCTIONS
 from penstock.routing.sizes import part_sizes, split_sizes
 from penstock.step import StepShape

@@ -8,8 +8,8 @@ from functools import cached_property
 from penstock.cost.attention import Attention
 from penstock.cost.span import Span, span_of
 from penstock.decision import GradientBytes
-from penstock.decision.field import PartialByForm
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.field import PartialByForm
 from penstock.mesh import Axes, Mesh, node_of, num_nodes
 from penstock.ops import Op
 from penstock.placement import ExpertPlacement

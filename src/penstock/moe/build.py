@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts.base import ONE_SHARD, Experts, ExpertShard
 from penstock.moe.experts.feed_forward import GeluExperts, SharedExpert, SwiGLUExperts

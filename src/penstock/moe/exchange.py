@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from penstock.dispatch import Dispatch, Place
+from penstock.features.dispatch import Dispatch, Place
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from penstock.dispatch import Dispatch, find_dispatch
+from penstock.features.dispatch import Dispatch, find_dispatch
 from penstock.moe.balance import BALANCES
 from penstock.moe.choices import GateSums, TokenChoice, chunk_tokens, made_for
 from penstock.moe.compatibility import check_parts, check_placement

@@ -1,6 +1,6 @@
-"""The meaning of every op, before anything runs. Pure Python: no torch."""
+"""The meaning of ops, before anything runs: the core's here, a feature's in its folder. No torch."""
 
-from penstock.ops import blocks, loads, optimizer, replicas, samples, shards, sums, tensor, transfers
+from penstock.ops import blocks, loads, sums, transfers
 from penstock.ops.base import OPS, Backward, Kind, OpSpec, register, spec_of
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
@@ -15,13 +15,8 @@ __all__ = [
     "Work",
     "blocks",
     "loads",
-    "optimizer",
     "register",
-    "replicas",
-    "samples",
-    "shards",
     "spec_of",
     "sums",
-    "tensor",
     "transfers",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.graph.task import Task
 from penstock.mesh import Axes, Group
-from penstock.ops.base import Backward, Kind, OpSpec, register
+from penstock.ops.base import Backward, Family, Kind, OpSpec, register
 from penstock.ops.blocks import EXPERTS, PARTIAL, REPLICATED
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
@@ -50,6 +50,7 @@ register(
     ),
     OpSpec(
         name=Op.ALL_REDUCE,
+        family=Family.GRADIENTS,
         title="all-reduce of replicated gradients",
         kind=Kind.COLLECTIVE,
         work=_reduction,
@@ -58,6 +59,7 @@ register(
     ),
     OpSpec(
         name=Op.PARTIAL_ALL_REDUCE,
+        family=Family.GRADIENTS,
         title="all-reduce of gradients that ranks sharing attention have parts of",
         kind=Kind.COLLECTIVE,
         work=_reduction,
@@ -66,6 +68,7 @@ register(
     ),
     OpSpec(
         name=Op.EXPERT_ALL_REDUCE,
+        family=Family.GRADIENTS,
         title="all-reduce of expert gradients over their replicas",
         kind=Kind.COLLECTIVE,
         work=_reduction,

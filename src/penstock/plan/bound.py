@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 
 from penstock.decision import Decision
+from penstock.features.build import build_graph
+from penstock.features.sharded_optimizer.passes import norm_of, updates_of
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.ops import Op
 from penstock.ops.names import INPUT, ONCE, OUTPUT
 from penstock.ops.sums import REDUCTIONS
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem, beside_cut
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.step.passes.gradient_pieces import reductions
-from penstock.step.passes.sharded_optimizer import norm_of, updates_of
 from penstock.step.shape import Updating
 from penstock.timing import Cost, earliest, fastest, lower_bound, slowest, tail
 

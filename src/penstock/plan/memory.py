@@ -41,11 +41,11 @@ import numpy.typing as npt
 
 from penstock.cost import Workload
 from penstock.decision import Decision
+from penstock.features.sharded_optimizer.passes import LAYERS
 from penstock.ops.names import Op
 from penstock.ops.sums import REDUCTIONS
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
-from penstock.step.passes.gradient_room import LAYERS
 from penstock.step.shape import FORM_TOKENS
 
 Numbers = npt.NDArray[np.float64]

@@ -19,10 +19,10 @@ import numpy as np
 
 from penstock.cost import ProfiledCluster
 from penstock.decision import Decision
+from penstock.features.sharded_optimizer.ops import GATHERS, UPDATE_COPIES, UPDATES
 from penstock.graph import Phase, Task
 from penstock.mesh import Mesh, Seconds
 from penstock.ops import Op, Work
-from penstock.ops.optimizer import GATHERS, UPDATE_COPIES, UPDATES
 from penstock.plan.memory import trained_bytes
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan

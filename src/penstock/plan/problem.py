@@ -32,8 +32,8 @@ from penstock.cost.placed import (
     splits_exactly,
 )
 from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
-from penstock.decision.field import NOTHING_MOVES
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.field import NOTHING_MOVES
 from penstock.mesh import Group, Mesh
 from penstock.placement import Replication
 from penstock.plan.slack import replica_slack

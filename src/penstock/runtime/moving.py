@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.features.expert_replicas.encoding import Share
+from penstock.features.expert_replicas.planners import Planner, pays
+from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem, Slack
 from penstock.mesh import Group, Mesh
 from penstock.placement import Replication
-from penstock.placing.encoding import Share
-from penstock.placing.experts import Planner, pays
-from penstock.placing.integers import Ints
-from penstock.placing.problem import ExpertCosts, ExpertProblem, Slack
+from penstock.routing.integers import Ints
 from penstock.runtime.loads import Loads
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.features.expert_replicas.encoding import Numbers, numbers_of, share_of
 from penstock.mesh import node_of
 from penstock.moe import MoELayer
 from penstock.moe.expert_slots import Spread, slots_with_replicas
 from penstock.moe.experts.base import Experts
 from penstock.placement import Replication
-from penstock.placing.encoding import Numbers, numbers_of, share_of
-from penstock.placing.exact import ExactSplit
+from penstock.routing.replicas import ExactSplit
 from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
 from penstock.runtime.replicas import LayerReplicas, Trip
 from penstock.step import StepShape

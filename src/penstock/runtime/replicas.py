@@ -19,7 +19,7 @@ from penstock.mesh import Axes
 from penstock.moe.expert_slots import SlotsWithReplicas
 from penstock.moe.experts.base import Experts
 from penstock.placement import EMPTY, Replication
-from penstock.placing.exact import ExactSplit
+from penstock.routing.replicas import ExactSplit
 from penstock.routing.sizes import part_sizes
 from penstock.runtime.transport import Transport
 

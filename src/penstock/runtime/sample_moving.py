@@ -9,9 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from penstock.apportion import Counts
-from penstock.decision.moving import Prediction
+from penstock.features.sample_placement.assign import assign
+from penstock.features.sample_placement.prediction import ConditionalTable
+from penstock.features.sample_placement.rows import Nearness, sample_problem
+from penstock.features.sample_placement.settings import Prediction
+from penstock.features.sample_placement.solvers import prepare
 from penstock.placement import Replication
-from penstock.placing import ConditionalTable, Nearness, assign, prepare, sample_problem
 from penstock.routing.samples import ExchangeGroup, Plane, SampleTable, exchange_group_of
 from penstock.topology import Layout
 

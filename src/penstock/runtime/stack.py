@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.decision import GradientBytes
-from penstock.dispatch import find_dispatch
+from penstock.features.dispatch import find_dispatch
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker

@@ -9,7 +9,8 @@ from functools import cached_property
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, GradientBytes
-from penstock.decision.moving import why_not_exact
+from penstock.features.build import build_graph
+from penstock.features.expert_replicas.settings import why_not_exact
 from penstock.graph import Graph, Phase, RefusalError
 from penstock.ops.transfers import FLAT
 from penstock.schedule.baseline_esp import BaselineESP
@@ -24,7 +25,7 @@ from penstock.schedule.penstock import Penstock
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.sequential import Sequential
 from penstock.schedule.system import SCHEDULES, register_schedule
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.timing import Cost
 
 MOST_REPLICA_PIECES = 64

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from penstock.features.sharded_optimizer.passes import ROOM
 from penstock.graph import Graph, Lane, Task
 from penstock.ops.sums import SCATTERS
 from penstock.schedule.schedule import Schedule
-from penstock.step.passes.gradient_room import ROOM
 from penstock.timing import advance, positions
 
 

@@ -8,10 +8,10 @@ from typing import ClassVar, cast
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, GradientBytes
-from penstock.decision.field import READERS
+from penstock.features.field import READERS
+from penstock.features.sharded_optimizer.ops import GATHERS, UPDATES
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
-from penstock.ops.optimizer import GATHERS, UPDATES
 from penstock.ops.sums import REDUCTIONS, reduced
 from penstock.schedule.room import ordered
 from penstock.schedule.schedule import Schedule

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.dispatch import FlatDispatch, Place
+from penstock.features.dispatch import FlatDispatch, Place
 from penstock.moe.choices import Choice, ExpertChoice, GateSums, SoftChoice, TokenChoice
 from penstock.moe.experts.base import StackedExperts
 from penstock.moe.experts.product import Product, grouped_product

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from benchmarks.published.partitions import PARTITION_PLANNERS
 from penstock.cost import ClusterConfig, Workload
 from penstock.decision import MOST_SLICES, Decision, ScheduleConfig
-from penstock.dispatch import DISPATCHES
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Phase
 from penstock.ops import Op
 from penstock.ops.sums import REDUCTIONS
@@ -33,7 +34,7 @@ from penstock.plan.published import (
 from penstock.plan.published.degree import DEGREES, total_s
 from penstock.plan.published.partition import PartitionPlanner
 from penstock.plan.published.table import apart
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.step.shape import Sharing
 from tests.plan.published.layers import random_part
 from tests.steps import task_at

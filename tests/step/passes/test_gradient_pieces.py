@@ -7,12 +7,14 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.ops.sums import REDUCTIONS
-from penstock.step import StepShape, build_graph
-from penstock.step.passes import GradientPieces, Microbatches, Transpose
-from penstock.step.passes.gradient_pieces import reductions
+from penstock.step import StepShape
+from penstock.step.passes.gradient_pieces import GradientPieces, reductions
+from penstock.step.passes.microbatches import Microbatches
+from penstock.step.passes.transpose import Transpose
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import ancestors, names, reads

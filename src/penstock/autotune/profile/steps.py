@@ -18,7 +18,7 @@ from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost,
 from penstock.cost.contention import MOST_SCATTER, SOLO, Contention, Sighting, fit_contention, fit_steps
 from penstock.cost.doubts import scattered
 from penstock.decision import Decision
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Task
 from penstock.plan import Problem
 from penstock.plan.predict import alone, shares_of, simulated_s

@@ -12,10 +12,10 @@ from torch import Tensor
 from penstock.cost import RoutedCost, Workload
 from penstock.cost.moves import ROW_MOVES, TOKEN_MOVES, Move
 from penstock.cost.placed_moves import PLACEMENT_MOVES
+from penstock.features.sharded_optimizer.ops import GATHERS
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
-from penstock.ops.optimizer import GATHERS
 from penstock.ops.sums import REDUCTIONS, SCATTERS
 from penstock.routing.sizes import split_sizes
 from penstock.runtime.fingerprints.facts import FIELDS

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.decision import Decision
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, Phase
 from penstock.mesh import Axes
 from penstock.ops import Op
@@ -15,7 +16,7 @@ from penstock.ops.sums import REDUCTIONS
 from penstock.plan.problem import Problem
 from penstock.plan.published.backward import Backward, GapLayer, Made
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.timing import Cost, slowest
 
 Where = tuple[str, Lane]

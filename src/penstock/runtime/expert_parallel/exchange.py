@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.device import device_of, device_of_backend
-from penstock.dispatch import Dispatch
+from penstock.features.dispatch import Dispatch
 from penstock.mesh import Group
 from penstock.moe.compatibility import route_maker
 from penstock.moe.layer import MoELayer

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from penstock.device import on_device
+from penstock.features.expert_replicas.encoding import Numbers
 from penstock.graph import Phase, Task
 from penstock.ops import Op
 from penstock.placement import PlacementError
-from penstock.placing.encoding import Numbers
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.replicas import Piece
 from penstock.runtime.transport.legs import Later, to_host

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from penstock.features.tensor_parallel import ops as tensor
 from penstock.graph import Phase, Task
 from penstock.mesh import Axes
-from penstock.ops import Op, tensor
+from penstock.ops import Op
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import SavedRoute, added, microbatch, present, route, route_gradients
 from penstock.runtime.segment import AnySegment

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.features.sharded_optimizer.ops import KINDS, of_optimizer
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
-from penstock.ops.optimizer import KINDS, of_optimizer
 from penstock.ops.sums import REDUCTIONS
 from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
 from penstock.runtime.sharded.share import MASTER, MOMENTS, ReleasingShare, Share

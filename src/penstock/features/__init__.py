@@ -1,0 +1,6 @@
+"""Features of a step, one folder each: ops and their work, passes, planners, settings. No torch."""
+
+from penstock.features.build import build_graph
+from penstock.features.table import FEATURES
+
+__all__ = ["FEATURES", "build_graph"]
