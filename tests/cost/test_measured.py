@@ -17,9 +17,8 @@ from penstock.graph import Lane, Task
 from penstock.mesh import Mesh, Seconds
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES
-from penstock.schedule.freeze import slowest
-from penstock.simulate import lower_bound, simulate
 from penstock.step import StepShape
+from penstock.timing import lower_bound, simulate, slowest
 from penstock.trace import TaskRecord
 from tests.steps import lone_task
 

@@ -25,9 +25,9 @@ from penstock.placement import ExpertPlacement
 from penstock.routing.rows import by_source_and_target
 from penstock.routing.sizes import split_sizes
 from penstock.schedule import SCHEDULES
-from penstock.simulate import lower_bound, simulate
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import ExpertForm, TokenLayout
+from penstock.timing import lower_bound, simulate
 from penstock.workloads import Routing
 from tests.steps import planned, task_at
 from tests.support.draws import draws

@@ -20,8 +20,8 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Task
 from penstock.mesh import Mesh, Seconds
 from penstock.schedule import SCHEDULES, StepPlan, plan_step
-from penstock.simulate import simulate
 from penstock.step import Sharing, StepShape
+from penstock.timing import simulate
 
 RECORDED = Path(__file__).parent / "recorded" / "orders.txt"
 RECORDED_DISPATCHES = ("flat", "hierarchical_1d", "hierarchical_2d")

@@ -18,8 +18,8 @@ from penstock.graph import Lane, Name, Phase, ScheduleError, Task
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES, StepPlan, cut, plan_step, unit_cost
 from penstock.schedule.system import is_all_reduce, pieces_of, whole
-from penstock.simulate import simulate
 from penstock.step import StepShape
+from penstock.timing import simulate
 from tests.steps import (
     CUT_INSIDE,
     PICTURE_WIDTH,

@@ -21,9 +21,9 @@ from penstock.plan import Problem
 from penstock.plan.plan_config import DROPPED_STEPS, PlanConfig
 from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner
 from penstock.runtime import PipelinedStack
-from penstock.schedule import SCHEDULES, Cost, StepPlan, plan_step
-from penstock.simulate import iteration_s
+from penstock.schedule import SCHEDULES, StepPlan, plan_step
 from penstock.step import StepShape
+from penstock.timing import Cost, iteration_s
 from penstock.topology import Control
 from penstock.trace import TaskRecord
 from penstock.words import counted, mib, milliseconds

@@ -14,7 +14,6 @@ from penstock.config import ConfigError, Table
 from penstock.cost import (
     ClusterConfig,
     HeldBytes,
-    Issuing,
     RoutedCost,
     SlowRanks,
     StepCost,
@@ -38,11 +37,11 @@ from penstock.features.field import NOTHING_MOVES
 from penstock.mesh import Group, Mesh
 from penstock.placement import Replication
 from penstock.plan.slack import replica_slack
-from penstock.schedule import Cost, StepPlan, cut, plan_step
+from penstock.schedule import StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
-from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS, Recompute
+from penstock.timing import Cost, Issuing, LowerBound, Timeline, lower_bound, simulate
 
 Numbers = npt.NDArray[np.float64]
 

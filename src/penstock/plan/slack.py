@@ -9,8 +9,8 @@ from penstock.features.expert_replicas.problem import Slack
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Mesh
 from penstock.ops import Op
-from penstock.schedule import Cost, StepPlan
-from penstock.simulate import simulate
+from penstock.schedule import StepPlan
+from penstock.timing import Cost, simulate
 
 REPLICAS = (Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS)
 

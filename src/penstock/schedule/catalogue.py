@@ -16,7 +16,6 @@ from penstock.ops.transfers import FLAT
 from penstock.schedule.baseline_esp import BaselineESP
 from penstock.schedule.dense_overlap import DenseOverlap
 from penstock.schedule.flowmoe import FlowMoE
-from penstock.schedule.freeze import Cost
 from penstock.schedule.fsmoe import FSMoE
 from penstock.schedule.lina import Lina
 from penstock.schedule.moe_pipeline import MoEPipeline
@@ -27,6 +26,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.sequential import Sequential
 from penstock.schedule.system import SCHEDULES, register_schedule
 from penstock.step import StepShape
+from penstock.timing import Cost
 
 MOST_REPLICA_PIECES = 64
 """The most pieces of a layer's replicas in either direction: every piece is a task with a start-up."""

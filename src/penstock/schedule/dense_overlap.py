@@ -5,11 +5,11 @@ from __future__ import annotations
 from penstock.decision import Decision, Slot
 from penstock.graph import Graph, Task
 from penstock.ops.gradients import summed
-from penstock.schedule.freeze import Cost
 from penstock.schedule.gaps import dense_gap, reduce_in_gaps
 from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce
+from penstock.timing import Cost
 
 
 class DenseOverlap(MoEPipeline):

@@ -13,11 +13,11 @@ from penstock.features.sharded_optimizer.ops import GATHERS, UPDATES
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
 from penstock.ops.gradients import GRADIENT_KINDS, summed
-from penstock.schedule.freeze import Cost
 from penstock.schedule.room import ordered
 from penstock.schedule.schedule import Schedule
 from penstock.step import StepShape
 from penstock.step.shape import ExpertForm
+from penstock.timing import Cost
 
 MOST_REDUCTIONS = 1 << 15
 """The most pieces of all layers' gradients in a step. With a start-up of 0.1 ms they alone take 3.3 s."""

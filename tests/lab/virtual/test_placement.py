@@ -22,8 +22,7 @@ from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.plan.slack import replica_slack
 from penstock.schedule import StepPlan
-from penstock.schedule.freeze import freeze
-from penstock.schedule.schedule import unit_cost
+from penstock.schedule.schedule import freeze, unit_cost
 from penstock.topology import Layout
 from penstock.train.assemble import base_shape, first_plan, gradient_bytes, workload
 from penstock.workloads import routing_of

@@ -16,8 +16,8 @@ from penstock.ops.names import place_of
 from penstock.plan.problem import Problem
 from penstock.plan.published.backward import Backward, GapLayer, Made
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
-from penstock.schedule.freeze import Cost, slowest
 from penstock.step import StepShape
+from penstock.timing import Cost, slowest
 
 Where = tuple[str, Lane]
 """An op and its lane."""

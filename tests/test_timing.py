@@ -1,23 +1,123 @@
-"""The simulator: a published closed form, groups of ranks, and bounds that no schedule beats."""
+"""Timing: what happens event by event, a published closed form, groups of ranks, and bounds that no schedule
+beats."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import Issuing
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
-from penstock.graph import Graph, Lane, Name, Phase, Task
-from penstock.graph.paths import slot_order
+from penstock.graph import Graph, Lane, Name, Phase, ScheduleError, Task
 from penstock.mesh import Axes, Group, Mesh, Seconds
 from penstock.ops import OPS, Op, OpSpec
 from penstock.schedule import Schedule
-from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.step import StepShape
+from penstock.timing import (
+    Issuing,
+    LowerBound,
+    issue_order,
+    iteration_s,
+    lower_bound,
+    overlap_efficiency,
+    positions,
+    simulate,
+    slot_order,
+)
 from tests.steps import example_plan, planned, random_orders, random_seconds, seeds, shapes, task_at
+
+Orders = Mapping[Lane, tuple[Task, ...]]
+
+# ---- event by event ----------------------------------------------------------------------------------------
+
+
+def run_events(orders: Orders, graph: Graph, cost: Mapping[Task, int]) -> dict[Task, tuple[int, int]]:
+    """Walk the clock tick by tick; tasks that never start are left out."""
+    times: dict[Task, tuple[int, int]] = {}
+    queues = {lane: list(order) for lane, order in orders.items()}
+    now = 0
+    while True:
+        ended = {task for task, (_, end) in times.items() if end <= now}
+        for lane, queue in queues.items():
+            free = all(end <= now for task, (_, end) in times.items() if task.lane is lane)
+            if queue and free and ended.issuperset(graph.needs[queue[0]]):
+                task = queue.pop(0)
+                times[task] = (now, now + cost[task])
+        if all(end <= now for _, end in times.values()):
+            return times
+        now += 1
+
+
+def random_ticks(graph: Graph, seed: int) -> dict[Task, int]:
+    """Whole numbers, so that two ways of adding them agree exactly."""
+    rng = random.Random(seed)
+    return {task: rng.randint(1, 5) for task in graph.tasks}
+
+
+@given(shapes(layers=2, pieces=2, chunks=2), seeds, st.booleans())
+def test_a_timeline_is_what_happens_event_by_event(shape: StepShape, seed: int, differ: bool) -> None:
+    """differ: seconds are given as those of ranks that differ."""
+    graph = build_graph(shape)
+    orders, ticks = random_orders(graph, seed), random_ticks(graph, seed)
+    cost = (lambda task: np.array([ticks[task]])) if differ else ticks.__getitem__
+    schedule = Schedule("random", orders)
+    times = simulate(schedule, graph, cost).times
+    ran = run_events(orders, graph, ticks)
+    assert {task: (int(span.start[0]), int(span.end[0])) for task, span in times.items()} == ran
+    assert iteration_s(schedule, graph, cost) == max(end for _, end in ran.values())
+
+
+@given(shapes(layers=2, pieces=2, chunks=2), seeds)
+def test_orders_deadlock_exactly_when_the_events_get_stuck(shape: StepShape, seed: int) -> None:
+    graph = build_graph(shape)
+    rng = random.Random(seed)
+    shuffled = {lane: list(order) for lane, order in random_orders(graph, seed).items()}
+    for order in shuffled.values():
+        at = rng.randrange(len(order))
+        order.insert(rng.randrange(len(order)), order.pop(at))
+    lanes = {lane: tuple(order) for lane, order in shuffled.items()}
+    ran = run_events(lanes, graph, dict.fromkeys(graph.tasks, 1))
+    stuck = {lane: [task for task in order if task not in ran] for lane, order in lanes.items()}
+    heads = {lane: tasks[0] for lane, tasks in stuck.items() if tasks}
+    if not heads:
+        assert sorted(issue_order(lanes, graph)) == list(range(len(graph.tasks)))
+        return
+    for issuing in (None, Issuing(task_s=1e-3, kernel_s=1e-4, halves=False)):
+        with pytest.raises(ScheduleError, match="the schedule deadlocks") as caught:
+            simulate(Schedule("random", lanes), graph, lambda _: 1.0, issuing=issuing)
+        for lane, task in heads.items():
+            missing = ", ".join(str(need) for need in graph.needs[task] if need not in ran)
+            assert f"{lane}: {task} waits for {missing}" in str(caught.value)
+
+
+@given(shapes(), seeds)
+def test_issue_order_keeps_lanes_and_dependencies(shape: StepShape, seed: int) -> None:
+    graph = build_graph(shape)
+    orders = random_orders(graph, seed)
+    issued = [graph.tasks[place] for place in issue_order(orders, graph)]
+    position = {task: i for i, task in enumerate(issued)}
+    assert {lane: tuple(t for t in issued if t.lane is lane) for lane in orders} == orders
+    assert all(position[need] < position[task] for task in issued for need in graph.needs[task])
+
+
+def test_two_lanes_that_wait_for_each_other_are_both_named() -> None:
+    graph = build_graph(StepShape(moe_layers=(True,), exchange_counts=False))
+    orders = {
+        Lane.COMPUTE: [task_at(graph, name) for name in ("L0.EM.m0.F", "L0.X.m0.c0.F", "L0.AT.m0.F")],
+        Lane.INTER: [task_at(graph, "L0.D.m0.c0.F")],
+    }
+    with pytest.raises(ScheduleError) as caught:
+        issue_order(orders, graph)
+    assert str(caught.value) == (
+        "the schedule deadlocks; compute: L0.X.m0.c0.F waits for L0.D.m0.c0.F, L0.AT.m0.F; "
+        "inter: L0.D.m0.c0.F waits for L0.AT.m0.F"
+    )
+
 
 # ---- a published closed form -------------------------------------------------------------------------------
 
@@ -277,8 +377,9 @@ def test_the_host_waits_for_counts_before_it_hands_out_what_they_cut() -> None:
     times = simulate(
         plan.schedule, plan.graph, lambda task: 5.0 if task is counts else 0.01, issuing=issuing
     ).times
-    orders = plan.schedule.places(plan.graph)
-    order = [plan.graph.tasks[place] for place in slot_order(orders, plan.graph.links, plan.graph.tasks)]
+    forward = [task.forward for task in plan.graph.tasks]
+    row = slot_order(positions(plan.schedule.lanes, plan.graph), plan.graph.links, forward)
+    order = [plan.graph.tasks[place] for place in row]
     reader = next(place for place, task in enumerate(order) if counts in plan.graph.needs[task])
     assert all(times[task].start[0] >= times[counts].end[0] for task in order[reader:])
     assert any(times[task].start[0] < times[counts].end[0] for task in order[:reader] if task is not counts)
