@@ -272,7 +272,7 @@ FAULTS = (
         "moe",
     ),
     Fault(
-        "moe/gates/base.py",
+        "moe/routers.py",
         "x_TM.to(torch.promote_types(x_TM.dtype, torch.float32))",
         "x_TM.to(x_TM.dtype)",
         "the router computes in bfloat16",
@@ -286,7 +286,7 @@ FAULTS = (
         "moe",
     ),
     Fault(
-        "moe/experts/weight_gradients.py",
+        "moe/products.py",
         "weight_EMH.grad, add=not first)",
         "weight_EMH.grad, add=False)",
         "a second slice's weight gradients replace the first one's",

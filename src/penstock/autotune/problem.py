@@ -16,8 +16,8 @@ from penstock.features.dispatch import DISPATCHES, runnable
 from penstock.graph import RefusalError
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig, build_layer
-from penstock.moe.experts.base import ExpertShard
-from penstock.moe.orders.merged import MOST_EXPERTS_THERE
+from penstock.moe.experts import ExpertShard
+from penstock.moe.permute.merged import MOST_EXPERTS_THERE
 from penstock.plan import PlanFile, Problem
 from penstock.plan.plan_config import AUTO, FIXED
 from penstock.plan.space import in_effect

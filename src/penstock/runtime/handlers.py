@@ -20,7 +20,7 @@ from penstock.graph import Phase, ScheduleError, Task
 from penstock.moe import RouteMaker
 from penstock.moe.balance import Balance
 from penstock.moe.config import MoEConfig
-from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.moe.products import AutogradWeights, WeightGradients
 from penstock.ops import OPS
 from penstock.placement import Replication
 from penstock.routing.replicas import ExactSplit

@@ -24,7 +24,7 @@ from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.build import build_order
 from penstock.moe.config import MoEConfig
-from penstock.moe.versions import count_updates
+from penstock.moe.layer import count_updates
 from penstock.partial_state import refuse_pickle
 from penstock.placement import Replication
 from penstock.runtime import features as _features  # noqa: F401  # registers handlers

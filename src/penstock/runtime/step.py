@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.device import device_of
 from penstock.moe import MoEConfig, MoELayer
 from penstock.moe.balance import Balance
-from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
+from penstock.moe.products import AutogradWeights, ComputeCopies, WeightGradients
 from penstock.routing.routes import RouteMaker
 from penstock.runtime.bounds import Counted, RowBounds
 from penstock.runtime.checks.consistency import Consistency

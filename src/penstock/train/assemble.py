@@ -21,7 +21,7 @@ from penstock.models.decoder import MakeLayer, TensorShard
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
-from penstock.moe.experts.base import ExpertShard
+from penstock.moe.experts import ExpertShard
 from penstock.plan.slack import replica_slack
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
 from penstock.runtime.checks.layers import shape_of, sharing_of

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.cost import HeldBytes
 from penstock.decision import GradientBytes
 from penstock.mesh import Group
-from penstock.moe.experts.base import Experts
+from penstock.moe.experts import Experts
 from penstock.ops.gradients import GRADIENT_KINDS, KindName
 from penstock.runtime.fingerprints.facts import Entry, Marks
 from penstock.runtime.fingerprints.snapshot import Snapshot

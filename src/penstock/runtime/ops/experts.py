@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.graph import Phase, Task
 from penstock.moe import ChunkRoute
-from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.moe.products import AutogradWeights, WeightGradients
 from penstock.ops import Op
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import present

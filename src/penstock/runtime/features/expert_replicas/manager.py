@@ -14,7 +14,7 @@ from penstock.features.expert_replicas.encoding import Numbers, numbers_of, shar
 from penstock.mesh import node_of
 from penstock.moe import MoELayer
 from penstock.moe.expert_slots import Spread, slots_with_replicas
-from penstock.moe.experts.base import Experts
+from penstock.moe.experts import Experts
 from penstock.placement import Replication
 from penstock.routing.replicas import ExactSplit
 from penstock.runtime.features.expert_replicas.moving import ExpertMoving, Plans, loads_of_group

@@ -18,13 +18,10 @@ from torch import Tensor
 from penstock.config import ConfigError
 from penstock.mesh import num_nodes, place_in_node
 from penstock.moe.choices import Choice, TokenChoice
-from penstock.moe.experts.base import Experts
-from penstock.moe.experts.product import Product
-from penstock.moe.orders.bags import histogram
-from penstock.moe.orders.base import Order, OrderPlan
-from penstock.moe.orders.index import places
-from penstock.moe.orders.rows import RowPlan
-from penstock.moe.orders.sort import bins, sorted_rows
+from penstock.moe.experts import Experts
+from penstock.moe.permute.rows import RowPlan, histogram
+from penstock.moe.permute.sort import Order, OrderPlan, bins, places, sorted_rows
+from penstock.moe.products import Product
 from penstock.placement import ExpertPlacement
 from penstock.routing.joined import MOST_NODE_SIZE, num_sets
 from penstock.routing.routes import ChunkRoute
