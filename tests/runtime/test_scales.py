@@ -16,7 +16,7 @@ from penstock.config import ConfigError
 from penstock.moe import MoEConfig, build_layer
 from penstock.moe.config import BalanceGroup
 from penstock.moe.experts import ExpertShard
-from penstock.runtime.makers import maker_of
+from penstock.runtime.parts import maker_of
 from penstock.step.shape import ExpertForm
 from penstock.topology import Layout as Place
 from tests.support.cases import GATES, ORDERS

@@ -19,7 +19,7 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.runtime import ShardedAdamW
-from penstock.runtime.fingerprints.facts import FIELDS
+from penstock.runtime.fingerprints import FIELDS
 from penstock.step.shape import TokenLayout
 from penstock.topology import Layout
 from penstock.train.assemble import build_optimizer, first_plan

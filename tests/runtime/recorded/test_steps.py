@@ -12,7 +12,7 @@ import pytest
 
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.runtime.recorded.order import find_disorder
+from penstock.runtime.recorded.hazards import find_disorder
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import Recompute
 from penstock.topology.groups import TransportName
