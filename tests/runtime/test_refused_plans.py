@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.decision import PlacementConfig
-from penstock.decision.moving import ExpertMoves
+from penstock.features.expert_replicas.settings import ExpertMoves
 from penstock.train.assemble import first_plan
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.close import check_close

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.config import ConfigError
 from penstock.moe import MoEConfig, build_layer
 from penstock.moe.config import BalanceGroup
-from penstock.moe.experts.base import ExpertShard
+from penstock.moe.experts import ExpertShard
 from penstock.runtime.makers import maker_of
 from penstock.step.shape import ExpertForm
 from penstock.topology import Layout as Place
