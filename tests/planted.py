@@ -204,7 +204,7 @@ FAULTS = (
         'out.append(task.reading({**task.inputs, "saved": (name,)}))',
         "out.append(task)",
         "backward reads what the first run has saved, which keeps nothing",
-        "runtime/test_recompute.py",
+        "runtime/sharded/test_steps.py runtime/test_cases.py",
     ),
     Fault(
         "features/sample_placement/passes.py",
