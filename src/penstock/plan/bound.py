@@ -143,7 +143,7 @@ class QuickBounds:
 
     def seconds(self, choice: Decision) -> float:
         """Return a time that no order of this cut beats, whatever the priority rule of `choice`."""
-        cut = _unordered(choice)
+        cut = _unpermuted(choice)
         if cut not in self._known_seconds:
             self._known_seconds[cut] = self._ratio * self._seconds(cut)
         return self._known_seconds[cut]
@@ -154,7 +154,7 @@ class QuickBounds:
         Such a step has all tasks and edges of the one that recomputes nothing, and more.
         """
         if choice not in self._known_cuts:
-            cut = _unordered(choice)
+            cut = _unpermuted(choice)
             self._known_cuts[choice] = cut, replace(cut, recompute=USUAL.recompute)
         cut, plain = self._known_cuts[choice]
         return self._known_seconds[cut] if cut in self._known_seconds else self.seconds(plain)
@@ -273,7 +273,7 @@ class QuickBounds:
         return self._known_alone[layer]
 
 
-def _unordered(choice: Decision) -> Decision:
+def _unpermuted(choice: Decision) -> Decision:
     return choice if choice.priority == USUAL.priority else replace(choice, priority=USUAL.priority)
 
 
