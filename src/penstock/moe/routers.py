@@ -271,7 +271,7 @@ class SoftmaxRouter(TokenRouter):
 
 
 class SigmoidRouter(SoftmaxRouter):
-    """A router whose scores are sigmoids of the logits, each expert by itself. Parameters as in SoftmaxRouter.
+    """A router whose scores are sigmoids of the logits, each expert by itself. Parameters: see SoftmaxRouter.
 
     BASE layers, StableMoE and DeepSeek-V3 (arXiv 2103.16716, 2204.08396, 2412.19437): experts do not compete
     for a score as they do in a softmax. DeepSeek-V3 is this gate with `groups`, `bias`, `renormalise` and

@@ -91,7 +91,7 @@ register(
         name=Op.ATTENTION,
         family=Family.ATTENTION,
         launches=82,
-        title="attention, router, permutation (a dense block: all of it)",
+        title="attention, router, permute (a dense block: all of it)",
         kind=Kind.COMPUTE,
         work=_attention,
         given=frozenset({"metadata"}),

@@ -163,7 +163,7 @@ OPS = (
     _computed(Op.HEADS, "attention of this rank's heads", _heads, BOTH, launches=43, family=Family.ATTENTION),
     _computed(
         Op.GATE,
-        "residual, norm, router, permutation",
+        "residual, norm, router, permute",
         _gate,
         REPLICATED,
         launches=39,
