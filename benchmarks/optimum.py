@@ -7,9 +7,10 @@ from collections import defaultdict
 
 from ortools.sat.python import cp_model
 
-from penstock.dispatch import DISPATCHES
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Task
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 
 TICK_S = 1e-4
 """The solver counts in whole ticks, and every duration is a number of them."""

@@ -25,9 +25,9 @@ from penstock.plan import Candidate, Problem, evaluate, find_plan
 from penstock.plan.effort import Meter
 from penstock.plan.space import space
 from penstock.plan.successive_halving import FIRST_CUTS, ROUNDS, SuccessiveHalving
-from penstock.schedule import SCHEDULES, Cost, Schedule
-from penstock.simulate import iteration_s
+from penstock.schedule import SCHEDULES, Schedule
 from penstock.step import StepShape
+from penstock.timing import Cost, iteration_s
 
 OWN: Final = SCHEDULES["penstock"]
 FULL: Final = 30

@@ -20,10 +20,11 @@ import numpy as np
 from benchmarks.command import parser_of, run_alone
 from benchmarks.progress import in_rows
 from benchmarks.skewed import DRIFT, ROWS, costs, drifting_loads, expert_problem
+from penstock.features.expert_replicas.model import LayerLoad, LayerSeconds, seconds_of
+from penstock.features.expert_replicas.planners import PLANNERS, find_planner, overlap, pays
+from penstock.features.expert_replicas.problem import ExpertProblem
 from penstock.lab.bench.table import markdown_table
 from penstock.placement import Replication
-from penstock.placing import PLANNERS, ExpertProblem, LayerLoad, find_planner, overlap, pays
-from penstock.placing.model import LayerSeconds, seconds_of
 
 RANKS: Final = 16
 STEPS: Final = 12

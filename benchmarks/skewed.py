@@ -8,9 +8,9 @@ from typing import Final
 
 import numpy as np
 
+from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem, Links
 from penstock.placement import ExpertPlacement
-from penstock.placing import ExpertCosts, ExpertProblem, Links
-from penstock.placing.integers import Floats, Ints
+from penstock.routing.integers import Floats, Ints
 
 HOT: Final = 3
 """Experts that have more than half of the rows."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import penstock
 from penstock.decision import ScheduleConfig
+from penstock.features import FEATURES
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import OPS
@@ -72,6 +73,20 @@ def _layers() -> str:
 def _ops() -> str:
     rows = ((f"`{name}`", str(op.kind), op.title, str(op.backward)) for name, op in OPS.items())
     return _rows(("op", "occupies", "what happens", "backward"), rows)
+
+
+def _features() -> str:
+    rows = (
+        (
+            f"`{feature.name}/`",
+            feature.title,
+            feature.source,
+            ", ".join(f"`{spec.name}`" for spec in feature.ops),
+            ", ".join(f"`{name}`" for name in feature.fields),
+        )
+        for feature in FEATURES
+    )
+    return _rows(("folder", "what it does", "source", "ops", "what a plan decides"), rows)
 
 
 def _names() -> str:
@@ -141,6 +156,7 @@ def files_of_a_batch(rank: int) -> list[str]:
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "layers": _layers,
+    "features": _features,
     "ops": _ops,
     "batch": _batch,
     "names": _names,

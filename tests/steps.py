@@ -10,14 +10,15 @@ from typing import Any
 from hypothesis import strategies as st
 
 from penstock.decision import Decision, GradientBytes
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Kind, Op, Sizes, Work, spec_of
 from penstock.ops.transfers import FLAT
-from penstock.schedule import SCHEDULES, Cost, StepPlan, cut, plan_step, unit_cost
+from penstock.schedule import SCHEDULES, StepPlan, cut, plan_step, unit_cost
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import FORM_TOKENS
+from penstock.timing import Cost
 
 PICTURE_WIDTH = 106
 """Columns of a picture inside a class docstring: 110 less the indentation."""

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config import ConfigError, load
 from penstock.decision import Decision, ScheduleConfig
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.plan import PlanFile, Problem, evaluate
 from penstock.plan.space import in_effect, neighbours, space, valid
 from penstock.report.plan import _table

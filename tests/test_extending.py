@@ -16,13 +16,13 @@ from torch import Tensor
 
 from penstock import MoELayer
 from penstock.decision import ScheduleConfig
-from penstock.dispatch import Place
+from penstock.features.dispatch import Place
 from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import ModuleExperts, MoEConfig, SampleKeys, SoftmaxGate, SortOrder, SwiGLUExperts
 from penstock.runtime import PipelinedStack
 from penstock.train.assemble import build_stack
-from tests.dispatch.test_legs import exchanged, permuted, tables
+from tests.features.dispatch.test_legs import exchanged, permuted, tables
 from tests.steps import PLAIN
 from tests.support.close import check_close
 from tests.support.formulas import FORMULAS, SLOTS, mixed, softmax, swiglu
@@ -277,7 +277,7 @@ def test_examples_import_from_few_packages() -> None:
             "penstock",
             "penstock.adapt",
             "penstock.moe",
-            "penstock.dispatch",
+            "penstock.features.dispatch",
             "penstock.models.huggingface",
             "penstock.runtime.expert_parallel.exchange",
             # what a step is made of
@@ -289,6 +289,6 @@ def test_examples_import_from_few_packages() -> None:
             "penstock.schedule",
             "penstock.schedule.flowmoe",
             "penstock.step",
-            "penstock.step.passes",
+            "penstock.step.passes.weight_gradients",
             "penstock.step.rewrite",
         }

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import penstock.dispatch
+import penstock.features.dispatch
 import penstock.moe
 from penstock import MoELayer, clip_grad_norm_
 from penstock.cli import main
-from penstock.dispatch import DISPATCHES
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane
 from penstock.moe import (
     Bfloat16Rows,
@@ -29,7 +30,7 @@ from penstock.moe import (
     SwiGLUExperts,
     Tokens,
 )
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from tests.support.close import check_close
 from tests.support.pages import CHOICES, EXPERTS, HIDDEN, MOE_LAYER, ROOT, blocks, run_block
 from tests.support.ranks import Pools
@@ -151,7 +152,7 @@ def lanes_of_ops() -> dict[str, Lane]:
 def test_the_parts_exist() -> None:
     for _, names, *_ in rows_of("Parts")[2:]:
         for name in re.findall(r"\w+", names):
-            assert hasattr(penstock.moe, name) or hasattr(penstock.dispatch, name), name
+            assert hasattr(penstock.moe, name) or hasattr(penstock.features.dispatch, name), name
 
 
 def test_the_tasks_of_the_picture_are_on_their_lanes() -> None:

@@ -21,8 +21,8 @@ from penstock.plan.problem import Problem
 from penstock.report import render_timeline
 from penstock.runtime.handlers import HANDLERS
 from penstock.schedule import SCHEDULES, Schedule
-from penstock.simulate import lower_bound
 from penstock.step import StepShape
+from penstock.timing import lower_bound
 from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
 from tests.cost.test_step import workload

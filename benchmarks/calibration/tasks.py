@@ -18,11 +18,11 @@ import numpy as np
 
 from penstock.cost import ClusterFile, ProfiledCluster
 from penstock.decision import Decision
+from penstock.features.build import build_graph
 from penstock.graph import Phase, Task
 from penstock.ops import Op
 from penstock.plan import published_problem
 from penstock.plan.subject import Overrides
-from penstock.step import build_graph
 
 DATA: Final = Path(__file__).parent.parent / "data"
 

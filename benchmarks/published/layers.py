@@ -24,9 +24,9 @@ from penstock.mesh import Group, holders
 from penstock.ops import Op
 from penstock.ops.names import INPUT, OUTPUT
 from penstock.plan import Problem
-from penstock.schedule import Cost
 from penstock.step import StepShape
 from penstock.step.shape import Sharing
+from penstock.timing import Cost
 
 FLOAT_BYTES = 4
 FSMOE_STACK, FLOWMOE_STACK = 4, 2

@@ -24,8 +24,8 @@ from penstock.ops.names import INPUT, OUTPUT
 from penstock.plan import Problem
 from penstock.plan.published import fsmoe_choice, parm_choice
 from penstock.plan.published.parm import SLICES
-from penstock.schedule import Cost
 from penstock.step import Sharing, StepShape
+from penstock.timing import Cost
 
 GRID = Path(__file__).with_name("parm_layer_grid.csv")
 FLOAT_BYTES, TOP_K = 4, 2

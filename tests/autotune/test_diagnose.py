@@ -14,8 +14,8 @@ from penstock.mesh import Group, Mesh
 from penstock.ops import Op
 from penstock.ops.transfers import Hop
 from penstock.schedule import StepPlan
-from penstock.simulate import simulate
 from penstock.step import StepShape
+from penstock.timing import simulate
 from penstock.trace import TaskRecord
 from penstock.words import lane_words
 from tests.steps import planned

@@ -10,7 +10,7 @@ import pytest
 from penstock.autotune.planned import Planned
 from penstock.autotune.watch import WORTH, Diagnosis, _decide
 from penstock.config import load
-from penstock.decision.field import NOTHING_MOVES
+from penstock.features.field import NOTHING_MOVES
 from penstock.plan import evaluate, find_plan
 from penstock.train.config import RunConfig
 from tests.plan.problems import FILE

@@ -13,7 +13,7 @@ from penstock.cost.cluster_file import LinkModel, StepFit, TaskModel
 from penstock.decision import Decision
 from penstock.plan import Problem, predict_s
 from penstock.plan.predict import _between, alone
-from penstock.simulate import simulate
+from penstock.timing import simulate
 from tests.plan.problems import FILE, problem
 
 CHOICES = (

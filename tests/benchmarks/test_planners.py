@@ -11,7 +11,7 @@ import pytest
 from benchmarks.planners import CONTENDERS, EXACT, PlannersResult, simulate_planners
 from benchmarks.skewed import HOT, HOT_SHARE, ROWS, costs, drifting_loads
 from benchmarks.text import text_of
-from penstock.placing import overlap
+from penstock.features.expert_replicas.planners import overlap
 
 
 def test_loads_stay_skewed_and_resemble_those_of_the_step_before() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.report import RunSummary
 from tests.support.forked import run_forked
 from tests.support.ranks import Pools

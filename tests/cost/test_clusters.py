@@ -16,10 +16,11 @@ from penstock.config import ConfigError, from_dict
 from penstock.cost import ClusterConfig, ProfiledCluster, Span, StepCost
 from penstock.cost.cluster_file import ClusterFile, Fit, KernelModel, LinkModel, Machine, StepFit, TaskModel
 from penstock.cost.clusters import find_cluster, names
+from penstock.features.build import build_graph
 from penstock.graph import Lane, Phase
 from penstock.mesh import Group
 from penstock.ops import OPS
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from tests.cost.test_step import workload
 from tests.steps import cut_by
 

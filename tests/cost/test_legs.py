@@ -11,7 +11,7 @@ from penstock.config import ConfigError, load
 from penstock.cost.cluster_file import LinkModel
 from penstock.cost.legs import even_leg
 from penstock.decision import Decision
-from penstock.dispatch import DISPATCHES, HierarchicalDispatch2D
+from penstock.features.dispatch import DISPATCHES, HierarchicalDispatch2D
 from penstock.graph import Lane
 from penstock.ops import Op
 from penstock.plan import find_plan

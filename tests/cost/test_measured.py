@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from penstock.cost import MeasuredCost
 from penstock.decision import Decision
+from penstock.features.build import build_graph
 from penstock.graph import Lane, Task
 from penstock.mesh import Mesh, Seconds
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES
-from penstock.schedule.freeze import slowest
-from penstock.simulate import lower_bound, simulate
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
+from penstock.timing import lower_bound, simulate, slowest
 from penstock.trace import TaskRecord
 from tests.steps import lone_task
 

@@ -23,16 +23,17 @@ from penstock.cost.placed import (
     device_groups,
     rank_loads,
 )
-from penstock.dispatch import DISPATCHES
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.expert_replicas.model import copies_of
 from penstock.graph import Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
-from penstock.placing import copies_of
 from penstock.routing.replicas import rows_by_position
 from penstock.routing.sizes import split_sizes
-from penstock.runtime.sample_moving import Habits, Relocation, SampleMoving
-from penstock.step import StepShape, build_graph
+from penstock.runtime.features.sample_placement.moving import Habits, Relocation, SampleMoving
+from penstock.step import StepShape
 from penstock.topology import Layout, ParallelConfig
 from penstock.workloads import Routing, RoutingConfig, routing_of
 from tests.support.draws import draws

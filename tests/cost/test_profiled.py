@@ -10,10 +10,11 @@ from penstock.cost import AlphaBeta, ProfiledCluster, Span, StepCost
 from penstock.cost.cluster import Inside
 from penstock.cost.cluster_file import LinkModel, MoveModel, TaskModel
 from penstock.cost.clusters import find_cluster
+from penstock.features.build import build_graph
 from penstock.graph import Phase
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from tests.cost.test_clusters import HERE
 from tests.cost.test_step import workload
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from penstock.cost import ProfiledCluster, RoutedCost, StepCost, Workload
 from penstock.cost.cluster_file import ClusterFile, TaskModel
 from penstock.cost.legs import even_leg
-from penstock.dispatch import DISPATCHES
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
@@ -24,9 +25,9 @@ from penstock.placement import ExpertPlacement
 from penstock.routing.rows import by_source_and_target
 from penstock.routing.sizes import split_sizes
 from penstock.schedule import SCHEDULES
-from penstock.simulate import lower_bound, simulate
-from penstock.step import Sharing, StepShape, build_graph
+from penstock.step import Sharing, StepShape
 from penstock.step.shape import ExpertForm, TokenLayout
+from penstock.timing import lower_bound, simulate
 from penstock.workloads import Routing
 from tests.steps import planned, task_at
 from tests.support.draws import draws

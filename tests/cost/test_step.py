@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, Span, StateTypes, StepCost, UnevenRanks, Workload
-from penstock.dispatch import DISPATCHES
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.sharded_optimizer.ops import of_optimizer
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.optimizer import of_optimizer
 from penstock.ops.transfers import TRANSFERS
 from penstock.plan.optimizers import sharing_updates
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.step.shape import ExpertForm, Sharing
 from tests.plan.problems import problem
 from tests.steps import shapes, task_at

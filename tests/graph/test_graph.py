@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, ScheduleError, Task
 from penstock.mesh import Group
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from tests.steps import shapes
 
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.features.build import build_graph
 from penstock.graph import Cut, Graph, Lane, Name, Phase, ScheduleError, Task
 from penstock.graph.state import lasts
 from penstock.graph.task import WHOLE
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 
 GRADIENTS, WEIGHTS, GATHERED = "gradients of L0", "parameters of L0", "gathered parameters of L0"
 

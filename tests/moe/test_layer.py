@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.dispatch import FlatDispatch, Place
+from penstock.features.dispatch import FlatDispatch, Place
 from penstock.moe import MoEConfig, MoELayer, RouteMaker, Tokens, build_layer
 from tests.support.draws import draws
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.dispatch import FlatDispatch, Place
+from penstock.features.dispatch import FlatDispatch, Place
 from penstock.moe import ChunkRoute, MoEConfig, MoELayer, RouteMaker, Tokens
 from penstock.moe.packed_residual import ResidualRows, given_back
 from tests.moe.test_layer import layer_of, tokens

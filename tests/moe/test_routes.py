@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.apportion import Counts
-from penstock.dispatch import DISPATCHES, FlatDispatch, Place
+from penstock.features.dispatch import DISPATCHES, FlatDispatch, Place
 from penstock.moe import RouteMaker
 
 BY_RANK = [name for name, dispatch in DISPATCHES.items() if not dispatch.joins_rows]

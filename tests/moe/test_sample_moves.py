@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dispatch import FlatDispatch, Place
+from penstock.features.dispatch import FlatDispatch, Place
 from penstock.moe import RouteMaker
 from penstock.placement import PlacementError
 from penstock.routing.samples import ExchangeGroup, SampleHomes, SampleTable, TableSize, settle

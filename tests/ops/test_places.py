@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.features.build import build_graph
 from penstock.ops.names import AFTER, INPUT, OUTPUT, place_of
-from penstock.step import Sharing, StepShape, build_graph
+from penstock.step import Sharing, StepShape
 from penstock.step.shape import FORM_TOKENS, ExpertForm
 
 

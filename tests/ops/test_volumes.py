@@ -12,10 +12,11 @@ from functools import cache
 import pytest
 
 from penstock.cost import ClusterConfig, StepCost, Workload
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Phase, Task
 from penstock.mesh import Mesh
 from penstock.ops.work import Collective
-from penstock.step import Sharing, StepShape, build_graph
+from penstock.step import Sharing, StepShape
 from penstock.step.shape import ExpertForm, TokenLayout
 
 BLM, ETM = 32, 256

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, ClusterFile, Workload
 from penstock.decision import Movable
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.plan import Problem
 from penstock.plan.optimizers import sharing_updates
 from penstock.step import Sharing, StepShape

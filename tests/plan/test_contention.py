@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from penstock.decision import Decision
-from penstock.graph import Interval, Lane, Task
+from penstock.features.build import build_graph
+from penstock.graph import Lane, Task
 from penstock.mesh import Mesh
 from penstock.ops import Op
 from penstock.plan.predict import contention, settle
 from penstock.schedule import SCHEDULES, StepPlan, unit_cost
-from penstock.simulate import Timeline, iteration_s
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
+from penstock.timing import Interval, Timeline, iteration_s
 from tests.steps import lone_task
 
 

@@ -10,7 +10,7 @@ import pytest
 from penstock.config import ConfigError
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.plan import MemoryBudget, evaluate, published_problem
 from penstock.plan.layouts import LayoutSizes, find_layouts, rank_layouts
 from penstock.plan.subject import Overrides

@@ -15,8 +15,8 @@ from penstock.config import ConfigError, load
 from penstock.cost import RoutedCost, StateTypes
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig
-from penstock.decision.field import NOTHING_MOVES
 from penstock.device import using
+from penstock.features.field import NOTHING_MOVES
 from penstock.plan import MemoryBudget, MemoryEstimate, Problem, estimate_memory, evaluate, find_plan
 from penstock.plan.memory import ACTIVATIONS, STATE
 from penstock.plan.moving import with_routing

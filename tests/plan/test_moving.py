@@ -17,9 +17,10 @@ from penstock.cost.placed import (
     replica_planning_s,
 )
 from penstock.decision import Decision, Movable, PlacementConfig
+from penstock.features.expert_replicas.planners import PLANNERS, planning_s
+from penstock.features.expert_replicas.problem import ExpertCosts
 from penstock.graph import Graph, RefusalError, ScheduleError
 from penstock.ops import Op
-from penstock.placing import PLANNERS, ExpertCosts, planning_s
 from penstock.plan import MemoryBudget, Problem, Subject, evaluate, explain, find_plan
 from penstock.plan.moving import WORTH, in_full, weigh, with_routing
 from penstock.report.plan import PlanReport

@@ -9,10 +9,10 @@ import pytest
 from penstock.autotune.planned import Planned
 from penstock.cost import StepCost
 from penstock.decision import Decision, Movable, PlacementConfig
+from penstock.features.expert_replicas.problem import Slack
 from penstock.graph import Lane, Task
 from penstock.mesh import Mesh
 from penstock.ops import Op
-from penstock.placing import Slack
 from penstock.plan.slack import REPLICAS, replica_slack
 from penstock.schedule import SCHEDULES, plan_step
 from penstock.step import StepShape

@@ -8,10 +8,10 @@ import pytest
 
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig
+from penstock.features.build import build_graph
 from penstock.report import ScheduleDescription, describe_schedule
 from penstock.schedule import SCHEDULES, Schedule
 from penstock.schedule.schedule import parse_orders
-from penstock.step import build_graph
 from penstock.step.shape import TokenLayout
 from tests.steps import SHARED
 

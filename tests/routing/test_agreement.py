@@ -18,18 +18,20 @@ from penstock.apportion import Counts
 from penstock.cost import RoutedCost, Workload
 from penstock.cost.moves import to_experts
 from penstock.cost.placed import Placed
-from penstock.dispatch import DISPATCHES, Place
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES, Place
+from penstock.features.expert_sharding import ops as shards
 from penstock.graph import Task
 from penstock.mesh import Group, node_of
-from penstock.ops import Op, shards
+from penstock.ops import Op
 from penstock.ops.transfers import TRANSFERS, outward
 from penstock.placement import SPLIT, ExpertPlacement, Replication
-from penstock.placing.exact import ExactSplit
 from penstock.routing.joined import joined_legs, num_sets, sets_of
 from penstock.routing.legs import busier_rows, legs_of, place_in
+from penstock.routing.replicas import ExactSplit
 from penstock.routing.routes import RouteMaker, Routes, ShardPlace, Shares, in_turn
 from penstock.routing.samples import ExchangeGroup, SampleTable, TableSize, settle
-from penstock.step import Sharing, StepShape, build_graph
+from penstock.step import Sharing, StepShape
 from penstock.step.shape import ExpertForm
 from tests.support.draws import draws
 from tests.support.replicas import random_replication
@@ -170,7 +172,7 @@ def sizes(work: Workload) -> tuple[int, int]:
 
 
 def rows_of_members(task: Task, shares: tuple[Shares, ...], dealt: int) -> tuple[int, ...]:
-    """The rows of every member as handlers read them (`runtime/ops/shards.py`)."""
+    """The rows of every member as handlers read them (`runtime/features/expert_sharding/handlers.py`)."""
     if task.op in (Op.DEAL_SLOTS, Op.GATHER_SLOTS):
         by_turn = [
             sum(int(in_turn(np.array(each.counts), t, dealt).sum()) for each in shares) for t in range(dealt)

@@ -10,12 +10,13 @@ import pytest
 
 from penstock.apportion import Counts
 from penstock.cost import RoutedCost, Workload
-from penstock.dispatch import DISPATCHES, Place
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES, Place
 from penstock.mesh import Mesh
 from penstock.ops import Op
 from penstock.routing.joined import num_sets
 from penstock.routing.routes import RouteMaker, ShardPlace
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.step.shape import ExpertForm
 from tests.workloads.strategies import CLUSTER
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes
 from penstock.ops import OPS, Op
@@ -12,7 +13,7 @@ from penstock.runtime.calls import Call, Span
 from penstock.runtime.handlers import Handler, Handlers, Inputs, Outputs
 from penstock.runtime.program import Program, compile_plan
 from penstock.schedule import Schedule, StepPlan
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 
 
 def nothing(context: Any, task: Task, inputs: Inputs) -> Outputs:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.decision import ScheduleConfig
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.mesh import Group
 from penstock.models import ModelConfig
@@ -22,7 +23,7 @@ from penstock.runtime.executor import Execution
 from penstock.runtime.handlers import Inputs, Missing, Outputs
 from penstock.runtime.lanes import ThreadLanes
 from penstock.schedule import Schedule, StepPlan, freeze
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from tests.runtime.programs import program_of
 from tests.steps import example_plan, random_orders, random_seconds, task_at
 from tests.support.close import check_close

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from penstock.cost.placed import planned_replications
+from penstock.features.expert_replicas.planners import PLANNERS
+from penstock.features.expert_replicas.problem import ExpertProblem
 from penstock.mesh import Mesh
 from penstock.placement import EMPTY, ExpertPlacement, Replication
-from penstock.placing.experts import PLANNERS
-from penstock.placing.problem import ExpertProblem
 from penstock.runtime import TaskError
-from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
-from tests.placing.problems import costs_of
+from penstock.runtime.features.expert_replicas.moving import ExpertMoving, Plans, loads_of_group
+from tests.features.problems import costs_of
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools

@@ -12,7 +12,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.graph import Graph, Lane, Name, Phase, ScheduleError, Task
-from penstock.graph.paths import slot_order
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.runtime.calls import Call
@@ -22,6 +21,7 @@ from penstock.runtime.lanes import ThreadLanes, in_issue_order
 from penstock.runtime.program import Program, compile_plan
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
+from penstock.timing import positions, slot_order
 from tests.runtime.programs import all_by, nothing, plan_in, program_of, stops_of
 from tests.steps import example_plan, random_orders, seeds, shapes
 from tests.support.draws import draws
@@ -239,8 +239,10 @@ def test_a_simulation_issues_in_the_same_order(plan: StepPlan) -> None:
     ]
     assume(halves == [{True}, {False}])
     issued = [call.task for span in spans for _, call in in_issue_order(span)]
-    orders, graph = plan.schedule.places(plan.graph), plan.graph
-    assert issued == [graph.tasks[place] for place in slot_order(orders, graph.links, graph.tasks)]
+    graph = plan.graph
+    orders = positions(plan.schedule.lanes, graph)
+    row = slot_order(orders, graph.links, [task.forward for task in graph.tasks])
+    assert issued == [graph.tasks[place] for place in row]
 
 
 def test_counts_are_waited_for_with_work_in_the_queues() -> None:

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from penstock.graph import Phase
-from penstock.runtime.ops.experts import KeptSlice
-from penstock.runtime.recompute import Kept
-from penstock.runtime.replay import Replay
+from penstock.runtime.features.recompute.handlers import Kept, KeptSlice
+from penstock.runtime.features.recompute.replay import Replay
 from penstock.step.shape import Recompute
 from tests.support.cases import small_case as case
 from tests.support.parity import Case, batch_of, stack_of

@@ -10,9 +10,9 @@ import torch
 
 from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
-from penstock.decision.moving import ExpertMoves
+from penstock.features.expert_replicas.settings import ExpertMoves
 from penstock.moe import MoEConfig, build_layer
-from penstock.moe.experts.base import ExpertShard
+from penstock.moe.experts import ExpertShard
 from penstock.runtime.makers import maker_of
 from penstock.step.shape import ExpertForm
 from penstock.topology import Layout as Place

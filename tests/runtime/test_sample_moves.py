@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from penstock.apportion import Counts
-from penstock.decision.moving import Prediction
-from penstock.dispatch import FlatDispatch, Place
+from penstock.features.dispatch import FlatDispatch, Place
+from penstock.features.sample_placement.settings import Prediction
 from penstock.moe import RouteMaker
 from penstock.placement import ExpertPlacement, Replication
 from penstock.routing.samples import ExchangeGroup, SampleTable, TableSize, settle

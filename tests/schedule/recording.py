@@ -16,12 +16,12 @@ from zlib import crc32
 import numpy as np
 
 from penstock.decision import TAIL, Decision, GradientBytes, Partition, Portion, Slot
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Task
 from penstock.mesh import Mesh, Seconds
 from penstock.schedule import SCHEDULES, StepPlan, plan_step
-from penstock.simulate import simulate
 from penstock.step import Sharing, StepShape
+from penstock.timing import simulate
 
 RECORDED = Path(__file__).parent / "recorded" / "orders.txt"
 RECORDED_DISPATCHES = ("flat", "hierarchical_1d", "hierarchical_2d")

@@ -9,11 +9,12 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
 from penstock.schedule import Schedule, freeze
-from penstock.simulate import simulate
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
+from penstock.timing import simulate
 from tests.steps import Times, random_seconds, ready_s, seeds, shapes, task_at
 
 Key = Callable[[Task], tuple[int, ...]]

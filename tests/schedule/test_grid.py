@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.features.build import build_graph
 from penstock.graph import Lane, Phase
 from penstock.schedule import Schedule
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from tests.steps import example_plan, of_phase, random_orders, seeds, shapes, task_at
 
 GOLDEN = {

@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.step import StepShape
 from tests.steps import planned
 

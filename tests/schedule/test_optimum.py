@@ -9,7 +9,7 @@ import pytest
 from benchmarks.optimum import shortest_s, small_step
 from penstock.decision import Decision
 from penstock.schedule import SCHEDULES
-from penstock.simulate import iteration_s
+from penstock.timing import iteration_s
 
 
 @pytest.mark.slow

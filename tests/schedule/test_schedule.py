@@ -10,9 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.schedule import Schedule, StepPlan
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from tests.steps import example_plan, lone_task, random_orders, seeds, shapes
 
 

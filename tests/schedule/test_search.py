@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, StepCost
 from penstock.decision import Decision
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Task
-from penstock.graph.paths import path_ends
 from penstock.lab.bench.config import BenchConfig
 from penstock.lab.bench.scheduled import run_config_of
-from penstock.schedule import SCHEDULES, Cost, Schedule, cut, freeze, unit_cost
-from penstock.schedule.list_scheduler import Keys, ListScheduler
+from penstock.schedule import SCHEDULES, Schedule, cut, freeze, unit_cost
 from penstock.schedule.penstock import remaining_path
 from penstock.schedule.search import search
 from penstock.schedule.total_order import TotalOrder
-from penstock.simulate import simulate
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
+from penstock.timing import Cost, Keys, ListScheduler, path_ends, simulate
 from penstock.topology import Layout
 from penstock.train.assemble import gradient_bytes, workload
 from tests.steps import random_orders, random_seconds, seeds, shapes

@@ -10,14 +10,15 @@ import pytest
 
 from penstock.decision import Decision, Partition, Portion, Slot
 from penstock.decision.record import CHUNKS, FIELDS
-from penstock.dispatch import DISPATCHES
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES, StepPlan, unit_cost
 from penstock.schedule.system import is_all_reduce
-from penstock.simulate import simulate
-from penstock.step import Sharing, Stage, StepShape, build_graph
+from penstock.step import Sharing, Stage, StepShape
 from penstock.step.shape import FORM_TOKENS, ExpertForm, TokenLayout
+from penstock.timing import simulate
 from tests.plan.problems import problem, with_sharing
 from tests.step.support import Rewriting, ancestors
 from tests.steps import (

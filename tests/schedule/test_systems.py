@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.decision import TAIL, Partition, Portion, Slot
+from penstock.features.build import build_graph
 from penstock.graph import Lane, Name, Phase, ScheduleError, Task
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES, StepPlan, cut, plan_step, unit_cost
 from penstock.schedule.system import is_all_reduce, pieces_of, whole
-from penstock.simulate import simulate
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
+from penstock.timing import simulate
 from tests.steps import (
     CUT_INSIDE,
     PICTURE_WIDTH,

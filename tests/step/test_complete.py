@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Name, ScheduleError, Task
 from penstock.mesh import Group
-from penstock.step import Stage, StepShape, build_graph
+from penstock.step import Stage, StepShape
 from tests.step.support import Rewriting
 from tests.steps import SHARED, task_at
 

@@ -6,10 +6,13 @@ from itertools import permutations
 
 import pytest
 
+from penstock.features.build import build_graph, passes_of
 from penstock.graph import Graph, ScheduleError
-from penstock.step import Pass, Stage, StepShape, apply, build_graph
-from penstock.step.build import passes_of
-from penstock.step.passes import Chunks, Microbatches, Transpose, WeightGradients
+from penstock.step import Pass, Stage, StepShape, apply
+from penstock.step.passes.chunks import Chunks
+from penstock.step.passes.microbatches import Microbatches
+from penstock.step.passes.transpose import Transpose
+from penstock.step.passes.weight_gradients import WeightGradients
 from penstock.step.plain import PlainStep
 from tests.step.support import Rewriting
 
@@ -26,7 +29,8 @@ def noting(name: str, stage: Stage, ran: list[str]) -> Rewriting:
 
 def test_stages_are_in_the_order_that_passes_need() -> None:
     assert [stage.name for stage in sorted(Stage)] == [
-        "INSERT", "TRANSPOSE", "MICROBATCHES", "CHUNKS", "SLICES", "WEIGHTS", "GRADIENTS", "SETTLE",
+        "INSERT", "TRANSPOSE", "MICROBATCHES", "CHUNKS", "SLICES", "WEIGHTS", "GRADIENTS", "UPDATES",
+        "SETTLE",
     ]  # fmt: skip
 
 

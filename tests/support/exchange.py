@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.moe import (
     EinsumOrder,
     ExpertBias,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.moe import ModuleExperts, MoELayer
 from penstock.moe.build import build_gate, build_layer, build_order, build_shared, dispatch_of
-from penstock.moe.experts.base import ExpertShard
+from penstock.moe.experts import ExpertShard
 from penstock.topology import Layout
 from tests.support.placed import placement_of
 

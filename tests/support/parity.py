@@ -13,16 +13,16 @@ from torch import Tensor
 
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
-from penstock.decision.moving import Prediction
 from penstock.device import device_of
+from penstock.features.sample_placement.settings import Prediction
 from penstock.mesh import Group, Mesh, holders
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW, clip_grad_norm_
 from penstock.runtime.bounds import Passes, RowBounds
+from penstock.runtime.features.sample_placement.moving import Placer, SampleMoving
 from penstock.runtime.lanes import build_lanes
-from penstock.runtime.sample_moving import Placer, SampleMoving
 from penstock.schedule import StepPlan
 from penstock.sharding import Sharding, shardings_of
 from penstock.step.shape import FORM_TOKENS, Recompute, TokenLayout

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.features.build import build_graph
 from penstock.graph import Lane, Task
 from penstock.mesh import Group
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.trace import Occupation, TaskRecord, compare, occupation, overhead_s, write_comparison
 from tests.steps import lone_task
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from penstock.dispatch import DISPATCHES
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Name, Phase
 from penstock.mesh import Mesh
 from penstock.ops import spec_of
-from penstock.simulate import simulate
-from penstock.step import Sharing, StepShape, build_graph
+from penstock.step import Sharing, StepShape
+from penstock.timing import simulate
 from penstock.trace import TaskRecord, write_chrome_trace
 from tests.steps import example_plan
 

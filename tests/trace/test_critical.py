@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.graph import Lane
 from penstock.mesh import Mesh
-from penstock.simulate import Timeline, simulate
+from penstock.timing import Timeline, simulate
 from penstock.trace.analysis import critical_path
 from tests.steps import PLAIN, example_plan, random_seconds
 

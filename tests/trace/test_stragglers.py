@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.features.build import build_graph
 from penstock.ops import Op
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.trace import TaskRecord
 from penstock.trace.analysis import SLOW, stragglers, typical_seconds
 

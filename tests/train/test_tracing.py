@@ -15,7 +15,7 @@ from penstock.graph import Lane
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
-from penstock.simulate import simulate
+from penstock.timing import simulate
 from penstock.trace import TaskRecord
 from penstock.trace.step_file import StepFile
 from penstock.train.pilot import Forecast

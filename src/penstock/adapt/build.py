@@ -21,19 +21,19 @@ from penstock.adapt.shared import SharedCutLayer, SharedDenseLayer
 from penstock.adapt.spread import JoinAdapters, NarrowSpread, Spread, TakeAdapters
 from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.decision import Decision
-from penstock.dispatch import find_dispatch
 from penstock.dtensors import spread_states
 from penstock.families.adapters import core_of
 from penstock.families.experts import ModelExperts, sharding_of_experts
 from penstock.families.family import Family
 from penstock.families.inspection import Found, look
 from penstock.families.known import family_inside, family_of
+from penstock.features.dispatch import find_dispatch
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.moe.build import build_hooks, build_order
-from penstock.moe.experts.base import ExpertShard
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.experts import ExpertShard
+from penstock.moe.permute.sort import SortOrder
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.clip import follow_torch

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from penstock.adapt.cut import Cut
 from penstock.adapt.passes import Passes
-from penstock.dispatch import find_dispatch
 from penstock.families.adapters import ExpertAxis, axes_of, core_of
+from penstock.features.dispatch import find_dispatch
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.permute.sort import SortOrder
 from penstock.runtime import Machinery
 from penstock.runtime.transport.legs import Later, exchange_counts, send_home, send_out
 

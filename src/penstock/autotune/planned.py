@@ -16,15 +16,16 @@ from penstock.cost.devices import Computing
 from penstock.cost.model_flops import ModelFlops
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig
+from penstock.features.build import build_graph
 from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
 from penstock.plan.lost import LostTrial
 from penstock.plan.plan_file import MOST_OTHERS, OtherPlan
 from penstock.plan.predict import bound, closing_s, interval_s, predicted_timeline
-from penstock.runtime.moving import ExpertMoving
+from penstock.runtime.features.expert_replicas.moving import ExpertMoving
 from penstock.schedule import Schedule, StepPlan
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.topology import Control
 from penstock.train.assemble import expert_moving
 from penstock.train.config import RunConfig

@@ -1,7 +1,7 @@
 """`cost(task)` in seconds: the only package that knows durations. Pure Python: no torch."""
 
 from penstock.cost.attention import Attention
-from penstock.cost.cluster import AlphaBeta, ClusterConfig, Issuing
+from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.measured import MeasuredCost
 from penstock.cost.profiled import ProfiledCluster
@@ -16,7 +16,6 @@ __all__ = [
     "ClusterConfig",
     "ClusterFile",
     "HeldBytes",
-    "Issuing",
     "MeasuredCost",
     "ProfiledCluster",
     "RoutedCost",

@@ -9,37 +9,12 @@ from penstock.config import Within, check_bounds
 from penstock.config.kinds import types_of
 from penstock.cost.legs import even_leg
 from penstock.cost.span import Span
-from penstock.dispatch import DISPATCHES
-from penstock.graph import Lane, Phase, Task
+from penstock.features.dispatch import DISPATCHES
+from penstock.graph import Lane, Phase
 from penstock.mesh import Axes, Group
-from penstock.ops import OPS, Work
+from penstock.ops import Work
 from penstock.ops.transfers import FLAT
-
-
-@dataclass(frozen=True)
-class Issuing:
-    """Seconds of the one thread that hands out tasks to a GPU: for each, and for each operation of one.
-
-    On CPUs every lane has a thread of its own. On a GPU one thread hands out the tasks of all lanes, one
-    after another, and no task starts before that: where tasks are small, a step takes as long as this thread
-    works. reads_counts: whether it waits for the counts that ranks exchange, before it hands out what they
-    size. halves: whether it hands out all forward tasks before the first of the other half.
-    """
-
-    task_s: float
-    kernel_s: float
-    reads_counts: bool = True
-    halves: bool = True
-
-    def reads(self, task: Task) -> bool:
-        """Return whether the thread waits for a task's result: NCCL takes split sizes from the host, when it
-        issues the first transfer."""
-        return self.reads_counts and OPS[task.op].sizes_transfers
-
-    def seconds(self, task: Task) -> float:
-        """Return how long the thread is busy with a task."""
-        return self.task_s + OPS[task.op].launches * self.kernel_s
-
+from penstock.timing import Issuing
 
 Speed = Annotated[float, Within(1e6, 1e18, "computers of 1980 did a million a second, and none does 1e18")]
 """Units (operations or bytes) per second of one device."""

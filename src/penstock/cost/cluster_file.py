@@ -24,7 +24,7 @@ from penstock.config.bounds import MOST_RANKS, Name, Ranks
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.devices import CPU, Computing, find_device
 from penstock.cost.json_file import write_json
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase
 from penstock.mesh import Group
 from penstock.ops import OPS

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from penstock.dispatch import DISPATCHES, Dispatch, Place
+from penstock.features.dispatch import DISPATCHES, Dispatch, Place
 from penstock.graph import Lane
 from penstock.ops.transfers import outward
 from penstock.routing.legs import place_in

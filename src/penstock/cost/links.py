@@ -15,8 +15,8 @@ import numpy.typing as npt
 from penstock.apportion import Counts
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.workload import Workload
+from penstock.features.expert_replicas.problem import Links
 from penstock.mesh import Group, node_of
-from penstock.placing import Links
 
 Amounts = npt.NDArray[np.float64]
 

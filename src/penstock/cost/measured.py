@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.graph import Phase, Task
 from penstock.mesh import Seconds
-from penstock.trace.records import TaskRecord
+from penstock.timing import TaskRecord
 
 Kind = tuple[int, str, Phase]
 """Tasks of one layer, op and phase are alike: they differ in microbatch and chunk only."""

@@ -16,10 +16,12 @@ from penstock.apportion import Counts
 from penstock.cost.legs import even_leg
 from penstock.cost.links import NodeLinks
 from penstock.cost.step import StepCost
-from penstock.dispatch import DISPATCHES, Dispatch, Leg, Place
+from penstock.features.dispatch import DISPATCHES, Dispatch, Leg, Place
+from penstock.features.expert_sharding import ops as shards
+from penstock.features.tensor_parallel import ops as tensor
 from penstock.graph import Task
 from penstock.mesh import Axes, Group, place_in_node
-from penstock.ops import Op, shards, tensor
+from penstock.ops import Op
 from penstock.ops.transfers import HOME, TRANSFERS, outward
 from penstock.ops.work import Collective
 from penstock.placement import ExpertPlacement

@@ -20,21 +20,15 @@ from penstock.cost.links import links_of, nodes_of
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
 from penstock.decision import Decision, PlacementConfig
-from penstock.decision.moving import why_not_exact
+from penstock.features.expert_replicas.planners import find_planner, pays, planning_s
+from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem
+from penstock.features.expert_replicas.settings import why_not_exact
+from penstock.features.sample_placement.assign import assign
+from penstock.features.sample_placement.rows import Nearness, sample_problem
 from penstock.graph import Phase, RefusalError
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.placement import SPLIT, ExpertPlacement, Replication
-from penstock.placing import (
-    ExpertCosts,
-    ExpertProblem,
-    Nearness,
-    assign,
-    find_planner,
-    pays,
-    planning_s,
-    sample_problem,
-)
 from penstock.routing.replicas import rows_by_position
 from penstock.routing.rows import by_source_and_target
 from penstock.routing.samples import Plane, exchange_group_of

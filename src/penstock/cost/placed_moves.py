@@ -15,14 +15,14 @@ import numpy as np
 from penstock.apportion import Counts
 from penstock.cost.moves import Move, RowMoves, Rows
 from penstock.cost.placed import FLOAT32_BYTES, Placed, device_groups, row_weight
+from penstock.features.expert_replicas.encoding import told_bytes
+from penstock.features.expert_replicas.model import copies_of
+from penstock.features.sample_placement.ops import COUNT_BYTES
 from penstock.graph import Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
-from penstock.ops.samples import COUNT_BYTES
 from penstock.ops.transfers import outward
 from penstock.ops.work import DIGEST_BYTES
-from penstock.placing import copies_of
-from penstock.placing.encoding import told_bytes
 from penstock.routing.replicas import rows_by_position
 from penstock.routing.sizes import part_sizes, split_sizes
 

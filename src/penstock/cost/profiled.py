@@ -13,7 +13,7 @@ from penstock.cost.cluster_file import PAIR, ClusterFile, LinkModel, TaskModel
 from penstock.cost.devices import find_device
 from penstock.cost.efficiency import BETWEEN_S, SHARES, Efficiency
 from penstock.cost.span import Span
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Phase
 from penstock.mesh import Axes, Group
 from penstock.ops import OPS, Backward, Work

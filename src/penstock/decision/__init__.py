@@ -1,9 +1,9 @@
 """Everything that a plan decides, as one record: searches, settings, files and texts derive from it."""
 
-from penstock.decision.field import Asked, Field, GradientBytes, Movable, Reader
-from penstock.decision.moving import PlacementConfig
 from penstock.decision.partition import TAIL, Partition, Portion, Slot
+from penstock.decision.placement import PlacementConfig
 from penstock.decision.record import MOST_PIECES, MOST_SLICES, Decision, ScheduleConfig, register, unregister
+from penstock.features.field import Asked, Field, GradientBytes, Movable, Reader
 
 __all__ = [
     "MOST_PIECES",

@@ -16,21 +16,22 @@ from typing import Annotated, Any, Final, Literal, Self
 from penstock.config import ConfigError, Items, Table, Within, check_bounds, check_name, check_value
 from penstock.config.bounds import Steps
 from penstock.config.kinds import types_of
-from penstock.decision.field import READERS, Asked, Field
-from penstock.decision.moving import (
+from penstock.decision.partition import Partition
+from penstock.decision.placement import PlacementConfig
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.dispatch.settings import COMPRESSION, DISPATCH
+from penstock.features.expert_replicas.settings import (
     EXPERTS,
     REPLICA_SLOTS,
-    SAMPLES,
     SPLIT,
     ExpertMoves,
-    PlacementConfig,
     ReplicaSlots,
-    SampleMoves,
     Split,
 )
-from penstock.decision.partition import Partition
-from penstock.decision.rows import COMPRESSION, DISPATCH, EXPERT_FORM, expert_forms
-from penstock.dispatch import DISPATCHES
+from penstock.features.expert_sharding.settings import EXPERT_FORM, expert_forms
+from penstock.features.field import READERS, Asked, Field
+from penstock.features.recompute.settings import RECOMPUTE
+from penstock.features.sample_placement.settings import SAMPLES, SampleMoves
 from penstock.step.shape import ExpertForm, Recompute
 from penstock.step.stages import Pass
 from penstock.words import counted, mib
@@ -83,7 +84,7 @@ def _chunks(asked: Asked, choice: Decision) -> Sequence[int]:
 def all_reduce_sizes(asked: Asked, choice: Decision | None = None) -> Sequence[int]:
     """Return the bytes of the largest layer's gradients whole, in halves, quarters and so on."""
     del choice
-    whole = max(LEAST_ALL_REDUCE_BYTES, *chain.from_iterable(asked.gradients.kinds))
+    whole = max(LEAST_ALL_REDUCE_BYTES, *chain.from_iterable(asked.gradients.by_kind.values()))
     least = max(LEAST_ALL_REDUCE_BYTES, asked.least_chunk_bytes)
     return [size for n in ALL_REDUCE_PIECES if (size := -(-whole // n)) >= least or n == 1]
 
@@ -127,13 +128,6 @@ ALL_REDUCE = Field(
     cell=lambda d: mib(d.all_reduce_chunk_bytes),
     cuts=True,
     always=False,
-)
-RECOMPUTE = Field(
-    values=lambda asked, choice: asked.recompute,
-    words=lambda d: "" if d.recompute == "none" else f"{d.recompute} recomputed",
-    head="recompute",
-    cell=lambda d: "-" if d.recompute == "none" else d.recompute,
-    may_be_left_out=True,
 )
 PRIORITY = Field(
     values=lambda asked, choice: RULES,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from penstock.config import ConfigError, Within, check_bounds, check_name
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 
 ChoiceKind = Literal["token", "expert", "soft"]
 OrderName = Literal["sort", "index", "einsum"]

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from penstock.dispatch import Dispatch, Place
-from penstock.moe.orders.base import Order, OrderPlan
+from penstock.features.dispatch import Dispatch, Place
+from penstock.moe.permute.sort import Order, OrderPlan
 from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
 
 

@@ -35,6 +35,23 @@ class Backward(StrEnum):
     NONE = "none"
 
 
+class Family(StrEnum):
+    """Ops that people think of as one group, in the few words of a legend."""
+
+    ATTENTION = "attention"
+    EXPERTS = "experts"
+    MODEL = "rest of the model"
+    ROWS = "dispatch and combine"
+    GRADIENTS = "sums of gradients"
+    OPTIMIZER = "optimiser"
+    EXCHANGES = "other exchanges"
+    HOST = "placement"
+
+
+USUAL = {Kind.COLLECTIVE: Family.EXCHANGES, Kind.HOST: Family.HOST}
+"""The family of ops that name none, by what they occupy; others belong to the rest of the model."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
     """The facts of an op.
@@ -50,7 +67,8 @@ class OpSpec:
     one of its tasks gives to a GPU, counted for Penstock's ops on a stand-in for one (its own decoder,
     grouped products); forward and backward differ by less than a half. The default is that of a
     collective, and of what puts its rows in order. sizes_transfers: whether transfers are cut by its results,
-    which the host must know before it can issue them.
+    which the host must know before it can issue them. family: the group in which pictures show it; None = by
+    its kind.
     """
 
     name: str
@@ -65,6 +83,7 @@ class OpSpec:
     recomputable: bool = False
     launches: int = 3
     sizes_transfers: bool = False
+    family: Family | None = None
 
     @property
     def saves(self) -> bool:
@@ -119,3 +138,11 @@ def spec_of(name: str) -> OpSpec:
     if name not in OPS:
         raise ScheduleError(f"no op is called {name}; there are {', '.join(OPS)}. Add it with ops.register.")
     return OPS[name]
+
+
+def family_of(op: str) -> Family:
+    """Return the family of an op; an op that is not registered belongs to the rest of the model."""
+    spec = OPS.get(op)
+    if spec is None:
+        return Family.MODEL
+    return spec.family or USUAL.get(spec.kind, Family.MODEL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.graph.task import Task
-from penstock.ops.base import Kind, OpSpec, register
+from penstock.ops.base import Family, Kind, OpSpec, register
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
@@ -89,6 +89,7 @@ register(
     ),
     OpSpec(
         name=Op.ATTENTION,
+        family=Family.ATTENTION,
         launches=82,
         title="attention, router and order (a dense block: all of it)",
         kind=Kind.COMPUTE,
@@ -99,6 +100,7 @@ register(
     ),
     OpSpec(
         name=Op.SHARED,
+        family=Family.EXPERTS,
         title="shared experts",
         kind=Kind.COMPUTE,
         work=_shared,
@@ -107,6 +109,7 @@ register(
     ),
     OpSpec(
         name=Op.EXPERTS,
+        family=Family.EXPERTS,
         launches=16,
         title="expert computation",
         kind=Kind.COMPUTE,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.graph.task import Lane, Task
 from penstock.mesh import Axes, Group
-from penstock.ops.base import Backward, Kind, OpSpec, register
+from penstock.ops.base import Backward, Family, Kind, OpSpec, register
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
@@ -74,6 +74,7 @@ register(
     *(
         OpSpec(
             name=op,
+            family=Family.ROWS,
             title=title,
             kind=Kind.COLLECTIVE,
             work=_leg,

@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from penstock.decision import Decision
-from penstock.graph import Graph, Lane, Task
+from penstock.features.build import build_graph
+from penstock.features.sharded_optimizer.passes import norm_of, updates_of
+from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.ops import Op
+from penstock.ops.gradients import GRADIENT_KINDS, KindName
 from penstock.ops.names import INPUT, ONCE, OUTPUT
-from penstock.ops.sums import REDUCTIONS
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem, beside_cut
-from penstock.schedule import Cost
-from penstock.schedule.freeze import fastest, slowest
-from penstock.simulate import chain_ends, lower_bound
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
 from penstock.step.passes.gradient_pieces import reductions
-from penstock.step.passes.sharded_optimizer import norm_of, updates_of
 from penstock.step.shape import Updating
+from penstock.timing import Cost, earliest, fastest, lower_bound, slowest, tail
 
 USUAL = Decision()
 
@@ -198,11 +198,11 @@ class QuickBounds:
         kinds = {is_moe: self._kind(choice, cut, is_moe) for is_moe in self._moe_counts}
         # By layer, its reductions and what updates its parameters.
         cost, reduced = problem.cost(choice, cut), []
-        sizes = problem.gradients.of_form(cut.expert_form).kinds
+        sizes = problem.gradients.of_form(cut.expert_form).by_kind.values()
         for layer in range(cut.num_layers):
-            parts = {op: cut.parts_of(layer, op) for op in REDUCTIONS}
+            parts = {kind: cut.parts_of(layer, kind) for kind in GRADIENT_KINDS}
             if not cut.moe_layers[layer]:
-                parts[Op.EXPERT_ALL_REDUCE] = ()
+                parts["experts"] = ()
             key = layer == 0, tuple(each[layer] for each in sizes), tuple(parts.values())
             if key not in self._known_reductions:
                 self._known_reductions[key] = _reduced(cost, layer, cut, parts)
@@ -318,33 +318,20 @@ def _through(graph: Graph, seconds: Sequence[float]) -> float:
     Only that goes through every layer: experts' weight gradients, or parameters of replicas, leave or enter a
     chain inside one layer, and all layers may do so at the same time.
     """
-    ends: list[float | None] = []
-    for task, needs, each in zip(graph.tasks, graph.links, seconds, strict=True):
-        before = [end for need in needs if (end := ends[need]) is not None]
-        if task.op == Op.EMBED and task.forward and task.microbatch == 0:
-            ends.append(each)
-        else:
-            ends.append(max(before) + each if before else None)
-    (last,) = (
-        end
-        for task, end in zip(graph.tasks, ends, strict=True)
-        if task.op == Op.EMBED and not task.forward and task.microbatch == 0
+    first, last = (
+        graph.by_name[Name(0, Op.EMBED, phase, microbatch=0)] for phase in (Phase.FORWARD, Phase.BACKWARD)
     )
-    assert last is not None, "gradients reach the embedding"
-    return last
+    begin_s = [0.0 if task is first else -inf for task in graph.tasks]
+    return earliest(graph.links, seconds, begin_s)[graph.position[last]]
 
 
 def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]:
     """Return `first_s`, `last_s` and `back_s` of a one-layer step that reduces nothing."""
-    ends = chain_ends(graph, seconds)
+    tasks, ends = graph.tasks, earliest(graph.links, seconds)
     # Of every forward task by position, the longest chain from its end to the sums of the loss.
-    tasks, tails = graph.tasks, [0.0] * len(graph.tasks)
-    for position in reversed(range(len(tasks))):
-        if not tasks[position].forward or tasks[position].op == Op.STATISTICS:
-            continue
-        for need in graph.links[position]:
-            tails[need] = max(tails[need], tails[position] + seconds[position])
-    sums_s = next(end for task, end in zip(graph.tasks, ends, strict=True) if task.op == Op.STATISTICS)
+    counted = [task.forward and task.op != Op.STATISTICS for task in tasks]
+    tails = tail([[place for place in each if counted[place]] for each in graph.readers_at], seconds)
+    sums_s = next(end for task, end in zip(tasks, ends, strict=True) if task.op == Op.STATISTICS)
     starts = [end - each for end, each in zip(ends, seconds, strict=True)]
     there, back = _inner(graph, forward=True), _inner(graph, forward=False)
     first_s = _least(graph, there, starts, ends)
@@ -380,7 +367,7 @@ def _least(
     return min(longest.values())
 
 
-def _reduced(cost: Cost, layer: int, cut: StepShape, parts: Mapping[str, Sequence[int]]) -> _Part:
+def _reduced(cost: Cost, layer: int, cut: StepShape, parts: Mapping[KindName, Sequence[int]]) -> _Part:
     """Return the reductions of a layer and what updates its parameters.
 
     Their chain is that of the longest piece of replicated gradients, from gradients to sums or to updated
@@ -389,12 +376,12 @@ def _reduced(cost: Cost, layer: int, cut: StepShape, parts: Mapping[str, Sequenc
     updating = cut.updating
     made = reductions(layer, parts, sharing=cut.sharing.tp_size > 1, scatters=updating is not None)
     work, summed_s, used_s, in_turn_s = dict[Task, Any](), 0.0, 0.0, 0.0
-    for op, tasks in made.items():
+    for kind, tasks in made.items():
         for task in tasks:
             after = () if updating is None else updates_of(task, edp=updating.edp)
             priced = {each: cost(each) for each in (task, *after)}
             work |= priced
-            if op == Op.ALL_REDUCE:  # of which the embedding's are a part: all others may be complete before
+            if kind == "replicated":  # of which the embedding's are a part: all others may be complete before
                 sum_s, *after_s = map(fastest, priced.values())
                 summed_s, used_s = max(summed_s, sum_s), max(used_s, sum(after_s))
                 in_turn_s = max(in_turn_s, sum_s + sum(after_s))

@@ -11,7 +11,7 @@ from penstock.plan.predict import adding_s, bound, closing_s, interval_s, predic
 from penstock.plan.prices import impossible
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
-from penstock.simulate import LowerBound
+from penstock.timing import LowerBound
 from penstock.words import within
 
 

@@ -16,7 +16,7 @@ from penstock.plan.problem import Problem
 from penstock.plan.room import recompute_words
 from penstock.plan.search import FoundPlan, find_plan
 from penstock.schedule import StepPlan
-from penstock.simulate import lane_work
+from penstock.timing import lane_work
 from penstock.words import change, gib, lane_words, mib, milliseconds
 
 FASTER = 2

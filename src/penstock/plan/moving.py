@@ -15,8 +15,9 @@ from typing import Final
 from penstock.cost import RoutedCost
 from penstock.cost.placed import LATE
 from penstock.decision import Decision, Movable
-from penstock.decision.moving import why_experts_stay, why_samples_stay
 from penstock.decision.record import FIELDS
+from penstock.features.expert_replicas.settings import why_experts_stay
+from penstock.features.sample_placement.settings import why_samples_stay
 from penstock.graph import RefusalError
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.lost import LostTrial, corrected, miss

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from penstock.config import ConfigError
 from penstock.graph import ScheduleError
-from penstock.graph.paths import path_ends
+from penstock.timing import path_ends
 
 SIZE, VIRTUAL_SIZE = "--pipeline-parallel-size", "--virtual-pipeline-parallel-size"
 

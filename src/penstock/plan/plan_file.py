@@ -23,6 +23,7 @@ from penstock.config.bounds import SizeBytes
 from penstock.cost.json_file import write_json
 from penstock.decision import Decision
 from penstock.decision.record import FIELDS
+from penstock.features.build import build_graph
 from penstock.graph import ScheduleError
 from penstock.plan.candidate import Candidate, whole_s
 from penstock.plan.effort import Searched
@@ -31,7 +32,6 @@ from penstock.plan.predict import closing_s, interval_s
 from penstock.plan.problem import Problem
 from penstock.schedule import Schedule, StepPlan
 from penstock.schedule.schedule import parse_orders
-from penstock.step import build_graph
 from penstock.step.shape import TokenLayout
 
 VERSION = 1

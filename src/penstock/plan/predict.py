@@ -19,14 +19,14 @@ import numpy as np
 
 from penstock.cost import ProfiledCluster
 from penstock.decision import Decision
+from penstock.features.sharded_optimizer.ops import GATHERS, UPDATE_COPIES, UPDATES
 from penstock.graph import Phase, Task
 from penstock.mesh import Mesh, Seconds
 from penstock.ops import Op, Work
-from penstock.ops.optimizer import GATHERS, UPDATE_COPIES, UPDATES
 from penstock.plan.memory import trained_bytes
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
-from penstock.simulate import LowerBound, RankCost, Timeline, iteration_s, simulate
+from penstock.timing import Cost, LowerBound, Timeline, iteration_s, simulate
 
 PASSES = 3
 DRAWS = 4
@@ -81,7 +81,7 @@ def adding_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     return prolonged_s(problem, choice, plan, dict.fromkeys((*UPDATES, *once, Op.NORM), 0.0))
 
 
-def task_cost(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
+def task_cost(problem: Problem, choice: Decision, plan: StepPlan) -> Cost:
     """Return the cost of every task in the predicted timeline."""
     known = isinstance(problem.cluster, ProfiledCluster)
     return _between(problem, choice, plan) if known else problem.cost(choice, plan.shape)
@@ -206,7 +206,7 @@ def _covered(span: tuple[float, float], moments: Seconds, busy_s: Seconds) -> fl
     return float(min(1.0, common / (end - start)))
 
 
-def _between(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
+def _between(problem: Problem, choice: Decision, plan: StepPlan) -> Cost:
     """Return the cost of every task at its own share of contention."""
     shape = plan.shape
     assert isinstance(problem.cluster, ProfiledCluster)
@@ -223,7 +223,7 @@ def _between(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
     return lambda task: cost(task, shares[task])
 
 
-def _drawn(cost: RankCost, jitter: float, ranks: int, seed: int) -> RankCost:
+def _drawn(cost: Cost, jitter: float, ranks: int, seed: int) -> Cost:
     """Return `cost` with every compute task on every rank made shorter or longer by chance."""
     rng = np.random.default_rng(seed)
 

@@ -10,7 +10,7 @@ from penstock.graph import Task
 from penstock.ops import spec_of
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
-from penstock.schedule.freeze import slowest
+from penstock.timing import slowest
 
 LEAST_STEP_S, LONGEST_STEP_S = 1e-9, 1e9
 """A nanosecond and thirty years: beyond these limits a number of the cluster or the model is a mistake."""

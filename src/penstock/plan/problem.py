@@ -14,7 +14,6 @@ from penstock.config import ConfigError, Table
 from penstock.cost import (
     ClusterConfig,
     HeldBytes,
-    Issuing,
     RoutedCost,
     SlowRanks,
     StepCost,
@@ -33,16 +32,16 @@ from penstock.cost.placed import (
     splits_exactly,
 )
 from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
-from penstock.decision.field import NOTHING_MOVES
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.field import NOTHING_MOVES
 from penstock.mesh import Group, Mesh
 from penstock.placement import Replication
 from penstock.plan.slack import replica_slack
-from penstock.schedule import Cost, StepPlan, cut, plan_step
+from penstock.schedule import StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
-from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS, Recompute
+from penstock.timing import Cost, Issuing, LowerBound, Timeline, lower_bound, simulate
 
 Numbers = npt.NDArray[np.float64]
 
@@ -130,13 +129,13 @@ class Problem:
     def least_chunk_bytes(self) -> int:
         """Least bytes of an all-reduce chunk; smaller chunks would be too many tasks (see pieces_of)."""
         forms = (self.gradients.of_form(form) for form in FORM_TOKENS)
-        return max(least_chunk_bytes(sizes) for form in forms for sizes in form.kinds)
+        return max(least_chunk_bytes(sizes) for form in forms for sizes in form.by_kind.values())
 
     @cached_property
     def layer_kinds(self) -> list[tuple[object, ...]]:
         """For every layer, what distinguishes it: whether it has experts, and the sizes of its gradients."""
         by_form = (sizes for _, sizes in self.gradients.partial_by_form)
-        return list(zip(self.shape.moe_layers, *self.gradients.kinds, *by_form, strict=True))
+        return list(zip(self.shape.moe_layers, *self.gradients.by_kind.values(), *by_form, strict=True))
 
     @property
     def paces(self) -> tuple[float, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from penstock.features.expert_replicas.problem import Slack
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Mesh
 from penstock.ops import Op
-from penstock.placing import Slack
-from penstock.schedule import Cost, StepPlan
-from penstock.simulate import simulate
+from penstock.schedule import StepPlan
+from penstock.timing import Cost, simulate
 
 REPLICAS = (Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS)
 

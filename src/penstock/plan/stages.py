@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.config import ConfigError
-from penstock.cost import ClusterConfig, ClusterFile, Issuing, Span
+from penstock.cost import ClusterConfig, ClusterFile, Span
 from penstock.decision import Decision
 from penstock.graph import Graph, Task
 from penstock.mesh import MeshError, node_of, stage_nodes, stage_pairs, stage_ranks
@@ -34,10 +34,9 @@ from penstock.plan.predict import closing_s, predict_s, task_cost
 from penstock.plan.problem import Problem
 from penstock.schedule import Schedule, StepPlan, freeze
 from penstock.schedule.flowmoe import all_to_all_first
-from penstock.schedule.freeze import slowest
 from penstock.schedule.penstock import remaining_path
 from penstock.schedule.stage import Half, in_order
-from penstock.simulate import iteration_s, simulate
+from penstock.timing import Issuing, iteration_s, simulate, slowest
 from penstock.words import counted
 
 EVENNESS = 8

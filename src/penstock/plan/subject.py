@@ -11,8 +11,8 @@ from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
 from penstock.cost.devices import Computing
 from penstock.decision import Movable, PlacementConfig
-from penstock.decision.field import NOTHING_MOVES
-from penstock.dispatch import runnable
+from penstock.features.dispatch import runnable
+from penstock.features.field import NOTHING_MOVES
 from penstock.mesh import group_sizes, holders, ranks_per_node
 from penstock.placement import ExpertPlacement
 from penstock.plan.models import MODELS, PublishedModel

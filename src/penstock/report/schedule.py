@@ -15,9 +15,9 @@ from penstock.mesh import holders
 from penstock.plan.optimizers import updating_experts
 from penstock.report.timeline import duration_text, render_timeline
 from penstock.schedule import SCHEDULES, StepPlan, plan_step
-from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import FORM_TOKENS, ExpertForm, Recompute, Updating
+from penstock.timing import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.trace import Occupation, TaskRecord, occupation
 from penstock.words import counted, lane_words
 

@@ -21,7 +21,7 @@ from itertools import groupby
 
 from penstock.graph import Lane, Phase, Task
 from penstock.ops import OPS
-from penstock.trace.records import TaskRecord
+from penstock.timing import TaskRecord
 
 LABEL_WIDTH = 9
 BUSY_WIDTH = 6

@@ -28,9 +28,9 @@ import numpy as np
 
 from penstock.apportion import Counts
 from penstock.mesh import Group, Mesh
-from penstock.placing.exact import ExactSplit
 from penstock.routing.joined import arrivals, filled_blocks, joined_legs, num_sets
 from penstock.routing.legs import Dispatch, Leg, Place, RowsAt, legs_of, summed
+from penstock.routing.replicas import ExactSplit
 from penstock.step.shape import ExpertForm
 
 Degrees = tuple[int, ...]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from itertools import accumulate
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, ClassVar, Final, Protocol
@@ -24,6 +25,7 @@ from penstock.device import Event, Pending, Stream, device_of, gpu_of
 from penstock.graph import Lane, Phase, Task
 from penstock.runtime.calls import MOST_KEPT, Call, Span
 from penstock.runtime.transport.legs import Later
+from penstock.timing import slot_order
 from penstock.topology.faults import ACTIVITY, HEARERS, PeerLostError, is_transport_error
 
 END_S: Final = 1.0
@@ -491,31 +493,19 @@ def issue_order_of(span: Span) -> IssueOrder:
 def in_issue_order(span: Span) -> list[tuple[Lane, Call]]:
     """Return all calls in the order in which one thread issues them; a function of the span alone.
 
-    A simulation takes the same order (`graph.paths.slot_order`): that in which they start where every task
-    takes one slot, as in the schedule's picture. What starts earlier is issued earlier: when the host waits
-    for the counts of a microbatch, the device has the experts of the one before in its queues, and a combine
-    is issued before the experts that it runs beside. Lane by lane, as far as each can, would issue both too
+    A simulation takes the same order (`timing.slot_order`): that in which they start where every task takes
+    one slot, as in the schedule's picture. What starts earlier is issued earlier: when the host waits for the
+    counts of a microbatch, the device has the experts of the one before in its queues, and a combine is
+    issued before the experts that it runs beside. Lane by lane, as far as each can, would issue both too
     late: the host would wait for counts with empty queues, and combines would stand behind all experts.
     """
-    starts: list[tuple[int, int, Lane, Call]] = []
-    ends: dict[Lane, list[int]] = {lane: [] for lane in span}
-    places = {lane: number for number, lane in enumerate(Lane)}
-    left = sum(map(len, span.values()))
-    while len(starts) < left:
-        before = len(starts)
-        for lane, calls in span.items():
-            mine = ends[lane]
-            while len(mine) < len(calls):
-                call = calls[len(mine)]
-                if any(len(ends[other]) < count for other, count in call.waits):
-                    break
-                slots = [ends[other][count - 1] for other, count in call.waits]
-                start = max([0, *mine[-1:], *slots])
-                mine.append(start + 1)
-                starts.append((start, places[lane], lane, call))
-        assert len(starts) > before, "a checked schedule does not deadlock"
-    starts.sort(key=lambda each: each[:2])
-    return [(lane, call) for _, _, lane, call in starts]
+    calls = [(lane, call) for lane, each in span.items() for call in each]
+    firsts = dict(zip(span, accumulate(map(len, span.values()), initial=0), strict=False))
+    links = [[firsts[other] + count - 1 for other, count in call.waits] for _, call in calls]
+    orders = {lane: range(first, first + len(span[lane])) for lane, first in firsts.items()}
+    order = slot_order(orders, links)
+    assert len(order) == len(calls), "a checked schedule does not deadlock"
+    return [calls[place] for place in order]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.config import ConfigError
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.compatibility import route_maker
-from penstock.moe.gates.soft import SoftGate
+from penstock.moe.routers import SoftGate
 from penstock.routing.routes import ShardPlace
 from penstock.step.shape import FORM_TOKENS, ExpertForm
 from penstock.topology import Layout

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from penstock.graph import Graph, Lane, Name, Task
-from penstock.graph.paths import issue_order
 from penstock.mesh import Axes
 from penstock.ops import Op
 from penstock.runtime.calls import MOST_KEPT, Call, Span
+from penstock.runtime.features.recompute.handlers import handlers_of
 from penstock.runtime.handlers import Handler, Handlers, check_handlers
-from penstock.runtime.recompute import handlers_of
 from penstock.schedule import StepPlan
+from penstock.timing import issue_order
 
 GRADIENT = "d_"
 
@@ -86,8 +86,8 @@ def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> di
         for lane, order in plan.schedule.lanes.items()
     }
     found: dict[Lane, list[Task]] = {}
-    for task in issue_order(plan.schedule.lanes, plan.graph.needs.__getitem__):
-        if task in wanted:
+    for place in issue_order(plan.schedule.lanes, plan.graph):
+        if (task := plan.graph.tasks[place]) in wanted:
             found.setdefault(home[task.lane], []).append(task)
     return found
 

@@ -1,13 +1,11 @@
 """A schedule is data: for every lane, the ordered list of tasks. One file per system."""
 
 from penstock.schedule.catalogue import StepPlan, cut, plan_step
-from penstock.schedule.freeze import Cost, freeze
-from penstock.schedule.schedule import Schedule, unit_cost
+from penstock.schedule.schedule import Schedule, freeze, unit_cost
 from penstock.schedule.system import SCHEDULES, System, register_schedule
 
 __all__ = [
     "SCHEDULES",
-    "Cost",
     "Schedule",
     "StepPlan",
     "System",

@@ -9,13 +9,13 @@ from functools import cached_property
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, GradientBytes
-from penstock.decision.moving import why_not_exact
+from penstock.features.build import build_graph
+from penstock.features.expert_replicas.settings import why_not_exact
 from penstock.graph import Graph, Phase, RefusalError
 from penstock.ops.transfers import FLAT
 from penstock.schedule.baseline_esp import BaselineESP
 from penstock.schedule.dense_overlap import DenseOverlap
 from penstock.schedule.flowmoe import FlowMoE
-from penstock.schedule.freeze import Cost
 from penstock.schedule.fsmoe import FSMoE
 from penstock.schedule.lina import Lina
 from penstock.schedule.moe_pipeline import MoEPipeline
@@ -25,7 +25,8 @@ from penstock.schedule.penstock import Penstock
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.sequential import Sequential
 from penstock.schedule.system import SCHEDULES, register_schedule
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
+from penstock.timing import Cost
 
 MOST_REPLICA_PIECES = 64
 """The most pieces of a layer's replicas in either direction: every piece is a task with a start-up."""

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph, Task
-from penstock.schedule.freeze import Cost, freeze
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, freeze
 from penstock.schedule.system import System, lateness, pieces_of
 from penstock.step import StepShape
+from penstock.timing import Cost
 
 
 class FlowMoE(System):

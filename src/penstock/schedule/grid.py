@@ -6,25 +6,24 @@ All-reduces carry their own layer (`AR3.0`). Columns are slots, not seconds: the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from penstock.graph import Graph, Interval, Lane, Task, longest_path
-from penstock.graph.paths import SlotClock
+from penstock.graph import Graph, Lane, Task
+from penstock.timing import Ordered, simulate
 
 LABEL_WIDTH = 8
 IDLE = "·"
 
 
-def draw(
-    name: str, orders: Mapping[Lane, Sequence[Task]], graph: Graph, *, width: int, mark: Task | None
-) -> str:
+def draw(name: str, schedule: Ordered, graph: Graph, *, width: int, mark: Task | None) -> str:
     """Return the picture as text, wrapped at `width` characters, forward before backward."""
-    times: dict[Task, Interval[int]] = longest_path(orders, lambda t: graph.needs[t], SlotClock())
-    lanes = [lane for lane, order in orders.items() if order]
-    slots = {(task.lane, when.start): task for task, when in times.items()}
+    lanes = [lane for lane, order in schedule.lanes.items() if order]
+    times = simulate(schedule, graph, lambda _: 1.0).times
+    starts = {task: int(span.start[0]) for task, span in times.items()}
+    slots = {(task.lane, start): task for task, start in starts.items()}
     parts = [f"{name}: one column = one slot, {IDLE} = idle"]
     for forward, title in ((True, "forward"), (False, "backward")):
-        used = [when.start for task, when in times.items() if task.forward is forward]
+        used = [start for task, start in starts.items() if task.forward is forward]
         if used:
             columns = range(min(used), max(used) + 1)
             parts += [f"{title}", *_rows(columns, lanes, slots, forward, width, mark)]

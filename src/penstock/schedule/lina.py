@@ -7,11 +7,11 @@ from dataclasses import replace
 from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph
 from penstock.schedule.flowmoe import all_to_all_first
-from penstock.schedule.freeze import Cost, freeze
 from penstock.schedule.moe_pipeline import MoEPipeline
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, freeze
 from penstock.schedule.system import pieces_of
 from penstock.step import StepShape
+from penstock.timing import Cost
 
 
 class Lina(MoEPipeline):

@@ -8,11 +8,11 @@ from dataclasses import replace
 from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph, Task
 from penstock.schedule.flowmoe import FlowMoE, all_to_all_first
-from penstock.schedule.freeze import Cost, freeze, slowest
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, freeze
 from penstock.schedule.search import search
 from penstock.schedule.system import lateness
 from penstock.step import StepShape
+from penstock.timing import Cost, slowest, tail
 
 LEAST_TRIALS, MOST_TRIALS, MOST_PLACEMENTS = 120, 7500, 1_500_000
 APART = (0, 1, 2, 4, 8)
@@ -85,8 +85,6 @@ def _starts(graph: Graph, cost: Cost) -> list[dict[Task, float]]:
 
 def remaining_path(graph: Graph, cost: Cost) -> Mapping[Task, float]:
     """Return, by task, the seconds from its start to the end of the step along the longest chain after it."""
-    readers, after_s = graph.readers_at, [0.0] * len(graph.tasks)
-    for place in reversed(range(len(graph.tasks))):
-        behind_s = max([after_s[reader] for reader in readers[place]], default=0.0)
-        after_s[place] = slowest(cost(graph.tasks[place])) + behind_s
-    return dict(zip(graph.tasks, after_s, strict=True))
+    seconds = [slowest(cost(task)) for task in graph.tasks]
+    tails_s = tail(graph.readers_at, seconds)
+    return {task: own + after for task, own, after in zip(graph.tasks, seconds, tails_s, strict=True)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from penstock.graph import Graph, Lane, Name, Task
-from penstock.ops.sums import SCATTERS
+from penstock.features.sharded_optimizer.passes import ROOM
+from penstock.graph import Graph, Lane, Task
+from penstock.ops.gradients import summed
 from penstock.schedule.schedule import Schedule
-from penstock.step.passes.gradient_room import ROOM
+from penstock.timing import advance, positions
 
 
 def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Schedule:
@@ -15,33 +16,27 @@ def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Sc
     found = {lane: tuple(order) for lane, order in lanes.items() if order}
     if not any(ROOM in task.inputs for task in graph.tasks):
         return Schedule(name, found)
-    left = {lane: list(reversed(order)) for lane, order in found.items()}  # the next one is last
-    made: dict[Lane, list[Task]] = {lane: [] for lane in found}
-    done: set[Name] = set()
-    while any(left.values()):
-        ready = [lane for lane, order in left.items() if order and _is_ready(order[-1], done)]
-        for lane in ready:
-            task = left[lane].pop()
-            made[lane].append(task)
-            done.add(task.name)
-        if not ready and not _make_room(left, done):
-            break  # a deadlock of another kind, which the schedule's check names
-    return Schedule(name, {lane: (*made[lane], *reversed(left[lane])) for lane in found})
+    left = {lane: order[::-1] for lane, order in positions(found, graph).items()}  # the next one is last
+    done = set[int]()
+    row = advance(left.values(), graph.links, done)
+    while any(left.values()) and _make_room(left.values(), graph, done):
+        row += advance(left.values(), graph.links, done)
+    for order in left.values():  # none, or a deadlock of another kind, which the schedule's check names
+        row += order[::-1]
+    tasks = [graph.tasks[place] for place in row]
+    return Schedule(name, {lane: tuple(task for task in tasks if task.lane is lane) for lane in found})
 
 
-def _make_room(left: Mapping[Lane, list[Task]], done: set[Name]) -> bool:
+def _make_room(left: Collection[list[int]], graph: Graph, done: set[int]) -> bool:
     """Put the sums that some lane waits for, and that could run, at the front of their lanes."""
-    wanted = {name for order in left.values() if order for name in order[-1].inputs.get(ROOM, ())}
+    tasks = graph.tasks
+    wanted = {name for order in left if order for name in tasks[order[-1]].inputs.get(ROOM, ())}
     moved = False
-    for order in left.values():
-        sums = [task for task in order if task.name in wanted and _is_ready(task, done)]
-        assert all(task.op in SCATTERS for task in sums), "sums make room"
-        for task in sums:
-            order.remove(task)
-            order.append(task)
+    for order in left:
+        sums = [i for i in order if tasks[i].name in wanted and done.issuperset(graph.links[i])]
+        assert all(summed(tasks[i].op) for i in sums), "sums make room"
+        for place in sums:
+            order.remove(place)
+            order.append(place)
             moved = True
     return moved
-
-
-def _is_ready(task: Task, done: set[Name]) -> bool:
-    return all(name in done for name in task.sources())

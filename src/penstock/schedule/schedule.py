@@ -1,16 +1,23 @@
-"""`Schedule`: the order of tasks on every lane, with a text form, a hash and a check."""
+"""`Schedule`: the order of tasks on every lane, with a text form, a hash and a check.
+
+A priority rule is frozen into such an order. Serving a priority queue while training would let two ranks
+choose different orders, and collectives would then deadlock (already with a difference of 0.5 % in speed).
+Therefore the rule is applied here, once, to predicted durations; the result is data, the same on all ranks.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 
 from penstock.graph import Graph, Lane, Name, ScheduleError, Task
-from penstock.graph.paths import issue_order, path_ends
 from penstock.schedule.grid import draw
+from penstock.timing import Cost, ListScheduler, issue_order, lanes_of, slowest
+
+Priority = Callable[[Task], tuple[float, ...]]
+"""A key for each task: among tasks that are ready on a lane, the one with the smallest key starts."""
 
 
 def unit_cost(task: Task) -> float:
@@ -61,13 +68,7 @@ class Schedule:
                 seen[graph.position[task]] = True
         if missing := [str(task) for task, found in zip(graph.tasks, seen, strict=True) if not found]:
             raise ScheduleError(f"schedule {self.name}: {missing[0]} is missing ({len(missing)} in all)")
-        if max(path_ends(self.places(graph), graph.links, [1.0] * len(graph.tasks))) == inf:
-            for _ in issue_order(self.lanes, graph.needs.__getitem__):  # raises: says who waits for whom
-                pass
-
-    def places(self, graph: Graph) -> list[list[int]]:
-        """Return, for every lane, the positions of its tasks in the graph."""
-        return [[graph.position[task] for task in order] for order in self.lanes.values()]
+        issue_order(self.lanes, graph)  # raises where lanes wait for each other
 
     def half(self, *, forward: bool) -> Schedule:
         """Return the forward or the backward part, in the same order: to run, not to draw as a grid."""
@@ -76,7 +77,21 @@ class Schedule:
 
     def grid(self, graph: Graph, *, width: int = 110, mark: Task | None = None) -> str:
         """Return a picture: lanes as rows, one slot per task; `mark` puts a task into >brackets<."""
-        return draw(self.name, self.lanes, graph, width=width, mark=mark)
+        return draw(self.name, self, graph, width=width, mark=mark)
+
+
+def freeze(name: str, graph: Graph, cost: Cost, priority: Priority) -> Schedule:
+    """Run `priority` on the simulated timeline and return the resulting order.
+
+    A lane never idles while one of its tasks is ready. A rank's slowness does not change the order:
+    each task takes the time of its slowest rank. Cost: O(tasks log tasks).
+    """
+    seconds = [slowest(cost(task)) for task in graph.tasks]
+    wanted = sorted(range(len(graph.tasks)), key=lambda i: (*priority(graph.tasks[i]), i))
+    keys = [0.0] * len(wanted)
+    for place, position in enumerate(wanted):  # one number replaces the whole key
+        keys[position] = place
+    return Schedule(name, lanes_of(graph, ListScheduler(graph, seconds).play(keys).orders))
 
 
 def parse_orders(text: str) -> tuple[str, dict[Lane, tuple[Name, ...]]]:

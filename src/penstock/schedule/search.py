@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Task
-from penstock.schedule.freeze import Cost, slowest
-from penstock.schedule.list_scheduler import Keys, ListScheduler, lanes_of
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.total_order import Row, Timed, TotalOrder, Waits
+from penstock.timing import Cost, Keys, ListScheduler, lanes_of, slowest
 
 PLAYS = 5
 """Changes of an order per change of priorities, which takes longer to simulate."""

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph
-from penstock.schedule.freeze import Cost
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import System, all_reduce_at_the_end, whole
 from penstock.step import StepShape
+from penstock.timing import Cost
 
 
 class Sequential(System):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from penstock.features.sharded_optimizer.ops import of_optimizer
 from penstock.graph import Graph, Task
 from penstock.ops.names import ONCE, place_of
-from penstock.ops.optimizer import of_optimizer
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce, lateness
 

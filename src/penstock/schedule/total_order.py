@@ -12,11 +12,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import inf
 
 from penstock.graph import Graph, Lane
-from penstock.graph.paths import path_ends
+from penstock.timing import path_ends, path_starts, ready_order, tail
 
 Row = list[int]
 """Positions in the graph: every task once, after those that it reads."""
@@ -60,27 +59,12 @@ class TotalOrder:
         self.lane = [lanes[task.lane] for task in graph.tasks]
         self.links, self.readers, self.seconds = graph.links, graph.readers_at, seconds
         self.lanes = len(set(self.lane))
-        # All tasks, each after those that it reads.
-        missing = [len(set(needs)) for needs in graph.links]
-        row = [task for task, count in enumerate(missing) if not count]
-        for task in row:  # the row grows during the iteration
-            for reader in dict.fromkeys(graph.readers_at[task]):
-                missing[reader] -= 1
-                if not missing[reader]:
-                    row.append(reader)
-        self.program = row
-        self.after_s = [0.0] * len(seconds)
-        for task in reversed(range(len(seconds))):
-            self.after_s[task] = max([seconds[r] + self.after_s[r] for r in self.readers[task]], default=0.0)
+        self.program, self.after_s = ready_order(graph.links, self.readers), tail(self.readers, seconds)
 
     def timed(self, orders: Sequence[Sequence[int]]) -> Timed:
         """Return orders of lanes as a timed row. The orders must not wait for each other in a cycle."""
         ends_s = path_ends(orders, self.links, self.seconds)
-        starts_s = [max((ends_s[need] for need in needs), default=0.0) for needs in self.links]
-        for order in orders:
-            for before, task in pairwise(order):
-                starts_s[task] = max(starts_s[task], ends_s[before])
-        return _timed(self.program, starts_s, ends_s)
+        return _timed(self.program, path_starts(orders, self.links, ends_s), ends_s)
 
     def orders(self, row: Row) -> tuple[list[int], ...]:
         """Return the order that a row gives to every lane."""

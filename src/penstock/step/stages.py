@@ -23,7 +23,8 @@ class Stage(IntEnum):
     SLICES = 4
     WEIGHTS = 5
     GRADIENTS = 6
-    SETTLE = 7
+    UPDATES = 7
+    SETTLE = 8
 
 
 class Pass(Protocol):

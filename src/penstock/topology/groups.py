@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from penstock.config import ConfigError, IndivisibleError, Within, check_bounds, check_name
 from penstock.config.bounds import Ranks
-from penstock.dispatch import Place
+from penstock.features.dispatch import Place
 from penstock.mesh import Axes, Group, Mesh, group_sizes, holders, num_nodes, ranks_per_node
 from penstock.step.shape import TokenLayout
 from penstock.topology.gpu_groups import first_exchange, left_to_the_watch, named_failure, options_of

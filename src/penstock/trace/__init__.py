@@ -1,5 +1,6 @@
 """Records of a run, simulated or measured, in one form. Pure Python: no torch."""
 
+from penstock.timing import TaskRecord
 from penstock.trace.analysis import (
     Occupation,
     TaskDifference,
@@ -9,7 +10,6 @@ from penstock.trace.analysis import (
     write_comparison,
 )
 from penstock.trace.chrome import write_chrome_trace
-from penstock.trace.records import TaskRecord
 
 __all__ = [
     "Occupation",

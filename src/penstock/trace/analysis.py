@@ -18,7 +18,7 @@ from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Axes, Mesh
 from penstock.ops import OPS
 from penstock.ops.blocks import EXPERTS
-from penstock.trace.records import TaskRecord
+from penstock.timing import TaskRecord
 from penstock.writing import write_whole
 
 Span = tuple[float, float]

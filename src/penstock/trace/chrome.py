@@ -14,7 +14,7 @@ from typing import Any
 from penstock.graph import Lane
 from penstock.ops import spec_of
 from penstock.ops.journeys import journeys
-from penstock.trace.records import TaskRecord
+from penstock.timing import TaskRecord
 from penstock.writing import write_whole
 
 LANES = list(Lane)

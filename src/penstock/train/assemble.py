@@ -14,22 +14,22 @@ from penstock.cost import Attention, HeldBytes, StepCost, Workload
 from penstock.cost.placed import expert_costs, splits_exactly
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.device import device_of
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.expert_replicas.planners import find_planner
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.decoder import MakeLayer, TensorShard
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
-from penstock.moe.experts.base import ExpertShard
-from penstock.placing import find_planner
+from penstock.moe.experts import ExpertShard
 from penstock.plan.slack import replica_slack
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
 from penstock.runtime.checks.layers import shape_of, sharing_of
+from penstock.runtime.features.expert_replicas.moving import ExpertMoving
+from penstock.runtime.features.sample_placement.moving import NetMoE, SampleMoving
 from penstock.runtime.gradients.assignment import sizes_bytes
 from penstock.runtime.lanes import build_lanes
-from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.parts import ModelParts
-from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape

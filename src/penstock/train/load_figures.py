@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from penstock.features.expert_replicas.model import LayerLoad
+from penstock.features.expert_replicas.planners import overlap
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import ExpertPlacement, Replication
-from penstock.placing import LayerLoad, overlap
 
 Numbers = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]

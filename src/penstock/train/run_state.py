@@ -20,14 +20,14 @@ from penstock.apportion import Counts
 from penstock.checkpoint.folder import DamagedError
 from penstock.checkpoint.storage import Named, Part, State
 from penstock.device import device_of
+from penstock.features.expert_replicas.encoding import plain_of, replication_of
 from penstock.mesh import Group
 from penstock.models.qwen3_moe import in_files
 from penstock.moe.layer import LogicalNames
 from penstock.placement import Replication
-from penstock.placing.encoding import plain_of, replication_of
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.runtime.bounds import STEPS_KEPT, Passes, RowBounds
-from penstock.runtime.moving import Plans
+from penstock.runtime.features.expert_replicas.moving import Plans
 from penstock.sharding import shardings_of
 
 STEP: Final = "train.step"

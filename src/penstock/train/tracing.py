@@ -18,7 +18,7 @@ from penstock.cost import MeasuredCost
 from penstock.graph import Task
 from penstock.mesh import Mesh, Seconds
 from penstock.runtime import PipelinedStack
-from penstock.simulate import lower_bound, simulate
+from penstock.timing import lower_bound, simulate
 from penstock.trace import TaskRecord, compare, write_chrome_trace, write_comparison
 from penstock.trace.analysis import Kind, Link, Straggler, critical_path, stragglers, typical_seconds
 from penstock.trace.step_file import MOST_SHOWN, PathLink, Spans, StepFile

@@ -11,8 +11,8 @@ import pytest
 from penstock.cost import ClusterConfig, RoutedCost, StepCost, routing_sizes
 from penstock.cost.placed_moves import PLACEMENT_MOVES
 from penstock.decision import PlacementConfig, ScheduleConfig
-from penstock.decision.moving import SampleMoves
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.sample_placement.settings import SampleMoves
 from penstock.graph import Lane
 from penstock.lab.virtual import VirtualConfig, build_virtual
 from penstock.lab.virtual.placement import Movement
@@ -22,8 +22,7 @@ from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.plan.slack import replica_slack
 from penstock.schedule import StepPlan
-from penstock.schedule.freeze import freeze
-from penstock.schedule.schedule import unit_cost
+from penstock.schedule.schedule import freeze, unit_cost
 from penstock.topology import Layout
 from penstock.train.assemble import base_shape, first_plan, gradient_bytes, workload
 from penstock.workloads import routing_of

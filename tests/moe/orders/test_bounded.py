@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dispatch import FlatDispatch, Place
+from penstock.features.dispatch import FlatDispatch, Place
 from penstock.moe.choices import TokenChoice
-from penstock.moe.orders.bounded import BoundedOrder, Bounds
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.permute.sort import BoundedOrder, Bounds, SortOrder
 from penstock.routing.routes import RouteMaker
 from tests.moe.orders.support import chunk_counts, numbers, token_choices
 

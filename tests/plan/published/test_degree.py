@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Lane, Phase, Task, longest_path
-from penstock.mesh import Group
+from penstock.graph import Graph, Lane, Phase
+from penstock.mesh import Group, Mesh
 from penstock.ops import Op
 from penstock.ops.transfers import Hop
 from penstock.plan.published import Linear, MoEPart, common_degree, makespan_s
 from penstock.plan.published.degree import Degree, exact, idle_s
 from penstock.step import StepShape
+from penstock.timing import simulate
 from tests.plan.published.layers import parts, random_linear, random_part, random_reduce_s
 from tests.steps import planned
 
@@ -31,25 +31,11 @@ F, B = Phase.FORWARD, Phase.BACKWARD
 Seconds = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class CaseClock:
-    """Every case is an entry of an array. Tasks that are not of the part take no time."""
-
-    seconds: Mapping[tuple[str, Phase], Seconds]
-    zeros: Seconds
-
-    def zero(self) -> Seconds:
-        return self.zeros
-
-    def latest(self, first: Seconds, second: Seconds) -> Seconds:
-        return np.maximum(first, second)
-
-    def end(self, task: Task, start: Seconds) -> Seconds:
-        return start + self.seconds.get((task.op, task.phase), self.zeros)
-
-
 def simulated_s(cases: list[tuple[MoEPart, float]], degree: int, phase: Phase) -> Seconds:
-    """The MoE part of layer 0 in FSMoE's schedule, with the gradients of a dense block above in its gap."""
+    """The MoE part of layer 0 in FSMoE's schedule, with the gradients of a dense block above in its gap.
+
+    Every case is a rank that meets no other. Tasks that are not of the part take no time.
+    """
     shape = StepShape(
         moe_layers=(True, False), exchange_counts=False, dispatch=LEGS, all_reduce_chunks=(0, 4)
     )
@@ -59,10 +45,18 @@ def simulated_s(cases: list[tuple[MoEPart, float]], degree: int, phase: Phase) -
     of_chain = [[chunk.a2a_s, chunk.ag_s, chunk.experts_s, chunk.rs_s, chunk.a2a_s] for chunk in chunks]
     seconds = {(op, phase): column for op, column in zip(chain, np.array(of_chain).T, strict=True)}
     seconds[Op.ALL_REDUCE, B] = np.array([reduce_s for _, reduce_s in cases])
-    times = longest_path(
-        plan.schedule.lanes, lambda task: plan.graph.needs[task], CaseClock(seconds, np.zeros(len(cases)))
+    graph = Graph(tuple(replace(task, axes=()) for task in plan.graph.tasks))
+    lanes = {
+        lane: tuple(graph.by_name[task.name] for task in order) for lane, order in plan.schedule.lanes.items()
+    }
+    zeros = np.zeros(len(cases))
+    timeline = simulate(
+        replace(plan.schedule, lanes=lanes),
+        graph,
+        lambda task: seconds.get((task.op, task.phase), zeros),
+        Mesh(world_size=len(cases)),
     )
-    latest: Seconds = np.max([interval.end for interval in times.values()], axis=0)
+    latest: Seconds = np.max([interval.end for interval in timeline.times.values()], axis=0)
     return latest
 
 

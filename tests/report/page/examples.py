@@ -9,7 +9,7 @@ import numpy as np
 from penstock.mesh import Mesh
 from penstock.report.loads import LoadCourse
 from penstock.report.page.finished import Course, FinishedRun
-from penstock.simulate import simulate
+from penstock.timing import simulate
 from penstock.trace.analysis import critical_path
 from penstock.trace.step_file import PathLink, Spans, StepFile
 from tests.steps import example_plan, random_seconds

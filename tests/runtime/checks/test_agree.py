@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.ops import Op
@@ -15,7 +16,7 @@ from penstock.runtime.checks.agree import check_agreement, check_layouts, first_
 from penstock.runtime.errors import ScheduleMismatchError
 from penstock.schedule import Schedule, StepPlan
 from penstock.schedule.system import all_reduce_at_the_end
-from penstock.step import Stage, StepShape, build_graph
+from penstock.step import Stage, StepShape
 from penstock.topology import Control, Layout
 from tests.steps import example_plan
 from tests.support.ranks import Pools

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.moe import update_expert_biases
 from penstock.moe.config import BalanceGroup
 from penstock.runtime.expert_parallel.exchange import ignore_experts

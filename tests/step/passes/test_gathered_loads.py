@@ -8,14 +8,17 @@ import pytest
 from hypothesis import given
 
 from penstock.decision import Decision
+from penstock.features.build import build_graph
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES, unit_cost
-from penstock.simulate import iteration_s
-from penstock.step import StepShape, build_graph
-from penstock.step.passes import GatheredLoads, Microbatches, Transpose
+from penstock.step import StepShape
+from penstock.step.passes.gathered_loads import GatheredLoads
+from penstock.step.passes.microbatches import Microbatches
+from penstock.step.passes.transpose import Transpose
 from penstock.step.plain import PlainStep
+from penstock.timing import iteration_s
 from tests.step.passes.pictures import check_picture
 from tests.step.support import ancestors
 from tests.steps import SHARED, gradients_of, shapes, task_at

@@ -6,10 +6,11 @@ from collections import Counter
 
 from hypothesis import given
 
-from penstock.dispatch import DISPATCHES
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Graph
-from penstock.step import StepShape, build_graph
-from penstock.step.passes import Settle
+from penstock.step import StepShape
+from penstock.step.passes.settle import Settle
 from tests.step.support import names
 from tests.steps import shapes
 

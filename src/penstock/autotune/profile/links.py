@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.autotune.profile.sample import Action, Budget, Limits, measure_sizes
 from penstock.cost.cluster_file import PAIR, Fit, LinkModel
 from penstock.cost.fit import fit_line
-from penstock.dispatch import DISPATCHES, Dispatch, Place
+from penstock.features.dispatch import DISPATCHES, Dispatch, Place
 from penstock.graph import Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op

@@ -16,7 +16,7 @@ from penstock.cost.cluster_file import LinkModel
 from penstock.cost.clusters import UNNAMED
 from penstock.cost.doubts import OVERRAN, STOPPED
 from penstock.decision import ScheduleConfig
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 

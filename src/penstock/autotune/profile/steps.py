@@ -18,12 +18,12 @@ from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost,
 from penstock.cost.contention import MOST_SCATTER, SOLO, Contention, Sighting, fit_contention, fit_steps
 from penstock.cost.doubts import scattered
 from penstock.decision import Decision
-from penstock.dispatch import DISPATCHES
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Task
 from penstock.plan import Problem
 from penstock.plan.predict import alone, shares_of, simulated_s
 from penstock.schedule import StepPlan
-from penstock.simulate import RankCost
+from penstock.timing import Cost
 from penstock.topology import Control
 from penstock.trace import TaskRecord
 
@@ -152,7 +152,7 @@ def with_steps(
     """
     problem = alone(problem_of(file))
 
-    def step_cost(each: Watched) -> RankCost:
+    def step_cost(each: Watched) -> Cost:
         return problem.cost(each.choice, each.plan.shape)
 
     compute = Fits(COMPUTE, _computed(watched))
@@ -224,7 +224,7 @@ def _computed(watched: Sequence[Watched]) -> dict[Kind, list[Sighting]]:
 
 
 def transferred(
-    watched: Sequence[Watched], cost_of: Callable[[Watched], RankCost], work: Workload
+    watched: Sequence[Watched], cost_of: Callable[[Watched], Cost], work: Workload
 ) -> dict[Kind, list[Sighting]]:
     """Compare every transfer on the rank that came last with its line.
 

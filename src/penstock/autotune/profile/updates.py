@@ -13,8 +13,8 @@ from penstock.autotune.profile.sample import Action, Budget, measure_sizes
 from penstock.cost import ClusterConfig
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.fit import fit_line
+from penstock.features.sharded_optimizer.ops import UPDATE_COPIES, UPDATES
 from penstock.graph import Phase
-from penstock.ops.optimizer import UPDATE_COPIES, UPDATES
 from penstock.train.optimizer import OptimizerConfig, build_adamw, initialise_state, set_learning_rate
 
 MOST_BYTES = 1 << 28

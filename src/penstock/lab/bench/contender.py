@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from penstock.device import wait_for_gpu
-from penstock.dispatch import DISPATCHES, of_hops
+from penstock.features.dispatch import DISPATCHES, of_hops
 from penstock.graph import Lane
 from penstock.ops.transfers import FLAT
 from penstock.schedule import StepPlan

@@ -29,7 +29,7 @@ from penstock.plan import Problem, reasons
 from penstock.plan.memory import estimate_memory
 from penstock.plan.predict import closing_s
 from penstock.schedule import SCHEDULES, StepPlan
-from penstock.simulate import simulate
+from penstock.timing import simulate
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
 from penstock.train.assemble import base_shape, build_machinery, first_plan

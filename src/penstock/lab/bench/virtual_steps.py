@@ -28,7 +28,7 @@ from penstock.lab.bench.scheduled import timed
 from penstock.lab.virtual import VirtualConfig, VirtualStack, build_virtual
 from penstock.runtime import Machinery
 from penstock.schedule import StepPlan
-from penstock.simulate import RankCost, iteration_s
+from penstock.timing import Cost, iteration_s
 from penstock.train.assemble import base_shape, first_plan
 from penstock.train.config import RunConfig
 
@@ -74,7 +74,7 @@ def _plans(config: RunConfig, stack: VirtualStack) -> Iterator[StepPlan]:
         yield first_plan(run, layout, base_shape(run, layout), stack.bucket_sizes)
 
 
-def _cost(stack: VirtualStack, plan: StepPlan, file: ClusterFile) -> RankCost:
+def _cost(stack: VirtualStack, plan: StepPlan, file: ClusterFile) -> Cost:
     """Return the cost of the first step's tasks, as the simulator has it."""
     stack.use(plan, stack.placement)
     return replace(stack.cost(0), cluster=ProfiledCluster.build(file))

@@ -21,10 +21,11 @@ from penstock.cost.placed import (
     splits_exactly,
 )
 from penstock.decision import Decision, PlacementConfig
-from penstock.decision.moving import SampleMoves
+from penstock.features.expert_replicas.planners import find_planner
+from penstock.features.expert_replicas.problem import Slack
+from penstock.features.sample_placement.settings import SampleMoves
 from penstock.placement import Replication
-from penstock.placing import Slack, find_planner
-from penstock.runtime.moving import ExpertMoving, Plans
+from penstock.runtime.features.expert_replicas.moving import ExpertMoving, Plans
 from penstock.step import StepShape
 from penstock.workloads import Routing
 

@@ -14,11 +14,11 @@ from penstock.apportion import Counts
 from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload, routing_sizes
 from penstock.decision import GradientBytes, PlacementConfig
 from penstock.device import device_of
-from penstock.dispatch import of_hops
+from penstock.features.dispatch import of_hops
+from penstock.features.expert_replicas.problem import Slack
 from penstock.lab.virtual.handlers import Buffers, RankStep, VirtualHandlers, virtual_handlers
 from penstock.lab.virtual.placement import Movement
 from penstock.ops import Op
-from penstock.placing import Slack
 from penstock.plan.slack import replica_slack
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.executor import Execution

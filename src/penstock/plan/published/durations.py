@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.decision import Decision
+from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, Phase
 from penstock.mesh import Axes
 from penstock.ops import Op
+from penstock.ops.gradients import GRADIENT_KINDS
 from penstock.ops.names import place_of
-from penstock.ops.sums import REDUCTIONS
 from penstock.plan.problem import Problem
 from penstock.plan.published.backward import Backward, GapLayer, Made
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
-from penstock.schedule.freeze import Cost, slowest
-from penstock.step import StepShape, build_graph
+from penstock.step import StepShape
+from penstock.timing import Cost, slowest
 
 Where = tuple[str, Lane]
 """An op and its lane."""
@@ -147,7 +148,7 @@ class Durations:
     @property
     def _reduced_over(self) -> Axes:
         """The ranks that sum the gradients that a partition places."""
-        return REDUCTIONS[Op.ALL_REDUCE].axes_of(sharing=self.problem.workload.tp_size > 1)
+        return GRADIENT_KINDS["replicated"].axes_of(sharing=self.problem.workload.tp_size > 1)
 
     @cached_property
     def _costs(self) -> dict[int, Cost]:

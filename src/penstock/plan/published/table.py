@@ -16,8 +16,7 @@ from penstock.plan.published.durations import Durations
 from penstock.plan.published.parm import parm_choice, shares_experts
 from penstock.plan.published.partition import PartitionPlanner, adaptive, loaded_parts
 from penstock.plan.space import settled
-from penstock.schedule.freeze import slowest
-from penstock.simulate import iteration_s
+from penstock.timing import iteration_s, slowest
 
 LINA_BYTES = 30 << 20
 """A fixed size of chunks, whatever the gaps are like."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from penstock.graph import Lane, Name, Phase
 from penstock.ops import OPS
-from penstock.ops.families import Family, family_of
+from penstock.ops.base import Family, family_of
 from penstock.trace.step_file import PathLink, StepFile
 from penstock.words import milliseconds, percent
 

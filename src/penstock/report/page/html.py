@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from penstock.ops.families import family_of
+from penstock.ops.base import family_of
 from penstock.plan import PlanFile
 from penstock.report.loads import LoadCourse
 from penstock.report.page.curves import (

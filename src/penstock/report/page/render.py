@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from penstock.config import UNSET, ConfigError
 from penstock.extras import install, needs
-from penstock.ops.families import Family
+from penstock.ops.base import Family
 from penstock.words import counted
 
 Figure = dict[str, Any]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from penstock.graph import Lane, Name
-from penstock.ops.families import Family, family_of
+from penstock.ops.base import Family, family_of
 from penstock.report.page.findings import Binding, title_of
 from penstock.report.page.render import BOX, COLOURS, PAUSES, QUIET, TEXT, Figure, axis, ink, upright
 from penstock.trace.step_file import Spans, StepFile

@@ -13,11 +13,11 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.device import device_of, device_of_backend
-from penstock.dispatch import Dispatch
+from penstock.features.dispatch import Dispatch
 from penstock.mesh import Group
 from penstock.moe.compatibility import route_maker
 from penstock.moe.layer import MoELayer
-from penstock.moe.orders.base import Order, OrderPlan
+from penstock.moe.permute.sort import Order, OrderPlan
 from penstock.partial_state import refuse_pickle
 from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
 from penstock.runtime.expert_parallel.guard import ExpertGuard

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from penstock.dtensors import is_dtensor
 from penstock.mesh import Axes, Group
 from penstock.moe import SampleKeys
-from penstock.moe.counter import uniform_bits
-from penstock.moe.experts.base import Experts
+from penstock.moe.choices import uniform_bits
+from penstock.moe.experts import Experts
 from penstock.runtime.errors import ParameterMismatchError
 from penstock.topology import Control, Layout
 

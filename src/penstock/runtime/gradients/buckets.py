@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
-from penstock.ops import Op
+from penstock.ops.gradients import GRADIENT_KINDS, KindName
 from penstock.routing.sizes import part_sizes
 from penstock.runtime.gradients.stand_in import InShares, give_up_stand_ins, has_gradient
 
@@ -282,33 +281,24 @@ class GradientBucket:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Gradient buckets by layer. experts: empty buckets where no expert has a replica.
+    """Gradient buckets.
 
-    partial: those of parameters to whose gradients every rank that shares attention adds a part. at_once: ids
-    of expert parameters whose weight gradients must not be deferred, since they are reduced with a layer
-    below those that use them.
+    Attributes:
+        by_kind: By kind of gradients, a bucket for every layer; empty ones for experts without replicas.
+        at_once: Ids of expert parameters whose weight gradients must not be deferred, since they are reduced
+            with a layer below those that use them.
     """
 
-    replicated: Sequence[GradientBucket]
-    experts: Sequence[GradientBucket]
-    partial: Sequence[GradientBucket]
+    by_kind: Mapping[KindName, Sequence[GradientBucket]]
     at_once: frozenset[int] = frozenset()
 
     @property
     def all(self) -> tuple[GradientBucket, ...]:
-        return (*self.replicated, *self.partial, *self.experts)
+        return tuple(bucket for kind in GRADIENT_KINDS for bucket in self.by_kind[kind])
 
-    def of(self, op: str) -> Sequence[GradientBucket]:
-        """Return the buckets that an op reduces."""
-        return self._by_op[op]
-
-    @cached_property
-    def _by_op(self) -> dict[str, Sequence[GradientBucket]]:
-        return {
-            Op.ALL_REDUCE: self.replicated,
-            Op.PARTIAL_ALL_REDUCE: self.partial,
-            Op.EXPERT_ALL_REDUCE: self.experts,
-        }
+    def of(self, kind: KindName) -> Sequence[GradientBucket]:
+        """Return the buckets of one kind of gradients, by layer."""
+        return self.by_kind[kind]
 
 
 def _holders(flat: Tensor) -> int:

@@ -213,6 +213,18 @@ def unorder_backward(context: StepContext, task: Task, inputs: Inputs) -> Output
     return {**grads, "rows": present(grads["rows"], task).split_with_sizes(saved.sizes)}
 
 
+@handles(Op.HEAD, F)
+def head(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return loss: sums of a microbatch."""
+    return context.ending.forward(context, task, inputs)
+
+
+@handles(Op.HEAD, B)
+def head_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return hidden: the gradient of what entered the head, [B, L, M]."""
+    return context.ending.backward(context, task, inputs)
+
+
 def microbatch(task: Task) -> int:
     """Return the number of a task's microbatch."""
     assert task.microbatch is not None, task

@@ -9,6 +9,7 @@ import torch
 from penstock.graph import Name, Phase, Task
 from penstock.moe.choices import GateSums
 from penstock.ops import Op
+from penstock.ops.gradients import GRADIENT_KINDS, summed
 from penstock.runtime.fingerprints.facts import VALUES
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.transport.legs import HostCounts
@@ -41,14 +42,16 @@ def _piece(name: Name) -> tuple[int, int | None]:
     return name.layer, name.microbatch
 
 
-@handles(Op.ALL_REDUCE, Phase.BACKWARD)
-@handles(Op.PARTIAL_ALL_REDUCE, Phase.BACKWARD)
-@handles(Op.EXPERT_ALL_REDUCE, Phase.BACKWARD)
 def all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Sum one piece of a layer's gradients of one kind over the task's ranks, in place."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
-    assert task.piece is not None, task
-    bucket = context.buckets.of(task.op)[task.layer]
+    kind = summed(task.op)
+    assert kind is not None and task.piece is not None, task
+    bucket = context.buckets.of(kind)[task.layer]
     for piece in bucket.chunk(task.piece, task.cut.parts):
         context.transports.of(task.lane, task.axes).all_reduce(piece, task.axes)
     return NOTHING
+
+
+for kind in GRADIENT_KINDS.values():
+    handles(kind.reduce, Phase.BACKWARD)(all_reduce)

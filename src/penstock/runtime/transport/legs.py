@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.apportion import Counts
 from penstock.device import device_of
-from penstock.dispatch import Leg
+from penstock.features.dispatch import Leg
 from penstock.mesh import Axes, Group
 from penstock.routing.routes import Degrees, RouteMaker, Routes
 from penstock.runtime.transport import Transport

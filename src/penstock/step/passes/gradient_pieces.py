@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.graph import Cut, Graph, Lane, Name, Phase, Task
-from penstock.ops.sums import REDUCTIONS, SCATTERS
+from penstock.ops.gradients import GRADIENT_KINDS, KindName
 from penstock.step.rewrite import end_layers
 from penstock.step.stages import Stage
 
@@ -23,11 +23,11 @@ class GradientPieces:
     before  AT.m1.B, AT.m0.B
     after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─ XR.p0
 
-    parts: by the op of a reduction. sharing: whether ranks share attention. scatters: whether every rank
+    parts: by kind of gradients. sharing: whether ranks share attention. scatters: whether every rank
     keeps its share of a sum (RA, RP, RX stand for AR, PR, XR).
     """
 
-    parts: Mapping[str, Parts]
+    parts: Mapping[KindName, Parts]
     sharing: bool = False
     scatters: bool = False
     name = "gradient_pieces"
@@ -37,37 +37,40 @@ class GradientPieces:
         last = last_to_add(graph)
         added: dict[int, list[Task]] = {}
         for layer in range(max(map(len, self.parts.values()))):
-            sizes = {op: parts[layer] for op, parts in self.parts.items()}
+            sizes = {kind: parts[layer] for kind, parts in self.parts.items()}
             made = reductions(layer, sizes, last, sharing=self.sharing, scatters=self.scatters)
             # Experts first: their gradients are complete before those of the layer's attention.
-            added[layer] = [task for op in reversed(made) for task in made[op]]
+            added[layer] = [task for kind in reversed(made) for task in made[kind]]
         return end_layers(graph, added)
 
 
 def reductions(
     layer: int,
-    parts: Mapping[str, Sequence[int]],
+    parts: Mapping[KindName, Sequence[int]],
     last: Mapping[str, Sequence[Name]] | None = None,
     *,
     sharing: bool = False,
     scatters: bool = False,
-) -> dict[str, list[Task]]:
-    """Return the pieces of a layer's gradients, by the op that reduces them. parts: of every buffer, by op.
+) -> dict[KindName, list[Task]]:
+    """Return the pieces of a layer's gradients, by kind. parts: of every buffer, by kind.
 
     last: the tasks after which a buffer is complete; nothing adds to a buffer that it does not name. None =
     tasks without inputs, only to be priced. sharing, scatters: see GradientPieces.
     """
     found = {}
-    called = {plain: op for op, plain in SCATTERS.items()} if scatters else {}
-    for op, sizes in parts.items():
-        reduction = REDUCTIONS[op]
-        buffer, axes = reduction.state.format(layer=layer), reduction.axes_of(sharing=sharing)
+    for name, sizes in parts.items():
+        kind = GRADIENT_KINDS[name]
+        op, buffer, axes = (
+            kind.sums(scatters=scatters),
+            kind.state.format(layer=layer),
+            kind.axes_of(sharing=sharing),
+        )
         inputs = {} if last is None else {"gradients": tuple(last.get(buffer, ()))}
         pieces = range(len(sizes) if last is None or inputs["gradients"] else 0)
-        names = [Name(layer, called.get(op, op), Phase.BACKWARD, piece=piece) for piece in pieces]
+        names = [Name(layer, op, Phase.BACKWARD, piece=piece) for piece in pieces]
         cut = Cut(parts=tuple(sizes))
         touched = (), (buffer,), (buffer,)  # summed in place
-        found[op] = [Task(name, Lane.INTER, axes, inputs, cut, *touched) for name in names]
+        found[name] = [Task(each, Lane.INTER, axes, inputs, cut, *touched) for each in names]
     return found
 
 

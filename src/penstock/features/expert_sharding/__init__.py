@@ -1,0 +1,1 @@
+"""Expert sharding: ranks that share every expert (Parm, FSMoE). No torch."""

@@ -1,0 +1,48 @@
+"""`Feature`: what one feature brings to a step, in one record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.features.field import Field
+from penstock.ops.base import OpSpec
+from penstock.step.shape import StepShape
+from penstock.step.stages import Pass
+
+
+def _none(shape: StepShape) -> Sequence[Pass]:
+    del shape
+    return ()
+
+
+def _fine(shape: StepShape) -> str:
+    del shape
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A way to train that a step may use or not: what it means, before anything runs.
+
+    How it runs on ranks stands in the folder of the same name in `runtime/features/`.
+
+    Attributes:
+        name: Its name and that of its folder.
+        title: What it does, in a sentence without a stop.
+        source: Where it comes from: the paper or system, and its section.
+        ops: The ops of its tasks.
+        passes: Returns the passes that a step of this shape needs, in the order in which those of one stage
+            run.
+        why_not: Returns why a step of this shape cannot have the feature, with what to do; "" = it can, or
+            does not use it.
+        fields: What a plan decides about it, by the name in `Decision`.
+    """
+
+    name: str
+    title: str
+    source: str
+    ops: tuple[OpSpec, ...] = ()
+    passes: Callable[[StepShape], Sequence[Pass]] = _none
+    why_not: Callable[[StepShape], str] = _fine
+    fields: Mapping[str, Field] = field(default_factory=dict)

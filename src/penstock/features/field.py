@@ -1,0 +1,177 @@
+"""The properties of one decision: the values that a search tries, its words, and its effect on the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from penstock.ops.gradients import KindName
+from penstock.step.shape import ExpertForm, Recompute, StepShape
+from penstock.step.stages import Pass
+
+PartialByForm = tuple[tuple[ExpertForm, tuple[int, ...]], ...]
+"""For expert forms, the bytes of every layer's partial gradients."""
+
+
+class GradientBytes(NamedTuple):
+    """For every layer, the bytes of its gradients that are reduced, by kind.
+
+    partial: those to which every rank that shares attention adds a part; none = there are no such ranks.
+    partial_by_form: `partial` by expert form, where it depends on that; what is not partial with a form is
+    replicated. expert: of all parameters of one expert, or a rank's shard of it, which travel where experts
+    move; 0 = not known.
+    """
+
+    replicated: tuple[int, ...]
+    experts: tuple[int, ...]
+    partial: tuple[int, ...] = ()
+    partial_by_form: PartialByForm = ()
+    expert: int = 0
+
+    @property
+    def by_kind(self) -> dict[KindName, tuple[int, ...]]:
+        """The bytes of every kind, by layer."""
+        return {"replicated": self.replicated, "partial": self.partial, "experts": self.experts}
+
+    def of_form(self, form: ExpertForm) -> GradientBytes:
+        """Return the bytes in a step with this expert form."""
+        found = dict(self.partial_by_form).get(form, self.partial)
+        if found == self.partial:
+            return self
+        sizes = zip(self.replicated, self.partial, found, strict=True)
+        return self._replace(replicated=tuple(r + p - q for r, p, q in sizes), partial=found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movable:
+    """What may move in a step, as values of decisions: those that ranks can run and that are left open."""
+
+    samples: tuple[str, ...] = ("none",)
+    experts: tuple[str, ...] = ("none",)
+    replica_slots: tuple[int, ...] = (1,)
+    split: Literal["auto", "exact", "last_step"] = "auto"
+
+    @property
+    def must_move(self) -> bool:
+        """Whether every plan has to move samples, or experts."""
+        return "none" not in self.samples or "none" not in self.experts
+
+
+NOTHING_MOVES = Movable()
+
+
+class Asked(Protocol):
+    """The step for which a plan is made, as far as values worth trying depend on it. `plan.Problem` is one.
+
+    batch: samples per rank. dispatches: those that the ranks can run. least_chunk_bytes: of an all-reduce,
+    since smaller ones would be too many tasks.
+    """
+
+    @property
+    def shape(self) -> StepShape: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def dispatches(self) -> tuple[str, ...]: ...
+
+    @property
+    def comm_dtypes(self) -> tuple[str, ...]:
+        """Formats in which rows may travel, "none" = as section [moe] says."""
+        ...
+
+    @property
+    def gradients(self) -> GradientBytes: ...
+
+    @property
+    def least_chunk_bytes(self) -> int: ...
+
+    @property
+    def movable(self) -> Movable: ...
+
+    @property
+    def recompute(self) -> tuple[Recompute, ...]:
+        """What may be recomputed, the fastest choice first."""
+        ...
+
+
+class Choice(Protocol):
+    """A decision, as far as other decisions depend on it. `Decision` is one."""
+
+    @property
+    def schedule(self) -> str: ...
+
+    @property
+    def dispatch(self) -> str: ...
+
+    @property
+    def samples(self) -> str: ...
+
+    @property
+    def experts(self) -> str: ...
+
+    @property
+    def replica_slots(self) -> int: ...
+
+    @property
+    def split(self) -> str: ...
+
+    @property
+    def form(self) -> ExpertForm:
+        """How rows reach all shards of their experts."""
+        ...
+
+
+class Reader(Protocol):
+    """What a schedule declares: the fields of a decision that it reads, and its usual number of chunks.
+
+    expert_form: how rows reach all shards of their experts, where the schedule itself determines that.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+
+    @property
+    def usual_chunks(self) -> int: ...
+
+    @property
+    def expert_form(self) -> ExpertForm | None: ...
+
+
+READERS: dict[str, Reader] = {}
+"""The schedules, as far as decisions go; `schedule.SCHEDULES` is the same table with their methods."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One decision, declared once.
+
+    values: what a search tries, given the step and the decisions of earlier fields; at least one value.
+    words: the decision in a sentence, "" = it is not mentioned; None = it is described with another. head,
+    cell: its column in the table of plans; unread: the cell where its schedule does not read it. cuts: how
+    finely the step is cut.
+    always: every schedule reads it, not only those that declare it.
+    may_be_left_out: a plan file need not contain it, since some files are older, and it has a column in the
+    table of plans only where a plan has another value than the default.
+
+    For a registered decision, also: name; type, such as a Literal or a number Annotated with bounds; default,
+    the value that need not be mentioned; passes: those that a value adds to the step.
+    """
+
+    values: Callable[[Asked, Any], Sequence[Any]]
+    words: Callable[[Any], str] | None = None
+    head: str = ""
+    cell: Callable[[Any], str] | None = None
+    unread: str = "-"
+    cuts: bool = False
+    always: bool = True
+    may_be_left_out: bool = False
+    name: str = ""
+    type: Any = str
+    default: Any = None
+    passes: Callable[[Any], tuple[Pass, ...]] = lambda value: ()

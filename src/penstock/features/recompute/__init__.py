@@ -1,0 +1,1 @@
+"""Recomputation: what is computed a second time instead of being kept. No torch."""

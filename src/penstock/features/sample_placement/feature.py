@@ -1,0 +1,45 @@
+"""Sample placement: whole samples change ranks on the way home from experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.features.feature import Feature
+from penstock.features.sample_placement.ops import OPS
+from penstock.features.sample_placement.passes import PackedResidualPass, SampleMoves
+from penstock.features.sample_placement.settings import SAMPLES
+from penstock.mesh import Group
+from penstock.step.shape import StepShape
+from penstock.step.stages import Pass
+
+
+def _passes(shape: StepShape) -> Sequence[Pass]:
+    if not (shape.moves_samples and any(shape.moe_layers)):
+        return ()
+    moves = SampleMoves(Group.EXPERT_SHARDS if shape.sharing.etp_size > 1 else Group.EXPERT)
+    return (moves, PackedResidualPass()) if shape.packed_residual else (moves,)
+
+
+def _why_not(shape: StepShape) -> str:
+    if not (shape.moves_samples and any(shape.moe_layers)):
+        return ""
+    if not shape.sharing.is_none and shape.expert_form != "gather":
+        return (
+            f"moves_samples: with expert_form = {shape.expert_form} ranks send rows of samples that others "
+            "have, too, or sums of them, and a sample's rows are not one rank's to order. Use "
+            "expert_form=gather, or let samples stay"
+        )
+    if why := shape.sharing.why_samples_stay:
+        return f"moves_samples: {why}. Use other sizes, or set placement.samples=none"
+    return ""
+
+
+FEATURE = Feature(
+    name="sample_placement",
+    title="gives samples new homes in every layer, so that fewer of their rows cross nodes",
+    source="NetMoE",
+    ops=OPS,
+    passes=_passes,
+    why_not=_why_not,
+    fields={"samples": SAMPLES},
+)

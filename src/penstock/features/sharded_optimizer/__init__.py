@@ -1,0 +1,1 @@
+"""The sharded optimiser: updates as tasks of the step (ZeRO). No torch."""

@@ -1,0 +1,217 @@
+"""Ops of tensor parallelism: ranks of a node share heads, dense widths and vocabulary, and their samples.
+
+Between blocks every rank holds its part of each sample's tokens ("split") or all of them ("replicated"). What
+computes on shards of weights needs all tokens and leaves a partial sum of them:
+
+    split       gather ─ shard computes ─ scatter        all-gather, reduce-scatter; backward the other way
+    replicated  copy   ─ shard computes ─ reduce         nothing, all-reduce; backward all-reduce, nothing
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.graph.task import Task
+from penstock.ops.base import Backward, Family, Kind, OpSpec
+from penstock.ops.blocks import PARTIAL, REPLICATED
+from penstock.ops.names import Op
+from penstock.ops.work import Collective, Sizes, Work, WorkOf
+
+COUNT_BYTES = 8
+PEAK_BYTES = 3 * 4
+"""Bytes of a token: a shard's largest logit, its sum of exponentials, the label's logit; in float32."""
+
+BOTH = (REPLICATED, PARTIAL)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The ops around a computation on shards of weights, by how tokens lie on either side of it."""
+
+    gather: str
+    copy: str
+    scatter: str
+    reduce: str
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The ops of these ways; a way without one is left out."""
+        return tuple(op for op in (self.gather, self.copy, self.scatter, self.reduce) if op)
+
+
+ATTENTION = Ways(Op.TOKEN_GATHER, Op.TOKEN_COPY, Op.TOKEN_SCATTER, Op.TOKEN_REDUCE)
+DENSE = Ways(Op.DENSE_GATHER, Op.DENSE_COPY, Op.DENSE_SCATTER, Op.DENSE_REDUCE)
+EMBED = Ways("", "", Op.EMBED_SCATTER, Op.EMBED_REDUCE)
+HEAD = Ways(Op.HEAD_GATHER, Op.HEAD_COPY, "", "")
+
+
+def _collective(forward: Collective, backward: Collective) -> WorkOf:
+    """Return the work of the task's collective over all tokens, by phase; "" = nothing is sent."""
+
+    def work(task: Task, sizes: Sizes) -> Work:
+        size = sizes.hidden_bytes(sizes.tokens(task) * task.cut.token_shards)
+        collective = forward if task.forward else backward
+        if not collective:
+            return Work(copied_bytes=size / sizes.tp_size)
+        return Work(collective=collective, sent_bytes=size)
+
+    return work
+
+
+def _heads(task: Task, sizes: Sizes) -> Work:
+    tokens = sizes.tokens(task)
+    flops = sizes.attention_flops(tokens) - sizes.router_flops(tokens)
+    return Work(
+        flops=flops / sizes.tp_size,
+        copied_bytes=sizes.hidden_bytes(2 * tokens),
+        kernels=sizes.kernels(tokens, "attention", shares=sizes.tp_size),
+    )
+
+
+def _gate(task: Task, sizes: Sizes) -> Work:
+    tokens = sizes.tokens(task)
+    copied = sizes.hidden_bytes(2 * tokens * sizes.top_k)
+    return Work(
+        flops=sizes.router_flops(tokens), copied_bytes=copied, kernels=sizes.kernels(tokens, "router")
+    )
+
+
+def _passing(task: Task, sizes: Sizes) -> Work:
+    return Work(copied_bytes=sizes.hidden_bytes(2 * sizes.tokens(task)))
+
+
+def _dense(task: Task, sizes: Sizes) -> Work:
+    tokens = sizes.tokens(task)
+    flops = sizes.dense_flops(tokens) / sizes.tp_size
+    kernels = sizes.kernels(tokens, "dense", shares=sizes.tp_size)
+    return Work(flops=flops, copied_bytes=sizes.hidden_bytes(2 * tokens), kernels=kernels)
+
+
+def _logits(task: Task, sizes: Sizes) -> Work:
+    tokens = sizes.tokens(task)
+    flops, kernels = (
+        sizes.head_flops(tokens) / sizes.tp_size,
+        sizes.kernels(tokens, "head", shares=sizes.tp_size),
+    )
+    return Work(flops=flops, copied_bytes=sizes.hidden_bytes(tokens), kernels=kernels)
+
+
+def _loss(task: Task, sizes: Sizes) -> Work:
+    """Return the work of the exponentials of the logits, and of their gradients, which are as large."""
+    tokens = sizes.tokens(task)
+    copied_bytes = 2 * sizes.logit_bytes(tokens) / sizes.tp_size
+    return Work(copied_bytes=copied_bytes, kernels=sizes.kernels(tokens, "loss", shares=sizes.tp_size))
+
+
+def _peaks(task: Task, sizes: Sizes) -> Work:
+    size = sizes.tokens(task) * PEAK_BYTES * sizes.tp_size
+    return Work(collective="all_gather", sent_bytes=size)
+
+
+def _choices(task: Task, sizes: Sizes) -> Work:
+    """Return the work of summing a number per sample and expert."""
+    size = sizes.samples(task) * sizes.num_experts * COUNT_BYTES
+    return Work(collective="all_reduce", sent_bytes=size)
+
+
+def _transfer(name: str, title: str, forward: Collective, backward: Collective, transpose: str) -> OpSpec:
+    work = _collective(forward, backward)
+    return OpSpec(name=name, title=title, kind=Kind.COLLECTIVE, work=work, transpose=transpose)
+
+
+def _around(what: str, ways: Ways) -> list[OpSpec]:
+    gather: Collective = "all_gather"
+    scatter: Collective = "reduce_scatter"
+    t = ATTENTION
+    specs = [
+        _transfer(ways.gather, f"tokens of all ranks, for {what}", gather, scatter, t.scatter),
+        _transfer(ways.copy, f"tokens for {what}, whose gradients are summed", "", "all_reduce", t.reduce),
+        _transfer(ways.scatter, f"sum of {what}, to every rank its tokens", scatter, gather, t.gather),
+        _transfer(ways.reduce, f"sum of {what}, to all ranks", "all_reduce", "", t.copy),
+    ]
+    return [spec for spec in specs if spec.name]
+
+
+def _computed(
+    name: str,
+    title: str,
+    work: WorkOf,
+    gradients: str | tuple[str, ...],
+    *,
+    recomputable: bool = True,
+    launches: int = OpSpec.launches,
+    family: Family | None = None,
+) -> OpSpec:
+    return OpSpec(
+        name=name,
+        title=title,
+        kind=Kind.COMPUTE,
+        work=work,
+        gradients=gradients,
+        given=frozenset({"metadata"}),
+        recomputable=recomputable,
+        launches=launches,
+        family=family,
+    )
+
+
+OPS = (
+    *_around("attention", ATTENTION),
+    *_around("dense feed-forward parts", DENSE),
+    *_around("the embedding", EMBED),
+    *_around("the output head", HEAD),
+    _computed(Op.HEADS, "attention of this rank's heads", _heads, BOTH, launches=43, family=Family.ATTENTION),
+    _computed(
+        Op.GATE, "residual, norm, router and order", _gate, REPLICATED, launches=39, family=Family.ATTENTION
+    ),
+    _computed(Op.DENSE_NORM, "residual and norm of a dense block", _passing, REPLICATED),
+    _computed(Op.DENSE, "this rank's part of a dense feed-forward part", _dense, REPLICATED),
+    _computed(Op.DENSE_ADD, "output of a dense block", _passing, "", recomputable=False),
+    _computed(
+        Op.LOGITS,
+        "final norm, logits of this rank's vocabulary",
+        _logits,
+        BOTH,
+        recomputable=False,
+        launches=16,
+    ),
+    OpSpec(
+        name=Op.PEAKS,
+        title="what all shards of the vocabulary know of a token's logits",
+        kind=Kind.COLLECTIVE,
+        work=_peaks,
+        backward=Backward.NONE,
+    ),
+    OpSpec(
+        name=Op.LOSS,
+        launches=12,
+        title="loss over all shards of the vocabulary",
+        kind=Kind.COMPUTE,
+        work=_loss,
+        given=frozenset({"peaks", "metadata"}),
+    ),
+    OpSpec(
+        name=Op.CHOICES,
+        title="how often each sample chose each expert, by all ranks that share its tokens",
+        kind=Kind.COLLECTIVE,
+        work=_choices,
+        backward=Backward.VALUE,
+    ),
+    _transfer(Op.KEEP_TOKENS, "this rank's tokens, before the gate", "", "all_gather", Op.GATHER_OUTPUT),
+    OpSpec(
+        name=Op.GATHER_TOKENS,
+        title="tokens of all ranks, which attention has gathered, for the gate",
+        kind=Kind.COLLECTIVE,
+        work=_collective("", ""),
+        transpose=Op.KEEP_OUTPUT,
+        given=frozenset({"gathered"}),
+    ),
+    _transfer(Op.KEEP_OUTPUT, "this rank's tokens, after un-order", "", "all_gather", Op.GATHER_OUTPUT),
+    _transfer(Op.GATHER_OUTPUT, "tokens of all ranks, after un-order", "all_gather", "", Op.KEEP_OUTPUT),
+)
+
+MOVES = (
+    *(op for ways in (ATTENTION, DENSE, EMBED, HEAD) for op in ways.all),
+    *(Op.KEEP_TOKENS, Op.GATHER_TOKENS, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT),
+)
+"""Every op that moves tokens between ranks that share their samples."""

@@ -1,0 +1,162 @@
+"""Rows on their way to all shards of their experts: four forms, forward and backward."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.dispatch.passes import Hierarchical
+from penstock.features.expert_sharding.passes import DealtSlots, FusedShards, GatheredShards, RepeatedRows
+from penstock.graph import Graph, Lane, ScheduleError
+from penstock.mesh import Axes, Group
+from penstock.ops import Op, spec_of
+from penstock.step import Pass, Sharing, StepShape
+from penstock.step.passes.transpose import Transpose
+from penstock.step.plain import PlainStep
+from penstock.step.shape import ExpertForm
+from tests.step.passes.pictures import check_picture
+from tests.step.support import reads
+from tests.steps import task_at
+
+PLAIN = PlainStep(moe_layers=(True, True)).graph()
+SHARDS, RANKS = 3, 2
+
+FORMS: dict[ExpertForm, tuple[Pass, ...]] = {
+    "gather": (GatheredShards(SHARDS),),
+    "s1": (FusedShards(SHARDS),),
+    "s2": (DealtSlots(RANKS), FusedShards(SHARDS)),
+    "baseline": (RepeatedRows(SHARDS),),
+}
+CHAINS: dict[ExpertForm, str] = {
+    "gather": "D XG X XS C",
+    "s1": "D X C",
+    "s2": "SD D X C SG",
+    "baseline": "BG D X BR C BS",
+}
+MEETS: dict[ExpertForm, dict[str, Axes]] = {
+    "gather": {"D": Group.EXPERT, "XG": Group.SHARDS, "XS": Group.SHARDS, "C": Group.EXPERT},
+    "s1": {"D": Group.EXPERT_SHARDS, "C": Group.EXPERT_SHARDS},
+    "s2": {
+        "SD": Group.TENSOR,
+        "D": Group.EXPERT_SHARDS,
+        "C": Group.EXPERT_SHARDS,
+        "SG": Group.TENSOR,
+    },
+    "baseline": {
+        "BG": Group.SHARDS,
+        "D": Group.EXPERT,
+        "BR": Group.SHARDS,
+        "C": Group.EXPERT,
+        "BS": Group.SHARDS,
+    },
+}
+COPIED: dict[ExpertForm, set[str]] = {
+    "gather": {"XG", "X", "XS"},
+    "s1": {"D", "X", "C"},
+    "s2": {"D", "X", "C"},
+    "baseline": {"BG", "D", "X", "BR", "C", "BS"},
+}
+"""Tasks that have the rows of all shards, or send theirs to all of them."""
+
+
+def rewritten(form: ExpertForm, graph: Graph = PLAIN) -> Graph:
+    for each in FORMS[form]:
+        graph = each(graph)
+    return graph.check()
+
+
+@pytest.mark.parametrize("each", [GatheredShards(SHARDS), DealtSlots(RANKS), RepeatedRows(SHARDS)])
+def test_the_pictures_are_true(each: Pass) -> None:
+    check_picture(type(each), PLAIN, each(PLAIN).check(), layer=1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_go_from_task_to_task_and_gradients_the_same_way_back(form: ExpertForm) -> None:
+    chain = CHAINS[form].split()
+    graph = Transpose()(rewritten(form)).check()
+    for layer in (0, 1):
+        for first, second in pairwise(chain):
+            there, back = f"L{layer}.{first}.m0.c0", f"L{layer}.{second}.m0.c0"
+            assert reads(graph, f"{back}.F")["rows"] == f"{there}.F"
+            assert reads(graph, f"{there}.B")["d_rows"] == f"{back}.B"
+        assert reads(graph, f"L{layer}.{chain[0]}.m0.c0.F")["rows"] == f"L{layer}.AT.m0.F"
+        assert reads(graph, f"L{layer}.U.m0.F")["rows"] == f"L{layer}.{chain[-1]}.m0.c0.F"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_who_meets_and_on_which_lane(form: ExpertForm) -> None:
+    graph = Transpose()(rewritten(form)).check()
+    for task in graph.tasks:
+        if task.op in MEETS[form]:
+            between = task.op in (Op.DISPATCH, Op.COMBINE)
+            assert (task.axes, task.lane) == (MEETS[form][task.op], Lane.INTER if between else Lane.INTRA)
+            assert reads(graph, str(task))["route"] == f"L{task.layer}.N.m0.F"
+    # Shards hold parts of the same experts, so each must know what the others receive.
+    assert task_at(graph, "L0.N.m0.F").axes == Group.EXPERT_SHARDS
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_all_shards_are_counted_where_they_are(form: ExpertForm) -> None:
+    graph = Transpose()(rewritten(form))
+    assert {task.op for task in graph.tasks if task.cut.row_copies == SHARDS} == COPIED[form]
+    assert {task.cut.row_copies for task in graph.tasks} == {1, SHARDS}
+
+
+def test_dealt_rows_are_one_rank_s_share_until_they_are_gathered() -> None:
+    graph = Transpose()(rewritten("s2"))
+    dealt = {task.op for task in graph.tasks if task.cut.token_shards == RANKS}
+    assert dealt == {"SD", "D", "X", "C", "SG"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transfers_save_nothing_and_the_route_has_no_gradient(form: ExpertForm) -> None:
+    for op in MEETS[form]:
+        assert (spec_of(op).saves, spec_of(op).given) == (False, frozenset({"route"}))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "gather"])
+@pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d"])
+def test_legs_inside_nodes_do_not_go_with_one_all_to_all_to_all_shards(
+    form: ExpertForm, dispatch: str
+) -> None:
+    legs = Hierarchical(DISPATCHES[dispatch].hops)(PLAIN)
+    with pytest.raises(ScheduleError, match=r"\(.*DG.*\) goes with expert_form=gather"):
+        rewritten(form, legs)
+
+
+@pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d"])
+def test_gathered_shards_stand_inside_of_the_legs(dispatch: str) -> None:
+    graph = rewritten("gather", Hierarchical(DISPATCHES[dispatch].hops)(PLAIN))
+    inside = "DS" if dispatch == "hierarchical_1d" else "D"
+    assert reads(graph, "L0.XG.m0.c0.F")["rows"] == f"L0.{inside}.m0.c0.F"
+    home = "CG" if dispatch == "hierarchical_1d" else "C"
+    assert reads(graph, f"L0.{home}.m0.c0.F")["rows"] == "L0.XS.m0.c0.F"
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "etp_size", "forms"),
+    [
+        (1, 1, ("gather",)),
+        (2, 1, ("gather", "s2", "baseline")),
+        (1, 2, ("gather", "s1", "baseline")),
+        (2, 2, ("gather", "s1", "s2", "baseline")),
+    ],
+)
+def test_the_forms_that_differ(tp_size: int, etp_size: int, forms: tuple[ExpertForm, ...]) -> None:
+    """They give graphs of their own, and the others one of theirs: tokens as the form wants them anyway."""
+    sharing = Sharing(tp_size=tp_size, etp_size=etp_size)
+    assert sharing.forms == forms
+    texts = {
+        form: build_graph(StepShape(moe_layers=(True,), sharing=sharing, expert_form=form)).facts()
+        for form in FORMS
+    }
+    assert len({texts[form] for form in forms}) == len(forms)
+    if sharing.is_none:
+        assert set(texts.values()) == {texts["gather"]}
+    elif etp_size == 1:
+        assert texts["s1"] == texts["gather"]
+    elif tp_size == 1:
+        assert texts["s2"] == texts["s1"]
