@@ -13,7 +13,7 @@ from penstock.timing import iteration_s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [16, pytest.param(40, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("cases", [8, pytest.param(40, marks=pytest.mark.soak)])
 def test_orders_are_near_the_best_on_small_steps(cases: int) -> None:
     gaps = []
     for seed in range(cases):

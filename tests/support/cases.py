@@ -90,14 +90,14 @@ SAMPLES: dict[str, tuple[int, ...]] = {
 
 AXES: dict[str, tuple[Any, ...]] = {
     "layout": tuple(LAYOUTS),
-    "schedule": tuple(SCHEDULES),
     "form": tuple(FORM_TOKENS),
-    "gate": tuple(GATES),
-    "order": tuple(ORDERS),
-    "moves": ("nothing", *PLACERS, "random, residual apart"),
-    "replicas": (0, 2),
     "dispatch": (*DISPATCHES, JOINED),
     "bounds": ("counted", "", "kept", "exceeded", "exceeded, known early"),
+    "moves": ("nothing", *PLACERS, "random, residual apart"),
+    "replicas": (0, 2),
+    "gate": tuple(GATES),
+    "order": tuple(ORDERS),
+    "schedule": tuple(SCHEDULES),
     "experts": EXPERTS,
     "samples": tuple(SAMPLES),
     "degrees": ((3, None), (1, 2), (2, 3), (4, 2)),
@@ -115,9 +115,10 @@ AXES: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (False, True),
     "sharded": (False, True),
 }
-"""What a step on real ranks can differ in. degrees: chunks forward and backward. group: that over which
-balance is judged. bounds: of rows, by those of earlier steps; "" = there are none yet. replicas: slots for
-them. sharded: the optimiser is.
+"""What a step on real ranks can differ in; what forbids most stands first, which makes fewer pairs.
+
+degrees: chunks forward and backward. group: that over which balance is judged. bounds: of rows, by those of
+earlier steps; "" = there are none yet. replicas: slots for them. sharded: the optimiser is.
 """
 
 

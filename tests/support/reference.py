@@ -85,7 +85,9 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attention(x: Tensor, w: Weights, s: Settings, documents: list[list[range]]) -> Tensor:
-    """Document by document."""
+    """Document by document; samples that are one each at once."""
+    if all(len(parts) == 1 for parts in documents):
+        return _attend(x, w, s)
     samples = []
     for x_1LM, parts in zip(x.split(1), documents, strict=True):
         found = [_attend(x_1LM[:, part.start : part.stop], w, s) for part in parts]
@@ -94,25 +96,23 @@ def _attention(x: Tensor, w: Weights, s: Settings, documents: list[list[range]])
 
 
 def _attend(x: Tensor, w: Weights, s: Settings) -> Tensor:
-    """Head by head; a head of keys and values serves several of queries, one after the other."""
-    length, size = x.shape[1], s.head_size
+    """A head of keys and values serves several of queries, one after the other."""
+    length = x.shape[1]
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    mixed = []
-    for head in range(s.num_heads):
-        shared = head // (s.num_heads // s.key_value_heads)
-        q, k, v = (
-            x @ w[f"self_attn.{name}_proj.weight"][each * size : (each + 1) * size].T
-            for name, each in (("q", head), ("k", shared), ("v", shared))
-        )
-        q, k = (_norm(each, w[f"self_attn.{name}_norm.weight"], s.eps) for name, each in (("q", q), ("k", k)))
-        scores = _rotated(q, s.theta) @ _rotated(k, s.theta).transpose(-1, -2) / math.sqrt(size)
-        mixed.append(scores.masked_fill(future, float("-inf")).softmax(-1) @ v)
-    return torch.cat(mixed, dim=-1) @ w["self_attn.o_proj.weight"].T
+    q, k, v = (
+        (x @ w[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, s.head_size)).transpose(1, 2)
+        for name in "qkv"
+    )
+    q, k = (_norm(each, w[f"self_attn.{name}_norm.weight"], s.eps) for name, each in (("q", q), ("k", k)))
+    k, v = (each.repeat_interleave(s.num_heads // s.key_value_heads, dim=1) for each in (k, v))
+    scores = _rotated(q, s.theta) @ _rotated(k, s.theta).transpose(-1, -2) / math.sqrt(s.head_size)
+    mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+    return mixed.transpose(1, 2).flatten(2) @ w["self_attn.o_proj.weight"].T
 
 
 def _rotated(x: Tensor, theta: float) -> Tensor:
     """Pairs of numbers turned by the place of their token; angles are float32, as in transformers."""
-    length, half = x.shape[1], x.shape[2] // 2
+    length, half = x.shape[-2], x.shape[-1] // 2
     rates = 1.0 / theta ** (torch.arange(0, 2 * half, 2).float() / (2 * half))
     angles = torch.outer(torch.arange(length).float(), rates)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

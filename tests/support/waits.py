@@ -21,7 +21,8 @@ def allowed(case: Case) -> int:
     known = case.fixed_slots or case.moe.bound_factor is not None
     counts = 0 if known else case.model.num_layers * microbatches
     # How many rows there are depends on the routing where rows are joined, and on what is no padding.
-    known_late = counts if case.moe.dispatch == "node_once" or case.padding else 0
+    joined = case.moe.dispatch == "node_once" or case.moe.one_copy_per_rank
+    known_late = counts if joined or case.padding else 0
     return counts + known_late + MORE + (case.moe.bound_factor is not None)
 
 
