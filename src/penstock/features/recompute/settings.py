@@ -9,5 +9,6 @@ RECOMPUTE = Field(
     words=lambda d: "" if d.recompute == "none" else f"{d.recompute} recomputed",
     head="recompute",
     cell=lambda d: "-" if d.recompute == "none" else d.recompute,
+    affects=("cut", "memory"),
     may_be_left_out=True,
 )
