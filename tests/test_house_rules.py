@@ -23,7 +23,7 @@ COMPUTES_WITH_RANKS: Mapping[str, str] = {
     "plan/predict.py": "how many noisy steps are drawn",
 }
 
-DECIDES = ("ops/", "step/", "features/", "runtime/ops/", "schedule/")
+DECIDES = ("ops/", "step/", "features/", "runtime/ops/", "runtime/features/", "schedule/")
 """Rooms that may decide by names: what an op means, the passes, the handlers, the order rules."""
 TEXT_MODE = re.compile(r"[rwxa]\+?t?\+?")
 OPENS_FOR_WRITING: Mapping[str, str] = {
@@ -37,7 +37,7 @@ WRITERS = {"write_text", "write_bytes", "touch", "mkstemp", "copyfile", "copy2",
 SAVERS = {"savefig", "savez", "savez_compressed", "torch.save"}
 """Functions of other packages that take a path or a file; a file must come from `writing.replacing`."""
 NAMES = {"Op", "Lane"}
-LISTS = {"TRANSFERS", "HOME", "AWAY", "REDUCTIONS", "KINDS", "UPDATES", "GATHERS"}
+LISTS = {"TRANSFERS", "HOME", "AWAY", "GRADIENT_KINDS", "UPDATES", "GATHERS"}
 DECIDES_BY_NAME: Mapping[str, str] = {
     "graph/task.py": "says what a lane is",
     "runtime/lanes.py": "runs the lanes",
@@ -50,14 +50,13 @@ DECIDES_BY_NAME: Mapping[str, str] = {
     "plan/bound.py": "embedding and head stand outside of the bound's chain of layers",
     "plan/slack.py": "gaps of the lane on which replicas travel, between experts",
     "autotune/profile/links.py": "which transport measures a leg",
-    "autotune/refine.py": "times of reductions depend on the pieces that are tried",
     "lab/virtual/handlers.py": "virtual devices have handlers of their own",
 }
 
 
 NAMES_CUDA: Mapping[str, str] = {
     "device.py": "is the place for it",
-    "runtime/gradients/stand_in.py": "lists functions of tensors by their names",
+    "runtime/gradients/buckets.py": "lists functions of tensors by their names",
 }
 SHORT: Mapping[str, str] = {
     "lab/emulate/test_links.py": "none may answer",

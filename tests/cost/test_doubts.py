@@ -5,8 +5,6 @@ from __future__ import annotations
 from penstock.cost.contention import Contention
 from penstock.cost.doubts import STOPPED, listed, scattered
 
-SCATTER = {"AT.F": 0.58, "U.F": 0.73}
-
 
 def test_kinds_that_differ_from_step_to_step_share_a_line() -> None:
     """On a busy machine there are a dozen of them; what is said for other reasons stays as it is."""

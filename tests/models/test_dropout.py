@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.models.decoder import CounterDropout
-from penstock.moe.counter import uniform_bits
+from penstock.moe.choices import uniform_bits
 from tests.support.samples import SHAPE, keys, sample_ids, seeds
 
 

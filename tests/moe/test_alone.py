@@ -13,7 +13,7 @@ from penstock.moe import GeluExperts, MergedOrder, MoEConfig, MoELayer, SoftmaxG
 from penstock.moe.build import build_layer
 from penstock.moe.config import BalanceGroup
 from penstock.moe.exchange import Alone
-from penstock.moe.experts.base import ExpertShard
+from penstock.moe.experts import ExpertShard
 from tests.support.alone import (
     AUX,
     EXPERTS,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.counter import SampleKeys, normal, uniform_bits
+from penstock.moe.choices import SampleKeys, normal, uniform_bits
 from tests.support.samples import SHAPE, keys, sample_ids, seeds
 
 LARGE = torch.Size((64, 64, 64))

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe import sizes as sizes_module
-from penstock.moe.sizes import ends_of, reordered
+from penstock.moe import products
+from penstock.moe.products import ends_of, reordered
 from penstock.routing.routes import GroupSizes
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def test_by_index_rows_and_gradients_are_those_of_concatenated_views(
     parts = rows.split(sizes)
     wanted = torch.cat([parts[block] for block in order]) if order else rows[:0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes_module, "is_for_views", lambda rows, blocks: False)
+        patch.setattr(products, "is_for_views", lambda rows, blocks: False)
         found = reordered(rows, sizes, order)
     assert torch.equal(found, wanted)
     ours, theirs = (torch.autograd.grad(out, rows, grad)[0] for out in (found, wanted))

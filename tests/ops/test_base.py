@@ -10,7 +10,7 @@ import pytest
 from penstock.cost import ClusterConfig, StepCost
 from penstock.graph import ScheduleError
 from penstock.ops import OPS, Backward, Kind, Op, OpSpec, register, spec_of
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops.gradients import GRADIENT_KINDS
 from penstock.ops.transfers import AWAY, HOME, TRANSFERS
 from penstock.step import StepShape
 from tests.cost.test_step import workload
@@ -74,7 +74,7 @@ def test_transposes_of_transfers_are_the_legs_home() -> None:
 
 
 def test_sums_of_gradients_have_no_backward_and_those_of_the_loss_stand_for_one() -> None:
-    assert {OPS[op].backward for op in REDUCTIONS} == {Backward.NONE}
+    assert {OPS[kind.reduce].backward for kind in GRADIENT_KINDS.values()} == {Backward.NONE}
     assert OPS[Op.STATISTICS].backward is Backward.VALUE
     assert OPS[Op.COUNTS].backward is Backward.NONE
 

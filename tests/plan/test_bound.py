@@ -15,7 +15,7 @@ from penstock.decision import Decision, Field, Movable, register, unregister
 from penstock.plan import Problem, evaluate, find_plan
 from penstock.plan.bound import QuickBounds
 from penstock.plan.space import space
-from penstock.step.passes.gathered_loads import GatheredLoads
+from penstock.step.passes import GatheredLoads
 from penstock.step.shape import TokenLayout
 from penstock.step.stages import Pass
 from tests.plan.problems import every_kind, problem, problems, with_sharing
@@ -100,11 +100,25 @@ def test_no_bound_is_above_a_step_of_ranks_of_which_some_are_slow_and_others_bus
 @pytest.mark.slow
 def test_a_slow_rank_beside_a_busy_one_does_not_rule_out_what_is_faster() -> None:
     """Every cut of one schedule, simulated: none is faster than the plan that was found."""
-    each = replace(problem(batch=4), slowness=(1.0, 1.0, 1.0, 3.0)).with_imbalance(3.5)
-    found = find_plan(each)
+    each = replace(problem(batch=2), slowness=(1.0, 1.0, 1.0, 3.0)).with_imbalance(3.5)
+    found = find_plan(each, budget=0.2)
     cuts = [choice for choice in space(each) if choice.schedule == "flowmoe"]
     assert cuts and found.best.predicted_s <= min(evaluate(each, choice).predicted_s for choice in cuts)
     assert found.lower_bound_s <= found.best.bound_s <= found.best.predicted_s
+
+
+def test_transfers_wait_once_for_what_follows_the_last_of_them() -> None:
+    """A step in which this bound is tight: memory is slow beside the link, so ends of layers take long."""
+    rates = ClusterConfig(
+        flops_per_s=1e11,
+        memory_bytes_per_s=1e9,
+        link_latency_s=1e-6,
+        link_bytes_per_s=1e8,
+        task_overhead_s=1e-5,
+    )
+    each = problem((True,), cluster=rates, all_reduce_bytes=0)
+    choice = Decision(schedule="penstock", microbatches=2, chunks=1)
+    assert 0.97 < QuickBounds(each).seconds(choice) / evaluate(each, choice).predicted_s <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("tokens", ["split", "replicated"])

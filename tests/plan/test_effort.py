@@ -33,11 +33,12 @@ def tiny() -> Problem:
 @pytest.mark.slow
 def test_a_machine_on_which_nothing_gets_done_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every look at the clock came an hour after the one before."""
-    usual = find_plan(tiny(), budget=0.02)
+    each = problem((True, True))
+    usual = find_plan(each, budget=0.02)
     hours = count(0, 3600)
     for clock in ("monotonic", "time", "perf_counter", "process_time"):
         monkeypatch.setattr(time, clock, lambda: float(next(hours)))
-    slow = find_plan(tiny(), budget=0.02)
+    slow = find_plan(each, budget=0.02)
     assert slow.best.choice == usual.best.choice
     assert slow.best.plan.schedule.digest == usual.best.plan.schedule.digest
     assert slow.searched == usual.searched
@@ -121,7 +122,7 @@ def test_every_choice_is_counted_once() -> None:
     """Simulated, ruled out and left out are all there are, whatever the budget; some are not in the space."""
     each = problem((True, True))
     sums = []
-    for budget in (0.05, 0.5, 50.0):
+    for budget in (0.05, 50.0):
         found = looked(find_plan(each, budget=budget))
         sums.append(found.simulated + found.ruled_out + found.left_out)
     assert max(sums) - min(sums) <= len(first_choices(each)) + len(PUBLISHED) + 10

@@ -91,6 +91,7 @@ def taken(rank: int, *overrides: str) -> tuple[int, MemoryEstimate]:
         return MEMORY.peak_bytes - before, estimate_memory(assumed_problem(config, layout), decision)
 
 
+@pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [2, 8])

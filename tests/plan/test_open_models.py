@@ -83,10 +83,10 @@ def test_a_run_of_them_has_float32_weights_whatever_the_file_says() -> None:
     name = "olmoe-1b-7b"
     layout, shape = Layout(world_size=1, ep_size=1, rank=0), StepShape(moe_layers=(True,) * 16)
     found = gradient_bytes_of(open_models()[name], layout, shape, edp=True)
-    assert sum(map(sum, found.kinds)) == pytest.approx(4e9 * BILLIONS[name], rel=0.01)
+    assert sum(map(sum, found.by_kind.values())) == pytest.approx(4e9 * BILLIONS[name], rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["olmoe-1b-7b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("name", ["olmoe-1b-7b", pytest.param("deepseek-v2-lite", marks=pytest.mark.soak)])
 @pytest.mark.slow
 def test_a_plan_says_what_comes_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", name, "--cluster", "2x8xH100,net=8x400gbit", "--budget", "0.01"]

@@ -10,7 +10,6 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ProfiledCluster, Span
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
-from penstock.ops.names import Op
 from penstock.plan import Problem, estimate_memory, evaluate
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
@@ -99,7 +98,7 @@ def test_both_optimisers_count_the_same_updates() -> None:
     for ranks, shares in ((4, 1), (8, 2)):
         plain = problem(cluster=cluster, ranks=ranks)
         sizes = trained_bytes(plain)
-        less = sizes[Op.ALL_REDUCE] * (1 - 1 / ranks) + sizes[Op.EXPERT_ALL_REDUCE] * (1 - 1 / shares)
+        less = sizes["replicated"] * (1 - 1 / ranks) + sizes["experts"] * (1 - 1 / shares)
         found = [whole_s(each, evaluate(each, Decision())) for each in (plain, sharing_updates(plain))]
         assert found[0] - found[1] == pytest.approx(10 * less / 1e8, rel=1e-2)
 

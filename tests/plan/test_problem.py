@@ -30,7 +30,7 @@ from penstock.plan.predict import bound
 from penstock.plan.room import Room
 from penstock.plan.space import neighbours, space
 from penstock.schedule import SCHEDULES, StepPlan
-from penstock.step.passes.weight_gradients import WeightGradients
+from penstock.step.passes import WeightGradients
 from penstock.step.stages import Stage
 from penstock.workloads import RoutingConfig
 from tests.plan.problems import FILE, every_kind, problem

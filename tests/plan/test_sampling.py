@@ -66,7 +66,13 @@ def test_small_steps_are_weighed_as_a_whole_and_as_before(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["even", "zipf,zipf_exponent=1.5", "slow_drift", "dirichlet"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "zipf,zipf_exponent=1.5",
+        *(pytest.param(text, marks=pytest.mark.soak) for text in ("even", "slow_drift", "dirichlet")),
+    ],
+)
 def test_a_thousand_ranks_and_64_layers_are_weighed_by_a_sample(text: str) -> None:
     each = with_routing(step(64, 64, 128, 8), RoutingConfig.parse(text), FREE)
     assert sample_words(each) == "16 of 64 MoE layers and 1 of 16 expert groups"

@@ -10,13 +10,11 @@ import torch
 
 from penstock.runtime.batch import SampleNumbers
 from penstock.topology import Layout
-from tests.steps import PLAIN
 from tests.support.cases import small_case as case
-from tests.support.parity import Case, batch_of, merge, result_of, run_step, stack_of
+from tests.support.parity import Case, batch_of, result_of, stack_of
 from tests.support.ranks import Pools
 
 UNEVEN = ((3, 0), (1, 5))
-NAMES = sorted(PLAIN)
 
 
 def uneven(
@@ -46,16 +44,6 @@ def test_numbers_of_samples_are_unique_among_those_that_differ(tp_size: int, tra
     found = sorted(number for mine in seen.values() for number in mine)
     count = 6 * 4 // tp_size
     assert found == (list(range(count)) if training else list(range(-count, 0)))
-
-
-def test_dropout_follows_the_samples(ranks: Pools) -> None:
-    """Masks belong to samples: the same step however they are dealt to the ranks."""
-    losses = []
-    for batches in ((3, 0), (1, 2), (3,)):
-        step = uneven("noisy", "sort", "flowmoe", batches, 2)
-        step = replace(step, model=replace(step.model, dropout=0.3, num_layers=1))
-        losses.append(merge(ranks(len(batches)).run(run_step, step)).loss)
-    assert max(losses) - min(losses) <= 1e-10 * losses[0]
 
 
 def evaluated(rank: int, step: Case) -> tuple[float, float]:

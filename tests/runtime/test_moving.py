@@ -15,7 +15,7 @@ from penstock.features.expert_replicas.problem import ExpertProblem
 from penstock.mesh import Mesh
 from penstock.placement import EMPTY, ExpertPlacement, Replication
 from penstock.runtime import TaskError
-from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
+from penstock.runtime.features.expert_replicas.moving import ExpertMoving, Plans, loads_of_group
 from tests.features.problems import costs_of
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.parity import Case, batch_of
@@ -99,10 +99,10 @@ def tables(rng: np.random.Generator) -> list[np.ndarray[Any, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNERS)
 def test_ranks_find_the_same_together_as_one_alone_whatever_ties_there_are(name: str) -> None:
-    """A thousand tables, however many share the layers, and however a rank's copy lies in memory."""
+    """However many share the layers, and however a rank's copy lies in memory."""
     rng, moving = np.random.default_rng(0), small(4, name)
     plans = Plans.none([Replication.none(ExpertPlacement.even(8, 4), 2)] * 3)
-    for number in range(84):
+    for number in range(24):
         loads = tables(rng)
         alone = plans.after(loads, moving)
         places = 1 + number % 4

@@ -14,17 +14,6 @@ from tests.support.checkpoints import CASE, bare, check_equal, loaded_by, saved_
 from tests.support.parity import batch_of, stack_of
 from tests.support.ranks import Pools
 
-CHOICES = [
-    ("softmax", "sort"),
-    ("deepseek", "merged"),
-    ("noisy", "index"),
-    ("cosine", "einsum"),
-    ("expert_choice", "index"),
-    ("expert_choice", "einsum"),
-    ("soft", "soft slots"),
-]
-"""Every order, and every kind of choice that it takes."""
-
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_checkpoint_fits_any_placement(tmp_path: Path, before: bool) -> None:

@@ -12,19 +12,15 @@ import pytest
 import torch
 
 from penstock.graph import Phase
-from penstock.runtime.ops.experts import KeptSlice
-from penstock.runtime.recompute import Kept
-from penstock.runtime.replay import Replay
+from penstock.runtime.features.recompute.handlers import Kept, KeptSlice
+from penstock.runtime.features.recompute.replay import Replay
 from penstock.step.shape import Recompute
-from tests.runtime.sharded.steps import Habits, train
-from tests.runtime.sharded.test_steps import check_same
 from tests.support.cases import small_case as case
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 
 WHATS: tuple[Recompute, ...] = ("experts", "blocks")
 CPU = torch.device("cpu")
-SCHEDULES = ("sequential", "flowmoe", "fsmoe", "penstock")
 
 
 def two_layers(
@@ -35,14 +31,6 @@ def two_layers(
     cut = replace(step.schedule, chunks=3, backward_chunks=2)
     model = replace(step.model, num_layers=3, moe_layers=(0, 2))
     return replace(step, schedule=cut, model=model, recompute=what)
-
-
-@pytest.mark.slow
-def test_updates_in_the_step(ranks: Pools) -> None:
-    """Parameters are gathered for the first run, and updated after the second."""
-    step = two_layers("blocks", "penstock")
-    ours = ranks(2).run(train, step, Habits(), True)
-    check_same(ours, ranks(2).run(train, replace(step, recompute="none"), Habits(), False))
 
 
 # ---- what it saves, and what it does not cost --------------------------------------------------------------

@@ -1,17 +1,25 @@
-"""A plan that a stack refuses leaves the plan before it whole."""
+"""What ranks cannot share is refused; a plan that a stack refuses leaves the plan before it whole."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
-from penstock.features.expert_replicas.settings import ExpertMoves
+from penstock.features.expert_replicas.feature import ExpertMoves
+from penstock.moe import MoEConfig, build_layer
+from penstock.moe.experts import ExpertShard
+from penstock.runtime.parts import maker_of
+from penstock.step.shape import ExpertForm
+from penstock.topology import Layout as Place
 from penstock.train.assemble import first_plan
-from tests.support.cases import ROUTINGS, hosting_case
+from tests.support.cases import GATES, ORDERS, ROUTINGS, hosting_case
 from tests.support.close import check_close
+from tests.support.layouts import FORMS, Layout
 from tests.support.parity import batch_of
 from tests.support.ranks import Pools
 from tests.support.replicas import RandomReplicas, replicate_randomly, stack_with_replicas
@@ -46,3 +54,29 @@ def step_after_a_refusal(rank: int, experts: ExpertMoves) -> None:
 @pytest.mark.parametrize("experts", ["none", "planned"])
 def test_a_step_after_a_plan_that_was_refused(ranks: Pools, experts: ExpertMoves) -> None:
     ranks(2).run(step_after_a_refusal, experts)
+
+
+@pytest.mark.parametrize(
+    ("moe", "layout", "forms", "key"),
+    [
+        (
+            ORDERS["merged"],
+            (4, 1, 2, 2),
+            FORMS,
+            "moe.one_copy_per_rank",
+        ),
+        ({"comm_dtype": "int8"}, (4, 1, 2, 2), FORMS, "parallel.etp_size"),
+        (GATES["soft"], (4, 2, 4, 1), ("gather", "s1"), "moe.gate"),
+    ],
+)
+def test_what_ranks_cannot_share_says_why(
+    moe: dict[str, Any], layout: Layout, forms: tuple[ExpertForm, ...], key: str
+) -> None:
+    world_size, tp_size, ep_size, etp_size = layout
+    config = MoEConfig(**{"num_experts": 8, "moe_ffn_hidden_size": 8} | moe)
+    place = Place(world_size=world_size, tp_size=tp_size, ep_size=ep_size, etp_size=etp_size, rank=0)
+    layer = build_layer(8, config, ep_size=ep_size, shard=ExpertShard(0, etp_size))
+    for form in forms:
+        with pytest.raises(ConfigError) as refused:
+            maker_of(layer, place, form)
+        assert refused.value.key == key

@@ -16,8 +16,8 @@ from penstock.decision import PlacementConfig
 from penstock.mesh import Group
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, PlacementError, Replication
 from penstock.runtime import PipelinedStack
-from penstock.runtime.moving import Plans
-from penstock.runtime.replica_manager import ReplicaManager
+from penstock.runtime.features.expert_replicas.manager import ReplicaManager
+from penstock.runtime.features.expert_replicas.moving import Plans
 from penstock.train.assemble import first_plan
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state
@@ -69,6 +69,16 @@ class Run:
 
 def left(stack: PipelinedStack) -> Weights:
     return {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+
+
+def judged(run: Run) -> None:
+    """What `torch.inference_mode` has allocated, the first room for replicas, serves steps, too."""
+    for _ in range(2):
+        with torch.inference_mode():
+            loss = run.forward(run.replicated)
+        run.gradients(run.replicated)
+        run.check(run.replicated, "after an evaluation")
+        assert abs(float(loss) - float(run.plain(*run.batch))) <= 1e-10 * float(loss)
 
 
 def accumulated(run: Run) -> None:
@@ -137,7 +147,15 @@ def planned_anew(run: Run) -> None:
     run.check(run.replicated, "with slots again")
 
 
-LIVES: list[Callable[[Run], None]] = [accumulated, two_at_once, frozen, copied, converted, planned_anew]
+LIVES: list[Callable[[Run], None]] = [
+    judged,
+    accumulated,
+    two_at_once,
+    frozen,
+    copied,
+    converted,
+    planned_anew,
+]
 
 
 def live(rank: int) -> None:

@@ -65,10 +65,10 @@ def trained_at_the_gate(rank: int, case: Case) -> tuple[GradientBytes, Any, Any]
     stack.replan()
     run(stack, rank, case)
     buckets = stack.buckets
-    kinds = buckets.replicated, buckets.experts, buckets.partial
+    kinds = tuple(buckets.by_kind.values())
     replicated, experts, partial = (tuple(each.size_bytes for each in kind) for kind in kinds)
     made = GradientBytes(replicated, experts, partial)
-    assert stack.gradients.sizes_bytes.of_form(stack.plan.shape.expert_form).kinds == made.kinds
+    assert stack.gradients.sizes_bytes.of_form(stack.plan.shape.expert_form).by_kind == made.by_kind
     return made, wanted, of_gates(stack)
 
 

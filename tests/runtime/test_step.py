@@ -14,7 +14,7 @@ from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.errors import TaskError
-from penstock.runtime.sharded_adamw import ShardedAdamW
+from penstock.runtime.features.sharded_optimizer.adamw import ShardedAdamW
 from penstock.step.shape import Recompute
 from penstock.train.assemble import build_stack
 from tests.support.casts import Casts

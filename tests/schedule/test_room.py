@@ -6,7 +6,7 @@ import pytest
 
 from penstock.decision import Decision, GradientBytes
 from penstock.graph import Lane
-from penstock.ops.sums import reduced
+from penstock.ops.gradients import summed
 from penstock.schedule import SCHEDULES, StepPlan, plan_step, unit_cost
 from penstock.step import StepShape
 from penstock.step.shape import Updating
@@ -42,8 +42,8 @@ def test_only_sums_are_moved_and_no_earlier_than_something_waits_for_them() -> N
     for (lane, before), after in zip(
         kept.schedule.lanes.items(), released.schedule.lanes.values(), strict=True
     ):
-        names = [[task.name for task in order if not reduced(task.op)] for order in (before, after)]
+        names = [[task.name for task in order if not summed(task.op)] for order in (before, after)]
         assert names[0] == names[1], lane
     inter = [task.name for task in released.schedule.lanes[Lane.INTER]]
-    first = min(i for i, name in enumerate(inter) if name.layer == 4 and reduced(name.op))
+    first = min(i for i, name in enumerate(inter) if name.layer == 4 and summed(name.op))
     assert inter[first - 1].layer == 3, "layer 2 is the first that waits"

@@ -7,9 +7,10 @@ nodes of one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
@@ -112,10 +113,11 @@ AXES: dict[str, tuple[Any, ...]] = {
     "scattered": (False, True),
     "ignore_labels": (False, True),
     "tie_word_embeddings": (False, True),
+    "sharded": (False, True),
 }
 """What a step on real ranks can differ in. degrees: chunks forward and backward. group: that over which
 balance is judged. bounds: of rows, by those of earlier steps; "" = there are none yet. replicas: slots for
-them.
+them. sharded: the optimiser is.
 """
 
 
@@ -158,8 +160,8 @@ def fits(known: Mapping[str, Any]) -> bool:  # noqa: PLR0911, PLR0912 - a table 
         return False
     if replicas and (form not in (None, "gather", "s1") or (form == "s1" and etp == 1) or ep == 1):
         return False
-    if replicas and known.get("packed"):
-        return False  # `check_hosted` has no documents
+    if replicas and (known.get("packed") or known.get("sharded")):
+        return False  # `check_hosted` has no documents, and an optimiser of its own
     if bounded and (order not in (None, "sort") or gate in NOT_BY_TOKEN or dispatch == JOINED or world == 1):
         return False
     return not (known.get("routing", "even") != "even" and gate == "soft")
@@ -219,7 +221,7 @@ def step_of(values: Mapping[str, Any], **sizes: Any) -> Step:
         "packed",
         "scattered",
     ]
-    same += ["ignore_labels", "tie_word_embeddings", "recompute"]
+    same += ["ignore_labels", "tie_word_embeddings", "recompute", "sharded"]
     settings |= {name: known[name] for name in same} | busy
     if gate == "expert_choice":
         settings["vocab_size"] = 4096  # two samples that begin with one token would be alike, as above
@@ -237,6 +239,16 @@ def step_of(values: Mapping[str, Any], **sizes: Any) -> Step:
     return Step(
         replace(case, schedule=cut, batches=batches), RandomReplicas(slots=slots, pieces=2) if slots else None
     )
+
+
+def drawn(
+    random: Random, axes: Mapping[str, Sequence[Any]] = AXES, fits: Callable[[Mapping[str, Any]], bool] = fits
+) -> dict[str, Any]:
+    """Any values that go together."""
+    known: dict[str, Any] = {}
+    for axis, values in axes.items():
+        known[axis] = random.choice([each for each in values if fits({**known, axis: each})])
+    return known
 
 
 @st.composite

@@ -15,7 +15,7 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
-from penstock.runtime.sharded.share import MOMENTS
+from penstock.runtime.features.sharded_optimizer.share import MOMENTS
 from penstock.sharding import Sharding
 from penstock.train.assemble import build_optimizer
 from penstock.train.checkpoint import Checkpoints

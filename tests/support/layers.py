@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.features.dispatch import DISPATCHES
 from penstock.moe import ModuleExperts, MoELayer
 from penstock.moe.build import build_gate, build_layer, build_order, build_shared, dispatch_of
-from penstock.moe.experts.base import ExpertShard
+from penstock.moe.experts import ExpertShard
 from penstock.topology import Layout
 from tests.support.placed import placement_of
 

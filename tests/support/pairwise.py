@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, product
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import permutations
+from random import Random
 from typing import Any
 
 import pytest
 
 Case = dict[str, Any]
 Fits = Callable[[Case], bool]
-Pair = frozenset[tuple[str, int]]
-"""Two axes, and the place on each of a value."""
 
 
 def pairwise(fits: Fits | None = None, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
@@ -26,69 +25,85 @@ def pairwise(fits: Fits | None = None, /, **axes: Iterable[Any]) -> pytest.MarkD
 
 
 def valuewise(fits: Fits | None = None, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """The same cases for `make soak`, of which `make test` takes so many that every value is met."""
+    """So many cases that every value is met; in `make soak` also those in which any two values meet."""
     values = {axis: list(each) for axis, each in axes.items()}
     few = [*each_value(values, fits)]
-    cases = [
-        pytest.param(*case.values(), marks=() if case in few else pytest.mark.soak)
-        for case in covering(values, fits)
-    ]
+    more = [case for case in covering(values, fits) if case not in few]
+    cases = [tuple(case.values()) for case in few]
+    cases += [pytest.param(*case.values(), marks=pytest.mark.soak) for case in more]
     return pytest.mark.parametrize(tuple(axes), cases)
 
 
-def covering(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None) -> Iterator[Case]:
-    """Few cases that have all pairs of values for which there is a case."""
-    places = {axis: [(axis, place) for place in range(len(values))] for axis, values in axes.items()}
-    missing = dict.fromkeys(
-        frozenset(pair)
-        for one, other in combinations(places, 2)
-        for pair in product(places[one], places[other])
-    )
-    while missing:
-        seed = next(iter(missing))
-        case = _completed({}, dict(seed), axes, fits or (lambda _: True), missing)
-        for pair in [seed] if case is None else map(frozenset, combinations(case.items(), 2)):
-            missing.pop(pair, None)
-        if case is not None:
-            yield {axis: axes[axis][place] for axis, place in case.items()}
+def covering(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None, tries: int = 8) -> Iterator[Case]:
+    """Few cases that have all pairs of values for which there is a case.
+
+    Each is the one of several tries that has most of the pairs that are missing (AETG, Cohen et al. 1997).
+    Axes keep their order, which finds soon what fits; of values that are worth the same a try takes any.
+    """
+    chosen, random = fits or (lambda _: True), Random(0)
+    values = [(axis, place) for axis, each in axes.items() for place in range(len(each))]
+    number = {value: i for i, value in enumerate(values)}
+    missing = [{j for j, (axis, _) in enumerate(values) if axis != mine} for mine, _ in values]
+
+    def worth(axis: str, place: int, known: Places) -> float:
+        met = missing[number[axis, place]].intersection(number[each] for each in known.items())
+        return len(met) + random.random()
+
+    while any(missing):
+        first = next(i for i, others in enumerate(missing) if others)
+        seed = dict((values[first], values[min(missing[first])]))
+        best: list[int] | None = None
+        for _ in range(tries):
+            case = _completed({}, seed, axes, chosen, worth)
+            if case is None:  # there is none with these two values
+                break
+            met = [number[value] for value in case.items()]
+            if best is None or _new(met, missing) > _new(best, missing):
+                best = met
+        for one, other in permutations(best or [number[value] for value in seed.items()], 2):
+            missing[one].discard(other)
+        if best is not None:
+            places = dict(values[i] for i in best)
+            yield {axis: axes[axis][places[axis]] for axis in axes}
+
+
+def _new(case: list[int], missing: Sequence[set[int]]) -> int:
+    return sum(len(missing[one].intersection(case)) for one in case)
 
 
 def each_value(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None) -> Iterator[Case]:
-    """The fewer of these cases in which every value is met, for what another test has in pairs."""
-    missing = [({(axis, repr(value)) for axis, value in case.items()}, case) for case in covering(axes, fits)]
-    met: set[tuple[str, str]] = set()
+    """Few cases in which every value is met, for what another test has in pairs."""
+    missing = {(axis, place): None for axis, values in axes.items() for place in range(len(values))}
     while missing:
-        values, case = max(missing, key=lambda each: len(each[0] - met))
-        if met.issuperset(values):
-            return
-        met |= values
-        yield case
+        seed = dict([next(iter(missing))])
+        case = _completed({}, seed, axes, fits or (lambda _: True), lambda *value: int(value[:2] in missing))
+        for value in (seed if case is None else case).items():
+            missing.pop(value, None)
+        if case is not None:
+            yield {axis: axes[axis][case[axis]] for axis in axes}
+
+
+Places = Mapping[str, int]
+"""By axis, the place of a value on it."""
 
 
 def _completed(
-    begun: dict[str, int],
-    seed: Mapping[str, int],
+    begun: Places,
+    seed: Places,
     axes: Mapping[str, Sequence[Any]],
     fits: Fits,
-    missing: Container[Pair],
-) -> dict[str, int] | None:
-    """`begun`, which has the first axes, with a place on each of the others; None if no case fits.
-
-    Of several places first the one that meets most of what is missing.
-    """
+    worth: Callable[[str, int, Places], float],
+) -> Places | None:
+    """`begun`, which has the first axes, with a place on each of the others; None if no case
+    fits. Of several places first the one that is worth most beside those known."""
     if len(begun) == len(axes):
         return begun
-    axis = list(axes)[len(begun)]
-    known = [*begun.items(), *seed.items()]
-
-    def worth(place: int) -> int:
-        return sum(frozenset(((axis, place), other)) in missing for other in known)
-
-    every = [seed[axis]] if axis in seed else sorted(range(len(axes[axis])), key=worth, reverse=True)
-    for place in every:
+    axis, known = list(axes)[len(begun)], {**seed, **begun}
+    ranked = sorted(range(len(axes[axis])), key=lambda place: worth(axis, place, known), reverse=True)
+    for place in [seed[axis]] if axis in seed else ranked:
         longer = {**begun, axis: place}
         if fits({name: axes[name][at] for name, at in {**longer, **seed}.items()}):
-            case = _completed(longer, seed, axes, fits, missing)
+            case = _completed(longer, seed, axes, fits, worth)
             if case is not None:
                 return case
     return None

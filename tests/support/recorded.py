@@ -10,9 +10,8 @@ from torch import Tensor
 from penstock.device import using
 from penstock.runtime import PipelinedStack
 from penstock.runtime.recorded.gpu import recorded
-from penstock.runtime.recorded.hazards import Hazard, find_hazards
+from penstock.runtime.recorded.hazards import Hazard, Issued, calls_of, find_hazards
 from penstock.runtime.recorded.log import Entry, Launch
-from penstock.runtime.recorded.order import Issued, calls_of
 from penstock.train.assemble import build_optimizer
 from penstock.train.update import build_update
 from tests.support.card import CardDevice, Wait, counted, install
@@ -44,10 +43,10 @@ def plain_steps(rank: int, case: Case, hosts: RandomReplicas) -> Ran:
     return Ran(losses, norms)
 
 
-def carded_steps(rank: int, case: Case, hosts: RandomReplicas) -> Ran:
-    """The same steps on this rank's stand-in for a GPU."""
+def carded_steps(rank: int, case: Case, hosts: RandomReplicas, kernel: bool = False) -> Ran:
+    """The same steps on this rank's stand-in for a GPU. kernel: whether it has grouped kernels."""
     install()
-    with using(CardDevice(shared=case.transport == "staged")):
+    with using(CardDevice(kernel=kernel, shared=case.transport == "staged")):
         losses, norms, waits, repeats = _train(rank, replace(case, card=True), hosts)
     return Ran(losses, norms, waits=waits, repeats=repeats)
 
@@ -78,10 +77,10 @@ def _train(
     update = build_update(stack, build_optimizer(stack, config), config)
     losses, norms, waits = [], [], []
     repeats: list[int] = []
-    batch = _batch_of(stack, rank, case)
+    batch, documents = _batch_of(stack, rank, case)
     for step in range(hosts.steps):
         with counted() as waited:
-            loss: Tensor = stack(*batch)
+            loss: Tensor = stack(*batch, documents_BL=documents)
             norm = update.backward(loss, step + 1)
             update.apply(accepted=True)
         waits.append(dict(waited))
@@ -93,13 +92,16 @@ def _train(
     update.flush()
     stack.eval()
     with torch.no_grad():
-        losses.append(float(stack(*batch)))
+        losses.append(float(stack(*batch, documents_BL=documents)))
     return losses, norms, waits, repeats
 
 
-def _batch_of(stack: PipelinedStack, rank: int, case: Case) -> tuple[Tensor | None, ...]:
+def _batch_of(
+    stack: PipelinedStack, rank: int, case: Case
+) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+    """Tokens, labels, numbers and validity of this rank's samples, and where their documents begin."""
     device, mine = stack.machinery.device, case.mine(rank)
-    tokens, labels = (each.to(device) for each in batch_of(case))
-    valid = None if case.valid is None else case.valid.to(device)
-    ids = torch.arange(len(tokens)).to(device)
-    return tokens[mine], labels[mine], ids[mine], None if valid is None else valid[mine]
+    tokens, labels = batch_of(case)
+    whole = tokens, labels, torch.arange(len(tokens)), case.valid, case.documents
+    *batch, documents = (None if each is None else each[mine].to(device) for each in whole)
+    return tuple(batch), documents

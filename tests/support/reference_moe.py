@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.moe.counter import SampleKeys, normal
-from penstock.moe.gates.linear import FIRST_PLACE
+from penstock.moe.choices import SampleKeys, normal
+from penstock.moe.routers import FIRST_PLACE
 
 if TYPE_CHECKING:
     from tests.support.reference import Settings

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.autotune import Autotuner
 from penstock.config import load
-from penstock.moe.gates.base import Gate
+from penstock.moe.routers import Gate
 from penstock.topology.join import ALONE
 from penstock.train.batches import Batch
 from penstock.train.config import RunConfig

@@ -32,8 +32,8 @@ from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.moe.build import build_hooks, build_order
-from penstock.moe.experts.base import ExpertShard
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.experts import ExpertShard
+from penstock.moe.permute.sort import SortOrder
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.clip import follow_torch

@@ -19,9 +19,8 @@ from penstock.families.adapters import check_adapters, core_of, settle
 from penstock.families.experts import ModelExperts
 from penstock.families.family import Family
 from penstock.families.forms import RouterCall
-from penstock.moe.choices import GateSums, TokenChoice, count_choices, sum_by_sample
-from penstock.moe.gates.base import Gate
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import GateSums, TokenChoice, Tokens, count_choices, sum_by_sample
+from penstock.moe.routers import Gate
 
 Spreads = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps tokens [T, M], choices [T, k] and weights [T, k] to the sum of the experts' outputs [T, M]."""

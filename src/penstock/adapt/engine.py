@@ -28,8 +28,8 @@ from penstock.device import device_of
 from penstock.moe import MoEConfig
 from penstock.moe.balance import GlobalBalance
 from penstock.runtime import ParameterMismatchError, PipelinedStack
+from penstock.runtime.endings import RankLoss, StepStates, TokenLoss
 from penstock.runtime.handlers import Ending
-from penstock.runtime.ops.head import RankLoss, StepStates, TokenLoss
 from penstock.step.shape import Recompute
 from penstock.topology import Layout
 

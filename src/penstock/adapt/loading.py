@@ -23,7 +23,7 @@ from penstock.families.inspection import Found, look
 from penstock.families.known import FAMILIES, family_of
 from penstock.families.model_folder import ModelFolder, folder_of
 from penstock.families.weights import share_of_experts
-from penstock.moe.experts.base import ExpertShard
+from penstock.moe.experts import ExpertShard
 from penstock.placement import ExpertPlacement
 from penstock.step.shape import Updating
 from penstock.topology import Layout, ParallelConfig

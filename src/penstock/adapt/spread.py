@@ -19,7 +19,7 @@ from penstock.features.dispatch import find_dispatch
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.permute.sort import SortOrder
 from penstock.runtime import Machinery
 from penstock.runtime.transport.legs import Later, exchange_counts, send_home, send_out
 

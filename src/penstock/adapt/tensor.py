@@ -27,7 +27,7 @@ from penstock.families.inspection import Found
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard, held_rows
-from penstock.moe.experts.base import ExpertShard
+from penstock.moe.experts import ExpertShard
 from penstock.partial_state import unmark_share
 from penstock.runtime import Machinery
 from penstock.runtime.checks.samples import check_vocabulary

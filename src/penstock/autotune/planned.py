@@ -23,7 +23,7 @@ from penstock.plan.effort import Searched
 from penstock.plan.lost import LostTrial
 from penstock.plan.plan_file import MOST_OTHERS, OtherPlan
 from penstock.plan.predict import bound, closing_s, interval_s, predicted_timeline
-from penstock.runtime.moving import ExpertMoving
+from penstock.runtime.features.expert_replicas.moving import ExpertMoving
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import StepShape
 from penstock.topology import Control

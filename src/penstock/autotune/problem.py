@@ -16,13 +16,13 @@ from penstock.features.dispatch import DISPATCHES, runnable
 from penstock.graph import RefusalError
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig, build_layer
-from penstock.moe.experts.base import ExpertShard
-from penstock.moe.orders.merged import MOST_EXPERTS_THERE
+from penstock.moe.experts import ExpertShard
+from penstock.moe.permute.merged import MOST_EXPERTS_THERE
 from penstock.plan import PlanFile, Problem
 from penstock.plan.plan_config import AUTO, FIXED
 from penstock.plan.space import in_effect
 from penstock.routing.joined import MOST_NODE_SIZE
-from penstock.runtime.makers import maker_of
+from penstock.runtime.parts import maker_of
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import base_shape, workload
 from penstock.train.config import RunConfig

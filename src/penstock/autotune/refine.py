@@ -16,7 +16,7 @@ from penstock.autotune.planned import Order, Planned, decided
 from penstock.cost import MeasuredCost
 from penstock.cost.measured import Kind
 from penstock.decision import Decision
-from penstock.features.sharded_optimizer.ops import KINDS
+from penstock.ops.gradients import kind_of
 from penstock.plan import Problem
 from penstock.plan.plan_config import DROPPED_STEPS, PlanConfig
 from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner
@@ -73,7 +73,7 @@ def best_simulated(problem: Problem, choice: Decision, sizes: SizeRange, kinds: 
 
 
 def _costs(problem: Problem, choice: Decision, kinds: dict[Kind, float]) -> Callable[[StepShape], Cost]:
-    others = {kind: seconds for kind, seconds in kinds.items() if kind[1] not in KINDS}
+    others = {kind: seconds for kind, seconds in kinds.items() if kind_of(kind[1]) is None}
     return lambda cut: MeasuredCost(others, problem.cost(choice, cut))
 
 
@@ -96,7 +96,7 @@ class Tuning:
         self._tuner: Tuner | None = None
         if control.rank == 0:
             reduced = planned.problem.gradients.of_form(planned.choice.form)
-            sizes = SizeRange.of(tuple(chain(*reduced.kinds)))
+            sizes = SizeRange.of(tuple(chain(*reduced.by_kind.values())))
             self._tuner = build_tuner(
                 config.tuner,
                 start_bytes=best_simulated(self._problem, planned.choice, sizes, kinds),

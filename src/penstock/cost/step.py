@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,11 +14,11 @@ from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.parts import kernels_of
 from penstock.cost.workload import FLOAT32_BYTES, Workload
 from penstock.features.sample_placement.ops import PACKED_COLUMNS
-from penstock.features.sharded_optimizer.ops import KINDS, of_optimizer
+from penstock.features.sharded_optimizer.ops import of_optimizer
 from penstock.graph import Task
 from penstock.mesh import Axes, Group, stays_inside
 from penstock.ops import Work, spec_of
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops.gradients import GradientKind, KindName, kind_of
 from penstock.routing.sizes import part_sizes, split_sizes
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
@@ -82,8 +82,8 @@ class StepCost:
         return split_sizes(self.workload.batch, self.shape.microbatches)
 
     @cached_property
-    def _gradients(self) -> dict[str, tuple[int, ...]]:
-        """Bytes of gradients by op and layer."""
+    def _gradients(self) -> Mapping[KindName, tuple[int, ...]]:
+        """Bytes of gradients by kind and layer."""
         return self.workload.gradients_of(self.shape.expert_form)
 
     @cached_property
@@ -189,7 +189,7 @@ class StepCost:
         assert task.piece is not None, task
         whole = self._kinds[task.layer], task.op
         if whole not in self._reduced:
-            sizes = self._gradients[KINDS[task.op]]
+            sizes = self._gradients[_kind(task).name]
             self._reduced[whole] = part_sizes(sizes[task.layer] // FLOAT32_BYTES, task.cut.parts)
         return self._reduced[whole][task.piece] * self._state_bytes[of_optimizer(task)]
 
@@ -238,7 +238,13 @@ class StepSizes:
 
     def owners(self, task: Task) -> int:
         """Return the number of ranks that share what the task updates or gathers."""
-        return self._mesh.size(REDUCTIONS[KINDS[task.op]].axes_of(sharing=self.tp_size > 1))
+        return self._mesh.size(_kind(task).axes_of(sharing=self.tp_size > 1))
+
+
+def _kind(task: Task) -> GradientKind:
+    kind = kind_of(task.op)
+    assert kind is not None, task
+    return kind
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,7 +12,7 @@ from penstock.decision import GradientBytes
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.field import PartialByForm
 from penstock.mesh import Axes, Mesh, node_of, num_nodes
-from penstock.ops import Op
+from penstock.ops.gradients import KindName
 from penstock.placement import ExpertPlacement
 from penstock.routing.joined import distinct_parts
 from penstock.routing.rows import BatchCut
@@ -126,14 +127,9 @@ class Workload:
             int(self.expert_bytes),
         )
 
-    def gradients_of(self, form: ExpertForm) -> dict[str, tuple[int, ...]]:
-        """Return bytes of every layer's gradients with this expert form, by the op that reduces them."""
-        sizes = self.gradient_bytes.of_form(form)
-        return {
-            Op.ALL_REDUCE: sizes.replicated,
-            Op.PARTIAL_ALL_REDUCE: sizes.partial,
-            Op.EXPERT_ALL_REDUCE: sizes.experts,
-        }
+    def gradients_of(self, form: ExpertForm) -> Mapping[KindName, tuple[int, ...]]:
+        """Return bytes of every layer's gradients with this expert form, by kind."""
+        return self.gradient_bytes.of_form(form).by_kind
 
     @cached_property
     def heads(self) -> Attention:

@@ -20,8 +20,8 @@ from penstock.config.kinds import types_of
 from penstock.decision.partition import Partition
 from penstock.decision.placement import PlacementConfig
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.dispatch.settings import COMPRESSION, DISPATCH
-from penstock.features.expert_replicas.settings import (
+from penstock.features.dispatch.feature import COMPRESSION, DISPATCH
+from penstock.features.expert_replicas.feature import (
     EXPERTS,
     REPLICA_SLOTS,
     SPLIT,
@@ -29,10 +29,10 @@ from penstock.features.expert_replicas.settings import (
     ReplicaSlots,
     Split,
 )
-from penstock.features.expert_sharding.settings import EXPERT_FORM, expert_forms
+from penstock.features.expert_sharding.feature import EXPERT_FORM, expert_forms
 from penstock.features.field import READERS, Asked, Effect, Field, Unsearched
-from penstock.features.recompute.settings import RECOMPUTE
-from penstock.features.sample_placement.settings import SAMPLES, SampleMoves
+from penstock.features.recompute.feature import RECOMPUTE
+from penstock.features.sample_placement.feature import SAMPLES, SampleMoves
 from penstock.step.shape import ExpertForm, Recompute
 from penstock.step.stages import Pass
 from penstock.words import counted, mib
@@ -85,7 +85,7 @@ def _chunks(asked: Asked, choice: Decision) -> Sequence[int]:
 def all_reduce_sizes(asked: Asked, choice: Decision | None = None) -> Sequence[int]:
     """Return the bytes of the largest layer's gradients whole, in halves, quarters and so on."""
     del choice
-    whole = max(LEAST_ALL_REDUCE_BYTES, *chain.from_iterable(asked.gradients.kinds))
+    whole = max(LEAST_ALL_REDUCE_BYTES, *chain.from_iterable(asked.gradients.by_kind.values()))
     least = max(LEAST_ALL_REDUCE_BYTES, asked.least_chunk_bytes)
     return [size for n in ALL_REDUCE_PIECES if (size := -(-whole // n)) >= least or n == 1]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from penstock.families.adapters import active, axes_of, core_of, wrappers
 from penstock.families.forms import STACKED, ExpertForm
 from penstock.mesh import Group
-from penstock.moe.experts.base import ONE_SHARD, Experts, ExpertShard, StackedExperts
-from penstock.moe.experts.product import Product, grouped_product
+from penstock.moe.experts import ONE_SHARD, Experts, ExpertShard, StackedExperts
+from penstock.moe.products import Product, grouped_product
 from penstock.partial_state import unmark_share
 from penstock.sharding import Sharding, StackedSharding
 from penstock.topology import Layout

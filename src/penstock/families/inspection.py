@@ -21,7 +21,7 @@ from penstock.families.experts import Shares, check_experts
 from penstock.families.family import Family
 from penstock.families.sizes import ModelSizes
 from penstock.moe import MoEConfig
-from penstock.moe.experts.base import ExpertShard
+from penstock.moe.experts import ExpertShard
 from penstock.placement import ExpertPlacement
 from penstock.topology import Layout
 

@@ -6,15 +6,17 @@ from functools import lru_cache
 
 from penstock.features.table import FEATURES
 from penstock.graph import Graph, RefusalError
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops.gradients import GRADIENT_KINDS
 from penstock.step.complete import check_complete
-from penstock.step.passes.chunks import Chunks
-from penstock.step.passes.gathered_loads import GatheredLoads
-from penstock.step.passes.gradient_pieces import GradientPieces
-from penstock.step.passes.microbatches import Microbatches
-from penstock.step.passes.settle import Settle
-from penstock.step.passes.transpose import Transpose
-from penstock.step.passes.weight_gradients import WeightGradients
+from penstock.step.passes import (
+    Chunks,
+    GatheredLoads,
+    GradientPieces,
+    Microbatches,
+    Settle,
+    Transpose,
+    WeightGradients,
+)
 from penstock.step.plain import PlainStep
 from penstock.step.shape import StepShape
 from penstock.step.stages import Pass, Stage, apply, in_order
@@ -34,7 +36,8 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     if any(shape.moe_layers):
         cut += [WeightGradients()] if shape.split_experts else []
         cut += [GatheredLoads()] if shape.gathers_loads else []
-    parts = {op: [shape.parts_of(layer, op) for layer in range(shape.num_layers)] for op in REDUCTIONS}
+    layers = range(shape.num_layers)
+    parts = {kind: [shape.parts_of(layer, kind) for layer in layers] for kind in GRADIENT_KINDS}
     pieces = GradientPieces(parts, shape.sharing.tp_size > 1, scatters=shape.updating is not None)
     return in_order((Transpose(), *cut, *of_features, pieces, Settle()))
 

@@ -25,6 +25,8 @@ def _fine(shape: StepShape) -> str:
 class Feature:
     """A way to train that a step may use or not: what it means, before anything runs.
 
+    How it runs on ranks stands in the folder of the same name in `runtime/features/`.
+
     Attributes:
         name: Its name and that of its folder.
         title: What it does, in a sentence without a stop.

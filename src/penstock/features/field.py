@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
+from penstock.ops.gradients import KindName
 from penstock.step.shape import ExpertForm, Recompute, StepShape
 from penstock.step.stages import Pass
 
@@ -29,9 +30,9 @@ class GradientBytes(NamedTuple):
     expert: int = 0
 
     @property
-    def kinds(self) -> tuple[tuple[int, ...], ...]:
+    def by_kind(self) -> dict[KindName, tuple[int, ...]]:
         """The bytes of every kind, by layer."""
-        return self.replicated, self.experts, self.partial
+        return {"replicated": self.replicated, "partial": self.partial, "experts": self.experts}
 
     def of_form(self, form: ExpertForm) -> GradientBytes:
         """Return the bytes in a step with this expert form."""

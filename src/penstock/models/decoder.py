@@ -22,8 +22,8 @@ from penstock.config import ConfigError
 from penstock.mesh import Group
 from penstock.models.config import ModelConfig
 from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
-from penstock.moe.counter import BITS, uniform_bits
-from penstock.moe.experts.base import ONE_SHARD, ExpertShard
+from penstock.moe.choices import BITS, uniform_bits
+from penstock.moe.experts import ONE_SHARD, ExpertShard
 from penstock.moe.layer import LogicalNames
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.cross_entropy import cross_entropy_sum

@@ -8,24 +8,23 @@ from torch import nn
 
 from penstock.features.dispatch import DISPATCHES
 from penstock.moe.config import MoEConfig
-from penstock.moe.experts.base import ONE_SHARD, Experts, ExpertShard
-from penstock.moe.experts.feed_forward import GeluExperts, SharedExpert, SwiGLUExperts
-from penstock.moe.gates.base import Gate
-from penstock.moe.gates.cosine import CosineGate
-from penstock.moe.gates.expert_bias import ExpertBias
-from penstock.moe.gates.expert_choice import ExpertChoiceGate
-from penstock.moe.gates.groups import ExpertGroups
-from penstock.moe.gates.linear import NoisyGate, SigmoidGate, SoftmaxGate
-from penstock.moe.gates.soft import SoftGate
-from penstock.moe.hooks.base import Hook
-from penstock.moe.hooks.compression import Bfloat16Rows, Int8Rows
+from penstock.moe.experts import ONE_SHARD, Experts, ExpertShard, GeluExperts, SharedExpert, SwiGLUExperts
+from penstock.moe.hooks import Bfloat16Rows, Hook, Int8Rows
 from penstock.moe.layer import MoELayer
-from penstock.moe.orders.base import Order
-from penstock.moe.orders.bounded import BoundedOrder
-from penstock.moe.orders.einsum import EinsumOrder
-from penstock.moe.orders.index import IndexOrder
-from penstock.moe.orders.merged import MergedOrder
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.permute.einsum import EinsumOrder
+from penstock.moe.permute.merged import MergedOrder
+from penstock.moe.permute.sort import BoundedOrder, IndexOrder, Order, SortOrder
+from penstock.moe.routers import (
+    CosineGate,
+    ExpertBias,
+    ExpertChoiceGate,
+    ExpertGroups,
+    Gate,
+    NoisyGate,
+    SigmoidGate,
+    SoftGate,
+    SoftmaxGate,
+)
 from penstock.placement import ExpertPlacement
 
 

@@ -1,17 +1,17 @@
-"""What a gate decided. There are three kinds of choice, by who chooses: tokens, experts, or nobody (SoftMoE).
+"""Tokens, and what a router decided for them: who chooses is tokens, experts, or nobody (SoftMoE).
 
 Shapes: T tokens, B samples of L tokens, E experts (total), k choices per token, S slots per expert.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from penstock.device import on_device
-from penstock.moe.tokens import Tokens
 from penstock.placement import ExpertPlacement
 from penstock.routing.sizes import split_sizes
 
@@ -151,3 +151,87 @@ def sum_z(logits_TE: Tensor, tokens: Tokens) -> Tensor:
     """Sum the squared log-partition over valid tokens (ST-MoE's z-loss before division), scalar."""
     z_T = logits_TE.logsumexp(dim=-1).square()
     return z_T.sum() if tokens.valid_T is None else (z_T * tokens.valid_T).sum()
+
+
+# ---- what a layer knows about tokens besides their hidden states ------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """A batch of tokens, sample after sample, all samples of one length.
+
+    samples: their number, possibly 0. keys: of random noise; None draws it from PyTorch's own generator.
+    valid_T: bool, False for padding, which goes to no expert and is not counted; None: all are valid. most:
+    tokens of the rank that has most, where ranks have different numbers of tokens and equal numbers of slots;
+    None = all ranks have equally many. stay_whole: chunks are made of whole samples. clean: gates add no
+    noise.
+    """
+
+    samples: int = 1
+    keys: SampleKeys | None = None
+    valid_T: Tensor | None = None
+    most: int | None = None
+    stay_whole: bool = False
+    clean: bool = False
+
+    def inseparable(self, tokens: int) -> int:
+        """Return the number of consecutive tokens, of `tokens`, that no chunk splits."""
+        return max(1, tokens // max(1, self.samples)) if self.stay_whole else 1
+
+    def by_sample(self, values: Tensor) -> Tensor:
+        """Return values [T, ...] as [B, L, ...]; without samples there are no tokens, and L is 0."""
+        length = values.shape[0] // max(1, self.samples)
+        return values.view(self.samples, length, *values.shape[1:])
+
+
+# ---- random numbers from a counter: a hash of where a number is used, not of what was drawn before it -----
+#
+# So the numbers do not depend on microbatches, on the rank a sample lives on, or on the order of tasks.
+
+
+BITS = 32
+_MASK = 0xFFFFFFFF
+_PLACE_STEP = 0x9E3779B1  # odd, so no two places coincide
+
+
+@dataclass(frozen=True)
+class SampleKeys:
+    """The keys of random numbers, and what attention must know of samples.
+
+    seed: of the run. sample_ids_B: one number per sample, unique over the run. first_token: the place in its
+    sample of the first token that is here, where ranks share the tokens of a sample. documents_BL: int64, for
+    every token of a sample, here or not, the place in the sample where its document begins; None = a sample
+    is one document.
+    """
+
+    seed: int
+    sample_ids_B: Tensor
+    first_token: int = 0
+    documents_BL: Tensor | None = None
+
+
+def uniform_bits(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
+    """Return independent uniform numbers in [0, 2**32), int64 [B, L, ...]. place: unique in the model."""
+    ids_B = keys.sample_ids_B
+    start = _mix(torch.full((), (keys.seed * 0x85EBCA6B + place * _PLACE_STEP) & _MASK, device=ids_B.device))
+    low, high = ids_B & _MASK, (ids_B >> BITS) & _MASK
+    sample_B = _mix(_mix(start ^ low) ^ high)
+    count = shape[1:].numel()
+    counter = torch.arange(count, device=ids_B.device) + keys.first_token * shape[2:].numel()
+    return _mix(_mix(sample_B.unsqueeze(1) + counter) ^ sample_B.unsqueeze(1)).view(shape)
+
+
+def normal(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
+    """Return independent standard normal numbers, float64 [B, ...] (Box and Muller). Uses two places."""
+    radius, angle = (
+        (uniform_bits(shape, 2 * place + half, keys).double() + 0.5) / (_MASK + 1) for half in (0, 1)
+    )
+    return (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Hash 32-bit integers in int64 arithmetic: every input bit affects every output bit."""
+    x = x & _MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x46A56C5D) & _MASK
+    return x ^ (x >> 16)

@@ -10,10 +10,10 @@ from penstock.routing.legs import Dispatch, Place
 from penstock.routing.routes import RouteMaker
 
 if TYPE_CHECKING:
-    from penstock.moe.experts.base import Experts
-    from penstock.moe.gates.base import Gate
-    from penstock.moe.hooks.base import Hook
-    from penstock.moe.orders.base import Order
+    from penstock.moe.experts import Experts
+    from penstock.moe.hooks import Hook
+    from penstock.moe.permute.sort import Order
+    from penstock.moe.routers import Gate
 
 
 def check_parts(

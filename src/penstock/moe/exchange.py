@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from penstock.features.dispatch import Dispatch, Place
-from penstock.moe.orders.base import Order, OrderPlan
+from penstock.moe.permute.sort import Order, OrderPlan
 from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
 
 

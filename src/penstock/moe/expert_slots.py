@@ -19,10 +19,9 @@ from torch import Tensor
 
 from penstock.device import on_device
 from penstock.moe.choices import Choice, TokenChoice, placed
-from penstock.moe.experts.base import Experts
-from penstock.moe.experts.product import Product, grouped_product
-from penstock.moe.orders.base import Order
-from penstock.moe.orders.index import places
+from penstock.moe.experts import Experts
+from penstock.moe.permute.sort import Order, places
+from penstock.moe.products import Product, grouped_product
 from penstock.placement import SPLIT, ExpertPlacement, Part, Replication
 from penstock.routing.routes import GroupSizes
 

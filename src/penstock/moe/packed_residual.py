@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from penstock.features.sample_placement.ops import PACKED_COLUMNS
-from penstock.moe.choices import Choice, TokenChoice
-from penstock.moe.orders.base import Order, OrderPlan
-from penstock.moe.orders.rows import RowPlan
-from penstock.moe.orders.sort import SortOrder
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import Choice, TokenChoice, Tokens
+from penstock.moe.permute.rows import RowPlan
+from penstock.moe.permute.sort import Order, OrderPlan, SortOrder
 
 
 @dataclass(frozen=True)

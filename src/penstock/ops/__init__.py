@@ -1,6 +1,6 @@
 """The meaning of ops, before anything runs: the core's here, a feature's in its folder. No torch."""
 
-from penstock.ops import blocks, loads, sums, transfers
+from penstock.ops import blocks, gradients, statistics, transfers
 from penstock.ops.base import OPS, Backward, Kind, OpSpec, register, spec_of
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
@@ -14,9 +14,9 @@ __all__ = [
     "Sizes",
     "Work",
     "blocks",
-    "loads",
+    "gradients",
     "register",
     "spec_of",
-    "sums",
+    "statistics",
     "transfers",
 ]

@@ -19,12 +19,12 @@ from penstock.features.build import build_graph
 from penstock.features.sharded_optimizer.passes import norm_of, updates_of
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.ops import Op
+from penstock.ops.gradients import GRADIENT_KINDS, KindName
 from penstock.ops.names import INPUT, ONCE, OUTPUT
-from penstock.ops.sums import REDUCTIONS
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
-from penstock.step.passes.gradient_pieces import reductions
+from penstock.step.passes import reductions
 from penstock.step.shape import Updating
 from penstock.timing import Cost, earliest, fastest, lower_bound, slowest, tail
 
@@ -200,11 +200,11 @@ class QuickBounds:
         # By layer, its reductions and what updates its parameters.
         cost, reduced = problem.cost(choice, cut), []
         known = self._known_reductions.setdefault(priced, {})
-        sizes = problem.gradients.of_form(cut.expert_form).kinds
+        sizes = problem.gradients.of_form(cut.expert_form).by_kind.values()
         for layer in range(cut.num_layers):
-            parts = {op: cut.parts_of(layer, op) for op in REDUCTIONS}
+            parts = {kind: cut.parts_of(layer, kind) for kind in GRADIENT_KINDS}
             if not cut.moe_layers[layer]:
-                parts[Op.EXPERT_ALL_REDUCE] = ()
+                parts["experts"] = ()
             key = layer == 0, tuple(each[layer] for each in sizes), tuple(parts.values())
             if key not in known:
                 known[key] = _reduced(cost, layer, cut, parts)
@@ -364,7 +364,7 @@ def _least(
     return min(longest.values())
 
 
-def _reduced(cost: Cost, layer: int, cut: StepShape, parts: Mapping[str, Sequence[int]]) -> _Part:
+def _reduced(cost: Cost, layer: int, cut: StepShape, parts: Mapping[KindName, Sequence[int]]) -> _Part:
     """Return the reductions of a layer and what updates its parameters.
 
     Their chain is that of the longest piece of replicated gradients, from gradients to sums or to updated
@@ -373,12 +373,12 @@ def _reduced(cost: Cost, layer: int, cut: StepShape, parts: Mapping[str, Sequenc
     updating = cut.updating
     made = reductions(layer, parts, sharing=cut.sharing.tp_size > 1, scatters=updating is not None)
     work, summed_s, used_s, in_turn_s = dict[Task, Any](), 0.0, 0.0, 0.0
-    for op, tasks in made.items():
+    for kind, tasks in made.items():
         for task in tasks:
             after = () if updating is None else updates_of(task, edp=updating.edp)
             priced = {each: cost(each) for each in (task, *after)}
             work |= priced
-            if op == Op.ALL_REDUCE:  # of which the embedding's are a part: all others may be complete before
+            if kind == "replicated":  # of which the embedding's are a part: all others may be complete before
                 sum_s, *after_s = map(fastest, priced.values())
                 summed_s, used_s = max(summed_s, sum_s), max(used_s, sum(after_s))
                 in_turn_s = max(in_turn_s, sum_s + sum(after_s))

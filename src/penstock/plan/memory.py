@@ -42,8 +42,7 @@ import numpy.typing as npt
 from penstock.cost import Workload
 from penstock.decision import Decision
 from penstock.features.sharded_optimizer.passes import LAYERS
-from penstock.ops.names import Op
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops.gradients import GRADIENT_KINDS, KindName
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
@@ -182,13 +181,13 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     )
 
 
-def trained_bytes(problem: Problem) -> dict[str, int]:
-    """Return the bytes of this rank's trained weights, by the op that reduces their gradients."""
+def trained_bytes(problem: Problem) -> dict[KindName, int]:
+    """Return the bytes of this rank's trained weights, by kind of gradients."""
     work = problem.workload
     sizes = work.gradients_of("gather")
     experts = sum(problem.shape.moe_layers) * work.placement.slots * work.expert_bytes
     trained = int(experts) if work.held is None else work.held.trained_experts
-    return {op: sum(layers) for op, layers in sizes.items()} | {Op.EXPERT_ALL_REDUCE: trained}
+    return {kind: sum(layers) for kind, layers in sizes.items()} | {"experts": trained}
 
 
 def _weights_bytes(problem: Problem) -> int:
@@ -209,9 +208,9 @@ def _copies_bytes(problem: Problem, replicas: int) -> int:
 
 def _largest_layers_bytes(problem: Problem, choice: Decision) -> int:
     """Return the bytes of what ranks own shares of in the largest layers that are whole at a time."""
-    released = [op for op, owners in _owners(problem).items() if owners > 1]
+    released = [kind for kind, owners in _owners(problem).items() if owners > 1]
     sizes = problem.workload.gradients_of(choice.form)
-    layers = [sum(sizes[op][layer] for op in released) for layer in range(problem.shape.num_layers)]
+    layers = [sum(sizes[kind][layer] for kind in released) for layer in range(problem.shape.num_layers)]
     return max(sum(layers[i : i + LAYERS]) for i in range(len(layers)))
 
 
@@ -226,7 +225,7 @@ def _added_bytes(problem: Problem) -> int:
     if updating is not None:
         return _updated_bytes(problem)
     owners = _owners(problem)
-    return sum(size for op, size in trained_bytes(problem).items() if owners[op] > 1)
+    return sum(size for kind, size in trained_bytes(problem).items() if owners[kind] > 1)
 
 
 def _updated_bytes(problem: Problem) -> int:
@@ -235,13 +234,13 @@ def _updated_bytes(problem: Problem) -> int:
     if problem.shape.updating is None:
         return sum(trained.values())
     owners = _owners(problem)
-    return sum(-(-size // owners[op]) for op, size in trained.items())
+    return sum(-(-size // owners[kind]) for kind, size in trained.items())
 
 
-def _owners(problem: Problem) -> dict[str, int]:
+def _owners(problem: Problem) -> dict[KindName, int]:
     """Return, for each kind of gradients, the number of ranks that sum them, each of which owns a share."""
     sharing, mesh = problem.workload.tp_size > 1, problem.workload.mesh
-    return {op: mesh.size(each.axes_of(sharing=sharing)) for op, each in REDUCTIONS.items()}
+    return {name: mesh.size(kind.axes_of(sharing=sharing)) for name, kind in GRADIENT_KINDS.items()}
 
 
 def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, load_P: Numbers) -> Numbers:

@@ -110,13 +110,13 @@ class Problem:
     def least_chunk_bytes(self) -> int:
         """Least bytes of an all-reduce chunk; smaller chunks would be too many tasks (see pieces_of)."""
         forms = (self.gradients.of_form(form) for form in FORM_TOKENS)
-        return max(least_chunk_bytes(sizes) for form in forms for sizes in form.kinds)
+        return max(least_chunk_bytes(sizes) for form in forms for sizes in form.by_kind.values())
 
     @cached_property
     def layer_kinds(self) -> list[tuple[object, ...]]:
         """For every layer, what distinguishes it: whether it has experts, and the sizes of its gradients."""
         by_form = (sizes for _, sizes in self.gradients.partial_by_form)
-        return list(zip(self.shape.moe_layers, *self.gradients.kinds, *by_form, strict=True))
+        return list(zip(self.shape.moe_layers, *self.gradients.by_kind.values(), *by_form, strict=True))
 
     @property
     def paces(self) -> tuple[float, ...]:

@@ -1,6 +1,12 @@
 """Rows of experts that several ranks have: which position gets how many.
 
-Shapes: P ranks of the world, E experts, Q positions of an expert group, S sources of such a group.
+Where ranks know all counts of the step, the split is even. They tell each other how many rows they have for
+every expert before a row travels. From these counts each finds the same split: rows are computed where they
+start as far as a rank then computes no more than its share, next in their node, and the rest goes to the
+homes that have least to do. Integers only: what ranks find must not depend on how a library adds.
+
+Shapes: S sources (the ranks that share an expert, rank by rank), P ranks, C slices, E experts, J those with
+several homes, Q positions of an expert group, N positions of a rank.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 from penstock.runtime.clip import clip_grad_norm_
 from penstock.runtime.errors import ParameterMismatchError, ScheduleMismatchError, TaskError
 from penstock.runtime.expert_parallel.exchange import ExpertParallel, expert_parameters, ignore_experts
+from penstock.runtime.features.sharded_optimizer.adamw import ShardedAdamW
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.parts import BlockParts, ModelParts
-from penstock.runtime.sharded_adamw import ShardedAdamW
 from penstock.runtime.stack import PipelinedStack
 from penstock.runtime.statistics import StepStatistics
 

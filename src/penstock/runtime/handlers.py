@@ -11,34 +11,33 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.graph import Phase, ScheduleError, Task
-from penstock.moe import MoELayer, RouteMaker
+from penstock.moe import RouteMaker
 from penstock.moe.balance import Balance
 from penstock.moe.config import MoEConfig
-from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.moe.products import AutogradWeights, WeightGradients
 from penstock.ops import OPS
 from penstock.placement import Replication
+from penstock.routing.replicas import ExactSplit
 from penstock.routing.routes import Degrees
 from penstock.routing.sizes import split_sizes
 from penstock.runtime.bounds import Counted, StepBounds
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.loads import LayerLoads
-from penstock.runtime.moving import Plans
 from penstock.runtime.parts import Layer, ModelParts, layers_of
-from penstock.runtime.replica_manager import ReplicaManager, StepReplicas
 from penstock.runtime.residual_transport import ResidualTransport
 from penstock.runtime.sample_metadata import SampleMetadata, part_of
-from penstock.runtime.sample_moving import Relocation
 from penstock.runtime.segment import AnySegment
-from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
-from penstock.runtime.transport.legs import HostCounts, Later
+from penstock.runtime.transport.legs import HostCounts
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,21 +184,29 @@ class Ending(Protocol):
 class StepContext:
     """What handlers work on in one step, in addition to what tasks hand to each other.
 
-    part: the batch as far as this rank has tokens of its own, where ranks share those of every sample;
-    tensor: its place among these ranks. makers: makers of each layer's routes; None for a dense layer.
-    residual_transport: how residual streams get to where outputs are. segment: makes a compute segment.
-    degrees: the numbers of chunks in which rows of an MoE layer travel. weights: makes the object to which a
-    slice's weight gradients are left. replica_manager, step_replicas: what ranks hold as replicas from step
-    to step, and in this step.
-    marks: [11] float64, to sum with the statistics, see `fingerprints.marks`. fingerprint: makes that of the
-    values that ranks hold alike, in steps that compare them. bounds: those of rows. relocation: how samples
-    get their homes, where they move.
-    ending: what the step ends with.
-    training: whether backward follows. slopes: known when the backward half begins. total,
-    marks_total: known when the statistics task has run. loads_PYE: known when the loads task has run, if the
-    step has one: choices by rank, MoE layer and expert; sample_loads: the choices of this rank's samples,
-    known then too. plans: the replicas of the next step, when ranks have compared it. updates: those of a
-    step that updates parameters itself.
+    Attributes:
+        parts: The parts of the model.
+        batch: The samples of this rank, cut into microbatches.
+        part: The batch as far as this rank has tokens of its own, where ranks share those of every sample.
+        tensor: This rank's place among the ranks that share tokens.
+        makers: Makers of each layer's routes; None for a dense layer.
+        segment: Makes a compute segment.
+        residual_transport: How residual streams get to where outputs are.
+        degrees: The numbers of chunks in which rows of an MoE layer travel.
+        weights: Makes the object to which a slice's weight gradients are left.
+        replications: Where experts are, replicas among them, by layer; () = there are no replicas.
+        split: Returns how rows of an MoE layer are split among replicas when all ranks' counts are known;
+            None where each rank knows before.
+        marks: float64 [11], to sum with the statistics, see `fingerprints.facts`.
+        ending: What the step ends with.
+        fingerprint: Makes that of the values that ranks hold alike, in steps that compare them.
+        bounds: Those of rows.
+        training: Whether backward follows.
+        slopes: Known when the backward half begins.
+        total, marks_total: Known when the statistics task has run.
+        loads_PYE: Choices by rank, MoE layer and expert; known when the loads task has run, if there is one.
+        sample_loads: The choices of this rank's samples, known then, too.
+        features: What handlers of features work on, by its class; see `of`.
     """
 
     parts: ModelParts
@@ -215,8 +222,8 @@ class StepContext:
     residual_transport: ResidualTransport
     degrees: Degrees
     weights: Callable[[], WeightGradients | AutogradWeights]
-    replica_manager: ReplicaManager
-    step_replicas: StepReplicas
+    replications: Sequence[Replication | None]
+    split: Callable[[int], ExactSplit | None]
     transports: Transports
     buckets: Buckets
     codec: StatisticsCodec
@@ -224,15 +231,13 @@ class StepContext:
     ending: Ending
     fingerprint: Callable[[], Tensor] | None = None
     bounds: StepBounds = field(default_factory=Counted)
-    relocation: Relocation | None = None
     training: bool = True
     slopes: LossGradients = field(default_factory=lambda: LossGradients(torch.ones(()), torch.ones(())))
     total: StepStatistics | None = None
     marks_total: HostCounts | None = None
     loads_PYE: Tensor | None = None
-    plans: Later[Plans] | Plans | None = None
     sample_loads: LayerLoads = ()
-    updates: Updates | None = None
+    features: Mapping[type, object] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> Sequence[Layer]:
@@ -250,11 +255,17 @@ class StepContext:
         assert self.total is not None, "backward follows forward"
         return self.slopes.balance * (self.moe.z_loss_coeff / self.total.tokens)
 
-    @property
-    def updating(self) -> Updates:
-        """The updates on which the tasks of a sharded optimiser work."""
-        assert self.updates is not None, "a step that updates is run with an optimizer"
-        return self.updates
+    def maybe(self, kind: type[Part]) -> Part | None:
+        """Return what a feature works on in this step: the object of this class; None if there is none."""
+        found = self.features.get(kind)
+        assert found is None or isinstance(found, kind), kind
+        return found
+
+    def of(self, kind: type[Part]) -> Part:
+        """Return what a feature works on in this step, as `maybe` does; a step with its tasks has one."""
+        found = self.maybe(kind)
+        assert found is not None, f"a step whose tasks need {kind.__name__} is given one"
+        return found
 
     def metadata_of(self, task: Task, inputs: Inputs) -> SampleMetadata:
         """Return a task's samples, as far as it has their tokens: this rank's tokens, or all of them."""
@@ -276,35 +287,15 @@ class StepContext:
         """Return whether this rank counts the task's tokens in sums: several ranks may have the same."""
         return task.cut.token_shards > 1 or self.tensor.rank == 0
 
-    @property
-    def placing(self) -> Relocation:
-        """How samples get their homes, in a step that moves them."""
-        assert self.relocation is not None, "a plan that moves samples is adopted with what places them"
-        return self.relocation
-
     def following(self, layer: int) -> int | None:
         """Return the number of the next MoE layer; None after the last."""
         numbers = range(layer + 1, len(self.layers))
         return next((number for number in numbers if self.layers[number].moe is not None), None)
 
-    def asked(self, layer: int) -> MoELayer | None:
-        """Return the next MoE layer, if its gate is asked what samples will want there; else None."""
-        following = self.following(layer)
-        asks = self.placing.how.prediction == "next_gate" and following is not None
-        return self.layers[following].moe if asks and following is not None else None
-
     def replication(self, layer: int) -> Replication:
         """Return where the experts of an MoE layer are, replicas among them."""
-        moe, replicas = self.layers[layer].experts, self.replica_manager.replications
-        return (replicas[layer] if replicas else None) or Replication.none(moe.placement, 0)
-
-    def row_weight(self, layer: int) -> float:
-        """Return how many rows in transit to experts weigh as much as what follows one token beside them."""
-        moe, sent_bytes = self.layers[layer].experts, (self.wire_dtype or torch.float32).itemsize
-        width = 1024  # stands for any hidden size: scales are a small part of a row
-        row_bytes = self.moe.row_bytes(width, sent_bytes)
-        shared = 0 if moe.shared is None else sent_bytes
-        return width * (self.residual_transport.separate_bytes + shared) / row_bytes
+        found = self.replications[layer] if self.replications else None
+        return found or Replication.none(self.layers[layer].experts.placement, 0)
 
     def maker(self, layer: int) -> RouteMaker:
         """Return the maker of the routes of an MoE layer."""
@@ -314,7 +305,7 @@ class StepContext:
 
     def counting(self, layer: int) -> RouteMaker:
         """Return the object that makes routes from the counts that ranks exchange."""
-        maker, split = self.maker(layer), self.step_replicas.split(layer)
+        maker, split = self.maker(layer), self.split(layer)
         return maker if split is None else replace(maker, split=split)
 
     def legs(self, layer: int) -> list[str]:

@@ -15,8 +15,8 @@ from penstock.graph import Graph, Lane, Name, Task
 from penstock.mesh import Axes
 from penstock.ops import Op
 from penstock.runtime.calls import MOST_KEPT, Call, Span
+from penstock.runtime.features.recompute.handlers import handlers_of
 from penstock.runtime.handlers import Handler, Handlers, check_handlers
-from penstock.runtime.recompute import handlers_of
 from penstock.schedule import StepPlan
 from penstock.timing import issue_order
 

@@ -24,13 +24,14 @@ from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.build import build_order
 from penstock.moe.config import MoEConfig
-from penstock.moe.versions import count_updates
+from penstock.moe.layer import count_updates
 from penstock.partial_state import refuse_pickle
 from penstock.placement import Replication
-from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
+from penstock.runtime import features as _features  # noqa: F401  # registers handlers
+from penstock.runtime import ops as _ops  # noqa: F401
 from penstock.runtime.batch import NO_LABEL, AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
 from penstock.runtime.bounds import bounds_of
-from penstock.runtime.checks.agree import check_agreement
+from penstock.runtime.checks.agree import Turns, check_agreement
 from penstock.runtime.checks.consistency import Consistency
 from penstock.runtime.checks.layers import (
     check_layers,
@@ -44,9 +45,7 @@ from penstock.runtime.checks.layers import (
     shape_of,
     sharing_of,
 )
-from penstock.runtime.checks.replicas import check_replicas, check_replications, check_takes_replicas
 from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
-from penstock.runtime.checks.turns import Turns
 from penstock.runtime.checks.usage import (
     check_no_checkpoint,
     check_no_data_parallel,
@@ -57,25 +56,29 @@ from penstock.runtime.checks.usage import (
     refuse_stale,
     watch_model,
 )
+from penstock.runtime.endings import HiddenStates, SharedTokens, StepStates, TokenLoss
 from penstock.runtime.executor import Execution
 from penstock.runtime.expert_parallel.optimizers import watch_optimizers
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, MarksExperts, mark_experts, mark_parts
+from penstock.runtime.features.expert_replicas.checks import (
+    check_replicas,
+    check_replications,
+    check_takes_replicas,
+)
+from penstock.runtime.features.expert_replicas.manager import ReplicaManager
+from penstock.runtime.features.expert_replicas.moving import ExpertMoving
+from penstock.runtime.features.recompute.handlers import repeated
+from penstock.runtime.features.sample_placement.moving import Habits, Relocation, SampleMoving
+from penstock.runtime.features.sample_placement.packed_residual import check_packs, may_pack
+from penstock.runtime.features.sharded_optimizer.updates import Updates
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.gradients.outside import OutsideGradients
 from penstock.runtime.handlers import HANDLERS, Ending, TensorPlace
 from penstock.runtime.loads import LoadHistory
 from penstock.runtime.machinery import Machinery
-from penstock.runtime.makers import maker_of
-from penstock.runtime.moving import ExpertMoving
-from penstock.runtime.ops.head import HiddenStates, SharedTokens, StepStates, TokenLoss
-from penstock.runtime.parts import ModelParts
+from penstock.runtime.parts import ModelParts, maker_of
 from penstock.runtime.program import Program, Programs
-from penstock.runtime.recompute import repeated
-from penstock.runtime.replica_manager import ReplicaManager
-from penstock.runtime.residual_transport import check_packs, may_pack
-from penstock.runtime.sample_moving import Habits, Relocation, SampleMoving
-from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step, Taken
 from penstock.schedule import StepPlan

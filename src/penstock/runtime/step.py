@@ -14,14 +14,19 @@ from torch import Tensor
 from penstock.device import device_of
 from penstock.moe import MoEConfig, MoELayer
 from penstock.moe.balance import Balance
-from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
+from penstock.moe.products import AutogradWeights, ComputeCopies, WeightGradients
 from penstock.routing.routes import RouteMaker
 from penstock.runtime.bounds import Counted, RowBounds
 from penstock.runtime.checks.consistency import Consistency
 from penstock.runtime.checks.forward_state import ForwardState
 from penstock.runtime.checks.usage import raise_replaced
 from penstock.runtime.executor import Execution
-from penstock.runtime.fingerprints.snapshot import Snapshot
+from penstock.runtime.features.expert_replicas.manager import NextReplicas, ReplicaManager
+from penstock.runtime.features.sample_placement.moving import Relocation
+from penstock.runtime.features.sample_placement.packed_residual import PackedResidual
+from penstock.runtime.features.sharded_optimizer.updates import Updates
+from penstock.runtime.features.sharded_optimizer.usage import refuse_left_out
+from penstock.runtime.fingerprints import Snapshot
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.in_place import BackwardPass
 from penstock.runtime.gradients.model_gradients import Gradients
@@ -31,12 +36,8 @@ from penstock.runtime.loads import LoadHistory
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program
-from penstock.runtime.replica_manager import ReplicaManager
-from penstock.runtime.residual_transport import PackedResidual, SeparateResidual
-from penstock.runtime.sample_moving import Relocation
+from penstock.runtime.residual_transport import SeparateResidual
 from penstock.runtime.segment import PassThrough, Segment, anchor_on
-from penstock.runtime.sharded.updates import Updates
-from penstock.runtime.sharded.usage import refuse_left_out
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport.legs import Later
 from penstock.schedule import StepPlan
@@ -122,6 +123,7 @@ class Step:
         )
         self.batch = batch
         self.step_replicas = stack.replica_manager.lend(stack.moe_layers)
+        self.next_replicas = NextReplicas()
         self.consistency = stack.consistency.of_step(
             batch,
             terms=f"{taken.codec.terms} {type(ending).__name__}",
@@ -140,6 +142,13 @@ class Step:
         # On a CPU a cast of a large weight stays in the cache, and costs less than a copy that comes from
         # memory.
         copies = None if device_of(machinery.device).is_cpu else ComputeCopies()
+        features = (
+            stack.replica_manager,
+            self.step_replicas,
+            self.next_replicas,
+            taken.relocation,
+            taken.updates,
+        )
         return StepContext(
             parts=stack.parts,
             batch=self.batch,
@@ -159,8 +168,8 @@ class Step:
             weights=partial(WeightGradients, self.buckets.at_once, copies)
             if taken.plan.separate_weights
             else partial(AutogradWeights, copies),
-            replica_manager=stack.replica_manager,
-            step_replicas=self.step_replicas,
+            replications=self.step_replicas.replications,
+            split=self.step_replicas.split,
             transports=machinery.transports,
             buckets=self.buckets,
             codec=taken.codec,
@@ -168,9 +177,8 @@ class Step:
             ending=self.ending,
             fingerprint=self.consistency.fingerprint,
             bounds=self.bounds,
-            relocation=taken.relocation,
             training=self.training,
-            updates=taken.updates,
+            features={type(each): each for each in features if each is not None},
         )
 
     def forward(self) -> tuple[Tensor, ...]:
@@ -212,7 +220,7 @@ class Step:
         self.stack.consistency.slope = self.context.slopes.alike
         gradients = self.stack.gradients.backward_pass(self.buckets)
         # What can be undone is issued before the host knows whether rows exceeded their bounds.
-        undoes = self.context.updates is None and gradients.can_be_undone
+        undoes = self.taken.updates is None and gradients.can_be_undone
         with self.model_state.restored(), self.stack.outside.apart():
             if not undoes and self.bounds.exceeded():
                 self._check(gradients)
@@ -262,9 +270,9 @@ class Step:
         return again
 
     def _backward(self, gradients: BackwardPass, grads: tuple[Tensor, ...]) -> None:
-        if self.context.updates is not None:
-            refuse_left_out(self.buckets, self.context.updates.groups, self.stack.gradients.name_of)
-            self.context.updates.begin(self.buckets, self.shape, self.taken.changes)
+        if self.taken.updates is not None:
+            refuse_left_out(self.buckets, self.taken.updates.groups, self.stack.gradients.name_of)
+            self.taken.updates.begin(self.buckets, self.shape, self.taken.changes)
         self._check(gradients)
         try:
             gradients.begin()
@@ -283,13 +291,13 @@ class Step:
             raise
         statistics = self.context.total
         assert statistics is not None, "backward follows this step's forward"
-        if self.context.updates is None:
+        if self.taken.updates is None:
             # An expert that saw no token has a gradient of zero.
             for parameter in self.stack.gradients.experts():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         else:
-            self.context.updates.end(self.execution.graph, statistics.loss)
+            self.taken.updates.end(self.execution.graph, statistics.loss)
         # Gates with a bias learn which choices this step has trained on, the same on all ranks.
         layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
         for moe, chosen_E in zip(layers, statistics.chosen_YE, strict=True):
@@ -298,8 +306,8 @@ class Step:
         if self.context.loads_PYE is not None:
             loads, samples = self.context.loads_PYE, self.context.sample_loads
             self.stack.loads.add(loads, samples, self.step_replicas.replications)
-        if self.context.plans is not None:
-            self.stack.replica_manager.follow(Later.of(self.context.plans))
+        if self.next_replicas.plans is not None:
+            self.stack.replica_manager.follow(Later.of(self.next_replicas.plans))
         self._show(statistics)
 
     def _abandon(self, gradients: BackwardPass, error: BaseException) -> None:

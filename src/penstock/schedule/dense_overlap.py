@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from penstock.decision import Decision, Slot
 from penstock.graph import Graph, Task
-from penstock.ops import Op
-from penstock.ops.sums import reduced
+from penstock.ops.gradients import summed
 from penstock.schedule.gaps import dense_gap, reduce_in_gaps
 from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.schedule import Schedule
@@ -38,6 +37,6 @@ class DenseOverlap(MoEPipeline):
         gaps: dict[Slot, list[Task]] = {}
         for task in graph.tasks:
             if is_all_reduce(task):
-                layer = task.layer if reduced(task.op) == Op.EXPERT_ALL_REDUCE else task.layer - 1
+                layer = task.layer if summed(task.op) == "experts" else task.layer - 1
                 gaps.setdefault(dense_gap(layer), []).append(task)
         return reduce_in_gaps(self.name, graph, gaps)

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from penstock.decision import TAIL, Decision, GradientBytes, Partition, Portion, Slot
 from penstock.graph import Graph, Task
-from penstock.ops import Op
-from penstock.ops.sums import reduced
+from penstock.ops.gradients import summed
 from penstock.schedule.gaps import dense_gap, reduce_in_gaps
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import System, whole
@@ -69,21 +68,21 @@ class FSMoE(System):
         partition = choice.partition
         if partition is None:  # that by which the graph's gradients were cut
             layers = 1 + max(task.layer for task in graph.tasks)
-            cut = [task for task in graph.tasks if reduced(task.op) == Op.ALL_REDUCE]
+            cut = [task for task in graph.tasks if summed(task.op) == "replicated"]
             size = {task.layer: sum(task.cut.parts) for task in cut}
             chunked = {task.layer for task in graph.tasks if task.chunk is not None}
             moe_layers = tuple(layer in chunked for layer in range(layers))
             partition = next_gap(moe_layers, tuple(size.get(layer, 0) for layer in range(layers)))
         gaps: dict[Slot, list[Task]] = {}
-        replicated = {(t.layer, t.piece): t for t in graph.tasks if reduced(t.op) == Op.ALL_REDUCE}
+        replicated = {(t.layer, t.piece): t for t in graph.tasks if summed(t.op) == "replicated"}
         for layer in reversed(range(len(partition.portions))):
             for piece, portion in enumerate(partition.portions[layer]):
                 slot = TAIL if portion.slot.part == "tail" else portion.slot
                 gaps.setdefault(slot, []).append(replicated[layer, piece])
         for task in graph.tasks:
-            if reduced(task.op) == Op.EXPERT_ALL_REDUCE:
+            if summed(task.op) == "experts":
                 gaps.setdefault(dense_gap(task.layer), []).append(task)
-            elif reduced(task.op) == Op.PARTIAL_ALL_REDUCE:
+            elif summed(task.op) == "partial":
                 gaps.setdefault(dense_gap(task.layer - 1), []).append(task)
         return reduce_in_gaps(self.name, graph, gaps)
 

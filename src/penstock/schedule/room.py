@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from penstock.features.sharded_optimizer.passes import ROOM
 from penstock.graph import Graph, Lane, Task
-from penstock.ops.sums import SCATTERS
+from penstock.ops.gradients import summed
 from penstock.schedule.schedule import Schedule
 from penstock.timing import advance, positions
 
@@ -34,7 +34,7 @@ def _make_room(left: Collection[list[int]], graph: Graph, done: set[int]) -> boo
     moved = False
     for order in left:
         sums = [i for i in order if tasks[i].name in wanted and done.issuperset(graph.links[i])]
-        assert all(tasks[i].op in SCATTERS for i in sums), "sums make room"
+        assert all(summed(tasks[i].op) for i in sums), "sums make room"
         for place in sums:
             order.remove(place)
             order.append(place)

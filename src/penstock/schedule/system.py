@@ -12,7 +12,7 @@ from penstock.features.field import READERS
 from penstock.features.sharded_optimizer.ops import GATHERS, UPDATES
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
-from penstock.ops.sums import REDUCTIONS, reduced
+from penstock.ops.gradients import GRADIENT_KINDS, summed
 from penstock.schedule.room import ordered
 from penstock.schedule.schedule import Schedule
 from penstock.step import StepShape
@@ -93,7 +93,7 @@ def whole(total_bytes: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_all_reduce(task: Task) -> bool:
     """Return whether the task synchronises gradients, of whatever kind."""
-    return reduced(task.op) != ""
+    return summed(task.op) is not None
 
 
 def lateness(task: Task) -> int:
@@ -108,7 +108,7 @@ def lateness(task: Task) -> int:
 def _lateness(op: str, forward: bool) -> int:
     if op in UPDATES or (op in GATHERS and not forward):
         return 2
-    return int(reduced(op) != "" or op == Op.NORM)
+    return int(summed(op) is not None or op == Op.NORM)
 
 
 def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
@@ -120,6 +120,7 @@ def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
     """
     tasks = [task for task in graph.tasks if not lateness(task)]
     last = [task for task in graph.tasks if is_all_reduce(task)]
-    tasks += sorted(last, key=lambda task: (task.layer, list(REDUCTIONS).index(reduced(task.op))))
+    kinds: list[str | None] = [*GRADIENT_KINDS]
+    tasks += sorted(last, key=lambda task: (task.layer, kinds.index(summed(task.op))))
     tasks += [task for task in graph.tasks if lateness(task) and not is_all_reduce(task)]
     return ordered(name, graph, {lane: [task for task in tasks if task.lane is lane] for lane in Lane})

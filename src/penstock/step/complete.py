@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from penstock.graph import Graph, Phase, ScheduleError, Task
 from penstock.ops import Backward, spec_of
-from penstock.ops.sums import REDUCTIONS, reduced
+from penstock.ops.gradients import GRADIENT_KINDS, summed
 from penstock.step.shape import StepShape
 
 GRADIENT = "d_"
@@ -23,22 +23,22 @@ def check_complete(graph: Graph, shape: StepShape) -> None:
     # Every buffer that tasks add to is reduced over the ranks as a whole.
     added = {state for task in graph.tasks for state in task.accumulates}
     written = _written(graph)
-    for op, reduction in REDUCTIONS.items():
+    for name, kind in GRADIENT_KINDS.items():
         for layer in range(shape.num_layers):
-            state = reduction.state.format(layer=layer)
-            if state not in added or not shape.parts_of(layer, op):
+            state = kind.state.format(layer=layer)
+            if state not in added or not shape.parts_of(layer, name):
                 continue
             pieces = written[state]
             if not any(piece is None or {(i, of) for i in range(of)} <= pieces for piece, of in pieces):
                 raise ScheduleError(
-                    f"{state} are not reduced over the ranks, or not all of them: no {op} of layer {layer} "
-                    "writes that piece, and no task in its place"
+                    f"{state} are not reduced over the ranks, or not all of them: no {kind.reduce} of layer "
+                    f"{layer} writes that piece, and no task in its place"
                 )
     # Over fewer ranks the others keep theirs; over more, experts count twice.
     sharing = shape.sharing.tp_size > 1
     for task in graph.tasks:
-        kind = REDUCTIONS.get(reduced(task.op))
-        if kind is not None and task.axes != (axes := kind.axes_of(sharing=sharing)):
+        sums = summed(task.op)
+        if sums and task.axes != (axes := GRADIENT_KINDS[sums].axes_of(sharing=sharing)):
             met, wanted = " x ".join(task.axes) or "no axis", " x ".join(axes)
             raise ScheduleError(
                 f"{task} sums over {met}, and gradients of that kind are summed over {wanted}: "

@@ -8,6 +8,7 @@ from math import lcm
 from typing import Literal
 
 from penstock.graph.task import Phase, ScheduleError
+from penstock.ops.gradients import KindName
 from penstock.ops.names import Op
 from penstock.ops.transfers import FLAT, HOME, Hop
 from penstock.step.stages import Pass, check_passes
@@ -217,19 +218,19 @@ class StepShape:
         """The numbers of chunks in which rows travel: forward, backward, and slices of a pair."""
         return tuple(sorted({self.chunks, self.backward_chunks, self.pair_slices}))
 
-    def parts_of(self, layer: int, op: str = Op.ALL_REDUCE) -> tuple[int, ...]:
-        """Return the relative sizes of the pieces of a layer's all-reduce: one tuple for all calls."""
-        return self._parts[op][layer]
+    def parts_of(self, layer: int, kind: KindName = "replicated") -> tuple[int, ...]:
+        """Return the relative sizes of the pieces of a layer's gradients: one tuple for all calls."""
+        return self._parts[kind][layer]
 
     @cached_property
-    def _parts(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Sizes of pieces by op and layer, made once: every piece asks, and a layer may have thousands."""
+    def _parts(self) -> dict[KindName, tuple[tuple[int, ...], ...]]:
+        """Sizes of pieces by kind and layer, made once: every piece asks, and a layer may have thousands."""
         numbers = {*self.all_reduce_chunks, *self.expert_all_reduce_chunks, *self.partial_all_reduce_chunks}
         equal = {n: (1,) * n for n in numbers}
         return {
-            Op.ALL_REDUCE: self.all_reduce_parts or tuple(equal[n] for n in self.all_reduce_chunks),
-            Op.PARTIAL_ALL_REDUCE: tuple(equal[n] for n in self.partial_all_reduce_chunks),
-            Op.EXPERT_ALL_REDUCE: tuple(equal[n] for n in self.expert_all_reduce_chunks),
+            "replicated": self.all_reduce_parts or tuple(equal[n] for n in self.all_reduce_chunks),
+            "partial": tuple(equal[n] for n in self.partial_all_reduce_chunks),
+            "experts": tuple(equal[n] for n in self.expert_all_reduce_chunks),
         }
 
     def slices_of(self, chunk: int, phase: Phase) -> range:

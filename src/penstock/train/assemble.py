@@ -21,15 +21,15 @@ from penstock.models.decoder import MakeLayer, TensorShard
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
-from penstock.moe.experts.base import ExpertShard
+from penstock.moe.experts import ExpertShard
 from penstock.plan.slack import replica_slack
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
 from penstock.runtime.checks.layers import shape_of, sharing_of
+from penstock.runtime.features.expert_replicas.moving import ExpertMoving
+from penstock.runtime.features.sample_placement.moving import NetMoE, SampleMoving
 from penstock.runtime.gradients.assignment import sizes_bytes
 from penstock.runtime.lanes import build_lanes
-from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.parts import ModelParts
-from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape

@@ -13,10 +13,9 @@ from penstock.features.expert_replicas.passes import PlannedReplicas, ReplicaGra
 from penstock.graph import Graph, Lane, ScheduleError
 from penstock.mesh import Group
 from penstock.ops import Op
+from penstock.ops.gradients import KindName
 from penstock.step import StepShape
-from penstock.step.passes.gradient_pieces import GradientPieces
-from penstock.step.passes.microbatches import Microbatches
-from penstock.step.passes.transpose import Transpose
+from penstock.step.passes import GradientPieces, Microbatches, Parts, Transpose
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import ancestors, names, reads
@@ -51,7 +50,7 @@ def test_they_stand_at_the_beginning_of_their_layer() -> None:
 
 
 def test_gradients_come_home_before_replicas_are_summed() -> None:
-    pieces = {"AR": [(1,), (1,)], "XR": [(1,), (1,)]}
+    pieces: dict[KindName, Parts] = {"replicated": [(1,), (1,)], "experts": [(1,), (1,)]}
     graph = GradientPieces(pieces)(ReplicaGradients(2)(whole())).check()
     assert reads(graph, "L1.GG.p0.B") == {"gradients": "L1.X.m0.c0.B L1.X.m1.c0.B"}
     assert task_at(graph, "L1.X.m0.c0.B").accumulates == (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.features.build import build_graph
 from penstock.features.sharded_optimizer.passes import LAYERS
-from penstock.ops.sums import SCATTERS
+from penstock.ops.gradients import summed
 from penstock.step import StepShape
 from penstock.step.shape import Updating
 from tests.step.support import ancestors
@@ -36,7 +36,7 @@ def test_no_gradient_is_made_before_those_two_layers_above_are_summed(
     sharing = SHARED if shared and len(shape.dispatch) == 1 else shape.sharing
     updating = Updating(edp=edp, releases=True)
     graph = build_graph(replace(shape, updating=updating, split_experts=split_experts, sharing=sharing))
-    sums = [task for task in graph.tasks if task.op in SCATTERS and (edp or task.op != "RX")]
+    sums = [task for task in graph.tasks if summed(task.op) and (edp or task.op != "RX")]
     for task in graph.tasks:
         if task.accumulates:
             before = ancestors(graph, task)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.moe.experts import multiply, product
+from penstock.moe import products
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -32,11 +32,11 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make products of any size go one way, whatever the processor."""
     large = way == "expert by expert"
     if way == "grouped kernel":  # what it computes on a GPU, its substitute computes here
-        monkeypatch.setattr(product, "has_grouped_kernel", lambda rows: rows.dtype in product.GROUPED_TYPES)
-    monkeypatch.setattr(product, "SMALL", 1 << 62 if way == "grouped kernel" else 0)
-    monkeypatch.setattr(product, "CACHED", -1 if large else 1 << 62)
-    monkeypatch.setattr(multiply, "LARGE", 0 if large else 1 << 62)
-    monkeypatch.setattr(multiply, "onednn_is_faster", lambda: hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+        monkeypatch.setattr(products, "has_grouped_kernel", lambda rows: rows.dtype in products.GROUPED_TYPES)
+    monkeypatch.setattr(products, "SMALL", 1 << 62 if way == "grouped kernel" else 0)
+    monkeypatch.setattr(products, "CACHED", -1 if large else 1 << 62)
+    monkeypatch.setattr(products, "LARGE", 0 if large else 1 << 62)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: hasattr(torch.ops.mkldnn, "_linear_pointwise"))
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.moe.experts.base import Experts
-from penstock.moe.experts.feed_forward import GeluExperts, SharedExpert, SwiGLUExperts
+from penstock.moe.experts import Experts, GeluExperts, SharedExpert, SwiGLUExperts
 from tests.moe.experts.plain import TOLERANCE, numbers
 
 KINDS: dict[str, type[GeluExperts | SwiGLUExperts]] = {"gelu": GeluExperts, "swiglu": SwiGLUExperts}

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.moe.experts.feed_forward import GeluExperts
-from penstock.moe.experts.modules import ModuleExperts
+from penstock.moe.experts import GeluExperts, ModuleExperts
 from tests.moe.experts.plain import numbers
 
 HIDDEN = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.moe.experts import multiply
+from penstock.moe import products
 from tests.moe.experts.plain import TOLERANCE, WAYS, check_close, numbers, take
 
 
@@ -31,7 +31,7 @@ def test_written_or_added(
     kept = out[0].clone()
     if not add:
         out[1] = torch.nan  # what was there must not be read
-    multiply.multiply(left, right, out[1], add=add)
+    products.multiply(left, right, out[1], add=add)
     check_close(out[1], wanted, TOLERANCE[dtype])
     assert torch.equal(out[0], kept)
 
@@ -40,17 +40,17 @@ def test_factors_may_be_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
     take("expert by expert", monkeypatch)
     left, right = numbers(7, 5, dtype=torch.float32), numbers(3, 7, dtype=torch.float32, seed=1)
     out = torch.empty(5, 3)
-    multiply.multiply(left.t(), right.t(), out)
+    products.multiply(left.t(), right.t(), out)
     check_close(out, left.t().double() @ right.t().double(), TOLERANCE[torch.float32])
 
 
 def test_only_large_float32_products_are_for_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiply, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     matrix = torch.empty(1 << 10, 1 << 11, device="meta")
-    assert not multiply.is_for_onednn(1 << 10, matrix), "not on the CPU"
+    assert not products.is_for_onednn(1 << 10, matrix), "not on the CPU"
     matrix = torch.empty(1, 1).expand(1 << 10, 1 << 11)
-    assert multiply.is_for_onednn(1 << 5, matrix)
-    assert not multiply.is_for_onednn((1 << 5) - 1, matrix)
-    assert not multiply.is_for_onednn(1 << 5, matrix.double())
-    monkeypatch.setattr(multiply, "onednn_is_faster", lambda: False)
-    assert not multiply.is_for_onednn(1 << 5, matrix)
+    assert products.is_for_onednn(1 << 5, matrix)
+    assert not products.is_for_onednn((1 << 5) - 1, matrix)
+    assert not products.is_for_onednn(1 << 5, matrix.double())
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    assert not products.is_for_onednn(1 << 5, matrix)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.moe.experts.product import grouped_product, weight_gradient
+from penstock.moe.products import grouped_product, weight_gradient
 from tests.moe.experts.plain import SIZES, TOLERANCE, WAYS, by_loop, check_close, numbers, take
 
 every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.moe.experts.product import grouped_product
-from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
+from penstock.moe.products import AutogradWeights, ComputeCopies, WeightGradients, grouped_product
 from tests.moe.experts.plain import SIZES, TOLERANCE, WAYS, check_close, numbers, take
 from tests.support.casts import Casts
 

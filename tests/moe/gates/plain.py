@@ -12,10 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import Choice, TokenChoice
-from penstock.moe.counter import SampleKeys
-from penstock.moe.gates.base import Gate
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import Choice, SampleKeys, TokenChoice, Tokens
+from penstock.moe.routers import Gate
 
 Row = list[Tensor]
 """One number per expert (or slot, or feature)."""

@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.moe.choices import TokenChoice
-from penstock.moe.counter import SampleKeys
-from penstock.moe.gates.base import Gate, TokenGate
-from penstock.moe.gates.cosine import CosineGate
-from penstock.moe.gates.expert_choice import ExpertChoiceGate
-from penstock.moe.gates.linear import NoisyGate, SigmoidGate, SoftmaxGate
-from penstock.moe.gates.soft import SoftGate
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import SampleKeys, TokenChoice, Tokens
+from penstock.moe.routers import (
+    CosineGate,
+    ExpertChoiceGate,
+    Gate,
+    NoisyGate,
+    SigmoidGate,
+    SoftGate,
+    SoftmaxGate,
+    TokenGate,
+)
 from tests.moe.gates.plain import parts
 
 HIDDEN, EXPERTS, SAMPLES, LENGTH = 8, 4, 3, 5

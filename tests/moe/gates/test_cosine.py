@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe.gates.cosine import INITIAL_TEMPERATURE, CosineGate
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import Tokens
+from penstock.moe.routers import INITIAL_TEMPERATURE, CosineGate
 from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot, length
 from tests.support.draws import draws
 

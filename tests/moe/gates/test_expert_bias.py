@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from penstock.moe.gates.expert_bias import ExpertBias
-from penstock.moe.gates.groups import ExpertGroups
-from penstock.moe.gates.linear import SigmoidGate
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import Tokens
+from penstock.moe.routers import ExpertBias, ExpertGroups, SigmoidGate
 from tests.moe.gates.plain import Case, best, cases, check_token_choice, decide, dot
 
 EXPERTS = 4

@@ -9,9 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import ExpertChoice
-from penstock.moe.gates.expert_choice import ExpertChoiceGate
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import ExpertChoice, Tokens
+from penstock.moe.routers import ExpertChoiceGate
 from penstock.routing.sizes import capacity_slots
 from tests.moe.gates.plain import Case, best, cases, check_values, dot, softmax, squared_log_partition
 from tests.support.draws import draws

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe.gates.groups import ExpertGroups
-from penstock.moe.gates.linear import SigmoidGate, SoftmaxGate
+from penstock.moe.routers import ExpertGroups, SigmoidGate, SoftmaxGate
 from tests.moe.gates.plain import Case, Row, check_token_choice, decide, dot
 from tests.support.draws import draws
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.counter import SampleKeys, normal
-from penstock.moe.gates.linear import FIRST_PLACE, NoisyGate, SoftmaxGate
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import SampleKeys, Tokens, normal
+from penstock.moe.routers import FIRST_PLACE, NoisyGate, SoftmaxGate
 from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 

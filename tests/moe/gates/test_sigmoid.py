@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 
-from penstock.moe.gates.linear import SigmoidGate
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import Tokens
+from penstock.moe.routers import SigmoidGate
 from tests.moe.gates.plain import Case, Row, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import SoftChoice
-from penstock.moe.gates.soft import SoftGate
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import SoftChoice, Tokens
+from penstock.moe.routers import SoftGate
 from tests.moe.gates.plain import Case, cases, check_values, dot, length, softmax, squared_log_partition
 from tests.support.draws import draws
 

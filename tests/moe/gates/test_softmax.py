@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from penstock.moe.gates.linear import SoftmaxGate
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import Tokens
+from penstock.moe.routers import SoftmaxGate
 from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.moe.experts.feed_forward import GeluExperts
-from penstock.moe.gates.linear import SoftmaxGate
-from penstock.moe.hooks.base import Hook, Hooks, Moment, two_way
+from penstock.moe.experts import GeluExperts
+from penstock.moe.hooks import Hook, Hooks, Moment, two_way
 from penstock.moe.layer import MoELayer
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.permute.sort import SortOrder
+from penstock.moe.routers import SoftmaxGate
 
 MOMENTS: tuple[Moment, ...] = (
     "before_moe_start",

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.moe.config import int8_row_bytes
-from penstock.moe.experts.modules import ModuleExperts
-from penstock.moe.gates.linear import SoftmaxGate
-from penstock.moe.hooks.compression import Bfloat16Rows, EncodedRows, Int8Rows
+from penstock.moe.experts import ModuleExperts
+from penstock.moe.hooks import Bfloat16Rows, EncodedRows, Int8Rows
 from penstock.moe.layer import MoELayer
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.permute.sort import SortOrder
+from penstock.moe.routers import SoftmaxGate
 
 HIDDEN, EXPERTS = 6, 3
 HALF_STEP, HALF_DIGIT = 1 / 254, 2.0**-8

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.moe import int8
 from penstock.moe.config import int8_row_bytes
-from penstock.moe.hooks import int8
 from tests.support.ranks import Pools
 
 OWN_ROUNDING = 1e-4

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from penstock.features.dispatch import FlatDispatch, Place
 from penstock.moe.choices import Choice, ExpertChoice, GateSums, SoftChoice, TokenChoice
-from penstock.moe.experts.base import StackedExperts
-from penstock.moe.experts.product import Product, grouped_product
-from penstock.moe.orders.base import Order, OrderPlan
+from penstock.moe.experts import StackedExperts
+from penstock.moe.permute.sort import Order, OrderPlan
+from penstock.moe.products import Product, grouped_product
 from penstock.routing.routes import RouteMaker, Routes
 from penstock.routing.sizes import capacity_slots
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe.orders.base import by_expert, by_source
+from penstock.moe.permute.sort import by_expert, by_source
 
 tables = st.integers(1, 4).flatmap(
     lambda width: st.lists(

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.features.dispatch import FlatDispatch, Place
 from penstock.moe.choices import TokenChoice
-from penstock.moe.orders.bounded import BoundedOrder, Bounds
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.permute.sort import BoundedOrder, Bounds, SortOrder
 from penstock.routing.routes import RouteMaker
 from tests.moe.orders.support import chunk_counts, numbers, token_choices
 

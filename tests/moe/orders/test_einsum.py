@@ -7,7 +7,7 @@ from hypothesis import given
 from torch import Tensor
 
 from penstock.moe.choices import SoftChoice
-from penstock.moe.orders.einsum import EinsumOrder
+from penstock.moe.permute.einsum import EinsumOrder
 from penstock.routing.sizes import split_sizes
 from tests.moe.orders.support import (
     HIDDEN,

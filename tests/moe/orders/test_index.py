@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import Choice, ExpertChoice, TokenChoice, made_for
-from penstock.moe.orders.einsum import EinsumOrder
-from penstock.moe.orders.index import IndexOrder
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import Choice, ExpertChoice, TokenChoice, Tokens, made_for
+from penstock.moe.permute.einsum import EinsumOrder
+from penstock.moe.permute.sort import IndexOrder
 from penstock.routing.sizes import capacity_slots, split_sizes
 from tests.moe.orders.support import (
     HIDDEN,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe.choices import TokenChoice
-from penstock.moe.experts.product import grouped_product
-from penstock.moe.orders.merged import MOST_EXPERTS_THERE, MergedOrder
+from penstock.moe.permute.merged import MOST_EXPERTS_THERE, MergedOrder
+from penstock.moe.products import grouped_product
 from penstock.routing.routes import ChunkRoute
 from penstock.routing.sizes import split_sizes
 from tests.moe.orders.support import HIDDEN, NO_SUMS, Scaling, chunk_counts, numbers, run_ranks, token_choices

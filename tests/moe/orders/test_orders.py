@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.moe.choices import Choice, ExpertChoice, SoftChoice, TokenChoice
-from penstock.moe.orders.base import Order, chunk_starts
-from penstock.moe.orders.einsum import EinsumOrder
-from penstock.moe.orders.index import IndexOrder
-from penstock.moe.orders.merged import MergedOrder
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.permute.einsum import EinsumOrder
+from penstock.moe.permute.merged import MergedOrder
+from penstock.moe.permute.sort import IndexOrder, Order, SortOrder, chunk_starts
 from tests.moe.orders.support import (
     HIDDEN,
     NO_SUMS,

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe.orders.index import IndexOrder
-from penstock.moe.orders.rows import RowPlan, take_rows
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.permute.rows import RowPlan, take_rows
+from penstock.moe.permute.sort import IndexOrder, SortOrder
 from tests.moe.orders.support import HIDDEN, expert_choices, numbers, token_choices
 from tests.support.draws import draws
 

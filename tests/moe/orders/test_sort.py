@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe.choices import TokenChoice
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.permute.sort import SortOrder
 from penstock.routing.sizes import split_sizes
 from tests.moe.orders.support import NO_SUMS, chunk_counts, numbers, token_choices
 

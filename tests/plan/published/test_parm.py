@@ -28,7 +28,6 @@ from penstock.plan.published.table import PUBLISHED
 from penstock.step import Sharing
 from tests.plan.problems import FILE, problem, with_sharing
 
-FREE = AlphaBeta(alpha_s=0.0, beta_s_per_byte=0.0)
 lines = st.builds(
     AlphaBeta, alpha_s=st.floats(0, 1e-3), beta_s_per_byte=st.floats(1e-11, 1e-8, allow_subnormal=False)
 )

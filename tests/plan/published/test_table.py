@@ -17,7 +17,7 @@ from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Phase
 from penstock.ops import Op
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops.gradients import summed
 from penstock.ops.transfers import FLAT, Hop
 from penstock.plan import Problem
 from penstock.plan.published import (
@@ -124,7 +124,7 @@ def test_ranks_that_share_experts_have_plans_too(name: str) -> None:
     asked = problem((True, False, True), shards=2)
     choice = PUBLISHED[name](asked)
     plan = asked.plan(choice)
-    reduced = [(task.op, task.layer) for task in plan.graph.tasks if task.op in REDUCTIONS and not task.piece]
+    reduced = [(task.op, task.layer) for task in plan.graph.tasks if summed(task.op) and not task.piece]
     assert {op for op, _ in reduced} == {Op.ALL_REDUCE, Op.PARTIAL_ALL_REDUCE}
     assert len(reduced) == 2 * 3
 

@@ -127,6 +127,7 @@ def told(rank: int, case: Case, what: str, late: bool) -> tuple[int, str]:
     return -1, ""
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("what", APART)
 def test_ranks_that_drift_apart_are_all_told_in_one_step(ranks: Pools, what: str, late: bool) -> None:
@@ -156,7 +157,7 @@ def load_with_shares(rank: int, case: Case, late: bool) -> tuple[int, str]:
     return -1, ""
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_shares_of_one_rank_do_not_hide_what_it_has_loaded(ranks: Pools, late: bool) -> None:
     found = ranks(4).run(load_with_shares, PARTS, late)
     assert len(set(found)) == 1 and found[0][0] == LATE + 1

@@ -1,7 +1,8 @@
-"""Ranks that share attention must work on the same samples: anything else is an error on all ranks."""
+"""Ranks must be asked for the same loss, and those that share attention for the same samples."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.moe.balance import SequenceBalance
+from penstock.runtime import PipelinedStack
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 
@@ -58,3 +61,36 @@ def test_what_one_rank_has_for_itself_is_told_on_all(ranks: Pools, what: str) ->
 def test_groups_may_have_different_samples(ranks: Pools, tp_size: int) -> None:
     model = replace(CASE.model, num_heads=4)
     assert ranks(4).run(stepped, replace(CASE, tp_size=tp_size, model=model), None, 0) == [""] * 4
+
+
+TERMS: dict[str, Callable[[PipelinedStack], None]] = {
+    "balance": lambda stack: stack.minimise(replace(stack.moe, aux_loss_coeff=0.7), stack.balance),
+    "z": lambda stack: stack.minimise(replace(stack.moe, z_loss_coeff=0.7), stack.balance),
+    "divisor": lambda stack: stack.minimise(stack.moe, stack.balance, 7.0),
+    "group": lambda stack: stack.minimise(stack.moe, SequenceBalance()),
+}
+"""What of its loss a rank may be told otherwise than others."""
+
+
+def asked_otherwise(rank: int, case: Case) -> list[str]:
+    """The errors of steps in which rank 1 minimises something else than others do, and of one of them all."""
+    stack, said = stack_of(rank, case), []
+    moe, balance = stack.moe, stack.balance
+    tokens, labels = (each[case.mine(rank)] for each in batch_of(case))
+    for change in (*TERMS.values(), lambda _: None):
+        stack.minimise(moe, balance)
+        if rank == 1:
+            change(stack)
+        try:
+            stack(tokens, labels).backward()
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+    return said
+
+
+def test_ranks_are_asked_for_one_loss(ranks: Pools) -> None:
+    first, second = ranks(2).run(asked_otherwise, replace(CASE, world_size=2, tp_size=1))
+    assert first == second
+    assert ["different losses" in text for text in first] == [True] * len(TERMS) + [False]

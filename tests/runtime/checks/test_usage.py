@@ -33,10 +33,6 @@ def case(name: str = "flowmoe", world_size: int = 1) -> Case:
     )
 
 
-def experts_of(stack: PipelinedStack) -> list[nn.Parameter]:
-    return [p for layer in range(2) for p in stack.parts.expert_parameters(layer)]
-
-
 @pytest.mark.parametrize("name", ["sequential", "penstock"])
 def test_experts_frozen_between_forward_and_backward_get_nothing(name: str) -> None:
     stack = stack_of(0, case(name))

@@ -12,39 +12,31 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.recorded.hazards import find_hazards
+from penstock.runtime.recorded.hazards import Issued, calls_of, find_disorder, find_hazards
 from penstock.runtime.recorded.log import Actor, Block, Entry, Free, Keep, Launch, Record, Wait
-from penstock.runtime.recorded.order import Issued, calls_of, find_disorder
 from tests.runtime.recorded import oracle
-from tests.runtime.recorded.test_steps import case_of, replicas_of
+from tests.runtime.recorded.test_steps import device_step
 from tests.support.parity import Case
 from tests.support.ranks import Pools
 from tests.support.recorded import log_of_steps
 from tests.support.replicas import RandomReplicas
 
-PLAIN: Mapping[str, Any] = {
-    "schedule": "penstock",
-    "dispatch": "flat",
-    "layout": "two nodes of one",
-    "moves": "nothing",
-    "sharded": False,
-    "recompute": "none",
-    "sizes": "counted",
-    "routing": "even",
-    "samples": "even",
-    "transport": "direct",
-}
 CASES: Mapping[str, Mapping[str, Any]] = {
-    "two streams": PLAIN,
-    "a thread of the host": {**PLAIN, "schedule": "flowmoe", "moves": "both"},
+    "two streams": {"layout": "two ranks"},
+    "a thread of the host": {
+        "layout": "two ranks",
+        "schedule": "flowmoe",
+        "moves": "random",
+        "replicas": 2,
+        "planned": True,
+    },
     "three streams": {
-        **PLAIN,
+        "layout": "four ranks",
         "schedule": "fsmoe",
         "dispatch": "hierarchical_2d",
-        "layout": "two nodes of two",
         "sharded": True,
     },
-    "through the host": {**PLAIN, "transport": "staged"},
+    "through the host": {"layout": "two ranks", "transport": "staged"},
 }
 LEAST = {"stream": 10, "host": 2, "keep": 10}
 """How many faults of every kind are reported at the least."""
@@ -66,17 +58,20 @@ class Planted:
     invented: list[str] = field(default_factory=list)
 
 
-def lost_waits(log: Sequence[Entry], *, on_device: bool) -> Planted:
-    """Lose every wait of a stream, or of a thread of the host, in turn.
+def lost_waits(log: Sequence[Entry], share: slice, *, on_device: bool) -> Planted:
+    """Lose every wait of a share of those of streams, or of threads of the host, in turn.
 
     It changes what is ordered if something would not be over where the stream, or what the thread does and
     issues, goes on. If not there, it is over wherever the wait could matter.
     """
     ended, planted = oracle.before(log), Planted()
     records = {entry.event: place for place, entry in enumerate(log) if isinstance(entry, Record)}
-    for place, entry in enumerate(log):
-        if not isinstance(entry, Wait) or entry.actor.on_device != on_device or entry.event not in records:
-            continue
+    waits = [
+        (place, entry)
+        for place, entry in enumerate(log)
+        if isinstance(entry, Wait) and entry.actor.on_device == on_device and entry.event in records
+    ]
+    for place, entry in waits[share]:
         following = _following(log, place)
         if following is None:
             continue
@@ -95,8 +90,8 @@ def lost_waits(log: Sequence[Entry], *, on_device: bool) -> Planted:
     return planted
 
 
-def lost_keeps(log: Sequence[Entry]) -> Planted:
-    """Lose every `record_stream` of a tensor on a stream in turn.
+def lost_keeps(log: Sequence[Entry], share: slice) -> Planted:
+    """Lose every `record_stream` of a tensor on a stream in turn, or those of a share of tensors.
 
     It is needed if the stream may still use the tensor where its memory is freed.
     """
@@ -109,7 +104,7 @@ def lost_keeps(log: Sequence[Entry]) -> Planted:
     uses: dict[tuple[Block, Actor], list[int]] = defaultdict(list)
     for place, actor, access in oracle.accesses(log):
         uses[access.block, actor].append(place)
-    for (block, stream), places in keeps.items():
+    for (block, stream), places in [*keeps.items()][share]:
         late = [use for use in uses[block, stream] if block in ends and not ended[ends[block]] >> use & 1]
         is_needed, found = bool(late) and stream is not block.stream, bool(find_hazards(log, places))
         planted.reported += found
@@ -135,13 +130,11 @@ def _launches(log: Sequence[Entry], bits: int) -> Iterator[Launch]:
 
 
 def faults(rank: int, case: Case, hosts: RandomReplicas) -> tuple[dict[str, Planted], list[Issued]]:
-    """Of the first rank; the others only take part."""
-    log = log_of_steps(rank, case, hosts)
+    """Each rank plants a share of them in its own log, which is like those of the others."""
+    log, share = log_of_steps(rank, case, hosts), slice(rank, None, case.world_size)
     assert find_hazards(log) == []
-    if rank:
-        return {}, calls_of(log)
-    waits = {where: lost_waits(log, on_device=where == "stream") for where in ("stream", "host")}
-    return {**waits, "keep": lost_keeps(log)}, calls_of(log)
+    waits = {where: lost_waits(log, share, on_device=where == "stream") for where in ("stream", "host")}
+    return {**waits, "keep": lost_keeps(log, share)}, calls_of(log)
 
 
 def swapped(calls: Sequence[Issued], place: int) -> list[Issued]:
@@ -161,14 +154,17 @@ def is_harmless(one: Issued, other: Issued) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_fault_that_matters_is_reported(ranks: Pools, name: str) -> None:
-    case = case_of(**CASES[name])
-    case = replace(case, model=replace(case.model, num_layers=1))
-    hosts = replace(replicas_of(case, CASES[name]["moves"]), steps=1)
+    step = device_step({"schedule": "penstock", **CASES[name]}, num_layers=1)
+    assert step.hosts is not None
+    case, hosts = step.case, replace(step.hosts, steps=1)
     found = ranks(case.world_size).run(faults, case, hosts)
-    for kind, planted in found[0][0].items():
-        assert (planted.missed, planted.invented) == ([], []), kind
-        assert planted.reported >= LEAST[kind], kind
-        assert len(planted.apart) <= planted.reported / 2, "most waits are for what is read or written"
+    for kind, least in LEAST.items():
+        planted = [kinds[kind] for kinds, _ in found]
+        reported = sum(each.reported for each in planted)
+        assert all((each.missed, each.invented) == ([], []) for each in planted), (kind, planted)
+        assert reported >= least, kind
+        apart = sum(len(each.apart) for each in planted)
+        assert apart <= reported / 2, "most waits are for what is read or written"
     calls = [calls for _, calls in found]
     assert find_disorder(calls) == []
     swaps = [place for place in range(len(calls[0]) - 1) if not is_harmless(*calls[0][place : place + 2])]

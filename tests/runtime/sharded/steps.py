@@ -13,7 +13,7 @@ from penstock.autotune.problem import assumed_problem
 from penstock.decision import Decision
 from penstock.plan import estimate_memory
 from penstock.runtime import PipelinedStack, ShardedAdamW, clip_grad_norm_
-from penstock.runtime.sharded.share import MOMENTS
+from penstock.runtime.features.sharded_optimizer.share import MOMENTS
 from penstock.schedule import plan_step, unit_cost
 from penstock.train.assemble import build_optimizer, build_stack
 from penstock.train.config import RunConfig

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from penstock.schedule import SCHEDULES
+from penstock.step.shape import Recompute
 from tests.runtime.sharded.steps import STEPS, Habits, Trained, freezes_alone, moments_bytes, train
+from tests.support.cases import AXES
 from tests.support.close import check_close
 from tests.support.layouts import Layout, engines, layout_case
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import valuewise
 from tests.support.parity import Case
 from tests.support.ranks import Pools
 
@@ -55,30 +57,34 @@ def _fits(known: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.slow
-@pairwise(
+@valuewise(
     _fits,
     layout=LAYOUTS,
     loop=LOOPS,
     schedule=RULES,
-    tie_word_embeddings=(False, True),
-    moe_layers=(None, (1,)),
     releases=(False, True),
+    recompute=("none", "blocks"),
+    bounds=AXES["bounds"],
 )
 def test_three_steps(
-    ranks: Pools,
-    layout: Layout,
-    loop: str,
-    schedule: str,
-    tie_word_embeddings: bool,
-    moe_layers: tuple[int, ...] | None,
-    releases: bool,
+    ranks: Pools, layout: Layout, loop: str, schedule: str, releases: bool, recompute: Recompute, bounds: str
 ) -> None:
+    """In which what else a step may be, see `tests.support.cases`, matters to the next one.
+
+    Parameters are gathered for the first run of what is recomputed, and updated after the second. Updates
+    cannot be taken back: ranks look whether rows were exceeded before backward begins.
+    """
     layers = 3 if releases else 2  # two may have gradients at the same time
-    settings = {"num_layers": layers, "moe_layers": moe_layers, "tie_word_embeddings": tie_word_embeddings}
-    case = case_of(layout, schedule, **settings)
+    plain = case_of(layout, schedule, num_layers=layers)
+    case = replace(plain, recompute=recompute)
+    if bounds != "counted":
+        early = "early" in bounds
+        how: Any = bounds.split(",", maxsplit=1)[0]
+        moe = replace(case.moe, bound_factor=1.25)
+        case = replace(case, moe=moe, bounds=how, late=not early)
     pool, habits = ranks(case.world_size), replace(LOOPS[loop], releases=releases)
-    plain = pool.run(train, case, habits, False)
-    check_same(pool.run(train, case, habits, True), plain)
+    wanted = pool.run(train, plain, habits, False)
+    check_same(pool.run(train, case, habits, True), wanted)
 
 
 def test_a_rank_that_freezes_for_an_evaluation_exchanges_nothing_alone(ranks: Pools) -> None:

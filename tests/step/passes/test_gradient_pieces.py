@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
-from penstock.ops.sums import REDUCTIONS
+from penstock.ops.gradients import summed
 from penstock.step import StepShape
-from penstock.step.passes.gradient_pieces import GradientPieces, reductions
-from penstock.step.passes.microbatches import Microbatches
-from penstock.step.passes.transpose import Transpose
+from penstock.step.passes import GradientPieces, Microbatches, Transpose, reductions
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import ancestors, names, reads
@@ -29,14 +27,18 @@ def whole(*moe_layers: bool, microbatches: int = 1, shared_experts: bool = False
 
 def test_the_picture_is_true() -> None:
     graph = whole(True, True, microbatches=2)
+    pieces = GradientPieces({"replicated": [(), (1, 1)], "experts": [(), (1,)]})
     check_picture(
-        GradientPieces, graph, GradientPieces({"AR": [(), (1, 1)], "XR": [(), (1,)]})(graph), layer=1
+        GradientPieces,
+        graph,
+        pieces(graph),
+        layer=1,
     )
 
 
 def test_pieces_know_their_buffer_their_size_and_whom_they_meet() -> None:
-    graph = GradientPieces({"AR": [(5, 1, 2)], "XR": [(1, 1)]})(whole(True)).check()
-    pieces = [task for task in graph.tasks if task.op in REDUCTIONS]
+    graph = GradientPieces({"replicated": [(5, 1, 2)], "experts": [(1, 1)]})(whole(True)).check()
+    pieces = [task for task in graph.tasks if summed(task.op)]
     assert [str(task) for task in pieces] == [
         "L0.XR.p0.B", "L0.XR.p1.B", "L0.AR.p0.B", "L0.AR.p1.B", "L0.AR.p2.B",
     ]  # fmt: skip
@@ -48,7 +50,7 @@ def test_pieces_know_their_buffer_their_size_and_whom_they_meet() -> None:
 
 def test_a_piece_reads_the_last_that_add_and_stands_behind_the_others() -> None:
     """In the first layer the embedding adds behind attention; shared experts and U add before it."""
-    graph = GradientPieces({"AR": [(1,), (1,)], "XR": [(1,), (1,)]})(
+    graph = GradientPieces({"replicated": [(1,), (1,)], "experts": [(1,), (1,)]})(
         whole(True, True, microbatches=2, shared_experts=True)
     ).check()
     assert reads(graph, "L0.AR.p0.B") == {"gradients": "L0.EM.m0.B L0.EM.m1.B"}
@@ -71,13 +73,13 @@ def test_a_piece_waits_for_all_that_add_and_for_no_one_twice(shape: StepShape, s
 
 def test_nothing_is_reduced_where_nothing_adds_or_nothing_is_asked_for() -> None:
     """A dense layer has no experts; without replicas nobody asks for their sums."""
-    graph = GradientPieces({"AR": [(), (1,)], "XR": [(), (1, 1)]})(whole(True, False)).check()
-    assert [name for name in names(graph) if task_at(graph, name).op in REDUCTIONS] == ["L1.AR.p0.B"]
+    graph = GradientPieces({"replicated": [(), (1,)], "experts": [(), (1, 1)]})(whole(True, False)).check()
+    assert [name for name in names(graph) if summed(task_at(graph, name).op)] == ["L1.AR.p0.B"]
 
 
 def test_pieces_that_are_only_priced_read_nothing() -> None:
-    made = reductions(3, {"AR": (1, 2), "XR": (1,)})
-    replicated, experts = made["AR"], made["XR"]
+    made = reductions(3, {"replicated": (1, 2), "experts": (1,)})
+    replicated, experts = made["replicated"], made["experts"]
     assert list(map(str, [*replicated, *experts])) == ["L3.AR.p0.B", "L3.AR.p1.B", "L3.XR.p0.B"]
     assert all(task.inputs == {} for task in [*replicated, *experts])
     assert [task.cut.parts for task in replicated] == [(1, 2), (1, 2)]

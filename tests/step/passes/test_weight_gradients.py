@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from penstock.graph import Graph
-from penstock.step.passes.chunks import Chunks
-from penstock.step.passes.gradient_pieces import GradientPieces
-from penstock.step.passes.transpose import Transpose
-from penstock.step.passes.weight_gradients import WeightGradients
+from penstock.step.passes import Chunks, GradientPieces, Transpose, WeightGradients
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import names, reads
@@ -32,7 +29,7 @@ def test_the_wire_waits_for_input_gradients_only() -> None:
 
 
 def test_the_weights_are_what_is_added_to_the_buffer() -> None:
-    graph = GradientPieces({"AR": [(1,)], "XR": [(1,)]})(WeightGradients()(whole(True))).check()
+    graph = GradientPieces({"replicated": [(1,)], "experts": [(1,)]})(WeightGradients()(whole(True))).check()
     assert task_at(graph, "L0.X.m0.c0.I").accumulates == ()
     assert task_at(graph, "L0.X.m0.c0.W").accumulates == ("expert gradients of L0",)
     assert reads(graph, "L0.XR.p0.B") == {"gradients": "L0.X.m0.c0.W"}

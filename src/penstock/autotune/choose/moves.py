@@ -22,8 +22,7 @@ from penstock.cost.placed import Evidence
 from penstock.decision import Decision
 from penstock.features.field import NOTHING_MOVES, Movable
 from penstock.mesh import Group
-from penstock.moe.choices import GateSums
-from penstock.moe.tokens import Tokens
+from penstock.moe.choices import GateSums, Tokens
 from penstock.plan import MemoryBudget, estimate_memory, evaluate
 from penstock.plan.effort import time_limit
 from penstock.plan.lost import corrected, miss

@@ -5,8 +5,8 @@ from __future__ import annotations
 from penstock.features.expert_replicas.encoding import FIRST_NUMBERS, NUMBER_BYTES
 from penstock.graph.task import Task
 from penstock.ops.base import Backward, Kind, OpSpec
-from penstock.ops.loads import LOAD_BYTES
 from penstock.ops.names import Op
+from penstock.ops.statistics import LOAD_BYTES
 from penstock.ops.work import DIGEST_BYTES, Sizes, Work
 
 REPLICAS = "replica gradients of L{layer}"

@@ -6,14 +6,13 @@ Gradients are summed in shares, every rank updates its own share, and parameters
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from penstock.graph.task import Task
 from penstock.ops.base import Backward, Family, Kind, OpSpec
+from penstock.ops.gradients import GRADIENT_KINDS, GradientKind
 from penstock.ops.names import Op
-from penstock.ops.sums import SCATTERS
-from penstock.ops.work import Work, WorkOf
+from penstock.ops.work import Sizes, Work, WorkOf
 
 NORM_BYTES = 8
 UPDATE_COPIES: Final = 5.0
@@ -22,61 +21,8 @@ read for the norm, and read and written to be scaled: ten times the bytes of the
 priced at twice its work, hence half of ten."""
 
 
-@dataclass(frozen=True)
-class Owned:
-    """The ops that deal with gradients of one kind.
-
-    kind: the op that would leave the whole sum on every rank. of: the kind in a word.
-    """
-
-    kind: str
-    scatter: str
-    update: str
-    gather: str
-    of: str
-
-    def specs(self) -> Iterator[OpSpec]:
-        """Yield the facts of these ops."""
-        titles = {
-            self.scatter: f"sums of {self.of} gradients, a share to every rank",
-            self.update: f"AdamW on this rank's share of {self.of} parameters",
-            self.gather: f"{self.of} parameters, the shares of all ranks gathered",
-        }
-        works: dict[str, WorkOf] = {
-            self.scatter: lambda task, sizes: Work(
-                collective="reduce_scatter", sent_bytes=sizes.reduced_bytes(task)
-            ),
-            self.update: lambda task, sizes: Work(
-                copied_bytes=UPDATE_COPIES * sizes.reduced_bytes(task) / sizes.owners(task)
-            ),
-            self.gather: lambda task, sizes: Work(
-                collective="all_gather",
-                sent_bytes=0 if sizes.owners(task) == 1 else sizes.reduced_bytes(task),
-            ),
-        }
-        for name, title in titles.items():
-            kind = Kind.COMPUTE if name == self.update else Kind.COLLECTIVE
-            yield OpSpec(
-                name=name,
-                family=Family.GRADIENTS if name == self.scatter else Family.OPTIMIZER,
-                title=title,
-                kind=kind,
-                work=works[name],
-                backward=Backward.NONE,
-                indices="p",
-            )
-
-
-OWNED: Final = (
-    Owned(Op.ALL_REDUCE, Op.SCATTER, Op.UPDATE, Op.PARAMETERS, "replicated"),
-    Owned(Op.PARTIAL_ALL_REDUCE, Op.PARTIAL_SCATTER, Op.PARTIAL_UPDATE, Op.PARTIAL_PARAMETERS, "partial"),
-    Owned(Op.EXPERT_ALL_REDUCE, Op.EXPERT_SCATTER, Op.EXPERT_UPDATE, Op.EXPERT_PARAMETERS, "expert"),
-)
-KINDS: Final = {op: each.kind for each in OWNED for op in (each.kind, each.scatter, each.update, each.gather)}
-"""The kind of gradients that an op deals with: the name of their all-reduce."""
-
-UPDATES: Final = frozenset(each.update for each in OWNED)
-GATHERS: Final = frozenset(each.gather for each in OWNED)
+UPDATES: Final = frozenset(kind.update for kind in GRADIENT_KINDS.values())
+GATHERS: Final = frozenset(kind.gather for kind in GRADIENT_KINDS.values())
 
 
 def of_optimizer(task: Task) -> str:
@@ -86,10 +32,37 @@ def of_optimizer(task: Task) -> str:
     return "norm" if task.op == Op.NORM else "update" if task.op in UPDATES else ""
 
 
-assert {each.scatter: each.kind for each in OWNED} == SCATTERS
+def _scattered(task: Task, sizes: Sizes) -> Work:
+    return Work(collective="reduce_scatter", sent_bytes=sizes.reduced_bytes(task))
+
+
+def _updated(task: Task, sizes: Sizes) -> Work:
+    return Work(copied_bytes=UPDATE_COPIES * sizes.reduced_bytes(task) / sizes.owners(task))
+
+
+def _gathered(task: Task, sizes: Sizes) -> Work:
+    sent_bytes = 0 if sizes.owners(task) == 1 else sizes.reduced_bytes(task)
+    return Work(collective="all_gather", sent_bytes=sent_bytes)
+
+
+def _spec(name: str, family: Family, title: str, work: WorkOf) -> OpSpec:
+    kind = Kind.COMPUTE if work is _updated else Kind.COLLECTIVE
+    return OpSpec(
+        name=name, family=family, title=title, kind=kind, work=work, backward=Backward.NONE, indices="p"
+    )
+
+
+def _specs(kind: GradientKind) -> Iterator[OpSpec]:
+    """Yield the ops of one kind of gradients."""
+    of, shares = kind.name.removesuffix("s"), "a share to every rank"
+    yield _spec(kind.scatter, Family.GRADIENTS, f"sums of {of} gradients, {shares}", _scattered)
+    yield _spec(kind.update, Family.OPTIMIZER, f"AdamW on this rank's share of {of} parameters", _updated)
+    gathered = f"{of} parameters, the shares of all ranks gathered"
+    yield _spec(kind.gather, Family.OPTIMIZER, gathered, _gathered)
+
 
 OPS = (
-    *(spec for each in OWNED for spec in each.specs()),
+    *(spec for kind in GRADIENT_KINDS.values() for spec in _specs(kind)),
     OpSpec(
         name=Op.NORM,
         family=Family.OPTIMIZER,

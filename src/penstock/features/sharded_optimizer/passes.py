@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.features.sharded_optimizer.ops import OWNED
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.ops.base import parameters_of
+from penstock.ops.gradients import GRADIENT_KINDS
 from penstock.ops.names import Op
-from penstock.ops.sums import REDUCTIONS, SCATTERS
 from penstock.step.stages import Stage
 
-BY_SCATTER = {each.scatter: each for each in OWNED}
+BY_SCATTER = {kind.scatter: kind for kind in GRADIENT_KINDS.values()}
+EXPERT_SCATTER = GRADIENT_KINDS["experts"].scatter
 PARAMETERS = "parameters"
 
 FIRST_LAYER = 0
@@ -47,7 +47,7 @@ class ShardedOptimizer:
         gathers = [
             _gather(task)
             for task in scatters
-            if (self.edp or task.op != Op.EXPERT_SCATTER) and not _begins(task)
+            if (self.edp or task.op != EXPERT_SCATTER) and not _begins(task)
         ]
         norm = norm_of(scatters)
         scatters.sort(key=lambda task: not _begins(task))  # what others wait for is updated first
@@ -80,19 +80,19 @@ def updates_of(scatter: Task, *, edp: bool) -> tuple[Task, ...]:
     """Return the update of a piece, and its gather if there is one, without inputs, only to be priced."""
     name = scatter.name._replace(op=BY_SCATTER[scatter.op].update)
     update = Task(name, Lane.COMPUTE, cut=scatter.cut)
-    if scatter.op == Op.EXPERT_SCATTER and not edp:
+    if scatter.op == EXPERT_SCATTER and not edp:
         return (update,)
     return update, _gather_at_once(scatter) if _begins(scatter) else _gather(scatter)
 
 
 def _begins(scatter: Task) -> bool:
     """Return whether the next step cannot begin without these parameters."""
-    return scatter.layer == FIRST_LAYER and scatter.op != Op.EXPERT_SCATTER
+    return scatter.layer == FIRST_LAYER and scatter.op != EXPERT_SCATTER
 
 
 def _parameters(scatter: Task) -> str:
     """Return the state that an update by these gradients changes."""
-    return parameters_of(REDUCTIONS[BY_SCATTER[scatter.op].kind].state.format(layer=scatter.layer))
+    return parameters_of(BY_SCATTER[scatter.op].state.format(layer=scatter.layer))
 
 
 def _gather(scatter: Task) -> Task:
@@ -161,7 +161,7 @@ class GradientRoom:
     def __call__(self, graph: Graph) -> Graph:
         freed: dict[int, list[Name]] = defaultdict(list)
         for task in graph.tasks:
-            if task.op in SCATTERS and (self.edp or task.op != Op.EXPERT_SCATTER):
+            if task.op in BY_SCATTER and (self.edp or task.op != EXPERT_SCATTER):
                 freed[task.layer].append(task.name)
         after: set[Name] = set()
         firsts: set[Name] = set()

@@ -16,9 +16,9 @@ from penstock.features.sharded_optimizer.ops import GATHERS
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
-from penstock.ops.sums import REDUCTIONS, SCATTERS
+from penstock.ops.gradients import GRADIENT_KINDS
 from penstock.routing.sizes import split_sizes
-from penstock.runtime.fingerprints.facts import FIELDS
+from penstock.runtime.fingerprints import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transport, Transports
@@ -177,13 +177,14 @@ class VirtualHandlers:
 
 def virtual_handlers() -> Handlers:
     """Return the handlers of virtual devices for every op; they take a VirtualHandlers as their context."""
+    kinds = GRADIENT_KINDS.values()
     by_op: dict[str, Handler] = {
         Op.COUNTS: VirtualHandlers.exchange_counts,
         **dict.fromkeys(MOVES, VirtualHandlers.move),
         Op.STATISTICS: VirtualHandlers.reduce_statistics,
         Op.LOADS: VirtualHandlers.gather_loads,
-        **dict.fromkeys(REDUCTIONS, VirtualHandlers.reduce_gradients),
-        **dict.fromkeys(SCATTERS, VirtualHandlers.scatter_gradients),
+        **dict.fromkeys((kind.reduce for kind in kinds), VirtualHandlers.reduce_gradients),
+        **dict.fromkeys((kind.scatter for kind in kinds), VirtualHandlers.scatter_gradients),
         **dict.fromkeys(GATHERS, VirtualHandlers.gather_parameters),
         Op.NORM: VirtualHandlers.sum_norm,
     }

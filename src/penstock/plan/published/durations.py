@@ -11,8 +11,8 @@ from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, Phase
 from penstock.mesh import Axes
 from penstock.ops import Op
+from penstock.ops.gradients import GRADIENT_KINDS
 from penstock.ops.names import place_of
-from penstock.ops.sums import REDUCTIONS
 from penstock.plan.problem import Problem
 from penstock.plan.published.backward import Backward, GapLayer, Made
 from penstock.plan.published.degree import DEGREES, Linear, MoEPart
@@ -148,7 +148,7 @@ class Durations:
     @property
     def _reduced_over(self) -> Axes:
         """The ranks that sum the gradients that a partition places."""
-        return REDUCTIONS[Op.ALL_REDUCE].axes_of(sharing=self.problem.workload.tp_size > 1)
+        return GRADIENT_KINDS["replicated"].axes_of(sharing=self.problem.workload.tp_size > 1)
 
     @cached_property
     def _costs(self) -> dict[int, Cost]:

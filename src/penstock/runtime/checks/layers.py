@@ -11,8 +11,7 @@ from torch import nn
 from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.moe.config import BalanceGroup, MoEConfig
-from penstock.moe.orders.bounded import BoundedOrder
-from penstock.moe.orders.sort import SortOrder
+from penstock.moe.permute.sort import BoundedOrder, SortOrder
 from penstock.placement import PlacementError
 from penstock.runtime.parts import ModelParts
 from penstock.sharding import shardings_of

@@ -6,7 +6,7 @@ Messages say "a scheduled model": who has called `penstock.parallelize` has neve
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -15,9 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.runtime.expert_parallel.guard import gathered_by_composables
 from penstock.step.shape import Updating
-
-if TYPE_CHECKING:
-    from penstock.runtime.sharded.updates import Updates
 
 
 def refuse_data_parallel() -> NoReturn:
@@ -84,7 +81,7 @@ def check_no_second_derivative() -> None:
         )
 
 
-def check_updates(updating: Updating | None, updates: Updates | None) -> None:
+def check_updates(updating: Updating | None, updates: object | None) -> None:
     """Raise RuntimeError if the steps update parameters and no optimizer is given for that."""
     if updating is not None and updates is None:
         raise RuntimeError(

@@ -17,7 +17,7 @@ from penstock.features.dispatch import Dispatch
 from penstock.mesh import Group
 from penstock.moe.compatibility import route_maker
 from penstock.moe.layer import MoELayer
-from penstock.moe.orders.base import Order, OrderPlan
+from penstock.moe.permute.sort import Order, OrderPlan
 from penstock.partial_state import refuse_pickle
 from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
 from penstock.runtime.expert_parallel.guard import ExpertGuard

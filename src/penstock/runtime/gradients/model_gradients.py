@@ -12,11 +12,9 @@ from torch import nn
 from penstock.cost import HeldBytes
 from penstock.decision import GradientBytes
 from penstock.mesh import Group
-from penstock.moe.experts.base import Experts
-from penstock.ops.sums import REDUCTIONS
-from penstock.runtime.fingerprints.facts import Entry, Marks
-from penstock.runtime.fingerprints.snapshot import Snapshot
-from penstock.runtime.fingerprints.values import Replicated, buffers_of
+from penstock.moe.experts import Experts
+from penstock.ops.gradients import GRADIENT_KINDS, KindName
+from penstock.runtime.fingerprints import Entry, Marks, Replicated, Snapshot, buffers_of
 from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of, sizes_bytes
 from penstock.runtime.gradients.buckets import (
     Buckets,
@@ -76,9 +74,9 @@ class Gradients:
         # The plan reduces every bucket that holds something.
         buckets = self.buckets
         pairs = (
-            *zip(shape.all_reduce_chunks, buckets.replicated, strict=True),
-            *zip(shape.expert_all_reduce_chunks, buckets.experts, strict=True),
-            *zip(shape.partial_all_reduce_chunks, buckets.partial, strict=True),
+            *zip(shape.all_reduce_chunks, buckets.of("replicated"), strict=True),
+            *zip(shape.expert_all_reduce_chunks, buckets.of("experts"), strict=True),
+            *zip(shape.partial_all_reduce_chunks, buckets.of("partial"), strict=True),
         )
         return all(chunks or not bucket.flats for chunks, bucket in pairs) and self.snapshot.holds()
 
@@ -228,20 +226,21 @@ class Gradients:
 
     def _fill(self, replicated: Layers, experts: Layers, partial: Layers, at_once: frozenset[int]) -> None:
         reduced = experts if self._sums_experts else ((),) * len(experts)
-        whole, parts, own = (self._kept(op) for op in REDUCTIONS)
-        self.buckets = Buckets(
-            replicated=[GradientBucket(_trained(layer), flat=whole) for layer in replicated],
-            experts=[GradientBucket(_trained(layer), flat=own) for layer in reduced],
-            partial=[GradientBucket(_trained(layer), self._shares, parts) for layer in partial],
-            at_once=at_once,
-        )
+        layers: dict[KindName, Layers] = {"replicated": replicated, "partial": partial, "experts": reduced}
+        shares = {"partial": self._shares}
 
-    def _kept(self, op: str) -> type[FlatGradients]:
-        """Return the kind of buffer for gradients that this op would reduce. A sole owner keeps all."""
+        def buckets(kind: KindName) -> list[GradientBucket]:
+            kept = self._kept(kind)
+            return [GradientBucket(_trained(layer), shares.get(kind), kept) for layer in layers[kind]]
+
+        self.buckets = Buckets({kind: buckets(kind) for kind in GRADIENT_KINDS}, at_once=at_once)
+
+    def _kept(self, kind: KindName) -> type[FlatGradients]:
+        """Return the kind of buffer for gradients of this kind. A sole owner keeps all."""
         updating, mesh = self._base.updating, self._layout.mesh
         if updating is None:
             return FlatGradients
-        owners = mesh.size(REDUCTIONS[op].axes_of(sharing=self._layout.tp_size > 1))
+        owners = mesh.size(GRADIENT_KINDS[kind].axes_of(sharing=self._layout.tp_size > 1))
         return ReleasedGradients if updating.releases and owners > 1 else ScatteredGradients
 
     def _entries(self, layers: Layers) -> tuple[Entry, ...]:

@@ -15,7 +15,7 @@ from penstock.graph import Phase, Task
 from penstock.moe.choices import GateSums
 from penstock.ops import Op
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
-from penstock.runtime.ops.slices import joined
+from penstock.runtime.ops.transfers import joined
 from penstock.runtime.sample_metadata import SampleMetadata
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import StepStatistics
@@ -211,6 +211,18 @@ def unorder_backward(context: StepContext, task: Task, inputs: Inputs) -> Output
     found = saved.segment.backward([added(inputs.all("d_hidden"))])
     grads = dict(zip(saved.roles, found, strict=True))
     return {**grads, "rows": present(grads["rows"], task).split_with_sizes(saved.sizes)}
+
+
+@handles(Op.HEAD, F)
+def head(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return loss: sums of a microbatch."""
+    return context.ending.forward(context, task, inputs)
+
+
+@handles(Op.HEAD, B)
+def head_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return hidden: the gradient of what entered the head, [B, L, M]."""
+    return context.ending.backward(context, task, inputs)
 
 
 def microbatch(task: Task) -> int:

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from penstock.graph import Phase, Task
 from penstock.moe import ChunkRoute
-from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.moe.products import AutogradWeights, WeightGradients
 from penstock.ops import Op
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import present
 from penstock.runtime.ops.transfers import routes_of
 from penstock.runtime.parts import Layer
-from penstock.runtime.recompute import OWN
-from penstock.runtime.replay import Replay
 from penstock.runtime.segment import AnySegment
 
 Left = TypeVar("Left")
@@ -43,51 +41,15 @@ def experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     layer = context.layers[task.layer]
     routes = routes_of(inputs).at_experts[task.cut.first : task.cut.stop]
     pairs = zip(inputs.one("rows"), routes, strict=True)
-    made = [_slice(context, layer, rows_RM, route) for rows_RM, route in pairs]
+    made = [compute_slice(context, layer, rows_RM, route) for rows_RM, route in pairs]
     saved = {s: left for s, (_, left) in zip(task.cut.held, made, strict=True)}
     return {"rows": tuple(out for out, _ in made), "saved": saved}
 
 
-@dataclass(frozen=True)
-class KeptSlice:
-    """The values that run a slice of X.F a second time."""
-
-    rows_RM: Tensor
-    route: ChunkRoute
-    replay: Replay
-
-
-def keep_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return the rows of `experts`, without autograd; kept: by slice, what another run needs."""
-    layer = context.layers[task.layer]
-    routes = routes_of(inputs).at_experts[task.cut.first : task.cut.stop]
-    kept = [
-        KeptSlice(rows_RM, route, Replay(rows_RM.device))
-        for rows_RM, route in zip(inputs.one("rows"), routes, strict=True)
-    ]
-    out = []
-    for each in kept:
-        with each.replay.first():
-            out.append(_slice(context, layer, each.rows_RM, each.route)[0])
-    return {"rows": tuple(out), "kept": dict(zip(task.cut.held, kept, strict=True))}
-
-
-def recompute_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return saved: what X.F would have left of the slices of a backward chunk."""
-    layer, saved = context.layers[task.layer], {}
-    for number, each in zip(task.cut.held, _take_slices(task, inputs.all("kept")), strict=True):
-        with each.replay.second():
-            saved[number] = _slice(context, layer, each.rows_RM, each.route)[1]
-    return {"saved": saved}
-
-
-OWN[Op.EXPERTS, Phase.FORWARD] = keep_experts
-OWN[Op.EXPERTS, Phase.RECOMPUTE] = recompute_experts
-
-
-def _slice(
+def compute_slice(
     context: StepContext, layer: Layer, rows_RM: Tensor, route: ChunkRoute
 ) -> tuple[Tensor, SavedSlice]:
+    """Return experts' outputs for the rows of a slice, and what its backward needs."""
     segment, weights = context.segment(), context.weights()
     (rows_RM,) = segment.enter(rows_RM)
     with context.autocast():
@@ -99,13 +61,13 @@ def _slice(
 def experts_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return rows: gradients of the experts' inputs, by slice; left: weight gradients still to be made."""
     del context
-    saved = _take_slices(task, inputs.all("saved"))
+    saved = take_slices(task, inputs.all("saved"))
     pairs = zip(saved, inputs.one("d_rows"), strict=True)
     rows = tuple(present(left.segment.backward([grad_RM])[0], task) for left, grad_RM in pairs)
     return {"rows": rows, "left": tuple(left.weights for left in saved)}
 
 
-def _take_slices(task: Task, saved: tuple[dict[int, Left], ...]) -> list[Left]:
+def take_slices(task: Task, saved: tuple[dict[int, Left], ...]) -> list[Left]:
     """Take out what X.F left of the slices of a backward chunk.
 
     If it were not taken out, a forward chunk that several backward chunks share would hold everything until

@@ -1,16 +1,19 @@
-"""Handlers that sum over ranks: the loss and its statistics, and gradients."""
+"""Handlers that meet all ranks: sums of loss, statistics and gradients, and the loads of experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from penstock.graph import Name, Phase, Task
 from penstock.moe.choices import GateSums
 from penstock.ops import Op
-from penstock.runtime.fingerprints.facts import VALUES
+from penstock.ops.gradients import GRADIENT_KINDS, summed
+from penstock.runtime.fingerprints import VALUES
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
+from penstock.runtime.loads import SampleLoads
 from penstock.runtime.transport.legs import HostCounts
 
 
@@ -41,14 +44,40 @@ def _piece(name: Name) -> tuple[int, int | None]:
     return name.layer, name.microbatch
 
 
-@handles(Op.ALL_REDUCE, Phase.BACKWARD)
-@handles(Op.PARTIAL_ALL_REDUCE, Phase.BACKWARD)
-@handles(Op.EXPERT_ALL_REDUCE, Phase.BACKWARD)
 def all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Sum one piece of a layer's gradients of one kind over the task's ranks, in place."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
-    assert task.piece is not None, task
-    bucket = context.buckets.of(task.op)[task.layer]
+    kind = summed(task.op)
+    assert kind is not None and task.piece is not None, task
+    bucket = context.buckets.of(kind)[task.layer]
     for piece in bucket.chunk(task.piece, task.cut.parts):
         context.transports.of(task.lane, task.axes).all_reduce(piece, task.axes)
     return NOTHING
+
+
+for kind in GRADIENT_KINDS.values():
+    handles(kind.reduce, Phase.BACKWARD)(all_reduce)
+
+
+# ---- the handler that gathers the loads of experts. Shapes: P ranks, Y MoE layers, E experts --------------
+
+
+@handles(Op.LOADS, Phase.BACKWARD)
+def gather_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return loads: int32 [P, Y, E], how often tokens of each rank chose each expert in this step, before
+    drops.
+
+    Of ranks that have the same tokens the first one counts them.
+    """
+    chosen: dict[int, list[Tensor]] = {}
+    samples: dict[int, list[SampleLoads]] = {}
+    for name, sums in zip(task.inputs["routers"], inputs.all("routers"), strict=True):
+        assert sums.ids_B is not None, "a step knows its samples"
+        chosen.setdefault(name.layer, []).append(sums.chosen_E)
+        samples.setdefault(name.layer, []).append(SampleLoads(sums.ids_B, sums.chosen_BE))
+    context.sample_loads = list(samples.values())
+    mine_YE = torch.stack([torch.stack(layer).sum(dim=0).int() for layer in chosen.values()])
+    transport = context.transports.of(task.lane, task.axes)
+    once = [1] * transport.size(task.axes)
+    context.loads_PYE = transport.all_gather(mine_YE.unsqueeze(0), once, task.axes)
+    return {"loads": context.loads_PYE}

@@ -1,1 +1,0 @@
-"""Experts: networks over rows that are sorted by expert."""

@@ -1,1 +1,0 @@
-"""Gates: which tokens meet which experts. One file each."""

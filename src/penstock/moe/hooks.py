@@ -1,0 +1,220 @@
+"""Hooks: functions of the rows, called at six places of the layer. Autograd derives their backward.
+
+    x ─[before_moe_start]─ gate, order ─[before_dispatch]─ dispatch ─[after_dispatch]─ experts
+    ─[before_combine]─ combine ─[after_combine]─ un-order ─[before_moe_end]─ out
+
+Shapes: T tokens, M hidden size, R rows.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from penstock.moe import int8
+
+Moment = Literal[
+    "before_moe_start",
+    "before_dispatch",
+    "after_dispatch",
+    "before_combine",
+    "after_combine",
+    "before_moe_end",
+]
+
+
+class Hook(nn.Module):
+    """A hook that does nothing at any of the six places; a subclass overrides the methods that it needs.
+
+    A change to the width or the type of rows between `before_dispatch` and `after_dispatch` (or
+    `before_combine` and `after_combine`) has to be undone there: rows meet experts and weights as [R, M].
+    encodes_rows: whether this hook makes such a change.
+    """
+
+    encodes_rows: bool = False
+
+    def before_moe_start(self, x_TM: Tensor) -> Tensor:
+        """Return the tokens for the gate, at home."""
+        return x_TM
+
+    def before_dispatch(self, rows_RM: Tensor) -> Tensor:
+        """Return the rows to send, in expert order."""
+        return rows_RM
+
+    def after_dispatch(self, rows_RM: Tensor) -> Tensor:
+        """Return the rows that have come to this rank's experts, sorted by source rank."""
+        return rows_RM
+
+    def before_combine(self, rows_RM: Tensor) -> Tensor:
+        """Return the outputs of this rank's experts that are about to leave."""
+        return rows_RM
+
+    def after_combine(self, rows_RM: Tensor) -> Tensor:
+        """Return the outputs for this rank's tokens, in expert order."""
+        return rows_RM
+
+    def before_moe_end(self, out_TM: Tensor) -> Tensor:
+        """Return the layer's output, back in token order."""
+        return out_TM
+
+    def scaled(self, rows: Tensor, by: float) -> Tensor:
+        """Multiply gradients in transit, encoded as this hook encodes rows, by a number.
+
+        Called by expert form `baseline` only. Raises ValueError for a hook that encodes rows and does not
+        override this method.
+        """
+        if self.encodes_rows:
+            raise ValueError(
+                f"{type(self).__name__} encodes rows and does not say how encoded gradients are scaled; "
+                "expert_form = baseline needs that. Override `scaled`, or set schedule.expert_form=gather"
+            )
+        return rows * by
+
+
+class Hooks(nn.Module):
+    """A layer's hooks. Those called `before_` run in order, those called `after_` in reverse: they nest."""
+
+    def __init__(self, hooks: tuple[Hook, ...] = ()) -> None:
+        super().__init__()
+        self.hooks = nn.ModuleList(hooks)
+
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self.hooks)  # type: ignore[arg-type]  # a ModuleList does not know what is in it
+
+    @property
+    def any(self) -> bool:
+        """Whether the layer has hooks."""
+        return len(self.hooks) > 0
+
+    def scaled(self, rows: Tensor, by: float) -> Tensor:
+        """Multiply gradients in transit by a number."""
+        encoding = next((hook for hook in self if hook.encodes_rows), None)
+        return rows * by if encoding is None else encoding.scaled(rows, by)
+
+    def run(self, moment: Moment, tensor: Tensor) -> Tensor:
+        """Return `tensor` after all hooks of this moment."""
+        if not self.any:
+            return tensor
+        hooks = list(self)
+        for hook in reversed(hooks) if moment.startswith("after") else hooks:
+            tensor = getattr(hook, moment)(tensor)
+        return tensor
+
+
+def two_way(
+    tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return `forward(tensor)`, whose gradient is `backward` of the gradient that comes back."""
+    out: Tensor = _TwoWay.apply(tensor, forward, backward)
+    return out
+
+
+class _TwoWay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.backward_of = backward
+        return forward(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_of(grads[0]), None, None
+
+
+# ---- compression of rows in transit: encoded before a transfer, decoded after it; gradients likewise ------
+#
+# A gradient travels back in the form of the rows: what encodes rows in forward decodes gradients in backward.
+# Hooks keep no state between calls, so several microbatches may be in transit, and evaluation between them.
+# Shapes: R rows, M hidden size, W words (see `int8`).
+
+
+HALF_BYTES = 2
+
+
+class EncodedRows(Hook):
+    """Rows that are encoded before they leave and decoded when they arrive.
+
+    Decoded rows have autocast's type under autocast, otherwise that of the layer (`layer.to(dtype)`).
+    """
+
+    encodes_rows = True
+    like: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("like", torch.empty(0), persistent=False)  # is cast with the layer
+
+    @abstractmethod
+    def leave(self, rows_RM: Tensor) -> Tensor:
+        """Encode rows for the transfer; backward decodes."""
+
+    @abstractmethod
+    def arrive(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
+        """Decode rows [R, M] to the given type; backward encodes."""
+
+    def before_dispatch(self, rows_RM: Tensor) -> Tensor:
+        return self.leave(rows_RM)
+
+    def after_dispatch(self, rows_RM: Tensor) -> Tensor:
+        return self.arrive(rows_RM, self._working_type(rows_RM.device.type))
+
+    def before_combine(self, rows_RM: Tensor) -> Tensor:
+        return self.leave(rows_RM)
+
+    def after_combine(self, rows_RM: Tensor) -> Tensor:
+        return self.arrive(rows_RM, self._working_type(rows_RM.device.type))
+
+    def _working_type(self, device: str) -> torch.dtype:
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.like.dtype
+
+
+class Bfloat16Rows(EncodedRows):
+    """Two bytes per number. Rows of two bytes per number or fewer are not encoded.
+
+    A number changes by no more than 2^-8 of its value each way: it is rounded to 8 binary digits.
+    """
+
+    def leave(self, rows_RM: Tensor) -> Tensor:
+        # The backward of a cast is the cast back, as is needed here and below.
+        return rows_RM if rows_RM.element_size() <= HALF_BYTES else rows_RM.to(torch.bfloat16)
+
+    def arrive(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
+        return encoded.to(dtype)
+
+    def scaled(self, rows: Tensor, by: float) -> Tensor:
+        return rows * by
+
+
+class Int8Rows(EncodedRows):
+    """One byte per number and a float32 scale per row: `int8_row_bytes(hidden_size)` bytes.
+
+    A number changes by no more than half a step each way, max |row| / 254 (besides float32's own rounding).
+    A row with an infinite number or NaN arrives with no finite number. Rows in transit look like float32
+    numbers but are not: `torch.autograd.detect_anomaly` may find NaN among them.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+
+    def leave(self, rows_RM: Tensor) -> Tensor:
+        if rows_RM.shape[1] != self.hidden_size:
+            raise ValueError(
+                f"Int8Rows(hidden_size={self.hidden_size}) met rows of {rows_RM.shape[1]} numbers"
+            )
+        return two_way(rows_RM, int8.encode, self._decode(rows_RM.dtype))
+
+    def scaled(self, rows: Tensor, by: float) -> Tensor:
+        return int8.scaled(rows, by)
+
+    def arrive(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
+        return two_way(encoded, self._decode(dtype), int8.encode)
+
+    def _decode(self, dtype: torch.dtype) -> partial[Tensor]:
+        return partial(int8.decode, hidden_size=self.hidden_size, dtype=dtype)

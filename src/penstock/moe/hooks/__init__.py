@@ -1,1 +1,0 @@
-"""Hooks: functions of the rows at six places of the layer."""

@@ -1,0 +1,1 @@
+"""Expert replicas on ranks: see `penstock.features.expert_replicas`."""

@@ -1,0 +1,287 @@
+"""The replicas that the ranks of a stack hold from step to step, and the room for them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.features.expert_replicas.encoding import Numbers, numbers_of, share_of
+from penstock.mesh import node_of
+from penstock.moe import MoELayer
+from penstock.moe.expert_slots import Spread, slots_with_replicas
+from penstock.moe.experts import Experts
+from penstock.placement import Replication
+from penstock.routing.replicas import ExactSplit
+from penstock.runtime.features.expert_replicas.moving import ExpertMoving, Plans, loads_of_group
+from penstock.runtime.features.expert_replicas.replicas import LayerReplicas, Trip
+from penstock.runtime.transport.legs import Later
+from penstock.step import StepShape
+from penstock.topology import Layout
+
+Layers = Sequence[MoELayer | None]
+Replications = tuple[Replication | None, ...]
+"""By layer; None for a dense layer."""
+MOST_FREE = 1
+"""Rooms kept for the next step; several steps that run at once make their own."""
+Kinds = tuple[tuple[str, torch.dtype, torch.device, torch.Size, bool], ...]
+
+
+@dataclass(frozen=True)
+class LayerReplication:
+    """One layer's replication, and what follows from it on this rank. Either `split` or `spread` is set."""
+
+    replication: Replication
+    trip: Trip
+    spread: Spread | None
+    split: ExactSplit | None
+
+
+@dataclass(frozen=True)
+class Room:
+    """Experts of one layer whose parameters are brought. own: the layer's experts that they are like."""
+
+    own: Experts
+    kinds: Kinds
+    replicas: Experts
+
+    @staticmethod
+    def like(own: Experts, slots: int) -> Room:
+        """Make a new room with `slots` slots. Later steps use it, too, and lanes fill it on threads of their
+        own, so its tensors are ordinary ones even where the step that needs it is in inference mode."""
+        with torch.inference_mode(mode=False):
+            return Room(own, kinds_of(own), own.replicas(slots))
+
+    def fits(self, own: Experts, slots: int) -> bool:
+        """Return whether the room has `slots` slots and still matches the layer's experts, which may have
+        been exchanged or converted."""
+        same = self.own is own and self.kinds == kinds_of(own)
+        return same and self.replicas.num_local_experts == slots
+
+
+@dataclass(frozen=True)
+class StepReplicas:
+    """The replicas of one step, by layer; None in a dense one."""
+
+    layers: Layers
+    replicas: tuple[LayerReplicas | None, ...]
+    rooms: tuple[Room | None, ...]
+    replications: Replications = ()
+
+    def split(self, layer: int) -> ExactSplit | None:
+        """Return how rows are split when all ranks' counts are known; None where AT says where they go."""
+        found = self.replicas[layer] if self.replicas else None
+        return None if found is None else found.split
+
+    def of(self, layer: int) -> LayerReplicas:
+        """Return the replicas of an MoE layer."""
+        found = self.replicas[layer]
+        assert found is not None, f"layer {layer} has no replicas"
+        return found
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let layers route to replicas and compute them, as long as the context lasts."""
+        try:
+            for layer, replicas in zip(self.layers, self.replicas, strict=True):
+                if layer is not None and replicas is not None:
+                    layer.use_replicas(replicas.expert_slots)
+            yield
+        finally:
+            for layer in self.layers:
+                if layer is not None:
+                    layer.use_replicas(None)
+
+
+@dataclass
+class NextReplicas:
+    """The replicas of the next step, once ranks have compared them; None before."""
+
+    plans: Later[Plans] | Plans | None = None
+
+
+class ReplicaManager:
+    """Lends every step the replicas that its ranks hold at that time, and plans those that they hold next.
+
+    moving: how replicas are planned; None: the replication stays until `use` is called.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, moving: ExpertMoving | None = None) -> None:
+        self._layout, self._device, self.moving = layout, device, moving
+        self._in_use: tuple[LayerReplication | None, ...] = ()
+        self._splits: tuple[bool, ...] = ()
+        self._free: list[tuple[Room | None, ...]] = []
+        self._plans = Plans.none(())
+
+    @property
+    def replications(self) -> Replications:
+        """The replications from the next forward pass on; () where the plan has no replica slots."""
+        return tuple(
+            None if layer_replication is None else layer_replication.replication
+            for layer_replication in self._in_use
+        )
+
+    @property
+    def plans(self) -> Plans:
+        """The replications of MoE layers, including planned ones that are not used as they would not pay."""
+        return self._plans
+
+    def copy(self) -> ReplicaManager:
+        """Return a manager with the same replications, for a copy of the layers."""
+        found = ReplicaManager(self._layout, self._device, self.moving)
+        found._in_use, found._splits, found._plans = self._in_use, self._splits, self._plans
+        return found
+
+    def open(self, layers: Layers, shape: StepShape) -> None:
+        """Make as many slots per layer as the shape says, empty unless as many are in use already."""
+        before, self._splits = self._splits, tuple(splits_exactly(layer, shape) for layer in layers)
+        if shape.replica_slots == next((h.replica_slots for h in self.replications if h is not None), 0):
+            if self._in_use and self._splits != before:
+                # Not replicas of layers that no longer wait for the loads by which their rows would be
+                # split: these would compute rows of their own ranks only.
+                pairs = zip(self.replications, self._splits, strict=True)
+                kept = (
+                    at
+                    if at is None or exact or at.limit is None
+                    else Replication.none(at.placement, at.replica_slots)
+                    for at, exact in pairs
+                )
+                self.use(tuple(kept))
+            return
+        self._free.clear()
+        if shape.replica_slots:
+            slots = shape.replica_slots
+            self.use(tuple(None if at is None else Replication.none(at.placement, slots) for at in layers))
+        else:
+            self._in_use, self._plans = (), Plans.none(())
+
+    def use(self, replications: Replications) -> None:
+        """ReplicaManager these from the next forward pass on."""
+        self._host(replications)
+        self._plans = Plans.none([replication for replication in replications if replication is not None])
+
+    def plan(self, loads_PYE: Tensor) -> Numbers:
+        """Return the replications after a step with these loads of all ranks: this rank's share of the
+        layers.
+
+        Costs a copy from a GPU.
+        """
+        if self.moving is None:
+            return numbers_of((), ())
+        layout, (place, places) = self._layout, self._planners
+        loads_YPE = loads_of_group(loads_PYE.cpu().numpy(), layout.mesh, layout.rank)
+        share = self._plans.share(loads_YPE, self.moving, place, places)
+        return numbers_of(share, self._known_of(place))
+
+    def joined(self, told: Sequence[Numbers]) -> Plans:
+        """Return the plans joined from what all ranks that exchange rows have found, by place."""
+        if self.moving is None:
+            return self._plans
+        shares = [share_of(numbers, self._known_of(place)) for place, numbers in enumerate(told)]
+        return self._plans.joined(shares, self.moving)
+
+    @property
+    def premise(self) -> int:
+        """A hash, of 8 bytes, of what ranks must agree on before each plans its layers."""
+        how = "nobody" if self.moving is None else self.moving.name
+        found = hashlib.blake2b(f"{self._plans.hash64} {self._plans.age_steps} {how}".encode(), digest_size=8)
+        return int.from_bytes(found.digest(), signed=True)
+
+    @property
+    def _planners(self) -> tuple[int, int]:
+        """This rank's place among those that exchange rows, and their number."""
+        mesh = self._layout.mesh
+        return mesh.place(self._layout.rank, mesh.all_experts), mesh.size(mesh.all_experts)
+
+    def _known_of(self, place: int) -> list[Replication]:
+        """Return the earlier plans of the layers that one of these ranks plans."""
+        return [self._plans.made[y] for y in self._plans.layers_of(place, self._planners[1])]
+
+    def follow(self, plans: Plans) -> None:
+        """ReplicaManager what was planned, the same on all ranks, from the next forward pass on."""
+        if plans is self._plans or not self._in_use:
+            return
+        found = iter(plans.replications)
+        self.use(
+            tuple(None if layer_replication is None else next(found) for layer_replication in self._in_use)
+        )
+        self._plans = plans
+
+    def lend(self, layers: Layers) -> StepReplicas:
+        """Return the replicas for one step. Raises ValueError for an expert with a gradient hook."""
+        if not self._in_use:
+            return StepReplicas((), (), ())
+        free = self._free.pop() if self._free else (None,) * len(layers)
+        rooms: list[Room | None] = []
+        replicas: list[LayerReplicas | None] = []
+        for layer, layer_replication, room in zip(layers, self._in_use, free, strict=True):
+            if layer is None or layer_replication is None:
+                rooms.append(None)
+                replicas.append(None)
+                continue
+            own, replication = layer.experts, layer_replication.replication
+            check_no_hooks(own)
+            if room is None or not room.fits(own, replication.replica_slots):
+                room = Room.like(own, replication.replica_slots)  # noqa: PLW2901
+            expert_slots = slots_with_replicas(
+                own, room.replicas, layer.order, replication, layer_replication.spread
+            )
+            rooms.append(room)
+            replicas.append(
+                LayerReplicas(
+                    layer_replication.trip, own, room.replicas, expert_slots, layer_replication.split
+                )
+            )
+        return StepReplicas(layers, tuple(replicas), tuple(rooms), self.replications)
+
+    def take_back(self, step_replicas: StepReplicas) -> None:
+        """Take back the rooms of a step that is over, so that another may have them."""
+        if not step_replicas.rooms or len(self._free) >= MOST_FREE:
+            return
+        for replicas in step_replicas.replicas:
+            if replicas is not None:
+                replicas.forget()
+        self._free.append(step_replicas.rooms)
+
+    def _host(self, replications: Replications) -> None:
+        pairs = zip(replications, self._splits, strict=True)
+        self._in_use = tuple(None if at is None else self._known(at, exact=exact) for at, exact in pairs)
+
+    def _known(self, replication: Replication, *, exact: bool) -> LayerReplication:
+        layout, trip = self._layout, Trip.of(replication, self._layout.ep_rank)
+        if exact and replication.limit is not None:
+            nodes = tuple(node_of(rank, layout.ep_node_size) for rank in range(layout.ep_size))
+            return LayerReplication(replication, trip, None, ExactSplit.of(replication, nodes))
+        return LayerReplication(
+            replication, trip, Spread(replication.splits[layout.ep_rank], self._device), None
+        )
+
+
+def splits_exactly(layer: MoELayer | None, shape: StepShape) -> bool:
+    """Return whether rows of this layer may wait for the counts of all ranks before their targets are known.
+
+    They may not where they move with samples, which are placed by then, nor where a row is for several
+    experts, or ranks share rows before they leave.
+    """
+    if layer is None or shape.moves_samples:
+        return False
+    return shape.expert_form in ("gather", "s1") and not layer.order.row_counts
+
+
+def kinds_of(experts: Experts) -> Kinds:
+    """Return what replicas must match: names, types, devices, shapes and trainability of parameters."""
+    return tuple((n, p.dtype, p.device, p.shape, p.requires_grad) for n, p in experts.named_parameters())
+
+
+def check_no_hooks(experts: Experts) -> None:
+    """Raise ValueError for a hook on the gradient of an expert that may be a replica elsewhere."""
+    for name, parameter in experts.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"experts.{name} has a gradient hook, which would not see the gradients of rows that other "
+                "ranks compute. Remove it, or set placement.experts=none"
+            )

@@ -1,0 +1,1 @@
+"""Expert sharding on ranks: see `penstock.features.expert_sharding`."""

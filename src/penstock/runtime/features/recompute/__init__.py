@@ -1,0 +1,1 @@
+"""Recomputation on ranks: see `penstock.features.recompute`."""

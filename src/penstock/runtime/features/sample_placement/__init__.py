@@ -1,0 +1,1 @@
+"""Sample placement on ranks: see `penstock.features.sample_placement`."""

@@ -1,0 +1,249 @@
+"""Handlers of samples that move: counting, new homes, and everything that follows a sample.
+
+Shapes: B samples of a microbatch on this rank, L tokens per sample (this rank's part where ranks share them),
+M hidden size, T = B * L tokens, k choices, E experts, P members of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from penstock.device import device_of, on_device
+from penstock.graph import Phase, Task
+from penstock.mesh import Axes
+from penstock.moe import MoELayer, Tokens
+from penstock.moe.choices import count_choices
+from penstock.ops import Op
+from penstock.placement import PlacementError
+from penstock.routing.samples import Crossing, RowOrder, SampleHomes, SampleTable, TableSize, settle
+from penstock.runtime.features.sample_placement.moving import Relocation, Visit
+from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
+from penstock.runtime.ops.blocks import BESIDE_ROWS, added, microbatch
+from penstock.runtime.transport import Transport
+from penstock.runtime.transport.legs import Later, to_host
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+def _asked(context: StepContext, layer: int) -> MoELayer | None:
+    """Return the next MoE layer, if its gate is asked what samples will want there; else None."""
+    following = context.following(layer)
+    asks = context.of(Relocation).how.prediction == "next_gate" and following is not None
+    return context.layers[following].moe if asks and following is not None else None
+
+
+def _row_weight(context: StepContext, layer: int) -> float:
+    """Return how many rows in transit to experts weigh as much as what follows one token beside them."""
+    moe, sent_bytes = context.layers[layer].experts, (context.wire_dtype or torch.float32).itemsize
+    width = 1024  # stands for any hidden size: scales are a small part of a row
+    row_bytes = context.moe.row_bytes(width, sent_bytes)
+    shared = 0 if moe.shared is None else sent_bytes
+    return width * (context.residual_transport.separate_bytes + shared) / row_bytes
+
+
+@handles(Op.SAMPLE_COUNTS, F)
+def sample_counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return counts: rows of every sample by position, then by expert of the next layer, int32."""
+    positions_Tk: Tensor = inputs.one("positions")
+    samples = len(context.batch.tokens[microbatch(task)])
+    here = count_choices(positions_Tk, samples, inputs.one("counts").shape[1])
+    following = _asked(context, task.layer)
+    if following is None:
+        expected = here.new_zeros(samples, 0)
+    else:
+        experts_Tk = following.expected(inputs.one("tokens"), Tokens(samples=samples))
+        valid_BL = context.metadata_of(task, inputs).valid_BL
+        if valid_BL is not None:
+            experts_Tk = experts_Tk.masked_fill(~valid_BL.reshape(-1, 1), -1)
+        expected = count_choices(experts_Tk, samples, following.num_experts)
+    return {"counts": torch.cat([here, expected], dim=1).int()}
+
+
+@handles(Op.SAMPLE_LOADS, F)
+def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return route: how many rows go where, from where samples are now; loads: a table of all samples."""
+    counts: Tensor = inputs.one("counts")
+    maker, samples_P = context.maker(task.layer), context.batch.companions[microbatch(task)]
+    following = _asked(context, task.layer)
+    size = TableSize(
+        ranks=maker.place.ep_size,
+        positions=counts.shape[1] - (0 if following is None else following.num_experts),
+        chunks=task.cut.slices,
+    )
+    transport = context.transports.of(task.lane, task.axes)
+    everyone = to_host(transport.all_gather(counts, samples_P, task.axes))
+    exchange_group = context.of(Relocation).exchange_group
+    loads = Later.after(everyone, lambda numbers: SampleTable.of(numbers, samples_P, exchange_group, size))
+    route = Later.after(loads, lambda table: maker.from_table(table.sent(table.device_I), context.degrees))
+    return {"route": route, "loads": loads}
+
+
+@handles(Op.SAMPLE_PLACES, F)
+def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return homes: those of all samples, and what follows from them here. Numbers on the host only."""
+    loads: SampleTable = Later.of(inputs.one("loads"))
+    placing, following = context.of(Relocation), context.following(task.layer)
+    visit = Visit(
+        layer=task.layer,
+        microbatch=microbatch(task),
+        here=context.replication(task.layer),
+        following=None if following is None else context.replication(following),
+        training=context.training,
+    )
+    length = context.batch.tokens[microbatch(task)].shape[1]
+    device_I = placing.homes(loads, visit, round(length * _row_weight(context, task.layer)))
+    maker = context.maker(task.layer)
+    return {"homes": settle(loads, device_I, placing.member, maker, context.degrees)}
+
+
+@handles(Op.SAMPLE_HOMES, F)
+def sample_homes(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return homes, and their routes for combine. Raises PlacementError unless all members found the same."""
+    homes: SampleHomes = inputs.one("homes")
+    transport = context.transports.of(task.lane, task.axes)
+    mine = on_device([homes.digest], context.batch.tokens[0].device)
+    once = [1] * transport.size(task.axes)
+    gathered = transport.all_gather(mine, once, task.axes)
+    if device_of(gathered).is_gpu:  # the device stops before combine reads them, and no host waits for it
+        device_of(gathered).check(
+            (gathered == mine).all(), f"homes of samples of layer {task.layer} differ by rank"
+        )
+        return {"homes": homes, "route": homes.routes}
+    everyone: list[int] = gathered.tolist()
+    if differing := [member for member, digest in enumerate(everyone) if digest != everyone[0]]:
+        raise PlacementError(
+            f"members {', '.join(map(str, differing))} of the group along {' x '.join(task.axes)} found "
+            f"other homes for samples of layer {task.layer} than member 0: combine would send rows to ranks "
+            "that do not expect them. Run the same versions of numpy and POT on all ranks"
+        )
+    return {"homes": homes, "route": homes.routes}
+
+
+# ---- samples -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ferry:
+    """Takes what belongs to samples along a crossing: one all-to-all of bytes for all tensors."""
+
+    crossing: Crossing | None
+    transport: Transport
+    axes: Axes
+
+    @property
+    def back(self) -> Ferry:
+        """The ferry along which gradients return."""
+        return self if self.crossing is None else replace(self, crossing=self.crossing.back)
+
+    def take(self, columns: Sequence[Tensor]) -> list[Tensor]:
+        """Move tensors by sample, [B, ...]; return those of the samples that are here afterwards."""
+        way = self.crossing
+        if way is None:
+            return list(columns)
+        device = columns[0].device
+        leaving, arriving, stayed, staying = (
+            on_device(numbers, device) for numbers in (way.leaving, way.arriving, way.kept_from, way.kept_to)
+        )
+        packed = torch.cat([_bytes_of(each.index_select(0, leaving)) for each in columns], dim=1)
+        came = self.transport.all_to_all(packed, way.sent, way.received, self.axes)
+        found = []
+        sizes_bytes = [each.shape[1:].numel() * each.element_size() for each in columns]
+        for each, part in zip(columns, came.split(sizes_bytes, dim=1), strict=True):
+            found.append(out := torch.empty_like(each))
+            out.index_copy_(0, staying, each.index_select(0, stayed))
+            # As one row: of samples without bytes (a rank may have none of their tokens) torch views no
+            # matrix.
+            numbers = part.clone(memory_format=torch.contiguous_format).view(-1).view(each.dtype)
+            out.index_copy_(0, arriving, numbers.view(len(part), *each.shape[1:]))
+        return found
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor as bytes, [B, bytes of a sample]."""
+    flat = tensor.reshape(len(tensor), tensor.shape[1:].numel())
+    return flat.view(torch.uint8)
+
+
+@handles(Op.SAMPLE_MOVE, F)
+def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return, for the samples that are here now, order, metadata, and those of residual, weights and shared
+    that are not in their rows."""
+    known = context.moved_metadata(task, inputs)
+    by_token = {role: inputs.one(role) for role in (*BESIDE_ROWS, "positions") if role in inputs}
+    marks = {"valid": known.valid_BL, "documents": known.keys.documents_BL}
+    given = {name: each for name, each in marks.items() if each is not None}
+    facts = (known.keys.sample_ids_B, known.labels_BL, *given.values())
+    taken = _ferry(context, task, inputs).take([*_by_sample(context, task, inputs, by_token), *facts])
+    ids_B, labels_BL, *others = taken[len(by_token) :]
+    came_marks = dict(zip(given, others, strict=True))
+    came = replace(
+        known,
+        labels_BL=labels_BL,
+        keys=replace(known.keys, sample_ids_B=ids_B, documents_BL=came_marks.get("documents")),
+        valid_BL=came_marks.get("valid"),
+    )
+    moved = _by_token(by_token, taken)
+    moe, positions_Tk = context.layers[task.layer].experts, moved.pop("positions")
+    # Sorting is computation, which must not keep this lane from sending: the task that reads it does it.
+    order = Later(lambda: moe.arrange(positions_Tk, came.info, task.cut.slices), (positions_Tk, came))
+    return {**moved, "order": order, "metadata": came}
+
+
+@handles(Op.SAMPLE_MOVE, B)
+def sample_move_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return gradients of moved residual, weights and shared, on the ranks where these were computed."""
+    grads = {role: inputs.all(f"d_{role}") for role in BESIDE_ROWS}
+    given = {role: added(found) for role, found in grads.items() if found}
+    back = _ferry(context, task, inputs).back.take(_by_sample(context, task, inputs, given))
+    return _by_token(given, back)
+
+
+def _by_sample(
+    context: StepContext, task: Task, inputs: Inputs, tensors: Mapping[str, Tensor]
+) -> list[Tensor]:
+    """Return tensors [T, N] as [B, L, N]."""
+    samples, length = context.metadata_of(task, inputs).labels_BL.shape  # a device keeps their number
+    return [each.reshape(samples, length, each.shape[-1]) for each in tensors.values()]
+
+
+def _by_token(like: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return tensors by token and role, as many as `like` has: the inverse of `_by_sample`."""
+    pairs = zip(like, tensors[: len(like)], strict=True)
+    return {role: each if role == "residual" else each.flatten(0, 1) for role, each in pairs}
+
+
+def _ferry(context: StepContext, task: Task, inputs: Inputs) -> Ferry:
+    homes: SampleHomes = inputs.one("homes")
+    return Ferry(homes.crossing, context.transports.of(task.lane, task.axes), task.axes)
+
+
+# ---- rows at their experts ---------------------------------------------------------------------------------
+
+
+@handles(Op.ROW_ORDER, F)
+def row_order(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return rows: a tensor [R, M] per slice of the chunk, home by home."""
+    del context
+    homes: SampleHomes = inputs.one("homes")
+    rows = zip(task.cut.held, inputs.one("rows"), strict=True)
+    saved = {s: homes.rows[s] for s in task.cut.held}
+    return {"rows": tuple(_taken(rows_RM, homes.rows[s], back=False) for s, rows_RM in rows), "saved": saved}
+
+
+@handles(Op.ROW_ORDER, B)
+def row_order_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return rows: gradients by slice, in the order in which experts had the rows."""
+    del context
+    orders = {s: order for saved in inputs.all("saved") for s, order in saved.items()}
+    rows = zip(task.cut.held, inputs.one("d_rows"), strict=True)
+    return {"rows": tuple(_taken(rows_RM, orders[s], back=True) for s, rows_RM in rows)}
+
+
+def _taken(rows_RM: Tensor, order: RowOrder | None, *, back: bool) -> Tensor:
+    if order is None:
+        return rows_RM
+    return rows_RM.index_select(0, on_device(order.back if back else order.forward, rows_RM.device))

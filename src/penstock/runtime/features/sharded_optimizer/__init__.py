@@ -1,0 +1,1 @@
+"""The sharded optimiser on ranks: see `penstock.features.sharded_optimizer`."""

@@ -1,0 +1,432 @@
+"""The work of a sharded optimiser's tasks: sum in shares, take the norm, update, gather parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.features.sharded_optimizer.ops import of_optimizer
+from penstock.graph import Graph, Lane, Name, Phase, Task
+from penstock.mesh import Axes, Group
+from penstock.ops.gradients import GRADIENT_KINDS, KindName, kind_of
+from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, ReleasingShare, Share
+from penstock.runtime.features.sharded_optimizer.usage import Groups, group_numbers
+from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
+from penstock.runtime.transport import Transport, Transports
+from penstock.sharding import sharding_of
+from penstock.step import StepShape
+from penstock.topology import Layout
+
+LOST_SUMS = (
+    "a backward pass failed after it had begun to sum gradients: call optimizer.zero_grad() and "
+    "compute again what was accumulated since the last update"
+)
+LOST_PARAMETERS = (
+    "a backward pass failed that was to update parameters (optimizer.in_backward()), so some are updated and "
+    "others are not: load the last checkpoint into a new stack and optimizer"
+)
+
+
+class Failed:
+    """The damage that a failed backward pass has done to sums and parameters, until it is cleared."""
+
+    def __init__(self) -> None:
+        self._words = ""
+
+    def note(self, *, updates: bool) -> str:
+        """Note that a pass failed, and return what to do. updates: whether it was to update parameters."""
+        self._words = LOST_PARAMETERS if updates else LOST_SUMS
+        return self._words
+
+    def forget_sums(self) -> None:
+        """Clear damage to sums, which are no longer used; damage to parameters stays."""
+        self._words = "" if self._words == LOST_SUMS else self._words
+
+    def refuse(self) -> None:
+        """Raise RuntimeError if sums or parameters are damaged."""
+        if self._words:
+            raise RuntimeError(self._words)
+
+    def refuse_parameters(self) -> None:
+        """Raise RuntimeError if parameters are damaged, before they or their state are handed on."""
+        if self._words == LOST_PARAMETERS:
+            raise RuntimeError(self._words)
+
+
+TINY = 1e-6
+Shares = dict[tuple[KindName, int], list[Share]]
+"""By kind of gradients and layer."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What updates must know of all gradients. norm: float64. factor: what gradients are scaled by.
+
+    refused: float32, 1 where the step may change nothing, since a number in it is not finite.
+    """
+
+    norm: Tensor
+    factor: Tensor
+    refused: Tensor
+
+
+class Updates:
+    """The shares of one rank, and the state of the current step's sums and updates.
+
+    groups: as in `torch.optim`, read at every update. max_norm: gradients are scaled to this norm; None =
+    unscaled. in_backward: whether the tasks of the running backward pass update, too; else they only sum.
+    """
+
+    def __init__(
+        self, layout: Layout, transports: Transports, groups: Groups, max_norm: float | None
+    ) -> None:
+        self._layout, self._transports, self.groups, self.max_norm = layout, transports, groups, max_norm
+        self._buckets: Buckets | None = None
+        self._cut: tuple[object, ...] = ()
+        self._shares: Shares = {}
+        self._asleep: Shares = {}  # those of frozen parameters: they may be trained again
+        self._stale: set[Name] = set()
+        self._group_of: dict[int, int] = {}  # the number of every parameter's group, by its id
+        self.steps: dict[nn.Parameter, Tensor] = {}
+        self.waiting: dict[
+            nn.Parameter, Mapping[str, Any]
+        ] = {}  # loaded states of what was never trained here
+        self.judged: Judged | None = None
+        self.in_backward = False
+        self.changes = 0  # how often parameters have been updated
+        self._summed: Graph | None = None  # that of the step that has left sums
+        self.failed = Failed()
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether there are sums that no update has used."""
+        return self._summed is not None
+
+    def forget(self) -> None:
+        """Discard sums that no update has used."""
+        self._summed = None
+        self.failed.forget_sums()
+
+    # ---- who owns what -------------------------------------------------------------------------------------
+
+    def settle(self, buckets: Buckets, shape: StepShape) -> None:
+        """Own shares of these buckets, as this shape cuts them; existing state is redistributed.
+
+        All ranks must call it together; it costs an exchange where the cut or a parameter has changed.
+        """
+        self._group_of = group_numbers(self.groups)
+        layers = range(shape.num_layers)
+        cut = tuple(shape.parts_of(layer, kind) for kind in GRADIENT_KINDS for layer in layers)
+        if buckets is self._buckets and cut == self._cut:
+            return
+        if self.has_sums or self._stale:
+            raise RuntimeError(
+                "the model or the plan has changed between a backward pass and the update that it is for: "
+                "call optimizer.step(), optimizer.zero_grad() or optimizer.flush() on all ranks before it"
+            )
+        if cut == self._cut and self._follow(buckets):
+            self._buckets = buckets
+            return
+        made: Shares = {}
+        for kind in GRADIENT_KINDS:
+            for layer, bucket in enumerate(buckets.of(kind)):
+                parts = shape.parts_of(layer, kind) or (1,)
+                made[kind, layer] = [self._share(kind, flat, parts) for flat in bucket.flats]
+        # A share for each parameter that the optimiser still has and no step trains now.
+        trained = {id(p) for shares in made.values() for each in shares for p in each.flat.parameters}
+        asleep: Shares = {}
+        for (kind, layer), share in self._known:
+            for parameter in share.flat.parameters:
+                if id(parameter) in self._group_of and id(parameter) not in trained:
+                    alone = self._share(kind, FlatGradients([parameter]), (1,))
+                    asleep.setdefault((kind, layer), []).append(alone)
+        self._deal(each for shares in (*made.values(), *asleep.values()) for each in shares)
+        self._buckets, self._cut, self._shares, self._asleep = buckets, cut, made, asleep
+        for parameter in self._parameters():
+            saved = self.waiting.pop(parameter, {"step": 0})
+            if parameter not in self.steps:
+                step = float(saved["step"])
+                self.steps[parameter] = torch.full((), step, dtype=torch.float32, device=parameter.device)
+
+    def _follow(self, buckets: Buckets) -> bool:
+        """Use other buffers of the very same parameters; return False if they are of other parameters.
+
+        Nothing is exchanged: a rank has new buffers where it alone has frozen something for an evaluation.
+        """
+        pairs: list[tuple[Share, FlatGradients]] = []
+        for (kind, layer), shares in self._shares.items():
+            flats = buckets.of(kind)[layer].flats
+            if len(flats) != len(shares):
+                return False
+            pairs.extend(zip(shares, flats, strict=True))
+        if not all(share.is_of(flat) for share, flat in pairs):
+            return False
+        for share, flat in pairs:
+            share.flat = flat
+        return True
+
+    def _share(self, kind: KindName, flat: FlatGradients, parts: Sequence[int]) -> Share:
+        axes, mesh = self._axes(kind), self._layout.mesh
+        share = ReleasingShare if isinstance(flat, ReleasedGradients) else Share
+        return share(flat, parts, mesh.size(axes), mesh.place(self._layout.rank, axes))
+
+    def _deal(self, made: Iterable[Share]) -> None:
+        """Fill new shares from the old ones, one kind of state after the other, to save memory."""
+        shares = list(made)
+        for name in (*MOMENTS, MASTER):
+            loaded = {parameter: saved[name] for parameter, saved in self.waiting.items() if name in saved}
+            whole = {**loaded, **self.whole(name)}
+            for share in (each for each in shares if name in each.states):
+                for piece, runs in enumerate(share.runs):
+                    for run in runs:
+                        known = whole.get(run.parameter)
+                        source = run.values if known is None else known.reshape(-1)[run.first :][: run.length]
+                        if known is not None or name == MASTER:
+                            share.state(name, piece, run).copy_(source)
+
+    def whole(self, name: str) -> dict[nn.Parameter, Tensor]:
+        """Return a state of all parameters of this rank, gathered; all ranks must call it together."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for (kind, _), share in self._known:
+            if name not in share.states:
+                continue
+            for parameter in share.flat.parameters:
+                found[parameter] = torch.empty(parameter.shape, dtype=share.wide, device=parameter.device)
+            for number, piece in enumerate(share.pieces):
+                begin = share.places[number]
+                mine = share.states[name][begin : begin + piece.sizes[share.place]]
+                axes = self._axes(kind)
+                everyone = self._transports.of(Lane.INTER, axes).all_gather(mine, piece.sizes, axes)
+                for run in share.spread[number]:
+                    part = everyone[run.place - piece.start :][: run.length]
+                    found[run.parameter].view(-1)[run.first :][: run.length].copy_(part)
+        return found
+
+    def share_of(self, parameter: nn.Parameter) -> tuple[Axes, Share] | None:
+        """Return a parameter's share, and the axes along which its owners meet; None for a frozen one."""
+        for (kind, _), share in self._known:
+            if any(each is parameter for each in share.flat.parameters):
+                return self._axes(kind), share
+        return None
+
+    @property
+    def _known(self) -> Iterator[tuple[tuple[KindName, int], Share]]:
+        """All shares, including those of frozen parameters."""
+        for shares in (self._shares, self._asleep):
+            for key, found in shares.items():
+                yield from ((key, share) for share in found)
+
+    # ---- in a step -----------------------------------------------------------------------------------------
+
+    def begin(self, buckets: Buckets, shape: StepShape, changes: int) -> None:
+        """Begin a backward pass. Sums that no update has used are kept, to be added to.
+
+        changes: the number of updates when the forward pass ran. Raises RuntimeError if there were more
+        since.
+        """
+        if changes != self.changes:
+            raise RuntimeError(
+                "parameters were updated between a forward pass and its backward pass, whose gradients would "
+                "be those of neither: run the backward passes of all losses before optimizer.step(), and "
+                "inside optimizer.in_backward() that of one loss alone"
+            )
+        self.failed.refuse()
+        self.settle(buckets, shape)
+        self.judged = None
+        for share in self._all:
+            share.begin(adds=self.has_sums)
+
+    def scatter(self, task: Task, transport: Transport) -> None:
+        """Sum a piece of gradients over its ranks, in shares: only this rank's share of the piece is valid.
+
+        Parts are added in the order of ranks, so that the sums do not depend on what arrives first.
+        """
+        assert task.piece is not None, task
+        for share in self._of(task):
+            rows, sizes = share.rows(task.piece), share.pieces[task.piece].sizes
+            if share.owners > 1:
+                each = sizes[share.place]
+                came = transport.all_to_all(rows, sizes, [each] * share.owners, task.axes)
+                rows = came.view(share.owners, each).sum(0, dtype=share.wide)
+            share.take(task.piece, rows)
+
+    def judge(self, task: Task, transport: Transport, loss: Tensor) -> None:
+        """Take the norm of all gradients, each counted once, and decide by it what updates do.
+
+        loss: a step whose loss is not finite changes nothing either.
+        """
+        device = loss.device
+        table = torch.zeros(transport.size(task.axes), dtype=torch.float64, device=device)
+        # The squares of all gradients that count on this rank.
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for (kind, _), shares in self._shares.items():
+            for share in shares:
+                runs = ((piece, run) for piece, of_piece in enumerate(share.runs) for run in of_piece)
+                found = [share.gradient(*each) for each in runs if self._counts(kind, each[1].parameter)]
+                if found:
+                    norms = torch._foreach_norm(found, 2.0, dtype=share.wide)
+                    total = total + torch.stack(list(norms)).double().square().sum()
+        table[self._layout.mesh.place(self._layout.rank, task.axes)] = total
+        transport.all_reduce(table, task.axes)  # the very same bits on all ranks
+        norm = table.sum().sqrt()
+        limit = float("inf") if self.max_norm is None else self.max_norm
+        factor = (limit / (norm + TINY)).clamp(max=1.0)
+        finite = norm.isfinite() & loss.isfinite()
+        self.judged = Judged(norm, factor, 1 - finite.to(torch.float32))
+
+    def update(self, task: Task, loss: Tensor | None = None) -> None:
+        """Run AdamW on this rank's share of a piece. loss: the step's, where this waits for no norm."""
+        assert task.piece is not None, task
+        judged = self.judged
+        refused = 1 - loss.isfinite().to(torch.float32) if loss is not None else None
+        if refused is None:
+            assert judged is not None, "an update waits for the norm"
+            refused = judged.refused
+        for share in self._of(task):
+            runs = share.runs[task.piece]
+            if not runs:
+                continue
+            if self.max_norm is not None:
+                assert judged is not None, "clipped updates wait for the norm"
+                mine = share.owned(task.piece)
+                mine.mul_(judged.factor.to(mine.dtype))
+            for number, group in enumerate(self.groups):
+                chosen = [run for run in runs if self._group_of.get(id(run.parameter)) == number]
+                if chosen:
+                    self._step(share, task.piece, chosen, group, refused)
+
+    def _step(
+        self, share: Share, piece: int, runs: Sequence[Any], group: Mapping[str, Any], refused: Tensor
+    ) -> None:
+        weights = [share.weights(piece, run) for run in runs]
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            weights,
+            [share.gradient(piece, run).to(share.wide) for run in runs],
+            [share.state(MOMENTS[0], piece, run) for run in runs],
+            [share.state(MOMENTS[1], piece, run) for run in runs],
+            [],
+            [self.steps[run.parameter] + 1 for run in runs],
+            amsgrad=False,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            found_inf=refused,
+        )
+        if MASTER in share.states:
+            for run, master in zip(runs, weights, strict=True):
+                run.values.copy_(master)
+
+    def end(self, graph: Graph, loss: Tensor) -> None:
+        """End a backward pass: note its sums, or count its updates."""
+        if not self.in_backward:
+            self._summed = graph
+            return
+        assert self.judged is not None, "a step that updates takes the norm"
+        unjudged = 1 - loss.isfinite().to(torch.float32)
+        self._count(graph, unjudged if self.max_norm is None else self.judged.refused)
+        self._stale = {name for name in self._stale if name.phase is Phase.FORWARD}  # the others have run
+
+    def _count(self, graph: Graph, refused: Tensor) -> None:
+        """Count the updates of a step, all of which have run; its parameters are then to be gathered."""
+        if counted := [self.steps[parameter] for parameter in self._parameters()]:
+            # Without alpha, torch reads the number on the host, and waits for the device.
+            torch._foreach_add_(counted, 1 - refused, alpha=1)
+        self.forget()
+        self.changes += 1
+        self._stale = {task.name for task in graph.tasks if of_optimizer(task) == "gather"}
+
+    def waits(self, task: Task) -> bool:
+        """Return whether the parameters that a task gathers have changed since they were last gathered."""
+        return task.name in self._stale
+
+    def gather(self, task: Task, transport: Transport) -> None:
+        """Gather a piece of parameters from their owners."""
+        assert task.piece is not None, task
+        for share in self._of(task):
+            piece = share.pieces[task.piece]
+            kind, device = share.kind, share.flat.parameters[0].device
+            mine = [torch.empty(0, dtype=kind, device=device), *(r.values for r in share.runs[task.piece])]
+            everyone = transport.all_gather(torch.cat(mine), piece.sizes, task.axes)
+            for run in share.spread[task.piece]:
+                run.values.copy_(everyone[run.place - piece.start :][: run.length])
+        self._stale.discard(task.name)
+
+    # ---- outside of a step ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Take the norm of the present sums, update, and gather parameters. All ranks must call it."""
+        self.failed.refuse()
+        if (graph := self._summed) is None:
+            return
+        self._group_of = group_numbers(self.groups)  # parameters may have changed groups after backward
+        loss = torch.zeros((), device=self._device)
+        for task in graph.tasks:
+            if of_optimizer(task) == "norm":
+                self.judge(task, self._transports.of(task.lane, task.axes), loss)
+        for task in graph.tasks:
+            if of_optimizer(task) == "update":
+                self.update(task)
+        assert self.judged is not None, "a step that updates takes the norm"
+        self._count(graph, self.judged.refused)
+        self.flush(graph)
+
+    def flush(self, graph: Graph) -> None:
+        """Gather all parameters that wait to be gathered; all ranks must call it together.
+
+        Raises RuntimeError if a pass that failed has updated only a part of them.
+        """
+        self.failed.refuse_parameters()
+        for task in graph.tasks:
+            if self.waits(task):
+                self.gather(task, self._transports.of(task.lane, task.axes))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of AdamW's state that this rank keeps."""
+        return sum(state.nbytes for _, share in self._known for state in share.states.values())
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether parameters wait to be gathered."""
+        return bool(self._stale)
+
+    # ---- parts ---------------------------------------------------------------------------------------------
+
+    def _counts(self, kind: KindName, parameter: nn.Parameter) -> bool:
+        """Return whether no other rank counts the same numbers.
+
+        Gradients that ranks sharing attention compute alike are owned once by each of these ranks.
+        """
+        alone = self._axes(kind) != Group.DATA or self._layout.tp_rank == 0
+        return alone or sharding_of(parameter) is not None
+
+    def _of(self, task: Task) -> Sequence[Share]:
+        return self._shares[_kind(task), task.layer]
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for share in self._all for parameter in share.flat.parameters)
+
+    @property
+    def _all(self) -> list[Share]:
+        return [share for shares in self._shares.values() for share in shares]
+
+    def _axes(self, kind: KindName) -> Axes:
+        return GRADIENT_KINDS[kind].axes_of(sharing=self._layout.tp_size > 1)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in self._parameters()), torch.device("cpu"))
+
+
+def _kind(task: Task) -> KindName:
+    kind = kind_of(task.op)
+    assert kind is not None, task
+    return kind.name

@@ -1,0 +1,1 @@
+"""Tensor parallelism on ranks: see `penstock.features.tensor_parallel`."""
