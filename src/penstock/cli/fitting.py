@@ -64,7 +64,7 @@ class Fitting:
         if not possible:
             return ""
         least = min(possible, key=lambda each: self._bytes(each) or 0)
-        return f"Use more ranks: the least is with {self._told(least)}."
+        return f"Use more ranks: the nearest to fit is {self._told(least)}."
 
     def _needed(self, changes: Changes) -> Changes:
         """Return the changes without those that are not needed."""

@@ -224,7 +224,7 @@ def _elsewhere(file: ClusterFile, machinery: Machinery) -> str | None:
 
 
 def _measured(file: ClusterFile) -> str:
-    """Return the measured rates in words, and how many of the measurements are doubtful."""
+    """Return the measured rates in words, and how many measurements are rough."""
     rates, links = file.rates, dict[str, tuple[float, float]]()
     if file.ranks > 1:
         links["network"] = rates.link_bytes_per_s, rates.link_latency_s
@@ -234,7 +234,7 @@ def _measured(file: ClusterFile) -> str:
     memory = "" if file.memory_bytes is None else f", {gib(file.memory_bytes)}"
     parts.append(f"{rates.flops_per_s / 1e12:.2g} TFLOP/s{memory} per rank")
     if file.doubts:
-        parts.append(f"{counted(len(file.doubts), 'doubt')} in {CLUSTER_FILE}")
+        parts.append(f"{counted(len(file.doubts), 'rough measurement')}, listed in {CLUSTER_FILE}")
     return "; ".join(parts)
 
 
