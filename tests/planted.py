@@ -193,7 +193,7 @@ FAULTS = (
         "runtime/test_stream_lanes.py runtime/recorded",
     ),
     Fault(
-        "step/passes/gradient_pieces.py",
+        "step/passes.py",
         "found.setdefault(state, []).append(task.name)",
         "found[state] = [task.name]",
         "gradients are reduced after one of the tasks that add to them",
@@ -250,7 +250,7 @@ FAULTS = (
         "runtime/test_sample_moves.py moe/test_sample_moves.py",
     ),
     Fault(
-        "runtime/fingerprints/facts.py",
+        "runtime/fingerprints.py",
         'f"{self.layer} {self.name} {self.trained} {self.dtype} {self.shape}"',
         'f"{self.layer} {self.name} {self.dtype} {self.shape}"',
         "a rank that has frozen a parameter is not noticed",

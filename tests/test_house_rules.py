@@ -56,7 +56,7 @@ DECIDES_BY_NAME: Mapping[str, str] = {
 
 NAMES_CUDA: Mapping[str, str] = {
     "device.py": "is the place for it",
-    "runtime/gradients/stand_in.py": "lists functions of tensors by their names",
+    "runtime/gradients/buckets.py": "lists functions of tensors by their names",
 }
 SHORT: Mapping[str, str] = {
     "lab/emulate/test_links.py": "none may answer",

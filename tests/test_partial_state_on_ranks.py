@@ -136,7 +136,7 @@ def ways_into(model: nn.Module, state: dict[str, Any]) -> dict[str, Callable[[],
     }
 
 
-@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("make", [*KINDS[:-1], pytest.param(with_adapters, marks=pytest.mark.soak)])
 def test_a_rank_loads_its_own_share_alone(ranks: Pools, tmp_path: Path, make: Make) -> None:
     ways = ("plain", "not strict", "around", "copy", "assigned")
     own, other = ranks(RANKS).run(loaded, make, tmp_path)

@@ -46,6 +46,7 @@ def ran(program: str, **environ: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.every_value
 @pytest.mark.parametrize("start", [AS_MODULE, AS_SCRIPT], ids=["module", "script"])
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 @pytest.mark.parametrize(
@@ -171,8 +172,8 @@ def test_a_stop_while_python_takes_itself_down_changes_nothing() -> None:
 @pytest.mark.slow
 def test_printing_is_not_cut_off_while_it_goes_on() -> None:
     """For three times as long as a process may stand still; by the clock of a thread that computes."""
-    body = "STOPS.finish(7)\nask()\nwhile time.thread_time() < 1.5: pass\nprint('to the end')\nreturn 7"
-    assert worked(body, grace_s=0.4, before=OWN_TIME) == (7, "to the end\n", "")
+    body = "STOPS.finish(7)\nask()\nwhile time.thread_time() < 0.6: pass\nprint('to the end')\nreturn 7"
+    assert worked(body, grace_s=0.2, before=OWN_TIME) == (7, "to the end\n", "")
 
 
 @pytest.mark.slow
@@ -189,5 +190,5 @@ def test_another_signal_insists() -> None:
 
 @pytest.mark.slow
 def test_who_handles_signals_for_a_while_is_left_alone() -> None:
-    body = "signal.signal(2, lambda *_: None)\nask()\ntime.sleep(1)\nprint('to the end')\nreturn 0"
+    body = "signal.signal(2, lambda *_: None)\nask()\ntime.sleep(0.3)\nprint('to the end')\nreturn 0"
     assert worked(body, grace_s=0.05) == (0, "to the end\n", "")

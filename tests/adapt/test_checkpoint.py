@@ -85,13 +85,18 @@ def go_on(rank: int, world: int, folder: str, layout: dict[str, Any], sharded: b
 @pytest.mark.parametrize(
     ("family", "layout", "sharded"),
     [
-        ("mixtral", {}, False),
         ("mixtral", {}, True),
         ("mixtral", {"etp_size": 2}, True),
         ("gpt_oss", {"tp_size": 2}, False),
-        ("gpt_oss", {"tp_size": 2}, True),
-        ("gpt_oss", {"etp_size": 2}, False),
-        pytest.param("dbrx", {}, False, marks=pytest.mark.soak),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (
+                ("mixtral", {}, False),
+                ("gpt_oss", {"tp_size": 2}, True),
+                ("gpt_oss", {"etp_size": 2}, False),
+                ("dbrx", {}, False),
+            )
+        ),
     ],
 )
 def test_a_run_goes_on_from_its_checkpoint(

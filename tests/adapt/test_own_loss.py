@@ -329,23 +329,34 @@ def check_all(rank: int, world: int, names: list[str]) -> dict[str, dict[str, fl
     return {name: CASES[name].check(rank, world) for name in names}
 
 
+SHARED = [name for name, case in CASES.items() if case.tp_size > 1]
+BY_TWO = ["shared, critic", "shared, router", "shared, replicas", "shared, routers of all tokens"]
+BY_FOUR = ["shared, tied", "shared, critic first", "shared, router logits", "shared, classes"]
+"""Of four ranks, those of which two share samples, and those of which all do."""
+
+LIKE_ALONE = [
+    f"shared, {name}" for name in ("tuple", "last token", "frozen head", "bounded", "loss function")
+]
+"""Nothing in them depends on who shares samples."""
+
+ON_TWO = [
+    pytest.param(name, marks=pytest.mark.soak if name in (*BY_TWO, *BY_FOUR, *LIKE_ALONE) else ())
+    for name in CASES
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ON_TWO)
 def test_gradients_of_ones_own_loss_are_those_of_one_process(ranks: Pools, name: str) -> None:
     for found in ranks(2).run(check_all, 2, [name]):
         assert max(found[name].values()) < LIMIT, found
-
-
-SHARED = [name for name, case in CASES.items() if case.tp_size > 1]
-BY_FOUR = [name for number, name in enumerate(SHARED) if number % 2]
-"""Of those, every second: all four ranks share samples, and in the others two."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tp_size", "names"),
     [
-        (2, [name for name in SHARED if name not in BY_FOUR]),
+        (2, BY_TWO),
         (4, BY_FOUR),
         *(pytest.param(tp_size, SHARED, marks=pytest.mark.soak) for tp_size in (2, 4)),
     ],
@@ -362,5 +373,6 @@ def check_shared(rank: int, world: int, tp_size: int, names: list[str]) -> dict[
 
 @pytest.mark.slow
 def test_on_one_rank() -> None:
-    for name, found in check_all(0, 1, list(CASES)).items():
+    of_each_loss = {case.loss: name for name, case in CASES.items()}
+    for name, found in check_all(0, 1, [*of_each_loss.values()]).items():
         assert max(found.values()) < LIMIT, (name, found)

@@ -217,8 +217,6 @@ def test_another_file_at_the_same_place_is_no_continuation(tmp_path: Path, start
     rope = {**table.get("rope_parameters", {"rope_type": "default"}), "rope_theta": 100.0}
     for changes, code in (
         ({"rope_parameters": rope}, 2),
-        ({"sliding_window": None}, 2),
-        ({"hidden_act": "gelu"}, 2),
         ({"eos_token_id": 7, "router_aux_loss_coef": 0.5, "dtype": "bfloat16"}, 0),
     ):
         file.write_text(json.dumps(table | changes))

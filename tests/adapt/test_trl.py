@@ -114,6 +114,10 @@ TRAINERS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
 }
 
 
+FEW = ("sft", "dpo with a reference that follows", "reward", "grpo")
+"""Without DPO by itself, and adapters, which `test_peft.py` trains."""
+
+
 def trained(name: str, folder: Path, world: int, *, scheduled: bool, resume: str | None = None) -> Any:
     """The trainer when it has trained; every step has eight samples in two parts, of all ranks."""
     kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
@@ -169,9 +173,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("name", TRAINERS)
-def test_trainers_of_trl_train_as_on_one_process(ranks: Pools, folder: Path, name: str, world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        pytest.param(world, name, marks=() if world == 2 and name in FEW else pytest.mark.soak)
+        for world in (2, 4)
+        for name in TRAINERS
+    ],
+)
+def test_trainers_of_trl_train_as_on_one_process(ranks: Pools, folder: Path, world: int, name: str) -> None:
     wanted = curve(trained(name, folder, 1, scheduled=False))
     AcceleratorState._reset_state(True)
     assert len(wanted) == STEPS

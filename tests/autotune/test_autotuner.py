@@ -351,6 +351,7 @@ def test_a_rank_that_slows_down_is_planned_for(ranks: Pools, given: Path, tmp_pa
     assert losses(folder) == pytest.approx(losses(given)[:30], rel=1e-5)
 
 
+@pytest.mark.soak
 def test_without_a_watch_nothing_is_planned_again(ranks: Pools, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "run", RANKS)
     settings = (*auto(folder), *DRIFT, "plan.watch=false", "train.steps=26")

@@ -23,7 +23,7 @@ from penstock.config import ConfigError, load
 from penstock.graph import RefusalError
 from penstock.runtime import Machinery
 from penstock.runtime.lanes import ThreadLanes
-from penstock.runtime.silent import SilentTransport
+from penstock.runtime.machinery import SilentTransport
 from penstock.runtime.transport import Transports
 from penstock.schedule import SCHEDULES
 from penstock.topology import Control, Layout

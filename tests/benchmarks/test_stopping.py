@@ -22,6 +22,7 @@ from benchmarks.layer.measure import in_turns
 from benchmarks.progress import BOARD, in_rows
 from benchmarks.published.study import in_processes
 from tests.support.forked import run_text
+from tests.support.launched import start_launcher
 from tests.support.patience import HANG_S, OWN_TIME, wait_for
 from tests.support.runs import STARTED, clean_environ, wait_until
 
@@ -156,13 +157,13 @@ def for_ever():
         {waits}
 
 def show(result):
-    end_s = time.thread_time() + 0.5
+    end_s = time.thread_time() + 0.2
     while time.thread_time() < end_s:
         pass
     {more}
     print(result)
 
-stopping.GRACE_S, stopping.SAME_REQUEST_S = 0.2, {same_s}
+stopping.GRACE_S, stopping.SAME_REQUEST_S = 0.1, {same_s}
 BOARD.begin("slow", shown=False)
 BOARD.keep(lambda: 7)
 with stopping.Stop(show, speaks=True) as stop:
@@ -182,7 +183,13 @@ def test_printing_is_not_cut_off_while_it_goes_on(then: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then", ["stop.tell()", "for_ever()"], ids=["by main", "beside"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        pytest.param("stop.tell()", marks=pytest.mark.soak, id="by main"),
+        pytest.param("for_ever()", id="beside"),
+    ],
+)
 def test_printing_that_hangs_is_cut_off(then: str) -> None:
     waits = "time.sleep(600)"
     done = run_text(SLOW.format(clock="", then=then, more="for_ever()", waits=waits, same_s=60.0))
@@ -285,15 +292,9 @@ def stopped(tmp_path: Path, reached: str, *arguments: str, whole: bool = True) -
     whole: with all that it has started, as a terminal does it.
     """
     out, errors = tmp_path / "out", tmp_path / "errors"
-    with out.open("wb") as stdout, errors.open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
-            stdout=stdout,
-            stderr=stderr,
-            env=clean_environ(),
-            start_new_session=True,
-        )
-    STARTED.append(process)
+    module, *words = arguments
+    process = start_launcher(*words, stderr=errors, stdout=out, program=module)
+    wait_until(errors.exists, process)
     wait_until(lambda: re.search(reached, errors.read_text()) is not None, process)
     (os.killpg if whole else os.kill)(process.pid, signal.SIGINT)
     code = process.wait(timeout=HANG_S)

@@ -104,7 +104,13 @@ assert tokens.shape == (1, 8) and not any("penstock" in name for name in sys.mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [[], ["parallel.tp_size=2", "parallel.etp_size=2"], ["optimizer.zero_stage=1"]], ids=" ".join
+    "layout",
+    [
+        [],
+        ["parallel.tp_size=2", "parallel.etp_size=2", "optimizer.zero_stage=1"],
+        pytest.param(["optimizer.zero_stage=1"], marks=pytest.mark.soak),
+    ],
+    ids=" ".join,
 )
 def test_a_checkpoint_is_a_folder_of_transformers(ranks: Pools, tmp_path: Path, layout: list[str]) -> None:
     """It computes the same there, and, as one layout shows for all, without Penstock.

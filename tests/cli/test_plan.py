@@ -60,7 +60,7 @@ def saved(searched_once: None, tmp_path_factory: pytest.TempPathFactory) -> tupl
     del searched_once
     path, out = tmp_path_factory.mktemp("plan") / "plan.json", io.StringIO()
     with redirect_stdout(out):
-        assert main([*SMALL, "--out", str(path)]) == 0
+        assert main([*SMALL, "--budget", "0.001", "--out", str(path)]) == 0
     return path, out.getvalue()
 
 
@@ -110,7 +110,7 @@ def test_the_layout_of_a_configuration_is_chosen_where_it_is_left_open(
 
 @pytest.mark.slow
 def test_json_is_one_object_with_every_number(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(run([*SMALL, "--json"], capsys))
+    found = json.loads(run([*SMALL, "--batch", "1", "--json"], capsys))
     assert found["predicted_s"] <= min(other["predicted_s"] for other in found["others"])
     assert found["lower_bound_s"] <= found["predicted_s"]
     assert len(found["why"]["lines"]) == 5

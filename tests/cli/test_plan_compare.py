@@ -13,7 +13,7 @@ from penstock.plan.models import model_name, open_models
 
 pytestmark = pytest.mark.usefixtures("searched_once")
 
-STEP = ["plan", "--model", "flowmoe/gpt2-tiny", "--layers", "1", "--batch", "2", "--budget", "0.0001"]
+STEP = ["plan", "--model", "flowmoe/gpt2-tiny", "--layers", "1", "--batch", "1", "--budget", "0.0001"]
 STUDY = [*STEP, "--cluster", "flowmoe-cluster-2"]
 LINE = [*STEP, "--cluster", "2x4xA100-80GB,net=100gbit"]
 

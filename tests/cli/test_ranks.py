@@ -47,7 +47,7 @@ def kill_at_once() -> None:
 
 def test_a_stop_after_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     errors, out = tmp_path / "errors", tmp_path / "out"
-    words = ("train", write_config(tmp_path), "train.steps=2", "output.loads=false")
+    words = ("train", write_config(tmp_path), "train.steps=2")
     process = start_launcher(*words, stderr=errors, stdout=out, meddle=ask_afterwards)
     assert process.wait(timeout=HANG_S) == 0, errors.read_text()
     assert "penstock: " not in errors.read_text() and "checkpoint" in out.read_text()

@@ -35,6 +35,7 @@ def folder(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "plan.budget=0.01",
         "moe.capacity_factor=1.0",
         "schedule.refine_after=0",
+        "output.loads=true",
     ]
     for told in ranks(RANKS).run(train_on, RANKS, parent, settings, None):
         assert told.summary is not None, told

@@ -53,7 +53,7 @@ def test_hierarchical_runs_lose_like_flat_ones_and_auto_says_why(ranks: Pools, t
             "train.steps=3",
             "parallel.ranks_per_node=2",
             f"moe.dispatch={name}",
-            "plan.profile_s=0.3",
+            "plan.profile_s=0.1",
         )
         found, said = trained(ranks, folder, *settings, processes=4)
         assert found.dispatch == name or (name == "auto" and found.dispatch in DISPATCHES)
@@ -68,13 +68,13 @@ def test_hierarchical_runs_lose_like_flat_ones_and_auto_says_why(ranks: Pools, t
 
 def test_loss_free_balance_goes_on_where_it_was(ranks: Pools, tmp_path: Path) -> None:
     """The bias is saved with the model: a run that was cut short ends with the losses of one that was not."""
-    trained(ranks, tmp_path, *DEEPSEEK, "train.checkpoint_every=7", "train.steps=12")
+    trained(ranks, tmp_path, *DEEPSEEK, "train.checkpoint_every=3", "train.steps=5")
     folder = tmp_path / "run"
     expected = losses(folder)
-    shutil.rmtree(folder / "checkpoints" / "step-00000012")
-    _, said = trained(ranks, tmp_path, *DEEPSEEK, "train.steps=12", "train.resume=true")
-    assert "step-00000007" in said
-    assert losses(folder) == expected and len(expected) == 12
+    shutil.rmtree(folder / "checkpoints" / "step-00000005")
+    _, said = trained(ranks, tmp_path, *DEEPSEEK, "train.steps=5", "train.resume=true")
+    assert "step-00000003" in said
+    assert losses(folder) == expected and len(expected) == 5
 
 
 def test_losses_carry_the_name_of_their_group(tmp_path: Path) -> None:

@@ -18,26 +18,26 @@ NOTHING = ""
 NONE_YET = "stopped; no checkpoint has been written yet"
 FROM_2 = "stopped; continue from step-00000002 with train.resume=true"
 ENDED = "stopped after the last step; step-00000004 is saved"
-SETTINGS = ("train.steps=4", "train.checkpoint_every=2", "output.trace_steps=0", "output.loads=false")
+SETTINGS = ("train.steps=4", "train.checkpoint_every=2", "output.trace_steps=0")
 
 CASES = [
     ("joining", "SIGINT", 130, NOT_BEGUN, 0, (1, 2)),
     ("building the model", "SIGINT", 130, NOT_BEGUN, 0, (2,)),
     ("building the model", "SIGTERM", 143, NOT_BEGUN, 0, (1,)),
-    ("building the model", "SIGHUP", 129, NOT_BEGUN, 0, (1,)),
-    ("in the first step", "SIGINT", 0, NOTHING, 1, (2,)),
+    ("building the model", "SIGHUP", 129, NOT_BEGUN, 0, ()),
+    ("in the first step", "SIGINT", 0, NOTHING, 1, (1,)),
     ("in the first step", "SIGINT,SIGINT", 130, NONE_YET, 0, (2,)),
     ("before step 3", "SIGTERM", 0, NOTHING, 3, (1,)),
-    ("before step 3", "SIGHUP", 0, NOTHING, 3, (1,)),
+    ("before step 3", "SIGHUP", 0, NOTHING, 3, ()),
     ("before step 3", "SIGUSR1", 0, NOTHING, 3, (2,)),
     ("before step 3", "SIGUSR1,SIGUSR1", 138, FROM_2, 2, (1,)),
     ("before step 3", "SIGINT,SIGINT", 130, FROM_2, 2, (2,)),
-    ("before step 3", "SIGTERM,SIGTERM", 143, FROM_2, 2, (1,)),
-    ("in the second save", "SIGINT", 0, NOTHING, 4, (2,)),
+    ("before step 3", "SIGTERM,SIGTERM", 143, FROM_2, 2, ()),
+    ("in the second save", "SIGINT", 0, NOTHING, 4, (1,)),
     ("in the second save", "SIGINT,SIGINT", 130, FROM_2, 2, (2,)),
-    ("after step 4", "SIGINT", 0, NOTHING, 4, (2,)),
+    ("after step 4", "SIGINT", 0, NOTHING, 4, (1,)),
     ("in the last evaluation", "SIGINT", 0, NOTHING, 4, (1,)),
-    ("summing up", "SIGINT", 0, NOTHING, 4, (2,)),
+    ("summing up", "SIGINT", 0, NOTHING, 4, (1,)),
     ("summing up", "SIGINT,SIGINT", 130, ENDED, 4, (1,)),
     ("leaving", "SIGINT,SIGINT", 0, NOTHING, 4, (2,)),
     ("printing", "SIGINT", 0, NOTHING, 4, (1,)),

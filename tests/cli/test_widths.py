@@ -20,7 +20,7 @@ from tests.report.test_summary import SUMMARY
 from tests.support.metrics import step
 
 WIDTH = 80
-PLAN = ["plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "flowmoe-cluster-2", "--layers", "2"]
+PLAN = ["plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "flowmoe-cluster-2", "--layers", "1"]
 HELP = ("train", "plan", "profile", "schedule", "bench", "emulate", "list", "report", "doctor")
 LONG = " ".join(["many words in a message"] * 20)
 
@@ -39,7 +39,7 @@ def fits(text: str) -> bool:
     "words",
     [
         *(["schedule", name] for name in SCHEDULES),
-        pytest.param([*PLAN, "--budget", "0.01"], marks=pytest.mark.slow),
+        pytest.param([*PLAN, "--budget", "0.0001"], marks=pytest.mark.slow),
     ],
 )
 def test_commands_fit(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from penstock.decision import Decision, Field, Movable, register, unregister
 from penstock.plan import Problem, evaluate, find_plan
 from penstock.plan.bound import QuickBounds
 from penstock.plan.space import space
-from penstock.step.passes.gathered_loads import GatheredLoads
+from penstock.step.passes import GatheredLoads
 from penstock.step.shape import TokenLayout
 from penstock.step.stages import Pass
 from tests.plan.problems import every_kind, problem, problems, with_sharing

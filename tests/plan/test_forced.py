@@ -12,8 +12,8 @@ from penstock.config import ConfigError
 from penstock.decision import Decision, Field, Movable, register, unregister
 from penstock.decision.record import PriorityName, RowForm
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.expert_replicas.settings import ExpertMoves, Split
-from penstock.features.sample_placement.settings import SampleMoves
+from penstock.features.expert_replicas.feature import ExpertMoves, Split
+from penstock.features.sample_placement.feature import SampleMoves
 from penstock.plan import Problem, find_plan
 from penstock.plan.layouts import LayoutSizes, rank_layouts
 from penstock.plan.moving import weigh, with_routing

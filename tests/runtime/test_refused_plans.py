@@ -10,10 +10,10 @@ import torch
 
 from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
-from penstock.features.expert_replicas.settings import ExpertMoves
+from penstock.features.expert_replicas.feature import ExpertMoves
 from penstock.moe import MoEConfig, build_layer
 from penstock.moe.experts import ExpertShard
-from penstock.runtime.makers import maker_of
+from penstock.runtime.parts import maker_of
 from penstock.step.shape import ExpertForm
 from penstock.topology import Layout as Place
 from penstock.train.assemble import first_plan

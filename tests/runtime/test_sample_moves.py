@@ -12,7 +12,7 @@ import torch
 
 from penstock.apportion import Counts
 from penstock.features.dispatch import FlatDispatch, Place
-from penstock.features.sample_placement.settings import Prediction
+from penstock.features.sample_placement.feature import Prediction
 from penstock.moe import RouteMaker
 from penstock.placement import ExpertPlacement, Replication
 from penstock.routing.samples import ExchangeGroup, SampleTable, TableSize, settle

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.forked import run_forked
-from tests.support.runs import Running, losses, metrics_of, run, wait_until, write_config
+from tests.support.launched import start_launcher
+from tests.support.patience import HANG_S
+from tests.support.runs import Running, losses, metrics_of, wait_until, write_config
 
 DONE: Final = 0
 """The run has ended, or was asked to stop and has saved a checkpoint; see docs/training.md for all codes."""
@@ -82,8 +84,12 @@ def train(folder: Path, ranks: int, *settings: str, name: str = "run") -> Traine
 
 def train_by_command(folder: Path, ranks: int, *settings: str, name: str = "run") -> Trained:
     """Train by the command alone, which starts the ranks."""
-    words = [*on_ranks(ranks), f"output.dir={folder / name}", *settings]
-    return _ended(folder / name, run("train", config_in(folder), "--json", *words))
+    words = ["train", str(config_in(folder)), "--json", *on_ranks(ranks), *settings]
+    out, errors = folder / "out", folder / "errors"
+    process = start_launcher(*words, f"output.dir={folder / name}", stdout=out, stderr=errors)
+    code = process.wait(timeout=HANG_S)
+    done = subprocess.CompletedProcess(words, code, out.read_text(), errors.read_text())
+    return _ended(folder / name, done)
 
 
 def _ended(folder: Path, result: subprocess.CompletedProcess[str]) -> Trained:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.cli import main
 from tests.scenarios.support import DONE, Trained, check_losses, config_in, on_ranks, train, wait_for_steps
+from tests.support.launched import start_launcher
 from tests.support.patience import HANG_S
-from tests.support.runs import Running, metrics_of, run, start, wait_until
+from tests.support.runs import Running, metrics_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces")]
 
@@ -40,9 +45,18 @@ USUAL = 30
 """Steps until the usual time of a step is known; as many more wait for an answer to a change."""
 
 
+def emulated(*words: str) -> dict[str, Any]:
+    """Return what `penstock emulate` says in JSON."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(["emulate", *words, "--json"]) == DONE
+    found: dict[str, Any] = json.loads(out.getvalue())
+    return found
+
+
 def cluster_of(process: Running) -> str:
     """Return the name of the cluster that a command has made for itself."""
-    listed = json.loads(run("emulate", "list", "--json").stdout)["clusters"]
+    listed = emulated("list")["clusters"]
     return next(str(each["id"]) for each in listed if each["owner_pid"] == process.pid)
 
 
@@ -62,7 +76,7 @@ def change_until_replanned(process: Running, folder: Path) -> None:
     before = {name: (folder / name).read_bytes() for name in ("plan.json", "cluster.json")}
     cluster = cluster_of(process)
     for rate in (SLOW, FAST) * CHANGES:
-        assert run("emulate", "rate", cluster, "--inter-rate", rate).returncode == DONE
+        emulated("rate", cluster, "--inter-rate", rate)
         if replanned(process, folder, before):
             return
     pytest.fail("the run has taken no notice of any change")
@@ -71,7 +85,7 @@ def change_until_replanned(process: Running, folder: Path) -> None:
 def test_a_plan_is_tried_told_and_changed(tmp_path: Path) -> None:
     errors, out, folder = tmp_path / "errors", tmp_path / "out", tmp_path / "run"
     words = ("--json", "--emulate", "2x1", "--inter-rate", FAST, *on_ranks(2), *MODEL, *PLANNED)
-    process = start("train", config_in(tmp_path), *words, stderr=errors, stdout=out)
+    process = start_launcher("train", config_in(tmp_path), *words, stderr=errors, stdout=out)
     wait_for_steps(process, folder, USUAL)
     tried = [line["plan"] for line in metrics_of(folder)[:AFTER_TRIALS]]
     assert tried == [tried[0]] * TRIAL + [tried[-1]] * TRIAL and tried[0] != tried[-1]

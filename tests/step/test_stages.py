@@ -9,10 +9,7 @@ import pytest
 from penstock.features.build import build_graph, passes_of
 from penstock.graph import Graph, ScheduleError
 from penstock.step import Pass, Stage, StepShape, apply
-from penstock.step.passes.chunks import Chunks
-from penstock.step.passes.microbatches import Microbatches
-from penstock.step.passes.transpose import Transpose
-from penstock.step.passes.weight_gradients import WeightGradients
+from penstock.step.passes import Chunks, Microbatches, Transpose, WeightGradients
 from penstock.step.plain import PlainStep
 from tests.step.support import Rewriting
 

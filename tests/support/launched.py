@@ -40,15 +40,14 @@ CLUSTER = "TESTS_CLUSTER"
 
 
 class ForkedRank:
-    """In place of `subprocess.Popen`: a child that goes on as `python -m MODULE ARGUMENTS` would."""
+    """In place of `subprocess.Popen`: a child that goes on as `python -m MODULE ...`, or `env`, would."""
 
     returncode: int | None
 
     def __init__(self, args: Sequence[str], *, env: dict[str, str], **more: Any) -> None:
-        assert args[0] == "env" and more["start_new_session"], args
-        own = list(takewhile(lambda word: "=" in word, args[1:]))
-        _, minus_m, module, *words = args[1 + len(own) :]
-        assert minus_m == "-m", args
+        assert more["start_new_session"], args
+        own = list(takewhile(lambda word: "=" in word, args[1:])) if args[0] == "env" else []
+        module, *words = args[args.index("-m") + 1 :]
         self.pid, self.returncode = os.fork(), None
         if self.pid == 0:
             _be_rank(module, words, {**env, **dict(each.split("=", 1) for each in own)})
@@ -165,6 +164,25 @@ def start_launcher(
     """
     words = list(map(str, arguments))
     return started(_be_command, program, words, clean_environ(), stderr, stdout, meddle)
+
+
+def start_torchrun(
+    cluster: Cluster, node: int, *arguments: str | Path, stderr: Path, stdout: Path
+) -> Started:
+    """Start `torchrun` on a machine of an emulated cluster; what remains of it ends with the test."""
+    words, first = list(map(str, arguments)), node * cluster.config.devices
+    environ = clean_environ() | cluster.environ(first)
+    return started(_be_torchrun, cluster.namespaces[first], words, environ, stderr, stdout)
+
+
+def _be_torchrun(
+    namespace: str, words: list[str], environ: dict[str, str], stderr: Path, stdout: Path
+) -> None:
+    alone(stderr, stdout)
+    enter(namespace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(POPEN, ForkedRank)
+        _run_module("torch.distributed.run", words, environ)
 
 
 def _be_command(

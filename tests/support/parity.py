@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.device import device_of
-from penstock.features.sample_placement.settings import Prediction
+from penstock.features.sample_placement.feature import Prediction
 from penstock.mesh import Group, Mesh, holders
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig

@@ -10,9 +10,8 @@ from torch import Tensor
 from penstock.device import using
 from penstock.runtime import PipelinedStack
 from penstock.runtime.recorded.gpu import recorded
-from penstock.runtime.recorded.hazards import Hazard, find_hazards
+from penstock.runtime.recorded.hazards import Hazard, Issued, calls_of, find_hazards
 from penstock.runtime.recorded.log import Entry, Launch
-from penstock.runtime.recorded.order import Issued, calls_of
 from penstock.train.assemble import build_optimizer
 from penstock.train.update import build_update
 from tests.support.card import CardDevice, Wait, counted, install

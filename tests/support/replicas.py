@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.features.expert_replicas.settings import ExpertMoves
+from penstock.features.expert_replicas.feature import ExpertMoves
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Part, Replication
 from penstock.runtime import PipelinedStack, clip_grad_norm_
 from penstock.runtime.features.expert_replicas.moving import ExpertMoving

@@ -49,6 +49,7 @@ eval_batches = 1
 [output]
 dir = "{folder}/run"
 tensorboard = false
+loads = false
 """
 
 

@@ -245,7 +245,11 @@ MANY = ("schedule.name=penstock", "schedule.microbatches=4", "data.batch_per_dev
 
 @pytest.mark.parametrize(
     ("mode", "more"),
-    [("fixed", ()), ("auto", ()), ("fixed", ("moe.bound_factor=1.5", "train.eval_every=3"))],
+    [
+        pytest.param("fixed", (), marks=pytest.mark.soak),
+        ("auto", ()),
+        ("fixed", ("moe.bound_factor=1.5", "train.eval_every=3")),
+    ],
 )
 def test_the_very_same_losses_where_the_plan_is_continued(
     tmp_path: Path, mode: str, more: tuple[str, ...]

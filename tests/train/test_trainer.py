@@ -448,7 +448,7 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(tmp_path: Path) -> No
 
 
 def test_a_newest_checkpoint_that_is_gone_is_said(tmp_path: Path) -> None:
-    settings = ("train.checkpoint_every=2", "output.loads=false")
+    settings = ("train.checkpoint_every=2",)
     said = said_while_losing(tmp_path, lambda folder: shutil.rmtree(folder / "checkpoints"), *settings)
     assert [line for line in said if "step-00000002" in line and "removed" in line]
     assert saved_steps(tmp_path) == [4, 6]

@@ -22,7 +22,7 @@ from penstock.plan import PlanFile, Problem
 from penstock.plan.plan_config import AUTO, FIXED
 from penstock.plan.space import in_effect
 from penstock.routing.joined import MOST_NODE_SIZE
-from penstock.runtime.makers import maker_of
+from penstock.runtime.parts import maker_of
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import base_shape, workload
 from penstock.train.config import RunConfig

@@ -21,8 +21,8 @@ from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
 from penstock.cli.run import commands, exit_code, parse, replace_unencodable
 from penstock.config import shorten
-from penstock.features.expert_replicas.settings import ExpertMoves
-from penstock.features.sample_placement.settings import SampleMoves
+from penstock.features.expert_replicas.feature import ExpertMoves
+from penstock.features.sample_placement.feature import SampleMoves
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import FORM_TOKENS, Recompute
 from penstock.stops import STOPPED, STOPS

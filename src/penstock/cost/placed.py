@@ -20,9 +20,9 @@ from penstock.cost.links import links_of, nodes_of
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
 from penstock.decision import Decision, PlacementConfig
+from penstock.features.expert_replicas.feature import why_not_exact
 from penstock.features.expert_replicas.planners import find_planner, pays, planning_s
 from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem
-from penstock.features.expert_replicas.settings import why_not_exact
 from penstock.features.sample_placement.assign import assign
 from penstock.features.sample_placement.rows import Nearness, sample_problem
 from penstock.graph import Phase, RefusalError

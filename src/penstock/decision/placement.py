@@ -7,9 +7,9 @@ from typing import Annotated, Literal, Protocol, Self, get_args
 
 from penstock.config import Within, check_bounds
 from penstock.config.bounds import MOST_STEPS
-from penstock.features.expert_replicas.settings import MOST_REPLICA_SLOTS, ExpertMoves, ReplicaSlots, Split
+from penstock.features.expert_replicas.feature import MOST_REPLICA_SLOTS, ExpertMoves, ReplicaSlots, Split
 from penstock.features.field import Movable
-from penstock.features.sample_placement.settings import Prediction, SampleMoves, Solver
+from penstock.features.sample_placement.feature import Prediction, SampleMoves, Solver
 
 EverySteps = Annotated[int, Within(1, MOST_STEPS, "steps are numbered with eight digits")]
 

@@ -19,8 +19,8 @@ from penstock.config.kinds import types_of
 from penstock.decision.partition import Partition
 from penstock.decision.placement import PlacementConfig
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.dispatch.settings import COMPRESSION, DISPATCH
-from penstock.features.expert_replicas.settings import (
+from penstock.features.dispatch.feature import COMPRESSION, DISPATCH
+from penstock.features.expert_replicas.feature import (
     EXPERTS,
     REPLICA_SLOTS,
     SPLIT,
@@ -28,10 +28,10 @@ from penstock.features.expert_replicas.settings import (
     ReplicaSlots,
     Split,
 )
-from penstock.features.expert_sharding.settings import EXPERT_FORM, expert_forms
+from penstock.features.expert_sharding.feature import EXPERT_FORM, expert_forms
 from penstock.features.field import READERS, Asked, Field
-from penstock.features.recompute.settings import RECOMPUTE
-from penstock.features.sample_placement.settings import SAMPLES, SampleMoves
+from penstock.features.recompute.feature import RECOMPUTE
+from penstock.features.sample_placement.feature import SAMPLES, SampleMoves
 from penstock.step.shape import ExpertForm, Recompute
 from penstock.step.stages import Pass
 from penstock.words import counted, mib

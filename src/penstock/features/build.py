@@ -8,13 +8,15 @@ from penstock.features.table import FEATURES
 from penstock.graph import Graph, RefusalError
 from penstock.ops.gradients import GRADIENT_KINDS
 from penstock.step.complete import check_complete
-from penstock.step.passes.chunks import Chunks
-from penstock.step.passes.gathered_loads import GatheredLoads
-from penstock.step.passes.gradient_pieces import GradientPieces
-from penstock.step.passes.microbatches import Microbatches
-from penstock.step.passes.settle import Settle
-from penstock.step.passes.transpose import Transpose
-from penstock.step.passes.weight_gradients import WeightGradients
+from penstock.step.passes import (
+    Chunks,
+    GatheredLoads,
+    GradientPieces,
+    Microbatches,
+    Settle,
+    Transpose,
+    WeightGradients,
+)
 from penstock.step.plain import PlainStep
 from penstock.step.shape import StepShape
 from penstock.step.stages import Pass, Stage, apply, in_order

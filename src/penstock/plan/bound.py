@@ -24,7 +24,7 @@ from penstock.ops.names import INPUT, ONCE, OUTPUT
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem, beside_cut
 from penstock.step import StepShape
-from penstock.step.passes.gradient_pieces import reductions
+from penstock.step.passes import reductions
 from penstock.step.shape import Updating
 from penstock.timing import Cost, earliest, fastest, lower_bound, slowest, tail
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from penstock.config import Within, check_bounds
 from penstock.decision import Decision
-from penstock.features.expert_replicas.settings import ExpertMoves
-from penstock.features.sample_placement.settings import SampleMoves
+from penstock.features.expert_replicas.feature import ExpertMoves
+from penstock.features.sample_placement.feature import SampleMoves
 from penstock.plan.candidate import Candidate
 
 Moves = tuple[SampleMoves, ExpertMoves]

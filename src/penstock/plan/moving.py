@@ -16,8 +16,8 @@ from penstock.cost import RoutedCost
 from penstock.cost.placed import LATE
 from penstock.decision import Decision, Movable
 from penstock.decision.record import FIELDS
-from penstock.features.expert_replicas.settings import why_experts_stay
-from penstock.features.sample_placement.settings import why_samples_stay
+from penstock.features.expert_replicas.feature import why_experts_stay
+from penstock.features.sample_placement.feature import why_samples_stay
 from penstock.graph import RefusalError
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.lost import LostTrial, corrected, miss

@@ -31,7 +31,7 @@ from penstock.runtime import features as _features  # noqa: F401  # registers ha
 from penstock.runtime import ops as _ops  # noqa: F401
 from penstock.runtime.batch import NO_LABEL, AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
 from penstock.runtime.bounds import bounds_of
-from penstock.runtime.checks.agree import check_agreement
+from penstock.runtime.checks.agree import Turns, check_agreement
 from penstock.runtime.checks.consistency import Consistency
 from penstock.runtime.checks.layers import (
     check_layers,
@@ -46,7 +46,6 @@ from penstock.runtime.checks.layers import (
     sharing_of,
 )
 from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
-from penstock.runtime.checks.turns import Turns
 from penstock.runtime.checks.usage import (
     check_no_checkpoint,
     check_no_data_parallel,
@@ -78,8 +77,7 @@ from penstock.runtime.gradients.outside import OutsideGradients
 from penstock.runtime.handlers import HANDLERS, Ending, TensorPlace
 from penstock.runtime.loads import LoadHistory
 from penstock.runtime.machinery import Machinery
-from penstock.runtime.makers import maker_of
-from penstock.runtime.parts import ModelParts
+from penstock.runtime.parts import ModelParts, maker_of
 from penstock.runtime.program import Program, Programs
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step, Taken

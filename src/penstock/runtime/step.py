@@ -26,7 +26,7 @@ from penstock.runtime.features.sample_placement.moving import Relocation
 from penstock.runtime.features.sample_placement.packed_residual import PackedResidual
 from penstock.runtime.features.sharded_optimizer.updates import Updates
 from penstock.runtime.features.sharded_optimizer.usage import refuse_left_out
-from penstock.runtime.fingerprints.snapshot import Snapshot
+from penstock.runtime.fingerprints import Snapshot
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.in_place import BackwardPass
 from penstock.runtime.gradients.model_gradients import Gradients

@@ -18,9 +18,18 @@ from tests.support.ranks import Pools, RankPool
 
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_both_columns_do_the_same(peer_ranks: Pools, peer: str, ep_size: int) -> None:
-    """Two steps as shipped and two on Penstock's transport, in turns: the same bits."""
+    """Two steps as shipped and two on Penstock's transport, in turns: the same bits.
+
+    Gradients are synchronised: replicated ones are equal on all ranks, experts are only where they have
+    replicas.
+    """
     case = steps.case_of(ep_size=ep_size, num_experts=4, capacity_factor=1.25)
     ranks = peer_ranks(2).run(steps.both_columns, peer, case)
+    (first, _), (second, _) = ranks
+    for name, gradient in first.gradients.items():
+        same = torch.equal(gradient, second.gradients[name])
+        assert same is (ep_size == 1 or ".experts." not in name), name
+        assert gradient.abs().max() > 0, name
     for shipped, receiving in ranks:
         assert all(math.isfinite(loss) for loss in shipped.losses)
         assert shipped.losses == receiving.losses
@@ -41,24 +50,17 @@ def test_whole_iterations_leave_weights_where_they_are(peer_ranks: Pools, peer: 
         assert same
 
 
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_gradients_are_synchronised(peer_ranks: Pools, peer: str, ep_size: int) -> None:
-    """Replicated ones are equal on all ranks, experts are only where they have replicas."""
-    case = steps.case_of(ep_size=ep_size, num_experts=4, capacity_factor=1.25)
-    (first, _), (second, _) = peer_ranks(2).run(steps.both_columns, peer, case)
-    for name, gradient in first.gradients.items():
-        same = torch.equal(gradient, second.gradients[name])
-        assert same is (ep_size == 1 or ".experts." not in name), name
-        assert gradient.abs().max() > 0, name
-
-
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(steps.case_of(), id="the default: both of two experts, more slots than tokens"),
-        pytest.param(steps.case_of(capacity_factor=None), id="dropless"),
+        pytest.param(steps.case_of(capacity_factor=None), id="dropless", marks=pytest.mark.soak),
         pytest.param(steps.case_of(num_experts=4, capacity_factor=None), id="dropless, two experts a rank"),
-        pytest.param(steps.case_of(num_experts=4, capacity_factor=2.0), id="as many slots as tokens"),
+        pytest.param(
+            steps.case_of(num_experts=4, capacity_factor=2.0),
+            id="as many slots as tokens",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(steps.case_of(num_experts=4, top_k=1, capacity_factor=4.0), id="one choice"),
         pytest.param(steps.case_of(ep_size=1, num_experts=4, capacity_factor=3.0), id="replicated experts"),
         pytest.param(steps.case_of(num_experts=4, capacity_factor=3.0, expert="swiglu"), id="swiglu"),

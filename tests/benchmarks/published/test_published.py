@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from penstock.decision import Decision
 from penstock.graph import Phase
 from penstock.plan import Problem
 from penstock.plan.published import PUBLISHED, Durations
+from tests.support.forked import run_forked
 
-ROOT = Path(__file__).parents[3]
 GRIDS = {grid.cluster: grid for grid in grids()}
 
 TESTBEDS = ("fsmoe-testbed-a", "fsmoe-testbed-b")
@@ -122,7 +120,8 @@ def test_a_gain_is_the_mean_of_ratios() -> None:
 
 @pytest.mark.slow
 def test_the_module_is_a_command() -> None:
-    command = [sys.executable, "-m", "benchmarks.published", "--json", "--sample", "1", "--joint", "0"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    once = ("--json", "--sample", "1", "--joint", "0")
+    run = run_forked(1, *once, program="benchmarks.published")
+    assert run.returncode == 0, run.stderr
     result = PublishedResult.from_dict(json.loads(run.stdout))
     assert [grid.cluster for grid in result.grids] == [grid.cluster for grid in grids()]

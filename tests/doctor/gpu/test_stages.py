@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.config import load
 from penstock.cost import ClusterFile
 from penstock.device import using
-from penstock.doctor.gpu import curves, faults, lanes, numerics, prediction, races
+from penstock.doctor.gpu import curves, faults, lanes, numerics, prediction, races, waits
 from penstock.doctor.gpu.here import Here, Scale
 from penstock.doctor.gpu.numerics import LIMITS, Errors
 from penstock.doctor.gpu.outcome import Outcome, Verdict
@@ -200,7 +200,7 @@ def test_a_race_is_found(ranks: Pools) -> None:
 
 
 def many_waits(rank: int) -> AbstractContextManager[Any]:
-    """Every step reads its loss ten times."""
+    """Every step of one schedule reads its loss ten times."""
     del rank
     original = Running.step
 
@@ -210,7 +210,7 @@ def many_waits(rank: int) -> AbstractContextManager[Any]:
             loss.item()
         return loss, norm
 
-    return patch.object(Running, "step", step)
+    return both(patch.object(waits, "TRIED", ("flowmoe",)), patch.object(Running, "step", step))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.features.dispatch.passes import Hierarchical
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
-from penstock.step.passes.transpose import Transpose
+from penstock.step.passes import Transpose
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import names, reads

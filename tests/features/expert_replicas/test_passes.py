@@ -15,9 +15,7 @@ from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.gradients import KindName
 from penstock.step import StepShape
-from penstock.step.passes.gradient_pieces import GradientPieces, Parts
-from penstock.step.passes.microbatches import Microbatches
-from penstock.step.passes.transpose import Transpose
+from penstock.step.passes import GradientPieces, Microbatches, Parts, Transpose
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import ancestors, names, reads

@@ -12,7 +12,7 @@ from penstock.features.build import build_graph
 from penstock.features.expert_sharding.passes import SimultaneousPair
 from penstock.graph import Graph, Phase, ScheduleError, Task
 from penstock.step import Sharing, StepShape
-from penstock.step.passes.chunks import Chunks
+from penstock.step.passes import Chunks
 from tests.step.passes.pictures import check_picture
 from tests.step.support import needs
 from tests.steps import SHARED

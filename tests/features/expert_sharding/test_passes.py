@@ -14,7 +14,7 @@ from penstock.graph import Graph, Lane, ScheduleError
 from penstock.mesh import Axes, Group
 from penstock.ops import Op, spec_of
 from penstock.step import Pass, Sharing, StepShape
-from penstock.step.passes.transpose import Transpose
+from penstock.step.passes import Transpose
 from penstock.step.plain import PlainStep
 from penstock.step.shape import ExpertForm
 from tests.step.passes.pictures import check_picture

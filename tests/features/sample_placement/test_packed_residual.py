@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.features.build import build_graph
-from penstock.features.sample_placement.passes import PackedResidualPass, SampleMoves
+from penstock.features.sample_placement.passes import MoveSamples, PackedResidualPass
 from penstock.graph import Phase
 from penstock.step import Sharing, StepShape
 from penstock.step.plain import PlainStep
@@ -11,7 +11,7 @@ from tests.step.passes.pictures import edges, holds, picture
 from tests.step.support import names, reads
 from tests.steps import task_at
 
-MOVED = SampleMoves()(PlainStep(moe_layers=(True, True), shared_experts=True).graph())
+MOVED = MoveSamples()(PlainStep(moe_layers=(True, True), shared_experts=True).graph())
 PACKED = PackedResidualPass()(MOVED).check()
 
 

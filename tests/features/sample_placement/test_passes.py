@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.features.build import build_graph
-from penstock.features.sample_placement.passes import SampleMoves
+from penstock.features.sample_placement.passes import MoveSamples
 from penstock.graph import Graph, Lane, RefusalError, ScheduleError
 from penstock.mesh import Group
 from penstock.step import Sharing, StepShape
@@ -16,11 +16,11 @@ from tests.step.support import ancestors, names, reads
 from tests.steps import task_at
 
 PLAIN = PlainStep(moe_layers=(False, True, False, True, False), shared_experts=True).graph()
-MOVED = SampleMoves()(PLAIN).check()
+MOVED = MoveSamples()(PLAIN).check()
 
 
 def test_the_picture_is_true() -> None:
-    check_picture(SampleMoves, PLAIN, MOVED, layer=1)
+    check_picture(MoveSamples, PLAIN, MOVED, layer=1)
 
 
 def test_the_last_moe_layer_expects_nothing() -> None:
@@ -115,4 +115,4 @@ def test_shards_in_which_ranks_with_the_same_samples_differ_are_refused(tp_size:
 def test_a_fixed_number_of_slots_is_refused() -> None:
     graph = PlainStep(moe_layers=(False, True), exchange_counts=False).graph()
     with pytest.raises(ScheduleError, match="layer 1 has a fixed number of rows"):
-        SampleMoves()(graph)
+        MoveSamples()(graph)

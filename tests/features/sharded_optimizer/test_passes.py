@@ -13,8 +13,7 @@ from penstock.features.sharded_optimizer.passes import ShardedOptimizer
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.step import StepShape
-from penstock.step.passes.gradient_pieces import GradientPieces
-from penstock.step.passes.transpose import Transpose
+from penstock.step.passes import GradientPieces, Transpose
 from penstock.step.plain import PlainStep
 from penstock.step.shape import Updating
 from tests.step.passes.pictures import check_picture

@@ -10,7 +10,7 @@ from penstock.features.tensor_parallel.passes import TensorParallel
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Kind, spec_of
-from penstock.step.passes.transpose import Transpose
+from penstock.step.passes import Transpose
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import reads

@@ -23,10 +23,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emulation")]
 MBIT = 1e6
 
 
-def test_flows_share_the_rate_of_an_uplink() -> None:
-    config = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=90 * MBIT)
-    with Cluster(config) as cluster, flowing(cluster, [(0, 1)] * 4) as running:
-        wait_until_near(lambda: sum(rates_bit_per_s(running)), 90 * MBIT)
+def test_flows_share_the_rate_of_an_uplink_and_each_direction_has_it() -> None:
+    config = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=50 * MBIT)
+
+    def least() -> float:
+        *out, back = rates_bit_per_s(running)
+        return min(sum(out), back)
+
+    with Cluster(config) as cluster, flowing(cluster, [(0, 1), (0, 1), (1, 0)]) as running:
+        wait_until_near(least, 50 * MBIT)
 
 
 def test_a_fast_uplink_is_no_faster_than_it_should_be() -> None:
@@ -45,12 +50,6 @@ def test_a_fast_uplink_is_no_faster_than_it_should_be() -> None:
     assert crossed_bytes < 1.01 * took_s * rate_bit_per_s / 8 + bucket_bytes
 
 
-def test_each_direction_has_the_rate() -> None:
-    config = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=30 * MBIT)
-    with Cluster(config) as cluster, flowing(cluster, [(0, 1), (1, 0)]) as running:
-        wait_until_near(lambda: min(rates_bit_per_s(running)), 30 * MBIT)
-
-
 def test_a_device_link_has_its_rate_and_the_uplink_sees_nothing_of_it() -> None:
     config = EmulateConfig(nodes=2, devices=2, intra_rate_bit_per_s=40 * MBIT)
     with Cluster(config) as cluster, flowing(cluster, [(0, 1)]) as running:
@@ -67,7 +66,10 @@ def test_devices_of_a_node_share_its_uplink() -> None:
         wait_until_near(lambda: sum(rates_bit_per_s(running)), 40 * MBIT)
 
 
-@pytest.mark.parametrize(("mtu_bytes", "least", "most"), [(1500, 1.03, 1.1), (9000, 1.004, 1.06)])
+@pytest.mark.parametrize(
+    ("mtu_bytes", "least", "most"),
+    [(1500, 1.03, 1.1), pytest.param(9000, 1.004, 1.06, marks=pytest.mark.soak)],
+)
 def test_bytes_are_counted_where_they_cross(mtu_bytes: int, least: float, most: float) -> None:
     """Headers are: 66 bytes for every 1448 of payload, or for every 8948."""
     with Cluster(EmulateConfig(nodes=3, devices=1, mtu_bytes=mtu_bytes)) as cluster:

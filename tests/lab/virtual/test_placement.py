@@ -12,7 +12,7 @@ from penstock.cost import ClusterConfig, RoutedCost, StepCost, routing_sizes
 from penstock.cost.placed_moves import PLACEMENT_MOVES
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.sample_placement.settings import SampleMoves
+from penstock.features.sample_placement.feature import SampleMoves
 from penstock.graph import Lane
 from penstock.lab.virtual import VirtualConfig, build_virtual
 from penstock.lab.virtual.placement import Movement

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.runtime.checks.consistency import check_replan_requests
 from penstock.runtime.errors import ScheduleMismatchError
-from penstock.runtime.fingerprints.facts import FACTS, REPLAN
+from penstock.runtime.fingerprints import FACTS, REPLAN
 from penstock.topology import Control, Layout
 from tests.support.ranks import Pools
 

@@ -13,7 +13,7 @@ from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.decoder import TensorShard, VocabularyShard
 from penstock.runtime import PipelinedStack
 from penstock.runtime.checks.samples import check_vocabulary
-from penstock.runtime.silent import silent
+from penstock.runtime.machinery import silent
 from penstock.topology import ParallelConfig
 from penstock.topology.faults import reason
 from penstock.train.assemble import build_machinery, build_stack, first_plan

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import ParameterMismatchError
-from penstock.runtime.fingerprints.facts import (
+from penstock.runtime.fingerprints import (
     EXPERTS,
     FACTS,
     PARAMETERS,

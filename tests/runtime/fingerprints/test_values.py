@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.mesh import Group
-from penstock.runtime.fingerprints.values import Replicated, buffers_of, fingerprint, is_due, weight_among
+from penstock.runtime.fingerprints import Replicated, buffers_of, fingerprint, is_due, weight_among
 from penstock.topology import Layout
 
 CPU = torch.device("cpu")

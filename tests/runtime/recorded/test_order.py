@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from penstock.runtime.recorded.hazards import Issued, find_disorder
 from penstock.runtime.recorded.log import Call
-from penstock.runtime.recorded.order import Issued, find_disorder
 
 EVEN = (8, 8)
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from penstock.decision import Decision
 from penstock.runtime import ShardedAdamW, clip_grad_norm_
 from penstock.runtime.features.sharded_optimizer.share import ReleasingShare, Share
-from penstock.runtime.gradients.buckets import FlatGradients
-from penstock.runtime.gradients.stand_in import InShares
+from penstock.runtime.gradients.buckets import FlatGradients, InShares
 from penstock.schedule import plan_step, unit_cost
 from penstock.train.optimizer import OptimizerConfig, build_adamw
 from tests.runtime.sharded.steps import Habits, build, go_on, loss_of

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.graph import Graph
 from penstock.ops import Op
-from penstock.step.passes.chunks import Chunks
-from penstock.step.passes.microbatches import Microbatches
-from penstock.step.passes.transpose import Transpose
+from penstock.step.passes import Chunks, Microbatches, Transpose
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import names, reads

@@ -14,9 +14,7 @@ from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES, unit_cost
 from penstock.step import StepShape
-from penstock.step.passes.gathered_loads import GatheredLoads
-from penstock.step.passes.microbatches import Microbatches
-from penstock.step.passes.transpose import Transpose
+from penstock.step.passes import GatheredLoads, Microbatches, Transpose
 from penstock.step.plain import PlainStep
 from penstock.timing import iteration_s
 from tests.step.passes.pictures import check_picture

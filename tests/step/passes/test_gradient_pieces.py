@@ -12,9 +12,7 @@ from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.ops.gradients import summed
 from penstock.step import StepShape
-from penstock.step.passes.gradient_pieces import GradientPieces, reductions
-from penstock.step.passes.microbatches import Microbatches
-from penstock.step.passes.transpose import Transpose
+from penstock.step.passes import GradientPieces, Microbatches, Transpose, reductions
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import ancestors, names, reads

@@ -10,7 +10,7 @@ from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Graph
 from penstock.step import StepShape
-from penstock.step.passes.settle import Settle
+from penstock.step.passes import Settle
 from tests.step.support import names
 from tests.steps import shapes
 

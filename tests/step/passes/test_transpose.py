@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.graph import Cut, Graph, Lane, Name, ScheduleError, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Backward, Kind, Op, OpSpec, register, spec_of
-from penstock.step.passes.transpose import Transpose
+from penstock.step.passes import Transpose
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import names, reads

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from penstock.graph import Graph
-from penstock.step.passes.chunks import Chunks
-from penstock.step.passes.gradient_pieces import GradientPieces
-from penstock.step.passes.transpose import Transpose
-from penstock.step.passes.weight_gradients import WeightGradients
+from penstock.step.passes import Chunks, GradientPieces, Transpose, WeightGradients
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import names, reads

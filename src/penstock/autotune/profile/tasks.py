@@ -1,6 +1,6 @@
 """Measures compute tasks of the model as the engine runs them, on all ranks at once, and in real steps.
 
-Two layers run without a network (see `penstock.runtime.silent`), cut in several ways, so that every
+Two layers run without a network (see `penstock.runtime.machinery`), cut in several ways, so that every
 kind of task is seen at several sizes. All layers of a kind are assumed to cost the same. Updates are measured
 before, on the same layers' parameters.
 """
@@ -33,7 +33,7 @@ from penstock.models import ModelConfig
 from penstock.models.config import QWEN3_MOE
 from penstock.ops import OPS
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.silent import silent
+from penstock.runtime.machinery import silent
 from penstock.schedule import StepPlan
 from penstock.topology import Control
 from penstock.trace import TaskRecord

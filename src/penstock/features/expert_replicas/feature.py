@@ -3,14 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
+from penstock.config import Within
+from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.ops import OPS
 from penstock.features.expert_replicas.passes import PlannedReplicas, ReplicaGradients, Replicas
-from penstock.features.expert_replicas.settings import EXPERTS, REPLICA_SLOTS, SPLIT
 from penstock.features.feature import Feature
+from penstock.features.field import Asked, Choice, Field
 from penstock.mesh import Group
 from penstock.step.shape import StepShape
 from penstock.step.stages import Pass
+
+ExpertMoves = Literal["none", "pro_prophet", "shadowing", "least_loaded", "planned"]
+Split = Literal["auto", "exact", "last_step"]
+MOST_REPLICA_SLOTS = 64
+LOCAL = ("pro_prophet", "shadowing")
+"""Planners whose replicas compute only rows of their own ranks."""
+
+SPLIT_WORDS = {"exact": "the loads of each step", "last_step": "the loads of the step before"}
+
+ReplicaSlots = Annotated[
+    int,
+    Within(1, MOST_REPLICA_SLOTS, "every slot takes the memory of an expert and its gradients, per layer"),
+]
+
+
+def why_experts_stay(asked: Asked, choice: Choice) -> str:
+    """Return why experts cannot move with this choice; "" = they may."""
+    if not any(asked.shape.moe_layers):
+        return "no layer has experts"
+    if not asked.shape.sharing.is_none and choice.form != "gather":
+        return f"expert form {choice.form} sends rows to all shards of their experts at once"
+    return ""
+
+
+def why_not_exact(choice: Choice) -> str:
+    """Return why rows of shared experts cannot be split by their own step's loads; "" = they can."""
+    if choice.experts in LOCAL:
+        return f"placement.experts={choice.experts} gives replicas the rows of their own ranks"
+    if choice.samples != "none":
+        return f"placement.samples={choice.samples} places samples by where their rows go"
+    if choice.form not in ("gather", "s1"):
+        return f"expert form {choice.form} gathers rows of several ranks before they leave"
+    if DISPATCHES[choice.dispatch].joins_rows:
+        return f"moe.dispatch={choice.dispatch} sends one row for several experts"
+    return ""
+
+
+def _experts(asked: Asked, choice: Choice) -> Sequence[str]:
+    return ("none",) if why_experts_stay(asked, choice) else asked.movable.experts
+
+
+def _expert_words(choice: Choice) -> str:
+    if choice.experts == "none":
+        return ""
+    slots = "a replica slot" if choice.replica_slots == 1 else f"{choice.replica_slots} replica slots"
+    split = "" if choice.split == "auto" else f", split by {SPLIT_WORDS[choice.split]}"
+    return f"experts move ({choice.experts}, {slots} per rank{split})"
+
+
+EXPERTS = Field(
+    values=_experts,
+    words=_expert_words,
+    head="experts",
+    cell=lambda d: "-" if d.experts == "none" else d.experts.replace("_", " "),
+    may_be_left_out=True,
+)
+REPLICA_SLOTS = Field(
+    values=lambda asked, choice: asked.movable.replica_slots if choice.experts != "none" else (1,),
+    may_be_left_out=True,
+)
+SPLIT = Field(values=lambda asked, choice: (asked.movable.split,), may_be_left_out=True)
 
 
 def _passes(shape: StepShape) -> Sequence[Pass]:

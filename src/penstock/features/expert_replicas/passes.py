@@ -11,7 +11,7 @@ from penstock.mesh import Axes, Group
 from penstock.ops.base import parameters_of
 from penstock.ops.blocks import EXPERTS
 from penstock.ops.names import Op
-from penstock.step.passes.gradient_pieces import last_to_add
+from penstock.step.passes import last_to_add
 from penstock.step.rewrite import end_layers, require
 from penstock.step.stages import Stage
 

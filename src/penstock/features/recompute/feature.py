@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.features.feature import Feature
+from penstock.features.field import Field
 from penstock.features.recompute.passes import Recompute
-from penstock.features.recompute.settings import RECOMPUTE
 from penstock.step.shape import StepShape
 from penstock.step.stages import Pass
+
+RECOMPUTE = Field(
+    values=lambda asked, choice: asked.recompute,
+    words=lambda d: "" if d.recompute == "none" else f"{d.recompute} recomputed",
+    head="recompute",
+    cell=lambda d: "-" if d.recompute == "none" else d.recompute,
+    may_be_left_out=True,
+)
 
 
 def _passes(shape: StepShape) -> Sequence[Pass]:

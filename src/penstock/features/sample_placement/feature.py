@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.expert_replicas.feature import why_experts_stay
 from penstock.features.feature import Feature
+from penstock.features.field import Asked, Choice, Field
 from penstock.features.sample_placement.ops import OPS
-from penstock.features.sample_placement.passes import PackedResidualPass, SampleMoves
-from penstock.features.sample_placement.settings import SAMPLES
+from penstock.features.sample_placement.passes import MoveSamples, PackedResidualPass
 from penstock.mesh import Group
 from penstock.step.shape import StepShape
 from penstock.step.stages import Pass
+
+SampleMoves = Literal["none", "netmoe"]
+Solver = Literal["network_simplex", "kuhn_munkres"]
+Prediction = Literal["next_gate", "conditional", "none"]
+
+
+def why_samples_stay(asked: Asked, choice: Choice) -> str:
+    """Return why samples cannot move with this choice; "" = they may."""
+    if DISPATCHES[choice.dispatch].joins_rows:
+        return f"moe.dispatch={choice.dispatch} sends one row for several experts"
+    return asked.shape.sharing.why_samples_stay or why_experts_stay(asked, choice)
+
+
+def _samples(asked: Asked, choice: Choice) -> Sequence[str]:
+    return ("none",) if why_samples_stay(asked, choice) else asked.movable.samples
+
+
+SAMPLES = Field(
+    values=_samples,
+    words=lambda d: "" if d.samples == "none" else f"samples move ({d.samples})",
+    head="samples",
+    cell=lambda d: "-" if d.samples == "none" else d.samples,
+    may_be_left_out=True,
+)
 
 
 def _passes(shape: StepShape) -> Sequence[Pass]:
     if not (shape.moves_samples and any(shape.moe_layers)):
         return ()
-    moves = SampleMoves(Group.EXPERT_SHARDS if shape.sharing.etp_size > 1 else Group.EXPERT)
+    moves = MoveSamples(Group.EXPERT_SHARDS if shape.sharing.etp_size > 1 else Group.EXPERT)
     return (moves, PackedResidualPass()) if shape.packed_residual else (moves,)
 
 

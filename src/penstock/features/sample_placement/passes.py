@@ -19,7 +19,7 @@ MOVED = ("residual", "weights", "order", "shared", "metadata")
 
 
 @dataclass(frozen=True)
-class SampleMoves:
+class MoveSamples:
     """NetMoE: combine delivers samples to new homes, chosen from the routing while rows are in transit.
 
     before  AT ─counts─ N ─route─ D, X, C

@@ -9,8 +9,8 @@ from typing import Final, get_args
 from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.expert_replicas.settings import ExpertMoves
-from penstock.features.sample_placement.settings import SampleMoves
+from penstock.features.expert_replicas.feature import ExpertMoves
+from penstock.features.sample_placement.feature import SampleMoves
 from penstock.moe import MoEConfig
 from penstock.schedule import SCHEDULES
 from penstock.train.optimizer import OptimizerConfig, ZeroStage

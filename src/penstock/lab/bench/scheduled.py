@@ -20,7 +20,7 @@ from penstock.lab.bench.naming import Named
 from penstock.models import MoEDecoder
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.silent import silent
+from penstock.runtime.machinery import silent
 from penstock.schedule import StepPlan
 from penstock.step.shape import ExpertForm
 from penstock.topology import Layout

@@ -18,7 +18,7 @@ from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
 from penstock.ops.gradients import GRADIENT_KINDS
 from penstock.routing.sizes import split_sizes
-from penstock.runtime.fingerprints.facts import FIELDS
+from penstock.runtime.fingerprints import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transport, Transports

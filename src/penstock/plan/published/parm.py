@@ -14,7 +14,7 @@ from typing import Literal
 
 from penstock.cost import AlphaBeta
 from penstock.decision import Decision
-from penstock.features.expert_sharding.settings import expert_forms
+from penstock.features.expert_sharding.feature import expert_forms
 from penstock.mesh import Group
 from penstock.plan.problem import Problem
 

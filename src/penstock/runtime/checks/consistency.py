@@ -26,7 +26,9 @@ from penstock.runtime.checks.samples import (
     mark_of_slope,
 )
 from penstock.runtime.errors import ScheduleMismatchError
-from penstock.runtime.fingerprints.facts import (
+from penstock.runtime.fingerprints import (
+    BEGAN,
+    CHANGED,
     CHANGES,
     EXPERTS,
     FACTS,
@@ -42,15 +44,11 @@ from penstock.runtime.fingerprints.facts import (
     VALUES,
     agree,
     check_count,
-    raise_mismatch,
-)
-from penstock.runtime.fingerprints.values import (
-    BEGAN,
-    CHANGED,
     check_distinct,
     compare,
     fingerprint,
     is_due,
+    raise_mismatch,
     weight_among,
 )
 from penstock.runtime.gradients.model_gradients import Gradients

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.device import device_of
-from penstock.runtime.fingerprints.snapshot import Snapshot
+from penstock.runtime.fingerprints import Snapshot
 
 SAMPLED: Final = 16
 """About as many elements of every parameter are compared."""

@@ -17,8 +17,7 @@ from torch import Tensor
 from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.runtime.batch import Samples
-from penstock.runtime.fingerprints.facts import LOSS, SAMPLES, SLOPE, TRAINING
-from penstock.runtime.fingerprints.values import weight_among
+from penstock.runtime.fingerprints import LOSS, SAMPLES, SLOPE, TRAINING, weight_among
 from penstock.runtime.handlers import Batch
 from penstock.runtime.parts import ModelParts
 from penstock.topology import Control, Layout

@@ -21,7 +21,7 @@ from penstock.dtensors import is_dtensor
 from penstock.mesh import Group
 from penstock.moe.experts import Experts
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
-from penstock.runtime.fingerprints.values import (
+from penstock.runtime.fingerprints import (
     MODULUS,
     Replicated,
     compare,

@@ -14,9 +14,7 @@ from penstock.decision import GradientBytes
 from penstock.mesh import Group
 from penstock.moe.experts import Experts
 from penstock.ops.gradients import GRADIENT_KINDS, KindName
-from penstock.runtime.fingerprints.facts import Entry, Marks
-from penstock.runtime.fingerprints.snapshot import Snapshot
-from penstock.runtime.fingerprints.values import Replicated, buffers_of
+from penstock.runtime.fingerprints import Entry, Marks, Replicated, Snapshot, buffers_of
 from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of, sizes_bytes
 from penstock.runtime.gradients.buckets import (
     Buckets,

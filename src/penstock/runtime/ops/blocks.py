@@ -15,7 +15,7 @@ from penstock.graph import Phase, Task
 from penstock.moe.choices import GateSums
 from penstock.ops import Op
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
-from penstock.runtime.ops.slices import joined
+from penstock.runtime.ops.transfers import joined
 from penstock.runtime.sample_metadata import SampleMetadata
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import StepStatistics

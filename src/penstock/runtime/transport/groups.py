@@ -23,9 +23,8 @@ from torch import Tensor
 
 from penstock.device import device_of, gpu_of
 from penstock.mesh import Axes, Group, neighbour
-from penstock.runtime.transport.interface import LocalTransport, Transport, Transports
+from penstock.runtime.transport.interface import LocalTransport, Transport, Transports, scattered_in_order
 from penstock.runtime.transport.sockets import Sockets
-from penstock.runtime.transport.sums import scattered_in_order
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 from penstock.topology.faults import END_EXCHANGES
 

@@ -16,7 +16,7 @@ from penstock.features.dispatch import Leg
 from penstock.mesh import Axes, Group
 from penstock.routing.routes import Degrees, RouteMaker, Routes
 from penstock.runtime.transport import Transport
-from penstock.runtime.transport.sums import summed
+from penstock.runtime.transport.interface import summed
 from penstock.topology.faults import ACTIVITY
 
 S = TypeVar("S")

@@ -10,9 +10,9 @@ import numpy as np
 
 from penstock.apportion import Counts
 from penstock.features.sample_placement.assign import assign
+from penstock.features.sample_placement.feature import Prediction
 from penstock.features.sample_placement.prediction import ConditionalTable
 from penstock.features.sample_placement.rows import Nearness, sample_problem
-from penstock.features.sample_placement.settings import Prediction
 from penstock.features.sample_placement.solvers import prepare
 from penstock.placement import Replication
 from penstock.routing.samples import ExchangeGroup, Plane, SampleTable, exchange_group_of

@@ -11,13 +11,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
-from penstock.runtime.expert_parallel.optimizers import mark_sharded
-from penstock.runtime.features.sharded_optimizer.groups import check_group, check_norm, check_state
+from penstock.runtime.expert_parallel.optimizers import mark_sharded, watch_optimizer
 from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, Share
 from penstock.runtime.features.sharded_optimizer.updates import Updates
-from penstock.runtime.features.sharded_optimizer.usage import Groups, refuse_unowned
-from penstock.runtime.gradients.stand_in import give_up_stand_ins
+from penstock.runtime.features.sharded_optimizer.usage import (
+    Groups,
+    check_group,
+    check_norm,
+    check_state,
+    refuse_unowned,
+)
+from penstock.runtime.gradients.buckets import give_up_stand_ins
 from penstock.runtime.machinery import Machinery
 from penstock.schedule import StepPlan
 from penstock.step import StepShape

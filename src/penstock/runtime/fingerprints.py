@@ -15,6 +15,8 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ from penstock.moe import SampleKeys
 from penstock.moe.choices import uniform_bits
 from penstock.moe.experts import Experts
 from penstock.runtime.errors import ParameterMismatchError
-from penstock.topology import Control, Layout
+from penstock.topology import CommunicationError, Control, Layout
 
 EVERY = 64
 """Steps from one comparison to the next; the first comparisons come sooner."""
@@ -361,3 +363,188 @@ def _sketch(tensor: Tensor) -> Tensor:
         total[SKETCHES] += precise.square().sum()
     total[SKETCHES].sqrt_()
     return total.cpu()
+
+
+# ---- the check that all ranks run the same step on the same parameters, without an exchange of its own ---
+#
+# Every rank adds some numbers to the sums of the statistics task, weighted so that they cancel where ranks
+# agree. A rank that froze, replaced or added something by itself is seen before any gradient is reduced.
+#
+# All ranks must have parameters of the same names and shapes, and replicas of an expert must be trained
+# alike. What values they have is compared above.
+
+
+RANKS, PARAMETERS, EXPERTS, REPLAN, TRAINING, LOSS, NEW, CHANGES = range(8)
+"""Places of the facts that the host knows: a one (to count ranks); names and shapes of parameters outside
+experts, then of experts that have replicas; whether the rank requests for another plan, see
+`checks.requests`; whether it trains; the terms of its loss; whether it has taken up new parameters; how often
+values were changed in place since the last step."""
+FACTS = 8
+SAMPLES, SLOPE, VALUES = range(FACTS, FACTS + 3)
+"""Places of what the device knows: the step's samples, and the gradient with which the last backward pass
+began, see `checks.samples`; values, see `fingerprints.values`."""
+FIELDS = FACTS + 3
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The facts of one parameter that all ranks must have alike."""
+
+    name: str
+    layer: int
+    trained: bool
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def line(self) -> str:
+        """All facts on one line."""
+        return f"{self.layer} {self.name} {self.trained} {self.dtype} {self.shape}"
+
+    def differs(self, other: Entry) -> str | None:
+        """Return what is different, in words about self and other; None if nothing is."""
+        if self.trained != other.trained:
+            there, here = ("trained", "frozen") if self.trained else ("frozen", "trained")
+            return f"is {there} there and {here} here"
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return f"is {self.dtype} {list(self.shape)} there and {other.dtype} {list(other.shape)} here"
+        if self.layer != other.layer:
+            return f"is used by layer {self.layer} there and by layer {other.layer} here"
+        return None
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The entries of one rank: those of parameters outside experts, and of experts that have replicas."""
+
+    replicated: tuple[Entry, ...]
+    experts: tuple[Entry, ...]
+
+    def numbers(self, layout: Layout) -> tuple[float, float]:
+        """Return what this rank adds to the sums of PARAMETERS and EXPERTS, whole and below 2**53."""
+        world, edp = weight_among(Group.WORLD, layout), weight_among(Group.EXPERT_DATA, layout)
+        return float(world * _digest_of_entries(self.replicated)), float(
+            edp * _digest_of_entries(self.experts)
+        )
+
+
+COMPARED: Mapping[str, Axes] = {"replicated": Group.WORLD, "experts": Group.EXPERT_DATA}
+"""By property of `Marks`, the axes along which its entries must be alike."""
+
+
+def check_count(facts: Sequence[float], layout: Layout) -> None:
+    """Raise CommunicationError, on all ranks, unless every rank is in the sums once."""
+    if facts[RANKS] != layout.world_size:
+        raise CommunicationError(
+            f"the sums of a step's statistics count {facts[RANKS]:g} ranks, and there are "
+            f"{layout.world_size}: what a rank sent was lost or counted twice, so losses and comparisons of "
+            "this step are wrong. Look for a fault of the transport; begin again from the last checkpoint"
+        )
+
+
+def agree(facts: Sequence[float]) -> bool:
+    """Return whether the sums over ranks say that all have the same parameters."""
+    return facts[PARAMETERS] == facts[EXPERTS] == 0
+
+
+def raise_mismatch(mine: Marks, layout: Layout, control: Control) -> None:
+    """Raise ParameterMismatchError that names a parameter. Every rank must call it."""
+    everyone = control.gather(mine, "comparing parameters")
+    for rank, theirs in enumerate(everyone):
+        for kind, axes in COMPARED.items():
+            first = layout.mesh.members(rank, axes)[0]
+            found = _difference(getattr(theirs, kind), getattr(everyone[first], kind))
+            if found is not None:
+                raise _mismatch(f"on rank {rank} against rank {first}: {found}")
+    raise _mismatch("they differ in more ways than one message can say")
+
+
+def _mismatch(what: str) -> ParameterMismatchError:
+    return ParameterMismatchError(f"ranks train different parameters: {what}. {BEGAN}.")
+
+
+def _difference(entries: Iterable[Entry], reference: Iterable[Entry]) -> str | None:
+    there: Mapping[str, Entry] = {entry.name: entry for entry in entries}
+    here: Mapping[str, Entry] = {entry.name: entry for entry in reference}
+    for name in (*here, *there):
+        if name not in there:
+            return f"{name} does not exist there"
+        if name not in here:
+            return f"{name} exists there only"
+        problem = there[name].differs(here[name])
+        if problem is not None:
+            return f"{name} {problem}"
+    return None
+
+
+def _digest_of_entries(entries: Iterable[Entry]) -> int:
+    lines = "\n".join(entry.line for entry in entries)
+    return int.from_bytes(hashlib.blake2b(lines.encode(), digest_size=4).digest(), "big")
+
+
+# ---- the check, before every step, that a model is unchanged ----------------------------------------------
+
+
+T = TypeVar("T")
+Kind = tuple[bool, torch.dtype, torch.Size, torch.device]
+
+
+class Snapshot:
+    """The modules and parameters of models, by identity, and each parameter's type, shape and device.
+
+    Values are not looked at. Taking or comparing one costs about a microsecond per module and parameter.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._tree = _tree(models)
+        self.modules = _each_once(self._tree, nn.Module)
+        self.parameters = _each_once(self._tree, nn.Parameter)
+        self._kinds = _kinds(self.parameters)
+
+    def holds(self) -> bool:
+        """Return whether nothing was added, removed, replaced, moved, frozen, thawed or converted since."""
+        return self.has_same_modules() and _kinds(self.parameters) == self._kinds
+
+    def has_same_modules(self) -> bool:
+        """Return whether no module or parameter was added, removed or replaced since."""
+        tree = _tree(self._models)
+        return len(tree) == len(self._tree) and all(map(is_, tree, self._tree))
+
+    def buffers(self) -> list[Tensor]:
+        """Return the present buffers of all modules."""
+        return [b for module in self.modules for b in module._buffers.values() if b is not None]
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return a parameter's first name in the models."""
+        named = (pair for model in self._models for pair in model.named_parameters())
+        return next((name for name, each in named if each is parameter), "a parameter that was replaced")
+
+
+def _each_once(tree: list[Any], kind: type[T]) -> list[T]:
+    return list({id(each): each for each in tree if isinstance(each, kind)}.values())
+
+
+def _tree(models: Sequence[nn.Module]) -> list[Any]:
+    """Return modules and parameters in order; None after the last child of a module, so that levels show."""
+    found: list[Any] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        found.append(module)
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        found.extend(module._parameters.values())
+        for child in module._modules.values():
+            if child is not None:
+                visit(child)
+        found.append(None)
+
+    for model in models:
+        visit(model)
+    return found
+
+
+def _kinds(parameters: Sequence[nn.Parameter]) -> list[Kind]:
+    return [(p.requires_grad, p.dtype, p.shape, p.device) for p in parameters]
