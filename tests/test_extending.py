@@ -19,7 +19,7 @@ from penstock.decision import ScheduleConfig
 from penstock.features.dispatch import Place
 from penstock.mesh import Group
 from penstock.models import ModelConfig
-from penstock.moe import ModuleExperts, MoEConfig, SampleKeys, SoftmaxGate, SortOrder, SwiGLUExperts
+from penstock.moe import ModuleExperts, MoEConfig, SampleKeys, SoftmaxRouter, SortPermutation, SwiGLUExperts
 from penstock.runtime import PipelinedStack
 from penstock.train.assemble import build_stack
 from tests.features.dispatch.test_legs import exchanged, permuted, tables
@@ -51,12 +51,14 @@ def shown(heading: str) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "gate": lambda _: {"gate": shown("A gate")["DistanceGate"](HIDDEN, EXPERTS, CHOICES)},
+    "gate": lambda _: {"gate": shown("A router")["DistanceRouter"](HIDDEN, EXPERTS, CHOICES)},
     "experts": lambda local: {"expert": shown("Experts")["SquaredReluExperts"](HIDDEN, WIDTH, local)},
     "module": lambda local: {"expert": ModuleExperts(shown("Any module as an expert")["bottleneck"], local)},
     "hook": lambda _: {"hooks": (shown("A hook")["ClipRowGradients"](longest=0.01),)},
-    "order": lambda _: {
-        "order": shown("An order")["SurestFirstOrder"](EXPERTS, capacity_factor=0.7, min_capacity=1)
+    "permutation": lambda _: {
+        "permutation": shown("A permutation")["SurestFirstPermutation"](
+            EXPERTS, capacity_factor=0.7, min_capacity=1
+        )
     },
     "dispatch": lambda _: {"dispatch": shown("A dispatch")["AdaptiveDispatch"](few=100)},
 }
@@ -67,8 +69,8 @@ def layer_with(part: str, number: int = 0, ep_size: int = 1, ep_rank: int = 0) -
     """An ordinary layer in which one part is the documentation's."""
     del number
     usual = {
-        "gate": SoftmaxGate(HIDDEN, EXPERTS, CHOICES),
-        "order": SortOrder(EXPERTS),
+        "gate": SoftmaxRouter(HIDDEN, EXPERTS, CHOICES),
+        "permutation": SortPermutation(EXPERTS),
         "expert": SwiGLUExperts(HIDDEN, WIDTH, EXPERTS // ep_size),
     }
     return MoELayer(**{**usual, **PARTS[part](EXPERTS // ep_size)}, ep_size=ep_size, ep_rank=ep_rank)
@@ -104,7 +106,7 @@ def test_a_layer_with_it_is_a_formula(part: str) -> None:
 
 def test_the_order_drops_some_and_others_than_the_index_order() -> None:
     torch.manual_seed(0)  # other weights might send few enough to every expert
-    layer, x_TM = layer_with("order").double(), drawn(16, HIDDEN, seed=100)
+    layer, x_TM = layer_with("permutation").double(), drawn(16, HIDDEN, seed=100)
     scores_TE = softmax(layer, x_TM)
     kept = [
         mixed(x_TM, scores_TE, partial(swiglu, layer), slots, first)
@@ -141,7 +143,7 @@ def test_the_dispatch_goes_both_ways_in_the_test_below() -> None:
 
 
 def case_of(part: str, world_size: int, schedule: str) -> Case:
-    capacity = {"capacity_factor": 0.7, "min_capacity": 1} if part == "order" else {}
+    capacity = {"capacity_factor": 0.7, "min_capacity": 1} if part == "permutation" else {}
     return Case(
         world_size=world_size,
         ep_size=None,
@@ -256,7 +258,7 @@ def test_a_layer_of_ones_own_in_a_session(ranks: Pools) -> None:
     known = run_block(alone)
     assert known["out"].shape == known["x"].shape == known["x"].grad.shape
     assert all(p.grad is not None for name, p in known["layer"].named_parameters() if "experts" not in name)
-    assert ranks(2).run(run_page, alone, session) == [(True, "SigmoidGate")] * 2
+    assert ranks(2).run(run_page, alone, session) == [(True, "SigmoidRouter")] * 2
 
 
 def test_every_block_of_the_pages_is_run_here() -> None:

@@ -22,11 +22,11 @@ from penstock.moe import (
     Bfloat16Rows,
     Hook,
     Int8Rows,
-    MergedOrder,
+    MergedPermutation,
     MoEConfig,
-    SigmoidGate,
-    SoftmaxGate,
-    SortOrder,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SortPermutation,
     SwiGLUExperts,
     Tokens,
 )
@@ -95,8 +95,8 @@ def test_several_ranks_of_the_page(ranks: Pools, world_size: int, sharded: bool)
     """Five steps are those of one process that has all experts and all tokens, and clips as torch does."""
     results = ranks(world_size).run(run_several, sharded)
     layer = MoELayer(
-        gate=SigmoidGate(HIDDEN, EXPERTS, CHOICES),
-        order=SortOrder(EXPERTS),
+        gate=SigmoidRouter(HIDDEN, EXPERTS, CHOICES),
+        permutation=SortPermutation(EXPERTS),
         expert=SwiGLUExperts(HIDDEN, 128, EXPERTS),
     )
 
@@ -167,9 +167,9 @@ def test_what_one_copy_per_rank_saves() -> None:
         experts, choices, ranks = (int(number) for number in case.split(", "))
         torch.manual_seed(0)
         with torch.no_grad():
-            choice = SoftmaxGate(HIDDEN, experts, choices)(20 * torch.randn(4096, HIDDEN), Tokens())
-        rows = MergedOrder(experts, choices, ranks).plan(choice, 1).chunk_rows[0] / 4096
-        assert SortOrder(experts).plan(choice, 1).chunk_rows[0] == choices * 4096
+            choice = SoftmaxRouter(HIDDEN, experts, choices)(20 * torch.randn(4096, HIDDEN), Tokens())
+        rows = MergedPermutation(experts, choices, ranks).plan(choice, 1).chunk_rows[0] / 4096
+        assert SortPermutation(experts).plan(choice, 1).chunk_rows[0] == choices * 4096
         assert float(counted) == pytest.approx(rows, abs=0.01)
         assert float(saved.removesuffix("%")) == pytest.approx(100 * (1 - rows / choices), abs=1)
 

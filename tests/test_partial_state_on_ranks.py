@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 import penstock
-from penstock.moe import ModuleExperts, SoftmaxGate, SortOrder
+from penstock.moe import ModuleExperts, SoftmaxRouter, SortPermutation
 from penstock.partial_state import without_marks
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from tests.runtime.sharded.steps import Habits, build, go_on
@@ -296,7 +296,7 @@ def of_modules(exchange: Any) -> nn.Module:
     local = 8 // (exchange.ep_size if exchange else 1)
     experts = ModuleExperts(lambda: nn.Linear(16, 16), local)
     return penstock.MoELayer(
-        gate=SoftmaxGate(16, 8, 2), order=SortOrder(8), expert=experts, exchange=exchange
+        gate=SoftmaxRouter(16, 8, 2), permutation=SortPermutation(8), expert=experts, exchange=exchange
     )
 
 

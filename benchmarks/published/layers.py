@@ -166,7 +166,7 @@ def _beside(task: Task, op: str) -> Task:
 
 def _compute_models(product_s: float, expert_matrices: int) -> tuple[TaskModel, ...]:
     """Every matrix product starts up; a backward is twice a forward, start-ups included."""
-    products = {Op.EXPERTS: expert_matrices, Op.HEADS: ATTENTION_PRODUCTS, Op.GATE: 0, Op.UNORDER: 0}
+    products = {Op.EXPERTS: expert_matrices, Op.HEADS: ATTENTION_PRODUCTS, Op.GATE: 0, Op.UNPERMUTE: 0}
     scales = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.INPUT: 1.0, Phase.WEIGHT: 1.0}
     return tuple(
         TaskModel(op=op, phase=phase, alpha_s=scale * count * product_s, scale=scale)

@@ -455,8 +455,8 @@ class LowerBound:
 
 def lower_bound(graph: Graph, cost: Cost, mesh: Mesh | None = None) -> LowerBound:
     """Return the bound for every schedule of this graph; each lane's work is that of its slowest rank."""
-    seconds, every = [cost(task) for task in graph.tasks], range(len(graph.tasks))
-    busy = lane_work(dict(zip(graph.tasks, seconds, strict=True)))
+    found, every = {task: cost(task) for task in graph.tasks}, range(len(graph.tasks))
+    busy, seconds = lane_work(found), list(found.values())
     busiest = max(busy, key=lambda lane: busy[lane])
     if _differ(seconds):
         _, ends = _timed(every, graph, seconds, mesh or Mesh(), lanes=every)

@@ -52,7 +52,7 @@ SIZES = (
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "moe.gate": ("softmax", "noisy", "sigmoid", "cosine", "expert_choice", "soft"),
-    "moe.order": ("auto", "sort", "index", "einsum"),
+    "moe.permutation": ("auto", "sort", "index", "einsum"),
     "moe.capacity_factor": ("none", 1.0),
     "moe.dispatch": ("auto", "flat", "hierarchical_1d", "hierarchical_2d", "node_once"),
     "moe.one_copy_per_rank": ("false", "true"),

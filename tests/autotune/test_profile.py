@@ -103,7 +103,7 @@ def check_complete(file: ClusterFile) -> None:
     assert {f"{task.op}.{task.phase}" for task in file.tasks} >= COMPUTED
     assert all(task.fit is not None and len(task.fit.points) >= 2 for task in file.tasks)
     kernels = {kernel.name: kernel for kernel in file.kernels}
-    assert kernels.keys() == {"matmul", "copy", "attention", "order", "un-order"}
+    assert kernels.keys() == {"matmul", "copy", "attention", "permute", "unpermute"}
     assert file.rates.flops_per_s == pytest.approx(1 / kernels["matmul"].beta_s_per_unit)
     assert (file.steps is not None) or file.doubts or file.ranks == 1
 
@@ -332,7 +332,7 @@ def test_the_sample_has_one_layer_of_each_kind_and_something_to_cut() -> None:
     sample = sample_of(tiny("model.moe_layers=[1]", "data.batch_per_device=1", "schedule.microbatches=1"))
     assert [sample.model.is_moe(layer) for layer in range(sample.model.num_layers)] == [True, False]
     assert sample.data.batch_per_device == 2
-    assert (sample.moe.capacity_factor, sample.moe.order_name) == (1.0, "index"), "was dropless"
+    assert (sample.moe.capacity_factor, sample.moe.permutation_name) == (1.0, "index"), "was dropless"
     assert {cut.microbatches for cut in cuts(sample)} == {1, 2}
     assert sample_of(tiny("moe.bound_factor=1.25")).moe.capacity_factor == 1.0
     kept = sample_of(tiny("moe.capacity_factor=1.25", "data.batch_per_device=4"))

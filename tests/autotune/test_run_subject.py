@@ -105,7 +105,7 @@ NO_MATTER = {
     "moe.norm_topk_prob": "true",
     "moe.routed_scaling_factor": "2.0",
     "moe.expert_bias_rate": "0.1",
-    "moe.order": "sort",
+    "moe.permutation": "sort",
     "moe.aux_loss_coeff": "0.1",
     "moe.z_loss_coeff": "0.1",
     # How a run watches its plan and orders it again, and what it does beside steps.

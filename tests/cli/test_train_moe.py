@@ -95,7 +95,7 @@ def test_losses_carry_the_name_of_their_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("moe.gate=noisy", "moe.order=einsum", "moe.capacity_factor=1.0"),
+        ("moe.gate=noisy", "moe.permutation=einsum", "moe.capacity_factor=1.0"),
         ("moe.gate=cosine", "moe.comm_dtype=int8", "moe.expert=gelu"),
     ],
 )

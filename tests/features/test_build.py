@@ -25,7 +25,7 @@ from tests.step.support import Rewriting, ancestors, needs
 from tests.steps import shapes, task_at
 
 F, B = Phase.FORWARD, Phase.BACKWARD
-COMPUTING = {Op.EMBED, Op.ATTENTION, Op.SHARED, Op.EXPERTS, Op.UNORDER, Op.HEAD}
+COMPUTING = {Op.EMBED, Op.ATTENTION, Op.SHARED, Op.EXPERTS, Op.UNPERMUTE, Op.HEAD}
 INSIDE = {Op.DISPATCH_GATHER, Op.DISPATCH_SCATTER, Op.COMBINE_GATHER, Op.COMBINE_SCATTER}
 TWINS = COMPUTING | INSIDE | {Op.DISPATCH, Op.COMBINE}
 """Ops that run in both phases."""
@@ -41,7 +41,7 @@ def expected_names(shape: StepShape) -> Iterator[Name]:
             for layer, is_moe in enumerate(shape.moe_layers):
                 yield Name(layer, Op.ATTENTION, phase, m)
                 if is_moe:
-                    yield Name(layer, Op.UNORDER, phase, m)
+                    yield Name(layer, Op.UNPERMUTE, phase, m)
                     if shape.shared_experts:
                         yield Name(layer, Op.SHARED, phase, m)
                     for op in (*legs, Op.EXPERTS):
@@ -137,7 +137,7 @@ def test_backward_mirrors_forward(shape: StepShape) -> None:
     for reader in graph.tasks:
         for need in graph.needs[reader]:
             if need.phase is reader.phase is F and {need.op, reader.op} <= TWINS:
-                first = (shape.dispatch[0].op, Op.SHARED, Op.UNORDER)
+                first = (shape.dispatch[0].op, Op.SHARED, Op.UNPERMUTE)
                 if need.op != Op.ATTENTION or reader.op in (*first, Op.ATTENTION, Op.HEAD):
                     forward.add((need.name, reader.name))
             elif need.phase is reader.phase is B and {need.op, reader.op} <= TWINS:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.moe import GeluExperts, MergedOrder, MoEConfig, MoELayer, SoftmaxGate, SortOrder
+from penstock.moe import GeluExperts, MergedPermutation, MoEConfig, MoELayer, SoftmaxRouter, SortPermutation
 from penstock.moe.build import build_layer
 from penstock.moe.config import BalanceGroup
 from penstock.moe.exchange import Alone
@@ -166,7 +166,7 @@ def test_x_of_another_dimension(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_hidden_size(kind: str) -> None:
-    with pytest.raises(ValueError, match=rf"hidden size {HIDDEN + 1}, and \w+Gate was built for {HIDDEN}$"):
+    with pytest.raises(ValueError, match=rf"hidden size {HIDDEN + 1}, and \w+Router was built for {HIDDEN}$"):
         layer_of(config_of(kind))(numbers(4, HIDDEN + 1))
 
 
@@ -194,14 +194,20 @@ def test_a_mask_of_another_shape_or_type(valid: Tensor) -> None:
     ("parts", "why"),
     [
         ({"expert": GeluExperts(HIDDEN, 5, 3)}, "num_experts = 4, but 1 rank.* 3 experts each hold 3"),
-        ({"order": SortOrder(6)}, "SortOrder was built for num_experts = 6, but .* num_experts = 4"),
-        ({"order": MergedOrder(4, 2, 2)}, "MergedOrder was built for ranks = 2, but .* ranks = 1"),
+        (
+            {"permutation": SortPermutation(6)},
+            "SortPermutation was built for num_experts = 6, but .* num_experts = 4",
+        ),
+        (
+            {"permutation": MergedPermutation(4, 2, 2)},
+            "MergedPermutation was built for ranks = 2, but .* ranks = 1",
+        ),
     ],
 )
 def test_parts_of_different_sizes(parts: dict[str, Any], why: str) -> None:
     fitting = {
-        "gate": SoftmaxGate(HIDDEN, EXPERTS, 2),
-        "order": SortOrder(EXPERTS),
+        "gate": SoftmaxRouter(HIDDEN, EXPERTS, 2),
+        "permutation": SortPermutation(EXPERTS),
         "expert": GeluExperts(HIDDEN, 5, EXPERTS),
     }
     MoELayer(**fitting)  # type: ignore[arg-type]  # a table of parts
@@ -216,7 +222,7 @@ def test_a_shard_of_experts_does_not_run_by_itself() -> None:
     with pytest.raises(ValueError, match=r"shard 0 of 2, .* run inside a penstock stack only"):
         layer(torch.randn(3, HIDDEN))
     with pytest.raises(ValueError, match="run inside a penstock stack only"):
-        MoELayer(gate=layer.gate, order=layer.order, expert=layer.experts, exchange=Alone())
+        MoELayer(gate=layer.gate, permutation=layer.permutation, expert=layer.experts, exchange=Alone())
 
 
 @pytest.mark.parametrize("part", ["experts", "gate"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import GateSums, Tokens, count_choices, sum_by_sample, sum_z
+from penstock.moe.choices import RouterSums, Tokens, count_choices, sum_by_sample, sum_z
 
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
 """Samples, tokens per sample, experts."""
@@ -37,7 +37,7 @@ def test_choices_are_counted_by_sample(size: tuple[int, int, int], top_k: int, s
     counts = count_choices(experts_Tk, samples, num_experts)
     assert counts.dtype == torch.int64
     assert counts.tolist() == expected
-    assert GateSums(counts, torch.zeros(1), torch.zeros(1)).chosen_E.tolist() == [
+    assert RouterSums(counts, torch.zeros(1), torch.zeros(1)).chosen_E.tolist() == [
         sum(column) for column in zip(*expected, strict=True)
     ]
 

@@ -101,7 +101,7 @@ def test_chunks_do_not_change_the_result(config: MoEConfig, count: int, chunks: 
         routes = maker.from_pair(counts, counts)
     pieces = routed.rows_RM.split(list(routed.plan.chunk_rows))
     outputs = [layer.expert_rows(rows, route) for rows, route in zip(pieces, routes.slices, strict=True)]
-    out_TM = layer.unorder(torch.cat(outputs), routed.weights, routed.plan)
+    out_TM = layer.unpermute(torch.cat(outputs), routed.weights, routed.plan)
     torch.testing.assert_close(out_TM, layer(x_TM))
 
 

@@ -13,8 +13,8 @@ from penstock.moe import (
     ExpertBias,
     GeluExperts,
     MoELayer,
-    SigmoidGate,
-    SortOrder,
+    SigmoidRouter,
+    SortPermutation,
     build_layer,
     update_expert_biases,
 )
@@ -93,8 +93,8 @@ def evaluate(model: nn.Module) -> None:
 
 def test_the_moved_bias_steers_the_next_choice() -> None:
     layer = MoELayer(
-        gate=SigmoidGate(HIDDEN, EXPERTS, 2, bias=ExpertBias(EXPERTS, RATE)),
-        order=SortOrder(EXPERTS),
+        gate=SigmoidRouter(HIDDEN, EXPERTS, 2, bias=ExpertBias(EXPERTS, RATE)),
+        permutation=SortPermutation(EXPERTS),
         expert=GeluExperts(HIDDEN, 5, EXPERTS),
     )
     drawn(layer)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.moe import ModuleExperts, MoEConfig, MoELayer, SoftmaxGate, SortOrder, build_layer
+from penstock.moe import ModuleExperts, MoEConfig, MoELayer, SoftmaxRouter, SortPermutation, build_layer
 from tests.support.alone import (
     AUX,
     EXPERTS,
@@ -185,8 +185,8 @@ def test_another_precision(kind: str) -> None:
 def test_between_other_modules() -> None:
     """In a Sequential, an input that needs no gradient, modules as experts."""
     layer = MoELayer(
-        gate=SoftmaxGate(HIDDEN, EXPERTS, 2),
-        order=SortOrder(EXPERTS),
+        gate=SoftmaxRouter(HIDDEN, EXPERTS, 2),
+        permutation=SortPermutation(EXPERTS),
         expert=ModuleExperts(
             lambda: nn.Sequential(nn.Linear(HIDDEN, 7), nn.Tanh(), nn.Linear(7, HIDDEN)), EXPERTS
         ),

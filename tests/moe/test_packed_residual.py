@@ -22,7 +22,7 @@ def block(layer: MoELayer, norm: nn.Module, residual_TM: Tensor, known: Tokens) 
     routed = layer.route(norm(residual_TM), known)
     route = route_of(routed.plan.counts_CN)
     rows_RM = layer.expert_rows(routed.rows_RM, route)
-    return residual_TM + layer.unorder(rows_RM, routed.weights, routed.plan)
+    return residual_TM + layer.unpermute(rows_RM, routed.weights, routed.plan)
 
 
 def carried(layer: MoELayer, norm: nn.Module, residual_TM: Tensor, known: Tokens) -> Tensor:
@@ -30,7 +30,7 @@ def carried(layer: MoELayer, norm: nn.Module, residual_TM: Tensor, known: Tokens
     routed = layer.route(norm(residual_TM), known, 1, ResidualRows(residual_TM))
     route = route_of(routed.plan.counts_CN)
     rows_RM = given_back(routed.rows_RM, norm, partial(layer.expert_rows, route=route), residual=True)
-    return layer.unorder(rows_RM, None, routed.plan)
+    return layer.unpermute(rows_RM, None, routed.plan)
 
 
 def route_of(counts_CN: Tensor | None) -> ChunkRoute:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from math import lcm
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config import ConfigError
-from penstock.cost import ClusterConfig, ProfiledCluster
+from penstock.config import ConfigError, Table
+from penstock.cost import ClusterConfig, ProfiledCluster, StepCost
 from penstock.cost.cluster_file import TaskModel
-from penstock.decision import Decision, Movable
-from penstock.decision.record import TRIED_SLICES
-from penstock.graph import ScheduleError
+from penstock.decision import Decision, Field, Movable, register, unregister
+from penstock.decision.record import FIELDS, TRIED_SLICES
+from penstock.graph import Graph, ScheduleError
+from penstock.mesh import Group
+from penstock.ops import Op
 from penstock.placement import Replication
 from penstock.plan import MemoryBudget, Problem, estimate_memory, predict_s
 from penstock.plan.bound import QuickBounds
@@ -25,6 +29,9 @@ from penstock.plan.moving import with_routing
 from penstock.plan.predict import bound
 from penstock.plan.room import Room
 from penstock.plan.space import neighbours, space
+from penstock.schedule import SCHEDULES, StepPlan
+from penstock.step.passes import WeightGradients
+from penstock.step.stages import Stage
 from penstock.workloads import RoutingConfig
 from tests.plan.problems import FILE, every_kind, problem
 from tests.support.draws import draws
@@ -76,13 +83,58 @@ def asked(each: Problem, choices: list[Decision], memory: MemoryBudget) -> list[
     return [answers(each, bounds, room, choice) for choice in choices]
 
 
+@dataclass(frozen=True)
+class NearCounts:
+    """Counts of the last layer are exchanged inside nodes: that layer is no longer like others."""
+
+    name: ClassVar[str] = "near_counts"
+    stage: ClassVar[Stage] = Stage.SETTLE
+
+    def __call__(self, graph: Graph) -> Graph:
+        last = max((task.layer for task in graph.tasks if task.op == Op.COUNTS), default=0)
+        return Graph.of(
+            replace(task, axes=Group.NODE) if task.op == Op.COUNTS and task.layer == last else task
+            for task in graph.tasks
+        )
+
+
+@pytest.fixture
+def own_decisions() -> Iterator[None]:
+    """Decisions from outside of the package, which have only a field each."""
+    passes = {"late_weights": WeightGradients, "near_counts": NearCounts}
+    for name, each in passes.items():
+        register(
+            Field(
+                name=name,
+                type=bool,
+                default=False,
+                values=lambda *_: (False, True),
+                passes=lambda value, each=each: (each(),) if value else (),  # type: ignore[misc]
+            )
+        )
+    yield
+    for name in passes:
+        unregister(name)
+
+
+def apart(each: Problem, first: Decision, rng: Any) -> list[Decision]:
+    """Decisions that differ from the first in one field each, for every field that has another value."""
+    found = []
+    for name, field in FIELDS.items():
+        others = [value for value in field.values(each, first) if value != first.value(name)]
+        found += [first.deciding(name, rng.choice(others))] if others else []
+    return found
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_decisions")
 @draws(12)
 @given(routed(), st.randoms(use_true_random=False))
 def test_no_answer_depends_on_what_was_asked_before(each: Problem, rng: Any) -> None:
+    """Also of decisions that are possible with no other, and of those that were registered outside."""
     first = rng.choice(list(space(each)))
-    near = list(neighbours(each, first))
-    choices = [first, *rng.sample(near, min(4, len(near)))]
+    near = [*neighbours(each, first), *apart(each, first, rng)]
+    choices = [first, *rng.sample(near, min(5, len(near)))]
     memory = MemoryBudget(bytes=estimate_memory(each, Decision(dispatch=each.dispatches[0])).total_bytes)
     alone = []
     for choice in choices:
@@ -91,6 +143,80 @@ def test_no_answer_depends_on_what_was_asked_before(each: Problem, rng: Any) -> 
     order = rng.sample(range(len(choices)), len(choices))
     together = asked(replace(each), [choices[i] for i in order], memory)
     assert together == [alone[i] for i in order]
+
+
+def worked_out(each: Problem, choice: Decision, plan: StepPlan) -> list[list[float]]:
+    """The same on ranks that are alike, without anything that is kept."""
+    alone = StepCost(plan.shape, each.workload_of(choice), each.cluster)
+    prices = (alone.compute_s if task.lane.computes else alone.communication_s for task in plan.graph.tasks)
+    return [[price(task)] for price, task in zip(prices, plan.graph.tasks, strict=True)]
+
+
+def seconds_of(each: Problem, choice: Decision, plan: StepPlan) -> list[list[float]]:
+    """What every task costs on every rank."""
+    cost = each.cost(choice, plan.shape)
+    return [np.atleast_1d(cost(task)).tolist() for task in plan.graph.tasks]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_decisions")
+@draws(20)
+@given(every_kind(), st.randoms(use_true_random=False))
+def test_a_price_that_is_kept_is_that_of_the_task(each: Problem, rng: Any) -> None:
+    """Whatever choices were priced before, and however many layers are alike."""
+    each = replace(each, slowness=())
+    first = rng.choice(list(space(each)))
+    for choice in [first, *apart(each, first, rng)]:
+        try:
+            plan = each.plan(choice)
+        except (ScheduleError, ConfigError):
+            continue
+        assert seconds_of(each, choice, plan) == worked_out(each, choice, plan), choice.words
+
+
+@pytest.mark.usefixtures("own_decisions")
+def test_layers_that_a_pass_of_ones_own_treats_differently_have_prices_of_their_own() -> None:
+    each, choice = problem((True,) * 3), Decision(more=Table({"near_counts": True}))
+    plan = each.plan(choice)
+    prices = seconds_of(each, choice, plan)
+    assert prices == worked_out(each, choice, plan)
+    assert len({prices[i][0] for i, task in enumerate(plan.graph.tasks) if task.op == Op.COUNTS}) == 2
+
+
+@pytest.mark.slow
+@draws(60)
+@given(every_kind(), st.randoms(use_true_random=False))
+def test_a_field_affects_no_more_than_it_says(each: Problem, rng: Any) -> None:
+    """Else a key that is derived from it would be one of several answers."""
+    first = rng.choice(list(space(each)))
+    for other in apart(each, first, rng):
+        (field,) = (field for name, field in FIELDS.items() if other.value(name) != first.value(name))
+        try:
+            plan, cut = each.plan(first), each.cut(other)
+        except (ScheduleError, ConfigError):
+            continue
+        if "cut" not in field.affects:
+            assert cut == plan.shape, field.name
+        if "cost" not in field.affects:
+            one, two = (seconds_of(replace(each), choice, plan) for choice in (first, other))
+            assert one == two, field.name
+        if "order" not in field.affects:
+            cost, order = each.cost(first, plan.shape), SCHEDULES[other.schedule].order
+            assert order(plan.graph, cost, other) == plan.schedule, field.name
+        if "memory" not in field.affects:
+            assert estimate_memory(replace(each), first) == estimate_memory(replace(each), other), field.name
+
+
+@pytest.mark.usefixtures("own_decisions")
+def test_a_key_has_what_counts_and_no_more() -> None:
+    """A decision from outside counts for everything unless its field says otherwise."""
+    late = Table({"late_weights": True})
+    choice = Decision(schedule="penstock", chunks=2, priority="critical_path", comm_dtype="int8", more=late)
+    assert choice.affecting("cost") == Decision(comm_dtype="int8", more=late)
+    assert choice.affecting("cut", "cost") == replace(choice, priority="search")
+    assert choice.affecting("cut", "cost", "order") == choice
+    FIELDS["late_weights"] = replace(FIELDS["late_weights"], affects=("cut",))
+    assert choice.affecting("cost") == Decision(comm_dtype="int8")
 
 
 @pytest.mark.slow

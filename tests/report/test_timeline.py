@@ -21,7 +21,7 @@ compute  AT0━━━━━━━━·····X0━━━━━━━━━━�
 inter    ···········D0━━━···········C0━━━━━···········  26 %
 ms       └0         └20        └40        └60
 
-compute  AT  attention, router and order (a dense block: all
+compute  AT  attention, router, permute (a dense block: all
              of it)
          X   expert computation
 inter    N   exchange of tokens per expert

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import penstock
 from penstock.lab.virtual import VirtualConfig, build_virtual
-from penstock.moe import GeluExperts, MoELayer, SoftmaxGate, SortOrder
+from penstock.moe import GeluExperts, MoELayer, SoftmaxRouter, SortPermutation
 from penstock.runtime.expert_parallel.exchange import ExpertParallel
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
@@ -78,8 +78,8 @@ def use_layers() -> None:
     exchange = ExpertParallel(num_experts=4)
     layers = [
         MoELayer(
-            gate=SoftmaxGate(16, 4, 2),
-            order=SortOrder(4),
+            gate=SoftmaxRouter(16, 4, 2),
+            permutation=SortPermutation(4),
             expert=GeluExperts(16, 8, 2),
             exchange=exchange,
         )

@@ -39,7 +39,7 @@ def test_the_first_task_of_each_kind_finds_nothing_that_runs() -> None:
     first, *later = pool.run(waits_by_step, case)[0]
     pool.close()
     assert (
-        first >= len({Op.EMBED, Op.ATTENTION, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.UNORDER, Op.HEAD}) * 2
+        first >= len({Op.EMBED, Op.ATTENTION, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.UNPERMUTE, Op.HEAD}) * 2
     )
     assert later == [0, 0]
 

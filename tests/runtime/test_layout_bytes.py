@@ -96,7 +96,7 @@ def backward(name: str, sizes: Sizes) -> dict[str, Elements]:
 
 def split(name: str, expected: dict[str, Elements], sizes: Sizes, phase: Phase) -> dict[str, Elements]:
     """With every token on one rank between blocks: gate and experts of S1 and FSMoE have them as they are;
-    the gate of the others has what attention has gathered, and gradients after un-order are gathered."""
+    the gate of the others has what attention has gathered, and gradients after unpermute are gathered."""
     kept = {op: size for op, size in expected.items() if op not in EDGES}
     gathers = name in ("baseline_esp", "parm_s2") and phase is Phase.BACKWARD
     return {**kept, "US": sizes.tokens(sizes.BLM)} if gathers else kept

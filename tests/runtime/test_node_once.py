@@ -15,7 +15,7 @@ from penstock.autotune.problem import candidates
 from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
 from penstock.mesh import Axes, Group, node_of
-from penstock.moe import GeluExperts, MergedOrder, MoELayer, SoftmaxGate, SortOrder
+from penstock.moe import GeluExperts, MergedPermutation, MoELayer, SoftmaxRouter, SortPermutation
 from penstock.moe.choices import TokenChoice
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime.transport.groups import GroupTransport
@@ -90,20 +90,23 @@ def test_bytes_are_those_that_the_choices_ask_for(ranks: Pools, gate: str) -> No
 
 
 def layer_of(**parts: Any) -> Callable[[], MoELayer]:
-    usual = {"gate": SoftmaxGate(4, 8, 2), "expert": GeluExperts(4, 4, 2), "ep_size": 4, "ep_rank": 1}
+    usual = {"gate": SoftmaxRouter(4, 8, 2), "expert": GeluExperts(4, 4, 2), "ep_size": 4, "ep_rank": 1}
     return lambda: MoELayer(**{**usual, **parts})
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (layer_of(order=SortOrder(8), dispatch=JOINED), "SortOrder makes one for each: use MergedOrder"),
         (
-            layer_of(order=MergedOrder(8, 2, 4, node_size=2, rank=1)),
+            layer_of(permutation=SortPermutation(8), dispatch=JOINED),
+            "SortPermutation makes one for each: use MergedPermutation",
+        ),
+        (
+            layer_of(permutation=MergedPermutation(8, 2, 4, node_size=2, rank=1)),
             'use dispatch="node_once", or node_size=1',
         ),
-        (lambda: MergedOrder(1040, 2, 4, node_size=2), "exact up to 256.*520"),
-        (lambda: MergedOrder(36, 2, 36, node_size=9), "at most 8 ranks"),
+        (lambda: MergedPermutation(1040, 2, 4, node_size=2), "exact up to 256.*520"),
+        (lambda: MergedPermutation(36, 2, 36, node_size=9), "at most 8 ranks"),
     ],
 )
 def test_parts_that_do_not_fit_say_why(make: Callable[[], object], why: str) -> None:

@@ -17,7 +17,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "softmax sort": {},
     "softmax merged": {"one_copy_per_rank": True},
     "softmax index": CAPACITY,
-    "softmax einsum": {"order": "einsum", **CAPACITY},
+    "softmax einsum": {"permutation": "einsum", **CAPACITY},
     "raw softmax": {"norm_topk_prob": False, "shared_ffn_hidden_size": 3},
     "cosine": {"gate": "cosine", "gate_proj_size": 5},
     "deepseek": {

@@ -46,11 +46,11 @@ GATES: dict[str, dict[str, Any]] = {
     "soft": {"gate": "soft", "slots_per_expert": 3},
 }
 ORDERS: dict[str, dict[str, Any]] = {
-    "sort": {"order": "sort"},
-    "merged": {"order": "sort", "one_copy_per_rank": True},
-    "index": {"order": "index", "capacity_factor": 0.75, "min_capacity": 1},
-    "einsum": {"order": "einsum", "capacity_factor": 0.75, "min_capacity": 1},
-    "soft slots": {"order": "einsum"},
+    "sort": {"permutation": "sort"},
+    "merged": {"permutation": "sort", "one_copy_per_rank": True},
+    "index": {"permutation": "index", "capacity_factor": 0.75, "min_capacity": 1},
+    "einsum": {"permutation": "einsum", "capacity_factor": 0.75, "min_capacity": 1},
+    "soft slots": {"permutation": "einsum"},
 }
 NOT_BY_TOKEN = ("expert_choice", "soft")
 TO_JOIN = ("sort", "index")

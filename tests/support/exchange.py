@@ -13,22 +13,22 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.features.dispatch import DISPATCHES
 from penstock.moe import (
-    EinsumOrder,
+    EinsumPermutation,
     ExpertBias,
-    ExpertChoiceGate,
+    ExpertChoiceRouter,
     Experts,
-    Gate,
     GeluExperts,
     Hook,
-    IndexOrder,
-    MergedOrder,
+    IndexPermutation,
+    MergedPermutation,
     ModuleExperts,
     MoELayer,
-    Order,
+    Permutation,
+    Router,
     SharedExpert,
-    SigmoidGate,
-    SoftmaxGate,
-    SortOrder,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SortPermutation,
     SwiGLUExperts,
 )
 from penstock.moe.config import BalanceGroup
@@ -112,25 +112,25 @@ class Bent(Hook):
         return rows_RM.square()
 
 
-def gate_of(case: Case) -> Gate:
+def gate_of(case: Case) -> Router:
     if case.gate == "expert_choice":
-        return ExpertChoiceGate(HIDDEN, EXPERTS, top_k=CHOICES, **CAPACITY)  # type: ignore[arg-type]
+        return ExpertChoiceRouter(HIDDEN, EXPERTS, top_k=CHOICES, **CAPACITY)  # type: ignore[arg-type]
     if case.gate == "sigmoid":
-        return SigmoidGate(HIDDEN, EXPERTS, CHOICES, bias=ExpertBias(EXPERTS, RATE))
-    return SoftmaxGate(HIDDEN, EXPERTS, CHOICES)
+        return SigmoidRouter(HIDDEN, EXPERTS, CHOICES, bias=ExpertBias(EXPERTS, RATE))
+    return SoftmaxRouter(HIDDEN, EXPERTS, CHOICES)
 
 
-def order_of(case: Case, ep_size: int, ep_rank: int) -> Order:
+def order_of(case: Case, ep_size: int, ep_rank: int) -> Permutation:
     if case.dispatch == "node_once":
         assert case.order in ("merged", "index"), "rows for one expert cannot be joined"
         slots = CAPACITY if case.order == "index" else {}
-        joined = partial(MergedOrder, EXPERTS, CHOICES, ep_size, node_size=case.node or 1, rank=ep_rank)
+        joined = partial(MergedPermutation, EXPERTS, CHOICES, ep_size, node_size=case.node or 1, rank=ep_rank)
         return joined(**slots)  # type: ignore[arg-type]  # a table of settings
     if case.order == "merged":
-        return MergedOrder(EXPERTS, CHOICES, ep_size)
+        return MergedPermutation(EXPERTS, CHOICES, ep_size)
     if case.order == "sort":
-        return SortOrder(EXPERTS)
-    made = IndexOrder if case.order == "index" else EinsumOrder
+        return SortPermutation(EXPERTS)
+    made = IndexPermutation if case.order == "index" else EinsumPermutation
     return made(EXPERTS, **CAPACITY)  # type: ignore[arg-type]  # a table of settings
 
 
@@ -145,7 +145,7 @@ def model_of(case: Case, exchange: ExpertParallel | None) -> Model:
     ep_size = 1 if exchange is None else exchange.ep_size
     layer = MoELayer(
         gate=gate_of(case),
-        order=order_of(case, ep_size, 0 if exchange is None else exchange.ep_rank),
+        permutation=order_of(case, ep_size, 0 if exchange is None else exchange.ep_rank),
         expert=experts_of(case, EXPERTS // ep_size),
         dispatch=DISPATCHES[case.dispatch],
         hooks=(Bent(),) if case.hooked else (),

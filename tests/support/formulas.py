@@ -95,6 +95,6 @@ FORMULAS: dict[str, Callable[[MoELayer, Tensor], Tensor]] = {
     "experts": squared_relu,
     "module": modules,
     "hook": clipped,
-    "order": surest_first,
+    "permutation": surest_first,
     "dispatch": usual,
 }

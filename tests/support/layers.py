@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.features.dispatch import DISPATCHES
 from penstock.moe import ModuleExperts, MoELayer
-from penstock.moe.build import build_gate, build_layer, build_order, build_shared, dispatch_of
+from penstock.moe.build import build_layer, build_permutation, build_router, build_shared, dispatch_of
 from penstock.moe.experts import ExpertShard
 from penstock.topology import Layout
 from tests.support.placed import placement_of
@@ -23,8 +23,8 @@ def module_layer(case: Case, layout: Layout, layer: int) -> MoELayer:
     """The case's layer with experts that nobody knows."""
     config, hidden, ep_size = case.moe, case.model.hidden_size, layout.ep_size
     return MoELayer(
-        gate=build_gate(hidden, config, layer),
-        order=build_order(config, ep_size, ep_rank=layout.ep_rank, node_size=layout.ep_node_size),
+        gate=build_router(hidden, config, layer),
+        permutation=build_permutation(config, ep_size, ep_rank=layout.ep_rank, node_size=layout.ep_node_size),
         expert=ModuleExperts(partial(Tanh, hidden), config.num_experts // ep_size),
         dispatch=DISPATCHES[dispatch_of(config)],
         shared=build_shared(hidden, config),

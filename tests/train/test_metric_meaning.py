@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.autotune import Autotuner
 from penstock.config import load
-from penstock.moe.routers import Gate
+from penstock.moe.routers import Router
 from penstock.topology.join import ALONE
 from penstock.train.batches import Batch
 from penstock.train.config import RunConfig
@@ -114,7 +114,7 @@ def test_tokens_per_second_counts_the_tokens_that_were_there(
 def test_dropped_choices_are_those_beyond_the_slots_of_their_expert(tmp_path: Path) -> None:
     """Counted by hand from what gates chose, microbatch by microbatch."""
     trainer = trainer_of(tmp_path, "global", "moe.capacity_factor=0.75", "moe.min_capacity=1")
-    gates = [module for module in trainer.stack.model.modules() if isinstance(module, Gate)]
+    gates = [module for module in trainer.stack.model.modules() if isinstance(module, Router)]
     chosen: list[list[Tensor]] = [[] for _ in gates]
     for each, gate in zip(chosen, gates, strict=True):
         gate.register_forward_hook(lambda _, given, choice, each=each: each.append(choice.experts_Tk))

@@ -52,7 +52,7 @@ OTHER: dict[str, Any] = {
     "moe.capacity_factor": 2.0,
     "moe.min_capacity": 9,
     "moe.slots_per_expert": 9,
-    "moe.order": "einsum",
+    "moe.permutation": "einsum",
     "moe.dispatch": "flat",
     "moe.one_copy_per_rank": True,
     "moe.bound_factor": 1.5,

@@ -31,9 +31,9 @@ from penstock.features.dispatch import find_dispatch
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer
-from penstock.moe.build import build_hooks, build_order
+from penstock.moe.build import build_hooks, build_permutation
 from penstock.moe.experts import ExpertShard
-from penstock.moe.permute.sort import SortOrder
+from penstock.moe.permute.sort import SortPermutation
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.clip import follow_torch
@@ -151,7 +151,7 @@ def scheduled(
                 machinery,
                 MoELayer(
                     gate=moe.gate,
-                    order=SortOrder(moe.num_experts),
+                    permutation=SortPermutation(moe.num_experts),
                     expert=moe.experts,
                     ep_size=moe.ep_size,
                     ep_rank=moe.ep_rank,
@@ -331,7 +331,7 @@ def _layers(
         cut.rows = ModelExperts(cut.experts, placement.slots, found.family.form, shard)
         moe = MoELayer(
             gate=CutGate(found.num_experts, cut),
-            order=build_order(config, ep_size, ep_rank=ep_rank, node_size=node_size),
+            permutation=build_permutation(config, ep_size, ep_rank=ep_rank, node_size=node_size),
             expert=cut.rows,
             dispatch=config.dispatch,
             hooks=build_hooks(found.family.form.entering(core_of(cut.experts)), config),

@@ -19,8 +19,8 @@ from penstock.families.adapters import check_adapters, core_of, settle
 from penstock.families.experts import ModelExperts
 from penstock.families.family import Family
 from penstock.families.forms import RouterCall
-from penstock.moe.choices import GateSums, TokenChoice, Tokens, count_choices, sum_by_sample
-from penstock.moe.routers import Gate
+from penstock.moe.choices import RouterSums, TokenChoice, Tokens, count_choices, sum_by_sample
+from penstock.moe.routers import Router
 
 Spreads = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps tokens [T, M], choices [T, k] and weights [T, k] to the sum of the experts' outputs [T, M]."""
@@ -227,8 +227,8 @@ class Cut:
         return out
 
 
-class CutGate(Gate):
-    """A gate that returns the choice of the model's own router."""
+class CutGate(Router):
+    """A router that returns the choice of the model's own router."""
 
     kind = "token"
 
@@ -249,7 +249,7 @@ class CutGate(Gate):
             judged = replace(tokens, valid_T=caught.attended_T)
             counted_Tk = _without_padding(probability_TE.topk(self.top_k, dim=-1).indices, judged)
             probability_BE = sum_by_sample(probability_TE, judged)
-        sums = GateSums(
+        sums = RouterSums(
             chosen_BE=count_choices(counted_Tk, tokens.samples, self.num_experts),
             probability_BE=probability_BE,
             z=x_TM.new_zeros(()),

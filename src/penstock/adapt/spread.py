@@ -19,7 +19,7 @@ from penstock.features.dispatch import find_dispatch
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
-from penstock.moe.permute.sort import SortOrder
+from penstock.moe.permute.sort import SortPermutation
 from penstock.runtime import Machinery
 from penstock.runtime.transport.legs import Later, exchange_counts, send_home, send_out
 
@@ -63,8 +63,8 @@ class Spread:
         return next(self._moe.experts.parameters()).dtype
 
     def _exchanged(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        order, transport = self._moe.order, self._machinery.transports.of(Lane.INTER, Group.EXPERT)
-        assert isinstance(order, SortOrder)
+        order, transport = self._moe.permutation, self._machinery.transports.of(Lane.INTER, Group.EXPERT)
+        assert isinstance(order, SortPermutation)
         plan = order.arrange(experts_Tk, (len(x_TM),), masked=False)
         assert plan.counts_CN is not None
         route = Later.of(exchange_counts(plan.counts_CN, self._maker, transport)).slices[0]
@@ -74,7 +74,7 @@ class Spread:
         rows_RM = self._moe.expert_rows(rows_RM, route)
         for leg in reversed(route.legs):
             rows_RM = send_home(rows_RM, leg, transport)
-        return order.unorder(rows_RM, weights_Tk, plan)
+        return order.unpermute(rows_RM, weights_Tk, plan)
 
 
 class NarrowSpread(Spread):

@@ -28,8 +28,8 @@ from penstock.step.shape import FORM_TOKENS
 class StepCost:
     """`cost(task)` in seconds, the same on all ranks. Tasks that are alike are computed once.
 
-    shared: seconds of tasks in other cuts of the same step, with the same workload, cluster, layers, form of
-    experts' shards and replica slots; the cost adds its own.
+    shared: seconds of tasks in other cuts of the same step, with the same workload and cluster; the cost adds
+    its own.
     """
 
     shape: StepShape
@@ -54,11 +54,13 @@ class StepCost:
     def _of_alike(self, task: Task) -> float:
         layer, op, phase, microbatch, chunk, piece = task.name
         samples = None if microbatch is None else self._samples[microbatch]
-        alike = (self._kinds[layer], op, phase, samples, chunk, piece)
+        alike: tuple[object, ...] = self._kinds[layer], op, phase, samples, chunk, piece
+        if self.shape.more:  # passes of one's own may treat layers differently that are alike
+            alike = (*alike, task.lane, task.axes, task.cut, tuple(task.inputs))
         known = self._alike.get(alike)
         if known is None:
-            kind = self._layers[layer]
-            key = op, phase, samples, chunk, piece, task.axes, task.cut, self.shape.packed_residual, kind
+            facts = task.lane, task.axes, task.cut, tuple(task.inputs)
+            key = self._layers[layer], op, phase, samples, chunk, piece, facts
             known = self.shared.get(key)
             if known is None:
                 computes = task.lane.computes
@@ -68,8 +70,11 @@ class StepCost:
 
     @cached_property
     def _layers(self) -> list[tuple[object, ...]]:
-        """For every layer, what distinguishes it from others, however it is cut."""
-        return list(zip(self.shape.moe_layers, *self._gradients.values(), strict=True))
+        """For every layer, what prices its tasks, however it is cut."""
+        shape = self.shape
+        common = shape.expert_form, shape.replica_slots, shape.packed_residual
+        kinds = zip(shape.moe_layers, *self._gradients.values(), strict=True)
+        return [(*kind, *common) for kind in kinds]
 
     @cached_property
     def _samples(self) -> tuple[int, ...]:

@@ -6,9 +6,10 @@ and descriptions of plans their words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as given
+from functools import cache
 from itertools import chain
 from math import lcm
 from typing import Annotated, Any, Final, Literal, Self
@@ -29,7 +30,7 @@ from penstock.features.expert_replicas.feature import (
     Split,
 )
 from penstock.features.expert_sharding.feature import EXPERT_FORM, expert_forms
-from penstock.features.field import READERS, Asked, Field
+from penstock.features.field import READERS, Asked, Effect, Field, Unsearched
 from penstock.features.recompute.feature import RECOMPUTE
 from penstock.features.sample_placement.feature import SAMPLES, SampleMoves
 from penstock.step.shape import ExpertForm, Recompute
@@ -96,7 +97,9 @@ def _chunk_words(choice: Decision) -> str:
     return f"{counted(forward, 'forward chunk')} and {counted(backward, 'backward chunk')}"
 
 
-SCHEDULE = Field(values=_schedules, head="schedule", cell=lambda d: d.schedule)
+SCHEDULE = Field(
+    values=_schedules, head="schedule", cell=lambda d: d.schedule, affects=("cut", "order", "memory")
+)
 MICROBATCHES = Field(
     values=lambda asked, _: [
         n for n in range(1, min(asked.batch, MOST_MICROBATCHES) + 1) if asked.batch % n == 0
@@ -105,6 +108,7 @@ MICROBATCHES = Field(
     head="R",
     cell=lambda d: str(d.microbatches),
     cuts=True,
+    affects=("cut", "memory"),
     always=False,
 )
 CHUNK_NUMBERS = Field(
@@ -113,12 +117,14 @@ CHUNK_NUMBERS = Field(
     head="chunks",
     cell=lambda d: "{}/{}".format(*d.degrees),
     cuts=True,
+    affects=("cut",),
     always=False,
 )
 BACKWARD_CHUNKS = Field(
     values=lambda asked, choice: [
         n for n in _chunks(asked, choice) if lcm(choice.chunks or 1, n) <= TRIED_SLICES
     ],
+    affects=("cut",),
     always=False,
 )
 ALL_REDUCE = Field(
@@ -127,6 +133,7 @@ ALL_REDUCE = Field(
     head="all-reduce",
     cell=lambda d: mib(d.all_reduce_chunk_bytes),
     cuts=True,
+    affects=("cut",),
     always=False,
 )
 PRIORITY = Field(
@@ -135,6 +142,7 @@ PRIORITY = Field(
     head="order",
     cell=lambda d: ORDERS[d.priority][1],
     unread="fixed",
+    affects=("order",),
     always=False,
 )
 
@@ -182,7 +190,7 @@ class Decision:
     """Experts of other ranks that a rank has room for in every MoE layer, where experts move."""
     split: Annotated[Split, SPLIT] = "auto"
     """By which loads rows are shared among replicas."""
-    partition: Partition | None = None
+    partition: Annotated[Partition | None, Unsearched(("cut", "order"))] = None
     """The gradients in each gap, for fsmoe; none = all of a layer's in the next gap below."""
     more: Annotated[Table, Items(100, "one per registered decision")] = NOTHING
     """A table of decisions that your own code registered, such as `schedule.more.late_weights=true`
@@ -206,6 +214,18 @@ class Decision:
         if value != FIELDS[name].default:
             more[name] = value
         return replace(self, more=Table(more))
+
+    def affecting(self, *effects: Effect, **others: Any) -> Self:
+        """Return the decision with the defaults of all fields that have none of these effects.
+
+        Whatever is worked out of a decision and kept has this as its key: what it depends on, and no more.
+        others: fields with another value than that.
+        """
+        left_out = {name: usual for name, usual in _without(effects).items() if getattr(self, name) != usual}
+        if self.more:
+            kept = {name: value for name, value in self.more if _affects(FIELDS[name].affects, effects)}
+            left_out["more"] = Table(kept)
+        return replace(self, **{**left_out, **others}) if left_out or others else self
 
     def with_placement(self, placement: PlacementConfig) -> Self:
         """Return the decision with what section `[placement]` says; what that leaves open does not move."""
@@ -281,6 +301,21 @@ class Decision:
                 hint = "Set it beside more." if name in BUILT_IN else hint
                 raise ConfigError(f"more.{name}", value, "no such decision is registered", hint)
             check_value(FIELDS[name].type, value, f"more.{name}")
+
+
+def _affects(affects: Iterable[Effect], effects: Iterable[Effect]) -> bool:
+    return not set(effects).isdisjoint(affects)
+
+
+@cache
+def _without(effects: tuple[Effect, ...]) -> Mapping[str, Any]:
+    """Return the defaults of the decision's own fields that have none of these effects."""
+    return {
+        name: getattr(Decision, name)
+        for name, tp in types_of(Decision).items()
+        for mark in getattr(tp, "__metadata__", ())
+        if isinstance(mark, Field | Unsearched) and not _affects(mark.affects, effects)
+    }
 
 
 def _crumbles(forward: int, backward: int) -> bool:

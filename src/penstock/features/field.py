@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from penstock.ops.gradients import KindName
 from penstock.step.shape import ExpertForm, Recompute, StepShape
@@ -147,6 +147,18 @@ READERS: dict[str, Reader] = {}
 """The schedules, as far as decisions go; `schedule.SCHEDULES` is the same table with their methods."""
 
 
+Effect = Literal["cut", "cost", "order", "memory"]
+"""What is worked out of a decision: which tasks a step has, the seconds of a task beside how the step is cut,
+the order of tasks whose seconds are known, and the bytes that a rank needs."""
+
+
+@dataclass(frozen=True)
+class Unsearched:
+    """What depends on a field of a decision that no search varies; see `Field.affects`."""
+
+    affects: tuple[Effect, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Field:
     """One decision, declared once.
@@ -155,6 +167,8 @@ class Field:
     words: the decision in a sentence, "" = it is not mentioned; None = it is described with another. head,
     cell: its column in the table of plans; unread: the cell where its schedule does not read it. cuts: how
     finely the step is cut.
+    affects: what depends on it. Whatever is kept of other choices has a key that is derived from this: less
+    than everything lets more be kept, and all that it leaves out must really be the same.
     always: every schedule reads it, not only those that declare it.
     may_be_left_out: a plan file need not contain it, since some files are older, and it has a column in the
     table of plans only where a plan has another value than the default.
@@ -169,6 +183,7 @@ class Field:
     cell: Callable[[Any], str] | None = None
     unread: str = "-"
     cuts: bool = False
+    affects: tuple[Effect, ...] = get_args(Effect)
     always: bool = True
     may_be_left_out: bool = False
     name: str = ""

@@ -20,11 +20,11 @@ from penstock.moe import (
     ExpertGroups,
     MoELayer,
     SharedExpert,
-    SigmoidGate,
-    SoftmaxGate,
-    SortOrder,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SortPermutation,
     SwiGLUExperts,
-    TokenGate,
+    TokenRouter,
 )
 from penstock.moe.exchange import Exchange
 from penstock.placement import ExpertPlacement
@@ -70,7 +70,7 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
             )
     layer = MoELayer(
         gate=kind.gate(source),
-        order=SortOrder(len(source.gate.weight)),
+        permutation=SortPermutation(len(source.gate.weight)),
         expert=_experts(source.experts, exchange),
         shared=_shared(source.shared_experts) if hasattr(source, "shared_experts") else None,
         exchange=exchange,
@@ -81,28 +81,28 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
 # ---- routers -----------------------------------------------------------------------------------------------
 
 
-def _mixtral_gate(block: Any) -> TokenGate:
+def _mixtral_router(block: Any) -> TokenRouter:
     """Return Mixtral's gate: softmax over all experts, top k, always renormalised."""
     jitter = _setting(block, "jitter_noise")
     if jitter:
         raise ValueError(f"jitter_noise = {jitter}: a layer has no multiplicative noise; set it to 0")
-    return _softmax_gate(block.gate, renormalise=True)
+    return _softmax_router(block.gate, renormalise=True)
 
 
-def _qwen_gate(block: Any) -> TokenGate:
+def _qwen_router(block: Any) -> TokenRouter:
     """Return the gate of Qwen3-MoE and OLMoE: softmax, top k, renormalised if norm_topk_prob says so."""
-    return _softmax_gate(block.gate, renormalise=bool(_setting(block.gate, "norm_topk_prob")))
+    return _softmax_router(block.gate, renormalise=bool(_setting(block.gate, "norm_topk_prob")))
 
 
-def _softmax_gate(router: Any, *, renormalise: bool) -> TokenGate:
+def _softmax_router(router: Any, *, renormalise: bool) -> TokenRouter:
     experts, hidden = router.weight.shape
     with on_meta():
-        gate = SoftmaxGate(hidden, experts, _setting(router, "top_k"), renormalise=renormalise)
+        gate = SoftmaxRouter(hidden, experts, _setting(router, "top_k"), renormalise=renormalise)
     gate.weight = _copy(router.weight, router.weight)
     return gate
 
 
-def _deepseek_gate(block: Any) -> TokenGate:
+def _deepseek_router(block: Any) -> TokenRouter:
     """Return DeepSeek-V3's gate: sigmoids; a bias and limited groups for the choice, not for the weights.
 
     Outside the best groups the choice sees minus infinity. transformers adds 1e-20 to the sum by which
@@ -112,7 +112,7 @@ def _deepseek_gate(block: Any) -> TokenGate:
     router = block.gate
     experts, hidden = router.weight.shape
     with on_meta():
-        gate = SigmoidGate(
+        gate = SigmoidRouter(
             hidden,
             experts,
             _setting(router, "top_k"),
@@ -212,12 +212,12 @@ class Block:
     """A class of transformers: names of all its parameters and buffers, and what makes its gate."""
 
     tensors: frozenset[str]
-    gate: Callable[[Any], TokenGate]
+    gate: Callable[[Any], TokenRouter]
 
 
 BLOCKS = {
-    "MixtralSparseMoeBlock": Block(ROUTED, _mixtral_gate),
-    "Qwen3MoeSparseMoeBlock": Block(ROUTED, _qwen_gate),
-    "OlmoeSparseMoeBlock": Block(ROUTED, _qwen_gate),
-    "DeepseekV3MoE": Block(DEEPSEEK, _deepseek_gate),
+    "MixtralSparseMoeBlock": Block(ROUTED, _mixtral_router),
+    "Qwen3MoeSparseMoeBlock": Block(ROUTED, _qwen_router),
+    "OlmoeSparseMoeBlock": Block(ROUTED, _qwen_router),
+    "DeepseekV3MoE": Block(DEEPSEEK, _deepseek_router),
 }

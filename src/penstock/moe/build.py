@@ -11,19 +11,19 @@ from penstock.moe.config import MoEConfig
 from penstock.moe.experts import ONE_SHARD, Experts, ExpertShard, GeluExperts, SharedExpert, SwiGLUExperts
 from penstock.moe.hooks import Bfloat16Rows, Hook, Int8Rows
 from penstock.moe.layer import MoELayer
-from penstock.moe.permute.einsum import EinsumOrder
-from penstock.moe.permute.merged import MergedOrder
-from penstock.moe.permute.sort import BoundedOrder, IndexOrder, Order, SortOrder
+from penstock.moe.permute.einsum import EinsumPermutation
+from penstock.moe.permute.merged import MergedPermutation
+from penstock.moe.permute.sort import BoundedPermutation, IndexPermutation, Permutation, SortPermutation
 from penstock.moe.routers import (
-    CosineGate,
+    CosineRouter,
     ExpertBias,
-    ExpertChoiceGate,
+    ExpertChoiceRouter,
     ExpertGroups,
-    Gate,
-    NoisyGate,
-    SigmoidGate,
-    SoftGate,
-    SoftmaxGate,
+    NoisyRouter,
+    Router,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SoftRouter,
 )
 from penstock.placement import ExpertPlacement
 
@@ -47,8 +47,8 @@ def build_layer(
     """
     placement = placement or ExpertPlacement.even(config.num_experts, ep_size)
     return MoELayer(
-        gate=build_gate(hidden_size, config, layer),
-        order=build_order(config, ep_size, ep_rank=ep_rank, node_size=node_size),
+        gate=build_router(hidden_size, config, layer),
+        permutation=build_permutation(config, ep_size, ep_rank=ep_rank, node_size=node_size),
         expert=build_experts(hidden_size, config, placement.slots, shard),
         dispatch=DISPATCHES[dispatch_of(config)],
         hooks=build_hooks(hidden_size, config),
@@ -65,10 +65,13 @@ def dispatch_of(config: MoEConfig) -> str:
     return "flat" if config.dispatch == "auto" else config.dispatch
 
 
-def build_order(config: MoEConfig, ep_size: int, *, ep_rank: int = 0, node_size: int = 1) -> Order:
-    """Build the order that `config.order` names, or that the dispatch needs. node_size: see `build_layer`."""
+def build_permutation(
+    config: MoEConfig, ep_size: int, *, ep_rank: int = 0, node_size: int = 1
+) -> Permutation:
+    """Build the permutation that `config.permutation` names, or that the dispatch needs. node_size: see
+    `build_layer`."""
     if DISPATCHES[dispatch_of(config)].joins_rows:
-        return MergedOrder(
+        return MergedPermutation(
             config.num_experts,
             config.top_k,
             ep_size,
@@ -77,15 +80,15 @@ def build_order(config: MoEConfig, ep_size: int, *, ep_rank: int = 0, node_size:
             capacity_factor=config.capacity_factor,
             min_capacity=config.min_capacity,
         )
-    if config.order_name == "sort":
+    if config.permutation_name == "sort":
         if config.one_copy_per_rank:
-            return MergedOrder(config.num_experts, config.top_k, ep_size)
+            return MergedPermutation(config.num_experts, config.top_k, ep_size)
         if config.bound_factor is not None:
-            return BoundedOrder(config.num_experts, config.bound_factor)
-        return SortOrder(config.num_experts)
-    order = IndexOrder if config.order_name == "index" else EinsumOrder
+            return BoundedPermutation(config.num_experts, config.bound_factor)
+        return SortPermutation(config.num_experts)
+    permutation = IndexPermutation if config.permutation_name == "index" else EinsumPermutation
     factor = config.capacity_factor or 1.0  # a soft gate brings its slots along
-    return order(config.num_experts, capacity_factor=factor, min_capacity=config.min_capacity)
+    return permutation(config.num_experts, capacity_factor=factor, min_capacity=config.min_capacity)
 
 
 def build_experts(
@@ -111,18 +114,18 @@ def build_hooks(hidden_size: int, config: MoEConfig) -> tuple[Hook, ...]:
     return (Bfloat16Rows() if config.comm_dtype == "bfloat16" else Int8Rows(hidden_size),)
 
 
-def build_gate(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
+def build_router(hidden_size: int, config: MoEConfig, layer: int) -> Router:
     """Build the gate that `config.gate` names. layer: its number, for noise."""
     experts, top_k, scale = config.num_experts, config.top_k, config.routed_scaling_factor
     match config.gate:
         case "expert_choice":
             assert config.capacity_factor is not None, "refused by the configuration"
             factor, least = config.capacity_factor, config.min_capacity
-            return ExpertChoiceGate(
+            return ExpertChoiceRouter(
                 hidden_size, experts, top_k=top_k, capacity_factor=factor, min_capacity=least, scale=scale
             )
         case "soft":
-            return SoftGate(hidden_size, experts, slots_per_expert=config.slots_per_expert)
+            return SoftRouter(hidden_size, experts, slots_per_expert=config.slots_per_expert)
     groups, rate = None, config.expert_bias_rate
     if config.expert_groups is not None:
         groups = ExpertGroups(groups=config.expert_groups[0], limit_to=config.expert_groups[1])
@@ -134,11 +137,11 @@ def build_gate(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
     }
     match config.gate:
         case "softmax":
-            return SoftmaxGate(hidden_size, experts, top_k, **options)
+            return SoftmaxRouter(hidden_size, experts, top_k, **options)
         case "noisy":
-            return NoisyGate(hidden_size, experts, top_k, place=layer, **options)
+            return NoisyRouter(hidden_size, experts, top_k, place=layer, **options)
         case "sigmoid":
-            return SigmoidGate(hidden_size, experts, top_k, **options)
+            return SigmoidRouter(hidden_size, experts, top_k, **options)
         case "cosine":
             width = min(config.gate_proj_size, hidden_size)
-            return CosineGate(hidden_size, experts, top_k, proj_size=width, **options)
+            return CosineRouter(hidden_size, experts, top_k, proj_size=width, **options)

@@ -17,7 +17,7 @@ from penstock.routing.sizes import split_sizes
 
 
 @dataclass(frozen=True)
-class GateSums:
+class RouterSums:
     """The sums from which balance and z-losses are computed, for one microbatch in one layer.
 
     chosen_BE: how often each sample chose each expert, before any drop, int64.
@@ -62,7 +62,7 @@ class TokenChoice:
 
     experts_Tk: Tensor
     weights: Tensor
-    sums: GateSums
+    sums: RouterSums
     masked: bool = False
     most: int | None = None
     inseparable: int = 1
@@ -82,7 +82,7 @@ class ExpertChoice:
 
     tokens_ES: Tensor
     weights: Tensor
-    sums: GateSums
+    sums: RouterSums
     tokens: int
 
 
@@ -96,7 +96,7 @@ class SoftChoice:
 
     mix_BLES: Tensor
     weights: Tensor
-    sums: GateSums
+    sums: RouterSums
 
 
 Choice = TokenChoice | ExpertChoice | SoftChoice

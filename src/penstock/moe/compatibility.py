@@ -12,20 +12,25 @@ from penstock.routing.routes import RouteMaker
 if TYPE_CHECKING:
     from penstock.moe.experts import Experts
     from penstock.moe.hooks import Hook
-    from penstock.moe.permute.sort import Order
-    from penstock.moe.routers import Gate
+    from penstock.moe.permute.sort import Permutation
+    from penstock.moe.routers import Router
 
 
 def check_parts(
-    gate: Gate, order: Order, expert: Experts, dispatch: Dispatch, hooks: tuple[Hook, ...], ep_size: int
+    gate: Router,
+    permutation: Permutation,
+    expert: Experts,
+    dispatch: Dispatch,
+    hooks: tuple[Hook, ...],
+    ep_size: int,
 ) -> None:
     """Raise ValueError that says which parts do not fit, why, and what would."""
-    check_dispatch(order, dispatch)
-    if gate.kind not in order.kinds:
-        takes = f"it takes choices of kind {' or '.join(order.kinds)}, not {gate.kind}"
+    check_dispatch(permutation, dispatch)
+    if gate.kind not in permutation.kinds:
+        takes = f"it takes choices of kind {' or '.join(permutation.kinds)}, not {gate.kind}"
         reasons = {(str(kind), str(name)): why for (kind, name), why in REFUSED.items()}
-        why = reasons.get((gate.kind, order.name), takes)
-        raise ValueError(f"{type(gate).__name__} with {type(order).__name__}: {why}")
+        why = reasons.get((gate.kind, permutation.name), takes)
+        raise ValueError(f"{type(gate).__name__} with {type(permutation).__name__}: {why}")
     held = expert.num_local_experts * ep_size
     if gate.num_experts != held:
         raise ValueError(
@@ -34,51 +39,51 @@ def check_parts(
             f"num_local_experts = num_experts / ep_size"
         )
     encoding = next((hook for hook in hooks if hook.encodes_rows), None)
-    if encoding is not None and order.row_counts:
+    if encoding is not None and permutation.row_counts:
         raise ValueError(
             f"{type(encoding).__name__} with one copy per rank or node: numbers that travel with the rows "
             "would be rounded; use only one of the two"
         )
     for name, number in (("num_experts", gate.num_experts), ("ranks", ep_size)):
-        built_for = getattr(order, name, number)
+        built_for = getattr(permutation, name, number)
         if built_for != number:
             raise ValueError(
-                f"{type(order).__name__} was built for {name} = {built_for}, but the layer has {name} = "
-                f"{number}: num_experts of {type(gate).__name__}, ranks that share the experts"
+                f"{type(permutation).__name__} was built for {name} = {built_for}, but the layer has {name} "
+                f"= {number}: num_experts of {type(gate).__name__}, ranks that share the experts"
             )
 
 
-def check_dispatch(order: Order, dispatch: Dispatch, node_size: int | None = None) -> None:
-    """Raise ValueError unless `order` makes rows for as many ranks as `dispatch` brings them to.
+def check_dispatch(permutation: Permutation, dispatch: Dispatch, node_size: int | None = None) -> None:
+    """Raise ValueError unless `permutation` makes rows for as many ranks as `dispatch` brings them to.
 
     node_size: ranks of an expert group in one node, where that is known.
     """
-    made_for = getattr(order, "node_size", 1)
+    made_for = getattr(permutation, "node_size", 1)
     if made_for > 1 and not dispatch.joins_rows:
         raise ValueError(
-            f"{type(order).__name__}(node_size={made_for}) makes one row for all of a token's experts in a "
-            f'node, and dispatch {dispatch.name} brings a row to one rank: use dispatch="node_once", or '
+            f"{type(permutation).__name__}(node_size={made_for}) makes one row for all of a token's experts "
+            f'in a node, and dispatch {dispatch.name} brings a row to one rank: use dispatch="node_once", or '
             "node_size=1"
         )
     if not dispatch.joins_rows:
         return
-    if not order.row_counts:
+    if not permutation.row_counts:
         raise ValueError(
             f"dispatch {dispatch.name} sends one row for all of a token's experts in a node, and "
-            f"{type(order).__name__} makes one for each: use MergedOrder(..., node_size=ranks of a node, "
-            'rank=ep_rank), or dispatch="hierarchical_2d"'
+            f"{type(permutation).__name__} makes one for each: use MergedPermutation(..., node_size=ranks of "
+            'a node, rank=ep_rank), or dispatch="hierarchical_2d"'
         )
     if node_size is not None and node_size != made_for:
         raise ValueError(
-            f"{type(order).__name__} was built for node_size = {made_for}, and {node_size} ranks of an "
+            f"{type(permutation).__name__} was built for node_size = {made_for}, and {node_size} ranks of an "
             f"expert group are in one node: build it with node_size={node_size}"
         )
 
 
-def route_maker(dispatch: Dispatch, place: Place, order: Order) -> RouteMaker:
-    """Return the maker of the routes of whole experts. Raises ValueError for an order of other nodes."""
-    check_dispatch(order, dispatch, place.node_size)
-    return RouteMaker(dispatch, place, order.row_counts)
+def route_maker(dispatch: Dispatch, place: Place, permutation: Permutation) -> RouteMaker:
+    """Return the maker of the routes of whole experts. Raises ValueError for a permutation of other nodes."""
+    check_dispatch(permutation, dispatch, place.node_size)
+    return RouteMaker(dispatch, place, permutation.row_counts)
 
 
 def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, slots: int) -> None:

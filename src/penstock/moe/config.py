@@ -9,9 +9,9 @@ from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.features.dispatch import DISPATCHES
 
 ChoiceKind = Literal["token", "expert", "soft"]
-OrderName = Literal["sort", "index", "einsum"]
+PermutationName = Literal["sort", "index", "einsum"]
 
-REFUSED: dict[tuple[ChoiceKind, OrderName], str] = {
+REFUSED: dict[tuple[ChoiceKind, PermutationName], str] = {
     (
         "expert",
         "sort",
@@ -24,23 +24,24 @@ REFUSED: dict[tuple[ChoiceKind, OrderName], str] = {
 }
 
 
-def refusal(kind: ChoiceKind, order: OrderName, *, dropless: bool) -> str | None:
-    """Return why an order cannot serve a gate of a kind; None if it can. dropless: no capacity was given."""
-    if (kind, order) in REFUSED:
-        return REFUSED[kind, order]
+def refusal(kind: ChoiceKind, permutation: PermutationName, *, dropless: bool) -> str | None:
+    """Return why a permutation cannot serve a kind of gate; None if it can. dropless: there is no
+    capacity."""
+    if (kind, permutation) in REFUSED:
+        return REFUSED[kind, permutation]
     if kind == "soft":
         return None
-    if order == "sort" and not dropless:
-        return "the sort order gives every choice a row, so a capacity_factor would have no effect; use index"
-    if order != "sort" and dropless:
-        return f"the {order} order has a fixed number of slots per expert; set a capacity_factor"
+    if permutation == "sort" and not dropless:
+        return "sort gives every choice a row, so a capacity_factor would have no effect; use index"
+    if permutation != "sort" and dropless:
+        return f"{permutation} has a fixed number of slots per expert; set a capacity_factor"
     return None
 
 
 ExpertKind = Literal["gelu", "swiglu"]
 BalanceGroup = Literal["microbatch", "sequence", "global"]
-GateName = Literal["softmax", "noisy", "sigmoid", "cosine", "expert_choice", "soft"]
-OrderSetting = Literal["auto", "sort", "index", "einsum"]
+RouterName = Literal["softmax", "noisy", "sigmoid", "cosine", "expert_choice", "soft"]
+PermutationSetting = Literal["auto", "sort", "index", "einsum"]
 Compression = Literal["bfloat16", "int8"]
 
 Experts = Annotated[int, Within(1, 1 << 16, "the router compares every token with all of them")]
@@ -69,7 +70,7 @@ Capacity = Annotated[
     ),
 ]
 EXPERT_MATRICES: dict[ExpertKind, int] = {"gelu": 2, "swiglu": 3}
-KINDS: dict[GateName, ChoiceKind] = {"expert_choice": "expert", "soft": "soft"}
+KINDS: dict[RouterName, ChoiceKind] = {"expert_choice": "expert", "soft": "soft"}
 
 
 TOKENS_ONLY = (("norm_topk_prob", None), ("num_groups", None), ("expert_bias_rate", 0.0))
@@ -90,7 +91,7 @@ class MoEConfig:
     """Kind of the experts."""
     shared_ffn_hidden_size: Annotated[int, Within(0, 1 << 20, "as experts' width; 0 = none")] = 0
     """Total hidden width of the shared experts, which process every token; 0 = no shared experts."""
-    gate: GateName = "softmax"
+    gate: RouterName = "softmax"
     """Router: "softmax", "noisy" (softmax with learnt noise in training), "sigmoid" (DeepSeek-V3, BASE),
     "cosine" (X-MoE), "expert_choice" or "soft"; the last two look at later tokens too: a causal model then
     sees the future ([more](moe-layer.md))."""
@@ -119,7 +120,7 @@ class MoEConfig:
     ([more](gpu.md#rows-that-are-known-before-the-gates-choose)); none = rows are counted."""
     slots_per_expert: Slots = 4
     """Slots per sample and expert with `gate = "soft"`."""
-    order: OrderSetting = "auto"
+    permutation: PermutationSetting = "auto"
     """How rows are ordered: "sort" (dropless), "index" or "einsum" (both need a `capacity_factor`); "auto" =
     the fastest that supports the gate and capacity."""
     dispatch: str = "auto"
@@ -168,7 +169,7 @@ class MoEConfig:
                 )
                 why += "is not" if key in ("capacity_factor", "gate") else "sends to several experts at once"
                 raise ConfigError("bound_factor", self.bound_factor, why, f"Use none, or another {key}.")
-        self._check_gate()
+        self._check_router()
         self._check_parts()
 
     @property
@@ -188,10 +189,10 @@ class MoEConfig:
         return self.top_k > 1 if self.norm_topk_prob is None else self.norm_topk_prob
 
     @property
-    def order_name(self) -> OrderName:
-        """Name of the order, with `auto` resolved: the fastest that a gate of this kind can have."""
-        if self.order != "auto":
-            return self.order
+    def permutation_name(self) -> PermutationName:
+        """Name of the permutation, with `auto` resolved: the fastest that a gate of this kind can have."""
+        if self.permutation != "auto":
+            return self.permutation
         if self.kind == "soft":
             return "einsum"
         return "sort" if self.capacity_factor is None and self.kind == "token" else "index"
@@ -216,7 +217,7 @@ class MoEConfig:
     @property
     def exchanges_counts(self) -> bool:
         """Whether the number of rows depends on the routing, so that ranks have to exchange counts."""
-        return self.order_name == "sort" or self.joins_rows
+        return self.permutation_name == "sort" or self.joins_rows
 
     @property
     def slots_factor(self) -> float | None:
@@ -239,7 +240,7 @@ class MoEConfig:
             return int8_row_bytes(hidden_size)
         return hidden_size * (2 if self.comm_dtype == "bfloat16" else element_bytes)
 
-    def _check_gate(self) -> None:
+    def _check_router(self) -> None:
         if self.norm_topk_prob and self.top_k == 1:
             why = "with top_k = 1 every weight would be 1 and the router would learn nothing from the loss"
             raise ConfigError("norm_topk_prob", True, why, "Use false, or top_k of 2 or more.")
@@ -266,18 +267,23 @@ class MoEConfig:
                     raise ConfigError(key, getattr(self, key), why, "Leave it out, or use another gate.")
 
     def _check_parts(self) -> None:
-        why = refusal(self.kind, self.order_name, dropless=self.capacity_factor is None)
+        why = refusal(self.kind, self.permutation_name, dropless=self.capacity_factor is None)
         if why is not None:
-            raise ConfigError("order", self.order, f"with gate = {self.gate}: {why}", "Or use order = auto.")
+            raise ConfigError(
+                "permutation",
+                self.permutation,
+                f"with gate = {self.gate}: {why}",
+                "Or use permutation = auto.",
+            )
         # A row cannot always serve all of its token's experts in a node.
         for key, which, other, refused in self._unjoinable if self.joins_rows else ():
             if refused:
                 why = f"sends one row for several experts, and {key} = {getattr(self, key)} is set, {which}"
                 raise ConfigError("dispatch", self.dispatch, why, f"Use flat, or {other}.")
-        if self.one_copy_per_rank and self.order_name != "sort":
+        if self.one_copy_per_rank and self.permutation_name != "sort":
             why = "slots belong to experts, so a row cannot serve two of them"
             raise ConfigError(
-                "one_copy_per_rank", True, why, "Use it with the sort order (no capacity_factor)."
+                "one_copy_per_rank", True, why, "Use it with the sort permutation (no capacity_factor)."
             )
         if self.one_copy_per_rank and self.comm_dtype is not None:
             why = "numbers that travel with a shared row would be rounded with it"
@@ -288,7 +294,12 @@ class MoEConfig:
         """Settings with which rows cannot be joined: name, reason, alternative, and whether it is set so."""
         return (
             ("gate", "whose tokens do not choose experts", "another gate", self.kind != "token"),
-            ("order", "whose masks have a slot for every choice", "order = auto", self.order == "einsum"),
+            (
+                "permutation",
+                "whose masks have a slot for every choice",
+                "permutation = auto",
+                self.permutation == "einsum",
+            ),
             ("one_copy_per_rank", "which is the same by rank", "false for it", self.one_copy_per_rank),
             (
                 "comm_dtype",

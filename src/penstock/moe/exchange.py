@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from penstock.features.dispatch import Dispatch, Place
-from penstock.moe.permute.sort import Order, OrderPlan
+from penstock.moe.permute.sort import Permutation, PermutationPlan
 from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
 
 
@@ -21,12 +21,13 @@ class Exchange(Protocol):
     @property
     def ep_rank(self) -> int: ...
 
-    def maker(self, dispatch: Dispatch, order: Order) -> RouteMaker:
-        """Return the maker of routes. Raises ValueError if these ranks cannot run this dispatch and order."""
+    def maker(self, dispatch: Dispatch, permutation: Permutation) -> RouteMaker:
+        """Return the maker of routes. Raises ValueError if these ranks cannot run this dispatch and
+        permutation."""
         ...
 
     def routes(
-        self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker, experts: nn.Module
+        self, plan: PermutationPlan, num_local_experts: int, maker: RouteMaker, experts: nn.Module
     ) -> Routes:
         """Exchange the row counts that ranks must know, and return the routes to these experts."""
         ...
@@ -85,11 +86,11 @@ class Alone:
 
     ep_size, ep_rank, data_parallel_size = 1, 0, 1
 
-    def maker(self, dispatch: Dispatch, order: Order) -> RouteMaker:
-        return RouteMaker(dispatch, Place(0, 1, 1), order.row_counts)
+    def maker(self, dispatch: Dispatch, permutation: Permutation) -> RouteMaker:
+        return RouteMaker(dispatch, Place(0, 1, 1), permutation.row_counts)
 
     def routes(
-        self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker, experts: nn.Module
+        self, plan: PermutationPlan, num_local_experts: int, maker: RouteMaker, experts: nn.Module
     ) -> Routes:
         del experts
         if plan.slots is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.device import on_device
 from penstock.moe.choices import Choice, TokenChoice, placed
 from penstock.moe.experts import Experts
-from penstock.moe.permute.sort import Order, places
+from penstock.moe.permute.sort import Permutation, places
 from penstock.moe.products import Product, grouped_product
 from penstock.placement import SPLIT, ExpertPlacement, Part, Replication
 from penstock.routing.routes import GroupSizes
@@ -33,7 +33,7 @@ STRIDE = 2531
 class OwnSlots:
     """Slots without replicas: every expert is where it is placed. rank: in the expert group."""
 
-    order: Order
+    permutation: Permutation
     experts: Experts
     placement: ExpertPlacement
     rank: int
@@ -47,17 +47,17 @@ class OwnSlots:
 class SlotsWithReplicas:
     """Slots with replicas: some experts are on several ranks.
 
-    order: by position, replicas among them. spread: of this rank's rows; None: rows stay by expert, and are
-    split among its positions when the counts of all ranks are known.
+    permutation: by position, replicas among them. spread: of this rank's rows; None: rows stay by expert, and
+    are split among its positions when the counts of all ranks are known.
     """
 
-    order: Order
+    permutation: Permutation
     experts: Experts
     spread: Spread | None
 
     def placed(self, choice: Choice) -> Choice:
         """Return the choice by position instead of by expert."""
-        assert isinstance(choice, TokenChoice), "an order that takes replicas takes no others"
+        assert isinstance(choice, TokenChoice), "a permutation that takes replicas takes no others"
         return choice if self.spread is None else replace(choice, experts_Tk=self.spread(choice.experts_Tk))
 
 
@@ -113,11 +113,15 @@ class OwnAndReplicas(Experts):
 
 
 def slots_with_replicas(
-    own: Experts, replicas: Experts, order: Order, replication: Replication, spread: Spread | None
+    own: Experts, replicas: Experts, permutation: Permutation, replication: Replication, spread: Spread | None
 ) -> SlotsWithReplicas:
     """Return the slots of a layer whose ranks hold replicas.
 
-    Raises ValueError for an order that takes no replicas.
+    Raises ValueError for a permutation that takes no replicas.
     """
-    with_slots = order if spread is None else order.with_slots(replication.placement.ranks, replication.slots)
+    with_slots = (
+        permutation
+        if spread is None
+        else permutation.with_slots(replication.placement.ranks, replication.slots)
+    )
     return SlotsWithReplicas(with_slots, OwnAndReplicas(own, replicas), spread)

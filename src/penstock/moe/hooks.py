@@ -1,7 +1,7 @@
 """Hooks: functions of the rows, called at six places of the layer. Autograd derives their backward.
 
-    x ─[before_moe_start]─ gate, order ─[before_dispatch]─ dispatch ─[after_dispatch]─ experts
-    ─[before_combine]─ combine ─[after_combine]─ un-order ─[before_moe_end]─ out
+    x ─[before_moe_start]─ gate, permutation ─[before_dispatch]─ dispatch ─[after_dispatch]─ experts
+    ─[before_combine]─ combine ─[after_combine]─ unpermute ─[before_moe_end]─ out
 
 Shapes: T tokens, M hidden size, R rows.
 """

@@ -1,4 +1,4 @@
-"""The MoE layer: gate, order, experts, un-order. In a stack the engine runs its parts as tasks.
+"""The MoE layer: gate, permutation, experts, unpermute. In a stack the engine runs its parts as tasks.
 
 Shapes: T tokens, M hidden size, E experts (total), R rows in expert order.
 """
@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.features.dispatch import Dispatch, find_dispatch
 from penstock.moe.balance import BALANCES
-from penstock.moe.choices import GateSums, TokenChoice, Tokens, chunk_tokens, made_for
+from penstock.moe.choices import RouterSums, TokenChoice, Tokens, chunk_tokens, made_for
 from penstock.moe.compatibility import check_parts, check_placement
 from penstock.moe.config import BalanceGroup
 from penstock.moe.exchange import Alone, Exchange
@@ -26,9 +26,9 @@ from penstock.moe.expert_slots import OwnSlots, SlotsWithReplicas
 from penstock.moe.experts import Experts
 from penstock.moe.hooks import Hook, Hooks
 from penstock.moe.packed_residual import TOKENS, OwnTokens
-from penstock.moe.permute.sort import BoundedOrder, Order, OrderPlan, SortOrder
+from penstock.moe.permute.sort import BoundedPermutation, Permutation, PermutationPlan, SortPermutation
 from penstock.moe.products import Product, grouped_product
-from penstock.moe.routers import Gate
+from penstock.moe.routers import Router
 from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
 from penstock.routing.routes import ChunkRoute
@@ -38,15 +38,15 @@ from penstock.routing.routes import ChunkRoute
 class RoutedTokens:
     """The output of the first half of the layer.
 
-    rows_RM: all chunks, sorted by chunk, rank, expert. weights: for `unorder`. x_TM: for shared experts.
+    rows_RM: all chunks, sorted by chunk, rank, expert. weights: for `unpermute`. x_TM: for shared experts.
     positions_Tk: of every token's experts, -1 for padding; None where tokens do not choose.
     """
 
     rows_RM: Tensor
     weights: Tensor
     x_TM: Tensor
-    sums: GateSums
-    plan: OrderPlan
+    sums: RouterSums
+    plan: PermutationPlan
     positions_Tk: Tensor | None = None
 
 
@@ -68,22 +68,22 @@ class LayerLosses:
 class MoELayer(nn.Module):
     """Routed experts, of which this rank holds `num_experts / ep_size`.
 
-    gate, order, expert, dispatch, hooks: the parts; see their base classes. shared: a module that every token
-    passes, added to the output, computed while rows are in transit. exchange: the ranks that share the
+    gate, permutation, expert, dispatch, hooks: the parts; see their base classes. shared: a module that every
+    token passes, added to the output, computed while rows are in transit. exchange: the ranks that share the
     experts when the layer runs by itself (`penstock.ExpertParallel`); ep_size and ep_rank give these ranks
     for a layer inside a stack, which has no exchange (default 1 and 0). balance: over which tokens
     `losses.balance` judges the balance of experts. placement: which rank holds which expert in which slot,
     the same on all ranks; without it experts are shared out evenly, in the order of their numbers.
 
-    `route` and `unorder` are the halves around the transfer; `expert_rows` runs the experts.
+    `route` and `unpermute` are the halves around the transfer; `expert_rows` runs the experts.
     Raises ValueError for parts that do not fit together, and for shards of experts with an exchange.
     """
 
     def __init__(
         self,
         *,
-        gate: Gate,
-        order: Order,
+        gate: Router,
+        permutation: Permutation,
         expert: Experts,
         dispatch: Dispatch | str = "flat",
         hooks: Sequence[Hook] = (),
@@ -98,17 +98,17 @@ class MoELayer(nn.Module):
         count_updates()
         if exchange is not None:
             _require_whole(expert)
-            if isinstance(order, BoundedOrder):
+            if isinstance(permutation, BoundedPermutation):
                 raise ValueError(
                     "moe.bound_factor bounds the rows of experts by those of earlier steps. A layer with an "
                     "exchange of its own has no steps that could be run again: use moe.bound_factor=none "
-                    "(SortOrder), or run the layer in a stack"
+                    "(SortPermutation), or run the layer in a stack"
                 )
         ep_size, ep_rank = _place_of(exchange, ep_size, ep_rank)
         if placement is not None:
             check_placement(placement, gate.num_experts, ep_size, expert.num_local_experts)
-        check_parts(gate, order, expert, find_dispatch(dispatch), tuple(hooks), ep_size)
-        self.gate, self.order, self.experts, self.shared = gate, order, expert, shared
+        check_parts(gate, permutation, expert, find_dispatch(dispatch), tuple(hooks), ep_size)
+        self.gate, self.permutation, self.experts, self.shared = gate, permutation, expert, shared
         self.dispatch, self.hooks = find_dispatch(dispatch), Hooks(tuple(hooks))
         self.ep_size, self.ep_rank, self.num_local_experts = ep_size, ep_rank, expert.num_local_experts
         self.placement = placement or ExpertPlacement.even(gate.num_experts, ep_size)
@@ -116,14 +116,14 @@ class MoELayer(nn.Module):
         self.exchange: Exchange | None = exchange if exchange is not None or ep_size > 1 else Alone()
         self._maker = None
         if self.exchange is not None:
-            self._maker = self.exchange.maker(self.dispatch, order)
+            self._maker = self.exchange.maker(self.dispatch, permutation)
             self.exchange.adopt(expert)
         if ep_size > 1:
             mark_share(self, self.placement.in_words(ep_rank), ("experts.",))
         # The parts of the layer in words, for ranks to compare.
         top_k = getattr(gate, "top_k", None)
         words = [f"{type(gate).__name__} over {gate.num_experts} experts, top_k {top_k}"]
-        words += [type(order).__name__, type(expert).__name__, f"dispatch {self.dispatch.name}"]
+        words += [type(permutation).__name__, type(expert).__name__, f"dispatch {self.dispatch.name}"]
         words += [*(type(hook).__name__ for hook in hooks), f"balance {balance}"]
         self._words = ", ".join([*words, f"placement {self.placement.digest[:8]}"])
         self._has_met = False  # whether other ranks' layers have been compared with this one
@@ -145,7 +145,7 @@ class MoELayer(nn.Module):
     @property
     def expert_slots(self) -> OwnSlots | SlotsWithReplicas:
         """Where rows go, and which experts compute them here."""
-        return self._replica_slots or OwnSlots(self.order, self.experts, self.placement, self.ep_rank)
+        return self._replica_slots or OwnSlots(self.permutation, self.experts, self.placement, self.ep_rank)
 
     def use_replicas(self, slots: SlotsWithReplicas | None) -> None:
         """Route to the replicas of all ranks, and compute those of this rank; None: there are no replicas.
@@ -154,11 +154,11 @@ class MoELayer(nn.Module):
         """
         self._replica_slots = slots
 
-    def send_by(self, dispatch: Dispatch, order: Order) -> None:
+    def send_by(self, dispatch: Dispatch, permutation: Permutation) -> None:
         """Let rows travel in another way from the next step of a stack on."""
         assert self.exchange is None, "such a layer has compared its parts with those of other ranks"
-        check_parts(self.gate, order, self.experts, dispatch, tuple(self.hooks), self.ep_size)
-        self.dispatch, self.order = dispatch, order
+        check_parts(self.gate, permutation, self.experts, dispatch, tuple(self.hooks), self.ep_size)
+        self.dispatch, self.permutation = dispatch, permutation
 
     def by_number(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Cut a tensor of the local experts by expert: a name that ends in its number, and a view."""
@@ -177,11 +177,13 @@ class MoELayer(nn.Module):
         choice = what.chosen(
             expert_slots.placed(choice), tokens, self.ep_rank * expert_slots.experts.num_local_experts
         )
-        plan = expert_slots.order.plan(choice, chunks)
-        rows_RM = self.hooks.run("before_dispatch", what.rows(expert_slots.order, known_TM, choice, plan))
+        plan = expert_slots.permutation.plan(choice, chunks)
+        rows_RM = self.hooks.run(
+            "before_dispatch", what.rows(expert_slots.permutation, known_TM, choice, plan)
+        )
         positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
         return RoutedTokens(
-            rows_RM, expert_slots.order.weights(choice), x_TM, choice.sums, plan, positions_Tk
+            rows_RM, expert_slots.permutation.weights(choice), x_TM, choice.sums, plan, positions_Tk
         )
 
     def expected(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
@@ -191,12 +193,12 @@ class MoELayer(nn.Module):
         assert isinstance(choice, TokenChoice), "samples move where tokens choose"
         return choice.experts_Tk
 
-    def arrange(self, positions_Tk: Tensor, tokens: Tokens, chunks: int) -> OrderPlan:
-        """Return the order of the rows of tokens that have chosen on another rank."""
-        order, count = self.expert_slots.order, len(positions_Tk)
-        assert isinstance(order, SortOrder), "samples move where no row is dropped or shared"
+    def arrange(self, positions_Tk: Tensor, tokens: Tokens, chunks: int) -> PermutationPlan:
+        """Return the permutation of the rows of tokens that have chosen on another rank."""
+        permutation, count = self.expert_slots.permutation, len(positions_Tk)
+        assert isinstance(permutation, SortPermutation), "samples move where no row is dropped or shared"
         sizes = chunk_tokens(count, chunks, tokens.inseparable(count))
-        return order.arrange(positions_Tk, sizes, masked=tokens.valid_T is not None)
+        return permutation.arrange(positions_Tk, sizes, masked=tokens.valid_T is not None)
 
     def expert_rows(self, rows_RM: Tensor, route: ChunkRoute, product: Product = grouped_product) -> Tensor:
         """Return this rank's experts' outputs for rows sorted by (source rank, expert), in the same order.
@@ -205,11 +207,11 @@ class MoELayer(nn.Module):
         """
         rows_RM = self.hooks.run("after_dispatch", rows_RM)
         expert_slots = self.expert_slots
-        out_RM = expert_slots.order.run_experts(rows_RM, route, expert_slots.experts, product)
+        out_RM = expert_slots.permutation.run_experts(rows_RM, route, expert_slots.experts, product)
         return self.hooks.run("before_combine", out_RM)
 
-    def unorder(
-        self, rows_RM: Tensor, weights: Tensor | None, plan: OrderPlan, shared_TM: Tensor | None = None
+    def unpermute(
+        self, rows_RM: Tensor, weights: Tensor | None, plan: PermutationPlan, shared_TM: Tensor | None = None
     ) -> Tensor:
         """Return weighted sums of the expert outputs, back in token order, [T, M].
 
@@ -217,10 +219,12 @@ class MoELayer(nn.Module):
         """
         came_RM = self.hooks.run("after_combine", rows_RM)
         if weights is None:
-            assert isinstance(self.order, SortOrder), "samples move where no row is dropped or shared"
-            out_TM = self.order.unorder(came_RM, None, plan)
+            assert isinstance(self.permutation, SortPermutation), (
+                "samples move where no row is dropped or shared"
+            )
+            out_TM = self.permutation.unpermute(came_RM, None, plan)
         else:
-            out_TM = self.order.unorder(came_RM, weights, plan)
+            out_TM = self.permutation.unpermute(came_RM, weights, plan)
         if shared_TM is not None:
             out_TM = out_TM + shared_TM
         return self.hooks.run("before_moe_end", out_TM)
@@ -263,7 +267,7 @@ class MoELayer(nn.Module):
         total = total.clamp(min=1) / self.exchange.data_parallel_size
         slope_BE = self.balance.slope(routed.sums.chosen_BE, chosen_E.unsqueeze(0), 0, total)
         losses = LayerLosses((slope_BE * routed.sums.probability_BE).sum(), routed.sums.z / total)
-        out_TM = self.unorder(rows_RM, routed.weights, routed.plan, shared_TM)
+        out_TM = self.unpermute(rows_RM, routed.weights, routed.plan, shared_TM)
         return self._keep(losses, out_TM.view_as(x))
 
     def update_expert_bias(self) -> None:

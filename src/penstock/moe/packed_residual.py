@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.features.sample_placement.ops import PACKED_COLUMNS
 from penstock.moe.choices import Choice, TokenChoice, Tokens
 from penstock.moe.permute.rows import RowPlan
-from penstock.moe.permute.sort import Order, OrderPlan, SortOrder
+from penstock.moe.permute.sort import Permutation, PermutationPlan, SortPermutation
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class OwnTokens:
         del tokens, home
         return choice
 
-    def rows(self, order: Order, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
+    def rows(self, permutation: Permutation, x_TM: Tensor, choice: Choice, plan: PermutationPlan) -> Tensor:
         """Return the rows in expert order."""
-        return order.order(x_TM, choice, plan)
+        return permutation.permute(x_TM, choice, plan)
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class ResidualRows(OwnTokens):
             weights=choice.weights.masked_fill(~valid_T1, 0),
         )
 
-    def rows(self, order: Order, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
+    def rows(self, permutation: Permutation, x_TM: Tensor, choice: Choice, plan: PermutationPlan) -> Tensor:
         """Return the rows in expert order, [R, N]."""
         del x_TM
-        assert isinstance(order, SortOrder) and isinstance(choice, TokenChoice), "see `chosen`"
+        assert isinstance(permutation, SortPermutation) and isinstance(choice, TokenChoice), "see `chosen`"
         rows: RowPlan = plan.rows
         kept_RM = rows.take(self.residual_TM)
         weight_of_row_R = rows.weight_of_row_R

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from penstock.moe.choices import (
     Choice,
     ExpertChoice,
-    GateSums,
+    RouterSums,
     SoftChoice,
     TokenChoice,
     Tokens,
@@ -36,7 +36,7 @@ from penstock.routing.sizes import capacity_slots
 INITIAL_STD = 0.02
 
 
-class Gate(nn.Module, ABC):
+class Router(nn.Module, ABC):
     """Decides which tokens meet which experts, and with what weight. Works in float32 at least.
 
     kind: who chooses: tokens, experts, or nobody. `bias` is an `ExpertBias` or None.
@@ -59,8 +59,8 @@ class Gate(nn.Module, ABC):
         """Return the choice for x_TM, [T, M] in float32 or float64."""
 
 
-class TokenGate(Gate):
-    """A gate where tokens choose the k experts with the largest scores. A subclass defines the logits.
+class TokenRouter(Router):
+    """A router where tokens choose the k experts with the largest scores. A subclass defines the logits.
 
     top_k: experts per token. renormalise: scale the chosen weights to sum to one. scale: multiplies them
     after that (DeepSeek's routed_scaling_factor). groups: choose inside few groups of experts only.
@@ -116,7 +116,7 @@ class TokenGate(Gate):
             weights_Tk = weights_Tk * self.scale
         if tokens.valid_T is not None:
             experts_Tk = experts_Tk.masked_fill(~tokens.valid_T.unsqueeze(1), -1)
-        sums = GateSums(
+        sums = RouterSums(
             chosen_BE=count_choices(experts_Tk, tokens.samples, self.num_experts),
             probability_BE=sum_by_sample(self.probabilities(scores_TE), tokens),
             z=sum_z(logits_TE, tokens),
@@ -253,12 +253,12 @@ FIRST_PLACE = 1 << 20
 """Where noise begins in the counter's numbering: far above the dropouts, which count from 0."""
 
 
-class SoftmaxGate(TokenGate):
+class SoftmaxRouter(TokenRouter):
     """Probabilities over all experts from one matrix; a token's choices are the k largest.
 
     GShard, Switch, Mixtral (weights renormalised), Qwen3-MoE, OLMoE (weights unchanged).
 
-    hidden_size: M. The other parameters are those of TokenGate.
+    hidden_size: M. The other parameters are those of TokenRouter.
     """
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, **options: Any) -> None:
@@ -270,8 +270,8 @@ class SoftmaxGate(TokenGate):
         return x_TM @ self.weight.to(x_TM.dtype).t()
 
 
-class SigmoidGate(SoftmaxGate):
-    """A gate whose scores are sigmoids of the logits, each expert by itself. Parameters as in SoftmaxGate.
+class SigmoidRouter(SoftmaxRouter):
+    """A router whose scores are sigmoids of the logits, each expert by itself. Parameters: see SoftmaxRouter.
 
     BASE layers, StableMoE and DeepSeek-V3 (arXiv 2103.16716, 2204.08396, 2412.19437): experts do not compete
     for a score as they do in a softmax. DeepSeek-V3 is this gate with `groups`, `bias`, `renormalise` and
@@ -287,7 +287,7 @@ class SigmoidGate(SoftmaxGate):
         return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + tiny)
 
 
-class NoisyGate(SoftmaxGate):
+class NoisyRouter(SoftmaxRouter):
     """The softmax gate with learnt noise on its logits: Shazeer et al. 2017 (arXiv 1701.06538), GShard.
 
     logits = x Wg + n * softplus(x Wn) with n ~ N(0, 1): how much noise an expert's logit gets is learnt.
@@ -330,10 +330,10 @@ SHORTEST = 1e-4
 """Vectors shorter than this are not stretched to length one: the gradient of a zero vector stays finite."""
 
 
-class CosineGate(TokenGate):
+class CosineRouter(TokenRouter):
     """Softmax over cosines between projected tokens and expert vectors; the temperature is learnt.
 
-    hidden_size: M. proj_size: P. The other parameters are those of TokenGate.
+    hidden_size: M. proj_size: P. The other parameters are those of TokenRouter.
     """
 
     def __init__(
@@ -364,8 +364,8 @@ SHORTEST = 1e-4
 """Vectors shorter than this are not stretched to length one: the gradient of a zero vector stays finite."""
 
 
-class SoftGate(Gate):
-    """A gate where slots and outputs are mixes.
+class SoftRouter(Router):
+    """A router where slots and outputs are mixes.
 
     slots_per_expert: S, per sample; every slot has a learnt vector.
     The paper chooses E * S close to L: then the experts compute as much as with one expert per token.
@@ -389,7 +389,7 @@ class SoftGate(Gate):
         if tokens.valid_T is not None:
             weights_TN = weights_TN.masked_fill(~tokens.valid_T.unsqueeze(1), 0.0)
         chosen_BE = torch.full((tokens.samples, self.num_experts), slots, device=x_TM.device)
-        sums = GateSums(
+        sums = RouterSums(
             chosen_BE=chosen_BE,
             probability_BE=torch.zeros_like(chosen_BE, dtype=dtype),
             z=sum_z(logits_TN, tokens),
@@ -417,7 +417,7 @@ def _mix(logits_TN: Tensor, tokens: Tokens) -> Tensor:
 # the split. Shapes: T tokens, M hidden size, E experts, S slots per expert.
 
 
-class ExpertChoiceGate(Gate):
+class ExpertChoiceRouter(Router):
     """Softmax over experts; each expert takes its S tokens of largest probability, which is their weight.
 
     S = ceil(capacity_factor * top_k * T / E), at least min_capacity, at most T: equal on all ranks that have
@@ -450,7 +450,7 @@ class ExpertChoiceGate(Gate):
         if tokens.valid_T is not None:
             weights_ES = weights_ES.masked_fill(~tokens.valid_T[tokens_ES], 0.0)
         taken_TE = torch.zeros_like(logits_TE, dtype=torch.int64).scatter_(0, tokens_ES.t(), 1)
-        sums = GateSums(
+        sums = RouterSums(
             chosen_BE=sum_by_sample(taken_TE, tokens),
             probability_BE=logits_TE.new_zeros(tokens.samples, self.num_experts),
             z=sum_z(logits_TE, tokens),

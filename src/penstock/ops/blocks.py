@@ -42,7 +42,7 @@ def _attention(task: Task, sizes: Sizes) -> Work:
     )
 
 
-def _unordered(task: Task, sizes: Sizes) -> Work:
+def _unpermuted(task: Task, sizes: Sizes) -> Work:
     copied_bytes = _copied(task, sizes) + _coded(task, sizes)
     return Work(copied_bytes=copied_bytes, kernels=sizes.kernels(sizes.tokens(task), "home"))
 
@@ -91,7 +91,7 @@ register(
         name=Op.ATTENTION,
         family=Family.ATTENTION,
         launches=82,
-        title="attention, router and order (a dense block: all of it)",
+        title="attention, router, permute (a dense block: all of it)",
         kind=Kind.COMPUTE,
         work=_attention,
         given=frozenset({"metadata"}),
@@ -120,11 +120,11 @@ register(
         recomputable=True,
     ),
     OpSpec(
-        name=Op.UNORDER,
+        name=Op.UNPERMUTE,
         launches=6,
-        title="un-order, gate weights, residual",
+        title="unpermute, gate weights, residual",
         kind=Kind.COMPUTE,
-        work=_unordered,
+        work=_unpermuted,
         given=frozenset({"order", "metadata"}),
         gradients=REPLICATED,
     ),

@@ -20,7 +20,7 @@ class Op:
     COMBINE_GATHER: Final = "CG"
     COMBINE: Final = "C"
     COMBINE_SCATTER: Final = "CS"
-    UNORDER: Final = "U"
+    UNPERMUTE: Final = "U"
     HEAD: Final = "HD"
     STATISTICS: Final = "ST"
     ALL_REDUCE: Final = "AR"
@@ -100,7 +100,7 @@ OUTPUT: Final = (Op.HEAD, Op.HEAD_GATHER, Op.HEAD_COPY, Op.LOGITS, Op.PEAKS, Op.
 ONCE: Final = (Op.STATISTICS, Op.LOADS, Op.PLAN_REPLICAS, Op.COMPARE_REPLICAS, Op.NORM)
 """Ops of which a step has one task, however many its layers."""
 
-AFTER: Final = (Op.UNORDER, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT)
+AFTER: Final = (Op.UNPERMUTE, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT)
 
 _PLACES: Final[dict[str, Place]] = {
     **dict.fromkeys(INPUT, "input"),

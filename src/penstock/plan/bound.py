@@ -22,7 +22,7 @@ from penstock.ops import Op
 from penstock.ops.gradients import GRADIENT_KINDS, KindName
 from penstock.ops.names import INPUT, ONCE, OUTPUT
 from penstock.plan.predict import alone, step_ratio
-from penstock.plan.problem import Problem, beside_cut
+from penstock.plan.problem import Problem
 from penstock.step import StepShape
 from penstock.step.passes import reductions
 from penstock.step.shape import Updating
@@ -124,8 +124,8 @@ class QuickBounds:
             for kind in dict.fromkeys(layers)
         }
         self._known: dict[Hashable, _Kind] = {}
-        self._known_reductions: dict[Hashable, _Part] = {}
-        self._known_once: dict[Hashable, tuple[float, Any, Work]] = {}
+        self._known_reductions: dict[Decision, dict[Hashable, _Part]] = {}
+        self._known_once: dict[Decision, tuple[float, Any, Work]] = {}
         self._known_parts: dict[Decision, _Parts | None] = {}
         self._known_seconds: dict[Decision, float] = {}
         self._known_alone: dict[int, Problem] = {}
@@ -143,7 +143,7 @@ class QuickBounds:
 
     def seconds(self, choice: Decision) -> float:
         """Return a time that no order of this cut beats, whatever the priority rule of `choice`."""
-        cut = _unordered(choice)
+        cut = choice.affecting("cut", "cost")
         if cut not in self._known_seconds:
             self._known_seconds[cut] = self._ratio * self._seconds(cut)
         return self._known_seconds[cut]
@@ -154,7 +154,7 @@ class QuickBounds:
         Such a step has all tasks and edges of the one that recomputes nothing, and more.
         """
         if choice not in self._known_cuts:
-            cut = _unordered(choice)
+            cut = choice.affecting("cut", "cost")
             self._known_cuts[choice] = cut, replace(cut, recompute=USUAL.recompute)
         cut, plain = self._known_cuts[choice]
         return self._known_seconds[cut] if cut in self._known_seconds else self.seconds(plain)
@@ -195,19 +195,21 @@ class QuickBounds:
         cut = problem.cut(choice)
         if cut.more:
             return None
-        kinds = {is_moe: self._kind(choice, cut, is_moe) for is_moe in self._moe_counts}
+        priced = choice.affecting("cost")
+        kinds = {is_moe: self._kind(choice, priced, cut, is_moe) for is_moe in self._moe_counts}
         # By layer, its reductions and what updates its parameters.
         cost, reduced = problem.cost(choice, cut), []
+        known = self._known_reductions.setdefault(priced, {})
         sizes = problem.gradients.of_form(cut.expert_form).by_kind.values()
         for layer in range(cut.num_layers):
             parts = {kind: cut.parts_of(layer, kind) for kind in GRADIENT_KINDS}
             if not cut.moe_layers[layer]:
                 parts["experts"] = ()
             key = layer == 0, tuple(each[layer] for each in sizes), tuple(parts.values())
-            if key not in self._known_reductions:
-                self._known_reductions[key] = _reduced(cost, layer, cut, parts)
-            reduced.append(self._known_reductions[key])
-        sums_s, norm_s, once = self._once(choice, kinds.values())
+            if key not in known:
+                known[key] = _reduced(cost, layer, cut, parts)
+            reduced.append(known[key])
+        sums_s, norm_s, once = self._once(choice, priced, kinds.values())
         first, last = (kinds[is_moe].layer for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
         return _Parts(
             kinds=kinds,
@@ -220,20 +222,19 @@ class QuickBounds:
             updating=cut.updating if any(each.work for each in reduced) else None,
         )
 
-    def _once(self, choice: Decision, kinds: Iterable[_Kind]) -> tuple[float, Any, Work]:
+    def _once(self, choice: Decision, priced: Decision, kinds: Iterable[_Kind]) -> tuple[float, Any, Work]:
         """Return the seconds of the sums that normalise the loss, those of the gradients' norm, and the work
         of all else that a step does once: the same however it is cut."""
-        key = beside_cut(choice)
-        if key not in self._known_once:
+        if priced not in self._known_once:
             shape = replace(self._problem.uncut(choice), replica_slots=choice.num_replica_slots)
             cost = self._problem.cost(choice, shape)
             tasks = {task.op: task for each in kinds for task in each.once}
             sums_s = fastest(cost(tasks.pop(Op.STATISTICS)))
             work = _work({task: cost(task) for task in tasks.values()})
-            self._known_once[key] = sums_s, cost(NORM), work
-        return self._known_once[key]
+            self._known_once[priced] = sums_s, cost(NORM), work
+        return self._known_once[priced]
 
-    def _kind(self, choice: Decision, cut: StepShape, is_moe: bool) -> _Kind:
+    def _kind(self, choice: Decision, priced: Decision, cut: StepShape, is_moe: bool) -> _Kind:
         """Return a step with one layer of a kind and nothing to reduce."""
         shape = replace(
             cut,
@@ -244,7 +245,7 @@ class QuickBounds:
             partial_all_reduce_chunks=(0,),
             updating=None,  # with nothing to reduce there is nothing to update
         )
-        key = shape, beside_cut(choice)
+        key = shape, priced
         if key not in self._known:
             example = self._few.shape.moe_layers.index(is_moe)
             cost = self._alone(example).cost(choice, shape)
@@ -271,10 +272,6 @@ class QuickBounds:
         if layer not in self._known_alone:
             self._known_alone[layer] = self._few.only((layer,))
         return self._known_alone[layer]
-
-
-def _unordered(choice: Decision) -> Decision:
-    return choice if choice.priority == USUAL.priority else replace(choice, priority=USUAL.priority)
 
 
 # ---- work --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -51,25 +51,6 @@ ANY = Decision()
 
 QUICK: Final = "critical_path"
 """The rule of orders by which replicas are planned, since a search would take too long."""
-
-
-def beside_cut(choice: Decision) -> Decision:
-    """Return what of a choice prices tasks beside the cut: all but what says how a step is cut and ordered.
-
-    A field that is not named here counts, so that no price is kept for too many choices.
-    """
-    return replace(
-        choice,
-        schedule=ANY.schedule,
-        microbatches=ANY.microbatches,
-        chunks=ANY.chunks,
-        backward_chunks=ANY.backward_chunks,
-        all_reduce_chunk_bytes=ANY.all_reduce_chunk_bytes,
-        expert_form=ANY.expert_form,
-        recompute=ANY.recompute,
-        priority=ANY.priority,
-        partition=ANY.partition,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +148,7 @@ class Problem:
             dropless = work.capacity_factor is None and not work.slots_per_sample
             return np.tile(np.array((dropless and self.load) or (1.0,)), (layers, 1))
         placed = self.placed(choice, cut)
-        pieces = (cut.microbatches, cut.slices, cut.expert_form) if placed is None else cut
-        key = self._priced_by(choice), pieces
+        key = self._priced_by(choice), work.cut(cut) if placed is None else cut
         if key not in self._known_loads:
             known_YP = received_rows(known.now_DBYE, placed, cut, known.part_of(work))
             received_YP = known.by_layer(known_YP)
@@ -207,8 +187,7 @@ class Problem:
         key = self._priced_by(choice), cut
         if key not in self._last_cost:
             self._last_cost.clear()
-            beside = choice.dispatch, choice.comm_dtype, cut.expert_form, cut.replica_slots
-            shared = self._known_prices.setdefault(beside, {})
+            shared = self._known_prices.setdefault(choice.affecting("cost"), {})
             made: Cost
             made = even = StepCost(cut, self.workload_of(choice), self.cluster, shared)
             if self.evidence is not None:
@@ -228,7 +207,7 @@ class Problem:
         return {}
 
     @cached_property
-    def _known_prices(self) -> dict[object, dict[object, float]]:
+    def _known_prices(self) -> dict[Decision, dict[object, float]]:
         """Seconds of tasks, by all that prices them beside the cut: see `StepCost.shared`."""
         return {}
 
@@ -250,7 +229,7 @@ class Problem:
         """
         known = self.evidence or self.observed
         if known is None or not choice.num_replica_slots:
-            return beside_cut(choice)
+            return choice.affecting("cost")
         return replace(choice, priority=QUICK)
 
     @cached_property
@@ -357,16 +336,13 @@ class Problem:
 
 
 def beside_pieces(problem: Problem, choice: Decision) -> Decision:
-    """Return the choice with whole microbatches, large pieces of gradients and a quick order: what memory
-    depends on where replicas do not move, and neither on how rows travel where no routing is known."""
-    known = problem.evidence or problem.observed
-    return replace(
-        choice,
-        dispatch=choice.dispatch if known else problem.workload.dispatch,
-        comm_dtype=choice.comm_dtype if known else ANY.comm_dtype,
-        chunks=ANY.chunks,
-        backward_chunks=ANY.backward_chunks,
-        all_reduce_chunk_bytes=max(ANY.all_reduce_chunk_bytes, problem.least_chunk_bytes),
-        priority=QUICK,
-        partition=ANY.partition,
-    )
+    """Return what of a choice memory depends on where replicas do not move, with large pieces of gradients.
+
+    How rows travel counts only where a routing is known.
+    """
+    others: dict[str, Any] = {
+        "all_reduce_chunk_bytes": max(ANY.all_reduce_chunk_bytes, problem.least_chunk_bytes)
+    }
+    if not (problem.evidence or problem.observed):
+        others |= {"dispatch": problem.workload.dispatch, "comm_dtype": ANY.comm_dtype}
+    return choice.affecting("memory", **others)

@@ -9,7 +9,7 @@ from penstock.decision import Decision
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory, memory_kind
 from penstock.plan.problem import Problem, beside_pieces
-from penstock.plan.space import PIECES, space
+from penstock.plan.space import space
 from penstock.words import change, gib, milliseconds
 
 
@@ -55,12 +55,12 @@ class Room:
         if len(self.problem.recompute) == 1:
             return self.problem
         least = replace(self.problem, recompute=self.problem.recompute[:1])
-        return least if self.memory is None or all(map(self.holds, space(least, PIECES))) else self.problem
+        return least if self.memory is None or all(map(self.holds, space(least, "memory"))) else self.problem
 
 
 def least_memory(problem: Problem) -> MemoryEstimate:
     """Return the memory of the plan that needs least."""
-    whole = dict.fromkeys(beside_pieces(problem, choice) for choice in space(problem, PIECES))
+    whole = dict.fromkeys(beside_pieces(problem, choice) for choice in space(problem, "memory"))
     kinds = {memory_kind(problem, choice): choice for choice in whole}
     estimates = (estimate_memory(problem, choice) for choice in kinds.values())
     return min(estimates, key=lambda estimate: estimate.total_bytes)

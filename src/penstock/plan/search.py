@@ -35,7 +35,7 @@ from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget
 from penstock.plan.problem import QUICK, Problem
 from penstock.plan.published import planners
 from penstock.plan.room import NothingFitsError, least_memory
-from penstock.plan.space import PIECES, neighbours, space
+from penstock.plan.space import neighbours, space
 from penstock.plan.successive_halving import SuccessiveHalving
 from penstock.words import gib
 
@@ -175,7 +175,7 @@ class _Search:
         wanted = dict.fromkeys((*starts, *self._basis.firsts))
         least = map(self._room.with_least_recompute, wanted)
         firsts = [choice for choice in least if choice is not None]
-        if not firsts and any(map(self._fits, space(self._problem, PIECES))):
+        if not firsts and any(map(self._fits, space(self._problem, "memory"))):
             firsts = list(islice(filter(self._fits, space(self._problem)), 1))
         if self._effort == "quick":
             return self._quickly(firsts)

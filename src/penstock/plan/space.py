@@ -10,6 +10,7 @@ from typing import Any, Final
 from penstock.config import ConfigError, Table
 from penstock.decision import Decision, Field
 from penstock.decision.record import ALL_REDUCE_PIECES, FIELDS, MOST_SLICES, all_reduce_sizes
+from penstock.features.field import Effect
 from penstock.plan.problem import Problem
 
 USUAL_PIECES = 4
@@ -72,15 +73,14 @@ def forced(problem: Problem, given: Mapping[str, Any]) -> Problem:
     return replace(problem, forced=Table(given))
 
 
-PIECES: Final = ("chunks", "backward_chunks", "all_reduce_chunk_bytes", "priority")
-"""The fields that say how a microbatch is cut and ordered."""
+def space(problem: Problem, affecting: Effect | None = None) -> Iterator[Decision]:
+    """Return every combination of values, in a fixed order.
 
-
-def space(problem: Problem, left_out: Sequence[str] = ()) -> Iterator[Decision]:
-    """Return every combination of values, in a fixed order. left_out: fields that keep their defaults."""
+    affecting: what depends on the fields that are varied, all others keep their defaults; None = anything.
+    """
     choices = iter([Decision(dispatch=problem.dispatches[0])])
-    for name, field in FIELDS.items():
-        if name not in left_out:
+    for field in FIELDS.values():
+        if affecting is None or affecting in field.affects:
             choices = _spread(choices, field, problem)
     return choices
 

@@ -19,8 +19,8 @@ import torch
 from penstock.apportion import Counts
 from penstock.mesh import Axes
 from penstock.moe import MoELayer
-from penstock.moe.choices import GateSums
-from penstock.moe.permute.sort import BoundedOrder, Bounds
+from penstock.moe.choices import RouterSums
+from penstock.moe.permute.sort import BoundedPermutation, Bounds
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.legs import HostCounts
 
@@ -29,7 +29,7 @@ STEPS_KEPT = 32
 MULTIPLE = 8
 """Bounds are multiples of this: they change seldom, and so do the sizes of tensors."""
 
-BySum = Mapping[int, Sequence[GateSums]]
+BySum = Mapping[int, Sequence[RouterSums]]
 """The sums of gates by layer and microbatch."""
 
 
@@ -82,7 +82,7 @@ class RowBounds:
 
     repeats_steps = True
 
-    def __init__(self, orders: Sequence[BoundedOrder]) -> None:
+    def __init__(self, orders: Sequence[BoundedPermutation]) -> None:
         self.orders, self.repeats, self.late = orders, 0, False
         self.histories: dict[Passes, History] = {}
 
@@ -116,7 +116,7 @@ class History:
         rows_X: The same numbers in one array.
     """
 
-    def __init__(self, orders: Sequence[BoundedOrder]) -> None:
+    def __init__(self, orders: Sequence[BoundedPermutation]) -> None:
         positions_Y = [order.num_experts for order in orders]
         self._factor_X = np.repeat([order.factor for order in orders], positions_Y)
         self._cuts = np.cumsum(positions_Y)[:-1]
@@ -171,7 +171,7 @@ class BoundedStep:
         return self._exceeded
 
 
-def _most(microbatches: Sequence[GateSums]) -> torch.Tensor:
+def _most(microbatches: Sequence[RouterSums]) -> torch.Tensor:
     """Return the most rows that a microbatch of this rank wanted at every position, [N]."""
     wanted = [sums.wanted_N for sums in microbatches]
     assert all(each is not None for each in wanted), "orders of these layers count what they want"
@@ -184,13 +184,13 @@ def bounds_of(layers: Sequence[MoELayer | None]) -> Counted | RowBounds:
     Raises:
         ValueError: Some layers bound their rows, and others do not.
     """
-    orders = [layer.order for layer in layers if layer is not None]
-    bounded = [order for order in orders if isinstance(order, BoundedOrder)]
+    orders = [layer.permutation for layer in layers if layer is not None]
+    bounded = [order for order in orders if isinstance(order, BoundedPermutation)]
     if not bounded:
         return Counted()
     if len(bounded) < len(orders):
         raise ValueError(
             f"{len(bounded)} of {len(orders)} MoE layers bound their rows by those of earlier steps "
-            "(BoundedOrder, moe.bound_factor): let all of them do so, or none"
+            "(BoundedPermutation, moe.bound_factor): let all of them do so, or none"
         )
     return RowBounds(bounded)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.config import ConfigError
 from penstock.moe import MoELayer, RouteMaker, SampleKeys
 from penstock.moe.compatibility import route_maker
-from penstock.moe.routers import SoftGate
+from penstock.moe.routers import SoftRouter
 from penstock.routing.routes import ShardPlace
 from penstock.step.shape import FORM_TOKENS, ExpertForm
 from penstock.topology import Layout
@@ -136,7 +136,7 @@ def layers_of(parts: ModelParts) -> tuple[Layer, ...]:
 def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
     """Return the maker of a layer's routes. Raises ConfigError for parts that cannot be shared."""
     # The slots of a soft gate are means over all tokens of a sample.
-    if layout.tp_size > 1 and FORM_TOKENS[form] == "split" and isinstance(moe.gate, SoftGate):
+    if layout.tp_size > 1 and FORM_TOKENS[form] == "split" and isinstance(moe.gate, SoftRouter):
         why = (
             f"mixes all tokens of a sample, and with parallel.tp_size = {layout.tp_size} and "
             f"expert form {form} every rank routes its own part of them"
@@ -144,8 +144,8 @@ def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
         raise ConfigError("moe.gate", "soft", why, "Set schedule.expert_form=s2, or parallel.tp_size=1.")
     shards = ShardPlace.of(form, layout.mesh, layout.rank)
     if shards is None:
-        return route_maker(moe.dispatch, layout.place, moe.order)
-    if moe.order.row_counts:
+        return route_maker(moe.dispatch, layout.place, moe.permutation)
+    if moe.permutation.row_counts:
         joined = moe.dispatch.joins_rows
         raise ConfigError(
             "moe.dispatch" if joined else "moe.one_copy_per_rank",

@@ -22,7 +22,7 @@ from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES, Balance
-from penstock.moe.build import build_order
+from penstock.moe.build import build_permutation
 from penstock.moe.config import MoEConfig
 from penstock.moe.layer import count_updates
 from penstock.partial_state import refuse_pickle
@@ -188,10 +188,10 @@ class PipelinedStack(MarksExperts):
         for layer in self.moe_layers:
             if layer is None or layer.dispatch is dispatch:
                 continue
-            order = layer.order
+            order = layer.permutation
             if dispatch.joins_rows or layer.dispatch.joins_rows:
                 size, rank = layout.ep_size, layout.ep_rank
-                order = build_order(self.moe, size, ep_rank=rank, node_size=layout.ep_node_size)
+                order = build_permutation(self.moe, size, ep_rank=rank, node_size=layout.ep_node_size)
             layer.send_by(dispatch, order)
         self._shape = self._checked_shape()
 
@@ -505,7 +505,7 @@ class PipelinedStack(MarksExperts):
         """How the ranks deal with batches of different sizes."""
         if self.relocation is not None:
             return SharedSizes(self.machinery.layout, self.machinery.control)
-        fixed = any(layer is not None and layer.order.counts_slots for layer in self.moe_layers)
+        fixed = any(layer is not None and layer.permutation.counts_slots for layer in self.moe_layers)
         return EqualSizes(self.machinery.control) if fixed else AnySizes()
 
     @property

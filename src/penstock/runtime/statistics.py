@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.device import device_of
 from penstock.moe.balance import Balance
-from penstock.moe.choices import GateSums
+from penstock.moe.choices import RouterSums
 from penstock.moe.config import MoEConfig
 
 
@@ -88,7 +88,7 @@ class StatisticsCodec:
         )
         return crc32(repr(known).encode())
 
-    def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[GateSums]]) -> Tensor:
+    def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[RouterSums]]) -> Tensor:
         """Return the sums as [HEADER + 2 * Y + 2 * Y * E]. routers: per MoE layer, per microbatch."""
         everything = [sums for layer in routers for sums in layer]
         loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
@@ -110,7 +110,7 @@ class StatisticsCodec:
         layers = (torch.as_tensor(each) for each in (*pieces, *dropped, *chosen, *probability))
         return torch.cat([header, *(each.to(header).reshape(-1) for each in layers)])
 
-    def _piece(self, sums: GateSums) -> Tensor:
+    def _piece(self, sums: RouterSums) -> Tensor:
         return self._balance.piece(_judged(sums), sums.probability_BE.double())
 
     def unpack(self, total: Tensor) -> StepStatistics:
@@ -139,5 +139,5 @@ class StatisticsCodec:
         )
 
 
-def _judged(sums: GateSums) -> Tensor:
+def _judged(sums: RouterSums) -> Tensor:
     return sums.chosen_BE if sums.judged_BE is None else sums.judged_BE

@@ -11,7 +11,7 @@ class ParmS1(Sequential):
     """Ranks that share attention route their part of the tokens each; a row goes to all shards of its expert.
 
     The partial sums of the shards come home in the same all-to-all and are added there. Tokens are gathered
-    after un-order, or where the next block wants them. Nothing overlaps.
+    after unpermute, or where the next block wants them. Nothing overlaps.
 
     parm_s1: one column = one slot, · = idle
     forward

@@ -64,7 +64,7 @@ class PlainStep:
             read["shared"] = shared
         yield (experts := _compute(layer, Op.EXPERTS, chunked=True, rows=there, route=knows))
         yield (home := _transfer(layer, Op.COMBINE, rows=experts, route=knows))
-        yield _task(layer, Op.UNORDER, Lane.COMPUTE, (), False, {**read, "rows": home})
+        yield _task(layer, Op.UNPERMUTE, Lane.COMPUTE, (), False, {**read, "rows": home})
 
 
 def _task(layer: int, op: str, lane: Lane, axes: Axes, chunked: bool, read: dict[str, Task]) -> Task:

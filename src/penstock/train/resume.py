@@ -28,7 +28,7 @@ MAY_CHANGE: Final[Mapping[str, str]] = {
     "model.preset": "the sizes that it stands for are compared one by one",
     "model.config": "the sizes that it stands for are compared one by one",
     "model.dropout": "regularises training, and is not there in evaluation",
-    "moe.order": "another way to compute the same",
+    "moe.permutation": "another way to compute the same",
     "moe.dispatch": "another way to compute the same",
     "moe.one_copy_per_rank": "another way to compute the same",
     "moe.bound_factor": "another way to compute the same",

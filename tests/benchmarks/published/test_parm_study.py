@@ -32,7 +32,7 @@ def test_a_layer_is_a_moe_part_alone() -> None:
     plan = asked.plan(choice)
     cost = asked.cost(choice, plan.shape)
     counted = {task.op for task in plan.graph.tasks if cost(task)}
-    gate = {Op.GATE, Op.UNORDER}
+    gate = {Op.GATE, Op.UNPERMUTE}
     assert counted - gate == {
         Op.ROWS_GATHER,
         Op.DISPATCH,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.moe.choices import Choice, SampleKeys, TokenChoice, Tokens
-from penstock.moe.routers import Gate
+from penstock.moe.routers import Router
 
 Row = list[Tensor]
 """One number per expert (or slot, or feature)."""
@@ -61,7 +61,7 @@ class Case:
         x_TM = torch.randn(self.count, HIDDEN, generator=self._generator(2), dtype=torch.float64)
         return x_TM.requires_grad_()
 
-    def fill(self, gate: Gate) -> Gate:
+    def fill(self, gate: Router) -> Router:
         """The gate in float64, with weights large enough that no two experts are alike."""
         gate = gate.double()
         generator = self._generator(3)
@@ -151,7 +151,7 @@ def decide(
     return made
 
 
-def check_token_choice(case: Case, gate: Gate, x_TM: Tensor, expected: Decision) -> None:
+def check_token_choice(case: Case, gate: Router, x_TM: Tensor, expected: Decision) -> None:
     """The gate decides as the loops did, with the same gradients."""
     choice = gate(x_TM, case.tokens)
     assert isinstance(choice, TokenChoice)
@@ -167,7 +167,7 @@ def check_token_choice(case: Case, gate: Gate, x_TM: Tensor, expected: Decision)
     )
 
 
-def check_values(gate: Gate, x_TM: Tensor, found: list[Tensor], expected: list[Tensor]) -> None:
+def check_values(gate: Router, x_TM: Tensor, found: list[Tensor], expected: list[Tensor]) -> None:
     """Equal values, and equal gradients of inputs and parameters for an arbitrary gradient of the values."""
     for left, right in zip(found, expected, strict=True):
         torch.testing.assert_close(left, right)
@@ -175,7 +175,7 @@ def check_values(gate: Gate, x_TM: Tensor, found: list[Tensor], expected: list[T
         torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-9)
 
 
-def gradients(gate: Gate, x_TM: Tensor, outputs: list[Tensor]) -> list[Tensor]:
+def gradients(gate: Router, x_TM: Tensor, outputs: list[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
     loss = x_TM.sum() * 0
     for output in outputs:

@@ -10,30 +10,30 @@ from torch import Tensor, nn
 
 from penstock.moe.choices import SampleKeys, TokenChoice, Tokens
 from penstock.moe.routers import (
-    CosineGate,
-    ExpertChoiceGate,
-    Gate,
-    NoisyGate,
-    SigmoidGate,
-    SoftGate,
-    SoftmaxGate,
-    TokenGate,
+    CosineRouter,
+    ExpertChoiceRouter,
+    NoisyRouter,
+    Router,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SoftRouter,
+    TokenRouter,
 )
 from tests.moe.gates.plain import parts
 
 HIDDEN, EXPERTS, SAMPLES, LENGTH = 8, 4, 3, 5
-GATES: dict[str, Callable[[], Gate]] = {
-    "softmax": lambda: SoftmaxGate(HIDDEN, EXPERTS, 2),
-    "noisy": lambda: NoisyGate(HIDDEN, EXPERTS, 2, place=1),
-    "sigmoid": lambda: SigmoidGate(HIDDEN, EXPERTS, 2),
-    "cosine": lambda: CosineGate(HIDDEN, EXPERTS, 2, proj_size=4),
-    "expert_choice": lambda: ExpertChoiceGate(HIDDEN, EXPERTS, top_k=2),
-    "soft": lambda: SoftGate(HIDDEN, EXPERTS, slots_per_expert=2),
+GATES: dict[str, Callable[[], Router]] = {
+    "softmax": lambda: SoftmaxRouter(HIDDEN, EXPERTS, 2),
+    "noisy": lambda: NoisyRouter(HIDDEN, EXPERTS, 2, place=1),
+    "sigmoid": lambda: SigmoidRouter(HIDDEN, EXPERTS, 2),
+    "cosine": lambda: CosineRouter(HIDDEN, EXPERTS, 2, proj_size=4),
+    "expert_choice": lambda: ExpertChoiceRouter(HIDDEN, EXPERTS, top_k=2),
+    "soft": lambda: SoftRouter(HIDDEN, EXPERTS, slots_per_expert=2),
 }
 TOKEN_GATES = ["softmax", "noisy", "sigmoid", "cosine"]
 
 
-class CountingGate(TokenGate):
+class CountingGate(TokenRouter):
     """A user's own gate: the first number of a token says which experts it likes."""
 
     def __init__(self, num_experts: int, top_k: int) -> None:
@@ -45,7 +45,7 @@ class CountingGate(TokenGate):
         return -self.slope * (x_TM[:, :1] - torch.arange(self.num_experts)).abs()
 
 
-def build(name: str, dtype: torch.dtype = torch.float32) -> Gate:
+def build(name: str, dtype: torch.dtype = torch.float32) -> Router:
     made, generator = GATES[name](), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -140,8 +140,8 @@ def test_a_token_cannot_choose_that_many(top_k: int) -> None:
 
 def test_scale_and_renormalisation_are_of_weights_only() -> None:
     x_TM = states()
-    plain = SoftmaxGate(HIDDEN, EXPERTS, 2, renormalise=False)
-    scaled = SoftmaxGate(HIDDEN, EXPERTS, 2, renormalise=True, scale=2.5)
+    plain = SoftmaxRouter(HIDDEN, EXPERTS, 2, renormalise=False)
+    scaled = SoftmaxRouter(HIDDEN, EXPERTS, 2, renormalise=True, scale=2.5)
     scaled.weight.data = plain.weight.data
     left, right = plain(x_TM, Tokens()), scaled(x_TM, Tokens())
     torch.testing.assert_close(right.weights, left.weights / left.weights.sum(1, keepdim=True) * 2.5)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe.choices import Tokens
-from penstock.moe.routers import INITIAL_TEMPERATURE, CosineGate
+from penstock.moe.routers import INITIAL_TEMPERATURE, CosineRouter
 from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot, length
 from tests.support.draws import draws
 
@@ -18,7 +18,7 @@ from tests.support.draws import draws
 @draws(30)
 @given(cases(), st.integers(2, 4))  # of one dimension, all cosines would be 1 or -1
 def test_against_loops(case: Case, size: int) -> None:
-    made = CosineGate(4, case.num_experts, case.top_k, proj_size=size, **case.options)
+    made = CosineRouter(4, case.num_experts, case.top_k, proj_size=size, **case.options)
     case.fill(made)
     x_TM = case.x()
     logits = []
@@ -30,14 +30,14 @@ def test_against_loops(case: Case, size: int) -> None:
 
 
 def test_the_length_of_a_hidden_state_says_nothing() -> None:
-    made, x_TM = CosineGate(8, 4, 2, proj_size=8), torch.randn(6, 8)
+    made, x_TM = CosineRouter(8, 4, 2, proj_size=8), torch.randn(6, 8)
     near, far = (made(x_TM * factor, Tokens()) for factor in (1.0, 64.0))  # exact in binary
     assert torch.equal(near.experts_Tk, far.experts_Tk)
     torch.testing.assert_close(near.weights, far.weights)
 
 
 def test_the_temperature_starts_as_told_and_is_learnt() -> None:
-    made = CosineGate(8, 4, 2, proj_size=3)
+    made = CosineRouter(8, 4, 2, proj_size=3)
     assert made.log_temperature.dim() == 0  # so initial weights and weight decay leave it alone
     assert made.log_temperature.exp().item() == pytest.approx(INITIAL_TEMPERATURE)
     before = made(torch.ones(1, 8), Tokens()).sums.z
@@ -50,7 +50,7 @@ def test_the_temperature_starts_as_told_and_is_learnt() -> None:
 
 
 def test_a_zero_vector_has_a_finite_gradient() -> None:
-    made, x_TM = CosineGate(8, 4, 2, proj_size=3), torch.zeros(2, 8, requires_grad=True)
+    made, x_TM = CosineRouter(8, 4, 2, proj_size=3), torch.zeros(2, 8, requires_grad=True)
     made(x_TM, Tokens()).weights[:, 0].sum().backward()
     assert x_TM.grad is not None
     assert x_TM.grad.abs().max() < 1e5

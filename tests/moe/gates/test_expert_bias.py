@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock.moe.choices import Tokens
-from penstock.moe.routers import ExpertBias, ExpertGroups, SigmoidGate
+from penstock.moe.routers import ExpertBias, ExpertGroups, SigmoidRouter
 from tests.moe.gates.plain import Case, best, cases, check_token_choice, decide, dot
 
 EXPERTS = 4
 
 
-def gate(rate: float = 0.1) -> tuple[SigmoidGate, ExpertBias]:
+def gate(rate: float = 0.1) -> tuple[SigmoidRouter, ExpertBias]:
     bias = ExpertBias(EXPERTS, rate)
-    made = SigmoidGate(3, EXPERTS, 2, bias=bias)
+    made = SigmoidRouter(3, EXPERTS, 2, bias=bias)
     with torch.no_grad():
         made.weight.copy_(torch.randn(EXPERTS, 3, generator=torch.Generator().manual_seed(1)))
     return made, bias
@@ -28,7 +28,7 @@ def states(seed: int = 2) -> Tensor:
     return torch.randn(10, 3, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def trained_loss(made: SigmoidGate, x_TM: Tensor) -> Tensor:
+def trained_loss(made: SigmoidRouter, x_TM: Tensor) -> Tensor:
     assert made.bias is not None
     choice = made(x_TM, Tokens())
     return made.bias.when_trained(choice.weights, choice.sums.chosen_E).square().sum()
@@ -37,7 +37,7 @@ def trained_loss(made: SigmoidGate, x_TM: Tensor) -> Tensor:
 @given(cases())
 def test_selection_uses_the_bias_and_weights_do_not(case: Case) -> None:
     bias = ExpertBias(case.num_experts, 0.1)
-    made = SigmoidGate(4, case.num_experts, case.top_k, bias=bias, **case.options)
+    made = SigmoidRouter(4, case.num_experts, case.top_k, bias=bias, **case.options)
     case.fill(made)
     bias.value_E.copy_(torch.linspace(2.0, -1.0, case.num_experts))  # outweighs most scores
     x_TM, values = case.x(), bias.value_E.tolist()
@@ -53,7 +53,7 @@ def test_selection_uses_the_bias_and_weights_do_not(case: Case) -> None:
 
 def test_groups_are_judged_with_the_bias() -> None:
     bias = ExpertBias(EXPERTS, 0.1)
-    made = SigmoidGate(3, EXPERTS, 2, bias=bias, groups=ExpertGroups(groups=2, limit_to=1))
+    made = SigmoidRouter(3, EXPERTS, 2, bias=bias, groups=ExpertGroups(groups=2, limit_to=1))
     bias.value_E.copy_(torch.tensor([0.0, 0.0, 5.0, 5.0]))
     assert (made(states(), Tokens()).experts_Tk >= 2).all()
 

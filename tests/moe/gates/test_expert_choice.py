@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.moe.choices import ExpertChoice, Tokens
-from penstock.moe.routers import ExpertChoiceGate
+from penstock.moe.routers import ExpertChoiceRouter
 from penstock.routing.sizes import capacity_slots
 from tests.moe.gates.plain import Case, best, cases, check_values, dot, softmax, squared_log_partition
 from tests.support.draws import draws
@@ -20,7 +20,7 @@ from tests.support.draws import draws
 @given(cases(), st.sampled_from([0.3, 1.0, 1.7]), st.integers(1, 3))
 def test_against_loops(case: Case, factor: float, least: int) -> None:
     assume(case.num_experts > 1)  # with one expert every probability is 1, and any tokens may be taken
-    made = ExpertChoiceGate(
+    made = ExpertChoiceRouter(
         4,
         case.num_experts,
         top_k=case.top_k,
@@ -65,7 +65,7 @@ def test_against_loops(case: Case, factor: float, least: int) -> None:
 @given(cases(), st.integers(0, 9))
 def test_slots_are_made_for_the_rank_with_most_tokens(case: Case, more: int) -> None:
     """Slots beyond the last token name some token again, with a weight of zero."""
-    made = case.fill(ExpertChoiceGate(4, case.num_experts, top_k=case.top_k, capacity_factor=2.0))
+    made = case.fill(ExpertChoiceRouter(4, case.num_experts, top_k=case.top_k, capacity_factor=2.0))
     most = case.count + more
     alone, choice = (made(case.x(), replace(case.tokens, most=n)) for n in (None, most))
     slots = min(most, capacity_slots(most, case.num_experts, case.top_k, 2.0, 1))
@@ -81,7 +81,7 @@ def joined(values: list[Tensor]) -> Tensor:
 
 
 def test_padding_is_taken_last_even_if_liked_best() -> None:
-    made = ExpertChoiceGate(1, 2, top_k=2, capacity_factor=0.75)
+    made = ExpertChoiceRouter(1, 2, top_k=2, capacity_factor=0.75)
     with torch.no_grad():
         made.weight.copy_(torch.tensor([[1.0], [-1.0]]))
     x_TM, valid_T = torch.tensor([[1.0], [9.0], [0.5], [-9.0]]), torch.tensor([True, False, True, False])
@@ -94,5 +94,5 @@ def test_padding_is_taken_last_even_if_liked_best() -> None:
 
 
 def test_every_expert_has_the_same_load() -> None:
-    choice = ExpertChoiceGate(4, 8, top_k=2)(torch.randn(24, 4) + 5.0, Tokens(samples=3))
+    choice = ExpertChoiceRouter(4, 8, top_k=2)(torch.randn(24, 4) + 5.0, Tokens(samples=3))
     assert choice.sums.chosen_E.tolist() == [6] * 8

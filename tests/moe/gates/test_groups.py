@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe.routers import ExpertGroups, SigmoidGate, SoftmaxGate
+from penstock.moe.routers import ExpertGroups, SigmoidRouter, SoftmaxRouter
 from tests.moe.gates.plain import Case, Row, check_token_choice, decide, dot
 from tests.support.draws import draws
 
@@ -41,7 +41,7 @@ def brute_force(score: Row, case: Case, groups: ExpertGroups) -> list[int]:
 @given(grouped())
 def test_against_brute_force(made: tuple[Case, ExpertGroups]) -> None:
     case, groups = made
-    gate = SoftmaxGate(4, case.num_experts, case.top_k, groups=groups)
+    gate = SoftmaxRouter(4, case.num_experts, case.top_k, groups=groups)
     case.fill(gate)
     x_TM = case.x()
     logits = [[dot(weight, x_TM[t]) for weight in gate.weight] for t in range(case.count)]
@@ -68,4 +68,4 @@ def test_the_sum_of_two_beats_the_best_one() -> None:
 )
 def test_groups_that_do_not_fit_are_refused(groups: ExpertGroups, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SigmoidGate(4, 8, 3, groups=groups)
+        SigmoidRouter(4, 8, 3, groups=groups)

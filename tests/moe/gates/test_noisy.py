@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.moe.choices import SampleKeys, Tokens, normal
-from penstock.moe.routers import FIRST_PLACE, NoisyGate, SoftmaxGate
+from penstock.moe.routers import FIRST_PLACE, NoisyRouter, SoftmaxRouter
 from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 
 SAMPLES, LENGTH, EXPERTS = 6, 3, 4
 
 
-def gate(place: int = 0) -> NoisyGate:
-    made = NoisyGate(5, EXPERTS, 2, place=place)
+def gate(place: int = 0) -> NoisyRouter:
+    made = NoisyRouter(5, EXPERTS, 2, place=place)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -37,7 +37,7 @@ def tokens(first: int = 0, last: int = SAMPLES, seed: int = 3) -> Tokens:
 @draws(30)
 @given(cases(), st.integers(0, 5))
 def test_against_loops(case: Case, place: int) -> None:
-    made = NoisyGate(4, case.num_experts, case.top_k, place=place, **case.options)
+    made = NoisyRouter(4, case.num_experts, case.top_k, place=place, **case.options)
     case.fill(made)
     x_TM, experts, keys = case.x(), range(case.num_experts), case.tokens.keys
     assert keys is not None
@@ -89,7 +89,7 @@ def test_without_keys_it_is_pytorchs_own_noise() -> None:
 
 
 def test_the_noise_weight_starts_at_zero_and_learns() -> None:
-    made = NoisyGate(5, EXPERTS, 2, place=0)
+    made = NoisyRouter(5, EXPERTS, 2, place=0)
     assert torch.equal(made.noise_weight, torch.zeros(EXPERTS, 5))
     made(states(), tokens()).weights[:, 0].sum().backward()
     assert made.noise_weight.grad is not None
@@ -98,7 +98,7 @@ def test_the_noise_weight_starts_at_zero_and_learns() -> None:
 
 def test_the_spread_at_the_start_is_log_two() -> None:
     """Without any weight the logits are noise times softplus(0)."""
-    made = NoisyGate(1, 8, 1, place=0)
+    made = NoisyRouter(1, 8, 1, place=0)
     ids = Tokens(samples=500, keys=SampleKeys(0, torch.arange(500)))
     logits = made.logits(torch.zeros(2000, 1), ids)
     assert logits.std().item() == pytest.approx(math.log(2), rel=0.02)  # 16000 draws: 0.6 % is one sigma
@@ -106,6 +106,6 @@ def test_the_spread_at_the_start_is_log_two() -> None:
 
 
 def test_in_evaluation_it_is_the_softmax_gate() -> None:
-    made, plain = gate().eval(), SoftmaxGate(5, EXPERTS, 2)
+    made, plain = gate().eval(), SoftmaxRouter(5, EXPERTS, 2)
     plain.weight.data = made.weight.data
     assert torch.equal(made(states(), tokens()).weights, plain(states(), tokens()).weights)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 
 from penstock.moe.choices import Tokens
-from penstock.moe.routers import SigmoidGate
+from penstock.moe.routers import SigmoidRouter
 from tests.moe.gates.plain import Case, Row, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 
@@ -18,7 +18,7 @@ def sigmoids(row: Row) -> Row:
 @draws(30)
 @given(cases())
 def test_against_loops(case: Case) -> None:
-    made = SigmoidGate(4, case.num_experts, case.top_k, **case.options)
+    made = SigmoidRouter(4, case.num_experts, case.top_k, **case.options)
     case.fill(made)
     x_TM = case.x()
     logits = [[dot(made.weight[e], x_TM[t]) for e in range(case.num_experts)] for t in range(case.count)]
@@ -26,7 +26,7 @@ def test_against_loops(case: Case) -> None:
 
 
 def test_logits_so_negative_that_all_scores_are_zero() -> None:
-    made = SigmoidGate(1, 3, 2)
+    made = SigmoidRouter(1, 3, 2)
     with torch.no_grad():
         made.weight.fill_(-1.0)
     choice = made(torch.full((2, 1), 200.0), Tokens())

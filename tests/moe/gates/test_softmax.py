@@ -8,15 +8,15 @@ from hypothesis import given
 from torch import Tensor
 
 from penstock.moe.choices import Tokens
-from penstock.moe.routers import SoftmaxGate
+from penstock.moe.routers import SoftmaxRouter
 from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 
 HIDDEN, TOKENS, EXPERTS = 6, 20, 5
 
 
-def gate(dtype: torch.dtype = torch.float32, top_k: int = 2, *, renormalise: bool = True) -> SoftmaxGate:
-    made = SoftmaxGate(HIDDEN, EXPERTS, top_k, renormalise=renormalise).to(dtype)
+def gate(dtype: torch.dtype = torch.float32, top_k: int = 2, *, renormalise: bool = True) -> SoftmaxRouter:
+    made = SoftmaxRouter(HIDDEN, EXPERTS, top_k, renormalise=renormalise).to(dtype)
     with torch.no_grad():
         made.weight.copy_(torch.randn(made.weight.shape, generator=torch.Generator().manual_seed(1)))
     return made
@@ -29,7 +29,7 @@ def states(dtype: torch.dtype = torch.float32) -> Tensor:
 @draws(30)
 @given(cases())
 def test_against_loops(case: Case) -> None:
-    made = SoftmaxGate(4, case.num_experts, case.top_k, **case.options)
+    made = SoftmaxRouter(4, case.num_experts, case.top_k, **case.options)
     case.fill(made)
     x_TM = case.x()
     logits = [[dot(made.weight[e], x_TM[t]) for e in range(case.num_experts)] for t in range(case.count)]

@@ -9,8 +9,8 @@ from torch import Tensor
 from penstock.moe.experts import GeluExperts
 from penstock.moe.hooks import Hook, Hooks, Moment, two_way
 from penstock.moe.layer import MoELayer
-from penstock.moe.permute.sort import SortOrder
-from penstock.moe.routers import SoftmaxGate
+from penstock.moe.permute.sort import SortPermutation
+from penstock.moe.routers import SoftmaxRouter
 
 MOMENTS: tuple[Moment, ...] = (
     "before_moe_start",
@@ -55,8 +55,8 @@ class Recording(Hook):
 
 def layer_of(*hooks: Hook) -> MoELayer:
     torch.manual_seed(0)
-    gate, expert = SoftmaxGate(HIDDEN, 3, CHOICES), GeluExperts(HIDDEN, 6, 3)
-    return MoELayer(gate=gate, order=SortOrder(3), expert=expert, hooks=hooks).double()
+    gate, expert = SoftmaxRouter(HIDDEN, 3, CHOICES), GeluExperts(HIDDEN, 6, 3)
+    return MoELayer(gate=gate, permutation=SortPermutation(3), expert=expert, hooks=hooks).double()
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -17,8 +17,8 @@ from penstock.moe.config import int8_row_bytes
 from penstock.moe.experts import ModuleExperts
 from penstock.moe.hooks import Bfloat16Rows, EncodedRows, Int8Rows
 from penstock.moe.layer import MoELayer
-from penstock.moe.permute.sort import SortOrder
-from penstock.moe.routers import SoftmaxGate
+from penstock.moe.permute.sort import SortPermutation
+from penstock.moe.routers import SoftmaxRouter
 
 HIDDEN, EXPERTS = 6, 3
 HALF_STEP, HALF_DIGIT = 1 / 254, 2.0**-8
@@ -160,8 +160,8 @@ def test_rows_of_another_width_are_refused() -> None:
 def layer_of(*hooks: EncodedRows) -> MoELayer:
     """Two linear experts of three get every token, with weight a half each: simple to bound."""
     experts = ModuleExperts(lambda: nn.Linear(HIDDEN, HIDDEN, bias=False), EXPERTS)
-    gate = SoftmaxGate(HIDDEN, EXPERTS, 2)
-    layer = MoELayer(gate=gate, order=SortOrder(EXPERTS), expert=experts, hooks=hooks)
+    gate = SoftmaxRouter(HIDDEN, EXPERTS, 2)
+    layer = MoELayer(gate=gate, permutation=SortPermutation(EXPERTS), expert=experts, hooks=hooks)
     with torch.no_grad():
         gate.weight.zero_()
         for i, parameter in enumerate(experts.parameters()):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import penstock
 from penstock.config import ConfigError
-from penstock.moe import GeluExperts, MergedOrder, MoELayer, SoftmaxGate, SortOrder
+from penstock.moe import GeluExperts, MergedPermutation, MoELayer, SoftmaxRouter, SortPermutation
 from penstock.runtime.expert_parallel.exchange import ExpertParallel
 from tests.support.exchange import CHOICES, EXPERTS, HIDDEN, Case, exchange_of, model_of, numbers
 from tests.support.ranks import Pools
@@ -57,13 +57,13 @@ def test_layouts_that_do_not_fit(
 def mismatched(rank: int, what: str) -> str:
     """A layer whose parts were built for another number of ranks; ranks with different numbers of tokens."""
     exchange = exchange_of(None, None)
-    gate, order, local = SoftmaxGate(HIDDEN, EXPERTS, CHOICES), SortOrder(EXPERTS), EXPERTS // 2
+    gate, order, local = SoftmaxRouter(HIDDEN, EXPERTS, CHOICES), SortPermutation(EXPERTS), EXPERTS // 2
     try:
         if what == "experts":
-            MoELayer(gate=gate, order=order, expert=GeluExperts(HIDDEN, 5, EXPERTS), exchange=exchange)
+            MoELayer(gate=gate, permutation=order, expert=GeluExperts(HIDDEN, 5, EXPERTS), exchange=exchange)
         if what == "order":
-            merged = MergedOrder(EXPERTS, CHOICES, 1)
-            MoELayer(gate=gate, order=merged, expert=GeluExperts(HIDDEN, 5, local), exchange=exchange)
+            merged = MergedPermutation(EXPERTS, CHOICES, 1)
+            MoELayer(gate=gate, permutation=merged, expert=GeluExperts(HIDDEN, 5, local), exchange=exchange)
         if what in ("index", "einsum"):
             layer = model_of(Case(world=2, order=what), exchange).layer
             layer(numbers(8 + 8 * rank, HIDDEN, seed=0))
@@ -77,7 +77,7 @@ def mismatched(rank: int, what: str) -> str:
     ("what", "told"),
     [
         ("experts", ("num_experts = 8", "2 rank(s) with 8 experts each hold 16")),
-        ("order", ("MergedOrder was built for ranks = 1", "ranks = 2")),
+        ("order", ("MergedPermutation was built for ranks = 1", "ranks = 2")),
         ("index", ("different numbers of tokens", "`valid`")),
         ("einsum", ("different numbers of tokens", "`valid`")),
     ],

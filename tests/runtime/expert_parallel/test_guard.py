@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from penstock import ExpertParallel, clip_grad_norm_, expert_parameters, ignore_experts
-from penstock.moe import GeluExperts, MoELayer, SoftmaxGate, SortOrder
+from penstock.moe import GeluExperts, MoELayer, SoftmaxRouter, SortPermutation
 from penstock.runtime import ParameterMismatchError
 from penstock.runtime.expert_parallel.guard import ExpertGuard
 from penstock.runtime.expert_parallel.ranks import ExpertRanks
@@ -213,7 +213,7 @@ def odd_one(rank: int, what: str) -> str:
     ("what", "told"),
     [
         ("dtype", ("w_up torch.float64", "w_up torch.float32")),
-        ("order", ("SortOrder", "MergedOrder")),
+        ("order", ("SortPermutation", "MergedPermutation")),
         ("trained", ("w_up torch.float64 8 x 6 x 5 trained", "w_up torch.float64 8 x 6 x 5")),
         ("autocast", ("autocast None", "autocast torch.bfloat16")),
     ],
@@ -328,13 +328,13 @@ def test_a_rank_that_waits_for_no_counts_looks_for_a_change_of_its_own_alone() -
         guard.judge_change()
         return mine * torch.tensor([1, -1, 0])  # another rank's, whose layer is the same
 
-    guard.check(experts, x, "SortOrder", first=False)
+    guard.check(experts, x, "SortPermutation", first=False)
     theirs = with_theirs(None)
-    guard.check(experts.double(), x, "SortOrder", first=False)
+    guard.check(experts.double(), x, "SortPermutation", first=False)
     with pytest.raises(ValueError, match=r"rank 1 has w_up torch\.float64 .* since its last forward"):
         with_theirs(theirs)
     guard.unread = None
-    guard.check(experts.float(), x, "SortOrder", first=False)
+    guard.check(experts.float(), x, "SortPermutation", first=False)
     with_theirs(theirs + torch.tensor([0, 1, 0]))  # another rank has changed, and says so itself
 
 
@@ -420,8 +420,8 @@ def contradiction(rank: int) -> list[str]:
     messages = []
     for place in ({"ep_size": 4}, {"ep_rank": 1 - rank}, {"ep_rank": 2}):
         parts = {
-            "gate": SoftmaxGate(HIDDEN, EXPERTS, CHOICES),
-            "order": SortOrder(EXPERTS),
+            "gate": SoftmaxRouter(HIDDEN, EXPERTS, CHOICES),
+            "permutation": SortPermutation(EXPERTS),
             "expert": GeluExperts(HIDDEN, 5, EXPERTS // 2),
         }
         with pytest.raises(ValueError) as caught:

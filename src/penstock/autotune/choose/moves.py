@@ -22,7 +22,7 @@ from penstock.cost.placed import Evidence
 from penstock.decision import Decision
 from penstock.features.field import NOTHING_MOVES, Movable
 from penstock.mesh import Group
-from penstock.moe.choices import GateSums, Tokens
+from penstock.moe.choices import RouterSums, Tokens
 from penstock.plan import MemoryBudget, estimate_memory, evaluate
 from penstock.plan.effort import time_limit
 from penstock.plan.lost import corrected, miss
@@ -49,7 +49,7 @@ def is_open(config: RunConfig, planned: Planned) -> bool:
 def _movable(config: RunConfig, planned: Planned) -> Movable:
     placement, work = config.placement, planned.problem.workload
     open_ = placement.samples == "auto" or placement.experts == "auto"
-    dropless = config.moe.order_name == "sort" and not config.moe.one_copy_per_rank
+    dropless = config.moe.permutation_name == "sort" and not config.moe.one_copy_per_rank
     if not (open_ and dropless and work.ep_size > 1 and any(planned.problem.shape.moe_layers)):
         return NOTHING_MOVES
     # The loss may depend on which samples share a rank.
@@ -111,7 +111,7 @@ class Weighing:
         tokens: Tokens = given[1]
         if not gate.training or tokens.keys is None or tokens.clean:
             return
-        sums: GateSums = choice.sums
+        sums: RouterSums = choice.sums
         self._chosen[place].append((tokens.keys.sample_ids_B, sums.chosen_BE))
 
     def _assembled(self, everyone: Sequence[Sequence[LayerCounts]]) -> Counts | None:

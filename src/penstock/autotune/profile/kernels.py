@@ -79,8 +79,8 @@ def _kernels(config: RunConfig, machinery: Machinery) -> Iterator[Kernel]:
     yield Kernel(PRODUCT, "flop", shapes.rows_per_expert, product_flop, shapes.matmul)
     yield Kernel("copy", "byte", 2 * shapes.tokens * shapes.k, row_bytes, shapes.copy)
     yield Kernel("attention", "flop", config.data.batch_per_device, attention_flop, shapes.attention)
-    yield Kernel("order", "byte", shapes.tokens, choices_bytes, shapes.order)
-    yield Kernel("un-order", "byte", shapes.tokens, choices_bytes, shapes.unorder)
+    yield Kernel("permute", "byte", shapes.tokens, choices_bytes, shapes.order)
+    yield Kernel("unpermute", "byte", shapes.tokens, choices_bytes, shapes.unpermute)
 
 
 class _Shapes:
@@ -118,7 +118,7 @@ class _Shapes:
         x, rows = self._new(tokens, self.hidden), self._shuffled(tokens) // self.k
         return self._quiet(lambda: x.index_select(0, rows))
 
-    def unorder(self, tokens: int) -> Action:
+    def unpermute(self, tokens: int) -> Action:
         """Return the un-permute: rows of all choices back to their tokens, weighted and summed."""
         out, weights = self._new(tokens * self.k, self.hidden), self._new(tokens, self.k, 1)
         rows = self._shuffled(tokens)

@@ -63,7 +63,7 @@ def profile_run(
         f"{model.hidden_size}, {moe.num_experts} experts of {moe.moe_ffn_hidden_size}, top {moe.top_k}, "
         f"{config.data.batch_per_device} samples of {model.seq_len} tokens per rank"
     )
-    if moe.order_name == "sort":
+    if moe.permutation_name == "sort":
         source += "; dropless routing, computation measured with as many slots as choices"
     rates = rates_of(file.rates, kernels)
     file = replace(file, name=name, rates=rates, kernels=kernels, source=source)

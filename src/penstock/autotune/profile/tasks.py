@@ -121,8 +121,9 @@ def sample_of(config: RunConfig) -> RunConfig:
     into as many slots as there are choices, and neither samples nor experts move.
     """
     moe = replace(config.moe, dispatch="flat")
-    if moe.order_name == "sort":
-        moe = replace(moe, order="index", capacity_factor=1.0, bound_factor=None, one_copy_per_rank=False)
+    if moe.permutation_name == "sort":
+        moe = replace(moe, permutation="index", capacity_factor=1.0)
+        moe = replace(moe, bound_factor=None, one_copy_per_rank=False)
     return replace(
         config,
         placement=PlacementConfig(),

@@ -31,12 +31,14 @@ DISPATCH = Field(
     words=lambda d: f"{d.dispatch.replace('_', ' ')} dispatch",
     head="dispatch",
     cell=lambda d: d.dispatch.replace("_", " "),
+    affects=("cut", "cost", "memory"),
 )
 COMPRESSION = Field(
     values=_comm_dtypes,
     words=lambda d: "" if d.comm_dtype == "none" else f"rows as {d.comm_dtype}",
     head="rows",
     cell=lambda d: "-" if d.comm_dtype == "none" else d.comm_dtype,
+    affects=("cut", "cost", "memory"),
     may_be_left_out=True,
 )
 

@@ -68,13 +68,19 @@ EXPERTS = Field(
     words=_expert_words,
     head="experts",
     cell=lambda d: "-" if d.experts == "none" else d.experts.replace("_", " "),
+    affects=("cut", "cost", "memory"),
     may_be_left_out=True,
 )
 REPLICA_SLOTS = Field(
     values=lambda asked, choice: asked.movable.replica_slots if choice.experts != "none" else (1,),
+    affects=("cut", "cost", "memory"),
     may_be_left_out=True,
 )
-SPLIT = Field(values=lambda asked, choice: (asked.movable.split,), may_be_left_out=True)
+SPLIT = Field(
+    values=lambda asked, choice: (asked.movable.split,),
+    affects=("cut", "cost", "memory"),
+    may_be_left_out=True,
+)
 
 
 def _passes(shape: StepShape) -> Sequence[Pass]:

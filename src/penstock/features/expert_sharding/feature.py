@@ -35,6 +35,7 @@ EXPERT_FORM = Field(
     words=lambda d: "" if d.expert_form is None else f"expert form {d.expert_form}",
     head="form",
     cell=lambda d: d.expert_form or "-",
+    affects=("cut", "memory"),
     always=False,
     may_be_left_out=True,
 )

@@ -15,6 +15,7 @@ RECOMPUTE = Field(
     words=lambda d: "" if d.recompute == "none" else f"{d.recompute} recomputed",
     head="recompute",
     cell=lambda d: "-" if d.recompute == "none" else d.recompute,
+    affects=("cut", "memory"),
     may_be_left_out=True,
 )
 

@@ -36,6 +36,7 @@ SAMPLES = Field(
     words=lambda d: "" if d.samples == "none" else f"samples move ({d.samples})",
     head="samples",
     cell=lambda d: "-" if d.samples == "none" else d.samples,
+    affects=("cut", "cost", "memory"),
     may_be_left_out=True,
 )
 

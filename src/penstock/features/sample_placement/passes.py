@@ -15,7 +15,7 @@ from penstock.step.rewrite import require
 from penstock.step.stages import Stage
 
 MOVED = ("residual", "weights", "order", "shared", "metadata")
-"""Roles that un-order reads of the samples that have arrived."""
+"""Roles that unpermute reads of the samples that have arrived."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _Rewriting:
                     self._came = {"metadata": (moving.name,)}
                     ordered = task.name._replace(op=Op.ROW_ORDER)
                     yield task.reading({"rows": (ordered,), "route": (_name(task, Op.SAMPLE_HOMES),)})
-                case Op.UNORDER:
+                case Op.UNPERMUTE:
                     moved = _name(task, Op.SAMPLE_MOVE)
                     read = dict.fromkeys(r for r in MOVED if r in task.inputs or r in self._came)
                     yield task.reading({**task.inputs, **dict.fromkeys(read, (moved,))})
@@ -107,8 +107,8 @@ class _Rewriting:
         return task.reading({**task.inputs, "route": (_name(task, Op.SAMPLE_LOADS),)})
 
     def _moving(self, counting: Task, graph: Graph) -> Task:
-        """Return the task that moves what un-order would have read here and what came with samples."""
-        after = graph.by_name[_name(counting, Op.UNORDER)].inputs
+        """Return the task that moves what unpermute would have read here and what came with samples."""
+        after = graph.by_name[_name(counting, Op.UNPERMUTE)].inputs
         moved = {role: after[role] for role in ("residual", "weights", "shared") if role in after}
         read = {**moved, "positions": after["order"], "homes": (_name(counting, Op.SAMPLE_HOMES),)}
         return Task(_name(counting, Op.SAMPLE_MOVE), counting.lane, counting.axes, {**read, **self._came})
@@ -145,7 +145,7 @@ class PackedResidualPass:
         require(graph, Op.SAMPLE_MOVE, "residual")
         out: list[Task] = []
         for task in graph.tasks:
-            if task.op in (Op.SAMPLE_MOVE, Op.UNORDER):
+            if task.op in (Op.SAMPLE_MOVE, Op.UNPERMUTE):
                 kept = {role: names for role, names in task.inputs.items() if role not in PACKED}
                 out.append(task.reading(kept))
             elif task.op == Op.EXPERTS:

@@ -162,7 +162,12 @@ OPS = (
     *_around("the output head", HEAD),
     _computed(Op.HEADS, "attention of this rank's heads", _heads, BOTH, launches=43, family=Family.ATTENTION),
     _computed(
-        Op.GATE, "residual, norm, router and order", _gate, REPLICATED, launches=39, family=Family.ATTENTION
+        Op.GATE,
+        "residual, norm, router, permute",
+        _gate,
+        REPLICATED,
+        launches=39,
+        family=Family.ATTENTION,
     ),
     _computed(Op.DENSE_NORM, "residual and norm of a dense block", _passing, REPLICATED),
     _computed(Op.DENSE, "this rank's part of a dense feed-forward part", _dense, REPLICATED),
@@ -206,8 +211,8 @@ OPS = (
         transpose=Op.KEEP_OUTPUT,
         given=frozenset({"gathered"}),
     ),
-    _transfer(Op.KEEP_OUTPUT, "this rank's tokens, after un-order", "", "all_gather", Op.GATHER_OUTPUT),
-    _transfer(Op.GATHER_OUTPUT, "tokens of all ranks, after un-order", "all_gather", "", Op.KEEP_OUTPUT),
+    _transfer(Op.KEEP_OUTPUT, "this rank's tokens, after unpermute", "", "all_gather", Op.GATHER_OUTPUT),
+    _transfer(Op.GATHER_OUTPUT, "tokens of all ranks, after unpermute", "all_gather", "", Op.KEEP_OUTPUT),
 )
 
 MOVES = (

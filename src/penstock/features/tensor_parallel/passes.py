@@ -24,9 +24,9 @@ class TensorParallel:
     """A computation on shards of weights gets all tokens before it; its partial sums are added after it.
 
     ranks: ranks that share attention. split: whether each has its part of samples' tokens between blocks;
-    moe_split: split in the MoE part, gate to un-order. Where the two differ, the gate has the tokens that
+    moe_split: split in the MoE part, gate to unpermute. Where the two differ, the gate has the tokens that
     attention has gathered (`MG`; gradients are complete on every rank, which keeps its own) or this rank's
-    alone (`MS`), and after un-order tokens are gathered (`UG`) or all but this rank's left out (`US`).
+    alone (`MS`), and after unpermute tokens are gathered (`UG`) or all but this rank's left out (`US`).
     judges_samples: whether balance is judged by sample or microbatch: where the MoE part has parts of them,
     choices are summed over ranks (`NC`).
     copies_differ: see `StepShape`.
@@ -62,7 +62,7 @@ class _Rewriting:
         self._rules: dict[str, Callable[[Task], Iterator[Task]]] = {
             Op.EMBED: self._embedding,
             Op.ATTENTION: self._block,
-            Op.UNORDER: self._unorder,
+            Op.UNPERMUTE: self._unorder,
             Op.HEAD: self._head,
             Op.STATISTICS: self._statistics,
         }

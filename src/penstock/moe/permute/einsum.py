@@ -1,4 +1,4 @@
-"""The masks of the einsum order: which token is in which slot, as zeros and ones or as a mix.
+"""The masks of the einsum permutation: which token is in which slot, as zeros and ones or as a mix.
 
 Shapes: T tokens = B samples of L tokens, k choices, E experts (total), S slots per expert (and sample).
 Where slots do not belong to samples, B = 1.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.moe.choices import Choice, ExpertChoice, SoftChoice, TokenChoice
-from penstock.moe.permute.sort import Order, OrderPlan, chunk_rows
+from penstock.moe.permute.sort import Permutation, PermutationPlan, chunk_rows
 from penstock.routing.sizes import capacity_slots, split_sizes
 
 
@@ -102,21 +102,21 @@ def one_hot(values: Tensor, size: int) -> Tensor:
     return values.unsqueeze(-1) == torch.arange(size, device=values.device)
 
 
-# ---- the einsum order (GShard, Lepikhin et al. 2021): dispatch and combine are products with masks --------
+# ---- the einsum permutation (GShard, Lepikhin et al. 2021): dispatch and combine are products with masks --
 #
 # A mask has one number for every token and slot, T * E * S in all, and every product needs M times that
 # number of multiplications, nearly all with zero: this is GShard's cost, and the reason for the other
-# orders. It is the only order for SoftMoE, whose masks have no zeros (there S slots are of one sample and a
-# mask L * E * S). Shapes: T tokens = B samples of L tokens, M hidden size, k choices, E experts (total), S
-# slots per expert (and sample), C chunks, R rows. Where slots do not belong to samples, B = 1.
+# permutations. It is the only permutation for SoftMoE, whose masks have no zeros (there S slots are of one
+# sample and a mask L * E * S). Shapes: T tokens = B samples of L tokens, M hidden size, k choices, E experts
+# (total), S slots per expert (and sample), C chunks, R rows. Where slots do not belong to samples, B = 1.
 
 
-class EinsumOrder(Order):
+class EinsumPermutation(Permutation):
     """Rows are mask^T x, outputs are (mask * weights) rows; autograd derives backward.
 
-    Where tokens choose, slots are filled as in `IndexOrder`, and the same choices are dropped. A chunk is a
-    range of an expert's slots; with samples, they are the slots of sample 0, then those of sample 1, ...
-    num_experts, capacity_factor, min_capacity: as in `IndexOrder`.
+    Where tokens choose, slots are filled as in `IndexPermutation`, and the same choices are dropped. A chunk
+    is a range of an expert's slots; with samples, they are the slots of sample 0, then those of sample 1, ...
+    num_experts, capacity_factor, min_capacity: as in `IndexPermutation`.
     """
 
     name, kinds, dynamic = "einsum", ("token", "expert", "soft"), False
@@ -125,7 +125,7 @@ class EinsumOrder(Order):
         self.num_experts = num_experts
         self.capacity_factor, self.min_capacity = capacity_factor, min_capacity
 
-    def plan(self, choice: Choice, chunks: int) -> OrderPlan:
+    def plan(self, choice: Choice, chunks: int) -> PermutationPlan:
         masks: Masks
         match choice:
             case TokenChoice():
@@ -139,9 +139,9 @@ class EinsumOrder(Order):
             case SoftChoice():
                 masks = SoftMasks.of(choice)
         sizes = split_sizes(masks.slots, chunks)
-        return OrderPlan(masks.tokens, chunk_rows(sizes, self.num_experts), None, sizes, masks)
+        return PermutationPlan(masks.tokens, chunk_rows(sizes, self.num_experts), None, sizes, masks)
 
-    def order(self, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
+    def permute(self, x_TM: Tensor, choice: Choice, plan: PermutationPlan) -> Tensor:
         masks: Masks = plan.rows
         mask_BLES = masks.dispatch(choice, x_TM.dtype)
         x_BLM = x_TM.unflatten(0, mask_BLES.shape[:2])
@@ -149,7 +149,7 @@ class EinsumOrder(Order):
         assert plan.slots is not None
         return torch.cat([rows.flatten(0, 1) for rows in rows_ENM.split(plan.slots, dim=1)])
 
-    def unorder(self, rows_RM: Tensor, weights: Tensor, plan: OrderPlan) -> Tensor:
+    def unpermute(self, rows_RM: Tensor, weights: Tensor, plan: PermutationPlan) -> Tensor:
         masks: Masks = plan.rows
         assert plan.slots is not None
         mask_BLES = masks.combine(weights.to(rows_RM.dtype))

@@ -20,7 +20,7 @@ from penstock.mesh import num_nodes, place_in_node
 from penstock.moe.choices import Choice, TokenChoice
 from penstock.moe.experts import Experts
 from penstock.moe.permute.rows import RowPlan, histogram
-from penstock.moe.permute.sort import Order, OrderPlan, bins, places, sorted_rows
+from penstock.moe.permute.sort import Permutation, PermutationPlan, bins, places, sorted_rows
 from penstock.moe.products import Product
 from penstock.placement import ExpertPlacement
 from penstock.routing.joined import MOST_NODE_SIZE, num_sets
@@ -39,14 +39,14 @@ class MergedRows:
     experts_Tk: Tensor
 
 
-class MergedOrder(Order):
+class MergedPermutation(Permutation):
     """A row for every destination of a token, sorted by chunk, destination, set of places and token.
 
-    A chunk is a range of tokens. Weights are rounded to the rows' precision, as in every other order; sums
-    over the experts of a destination are made there, so outputs differ from the sort order's by rounding.
-    num_experts: E. top_k: k. ep_size: P. node_size: G, 1 = one copy per rank. rank: this rank's place among
-    P. capacity_factor, min_capacity: which choices are dropped, as in `IndexOrder`; none without a factor.
-    Rows are never padded: only the choices that were kept travel.
+    A chunk is a range of tokens. Weights are rounded to the rows' precision, as in every other permutation;
+    sums over the experts of a destination are made there, so outputs differ from the sort permutation's by
+    rounding. num_experts: E. top_k: k. ep_size: P. node_size: G, 1 = one copy per rank. rank: this rank's
+    place among P. capacity_factor, min_capacity: which choices are dropped, as in `IndexPermutation`; none
+    without a factor. Rows are never padded: only the choices that were kept travel.
     """
 
     name, kinds, dynamic, row_counts = "sort", ("token",), True, True
@@ -73,12 +73,12 @@ class MergedOrder(Order):
     def counts_slots(self) -> bool:
         return self.capacity_factor is not None
 
-    def plan(self, choice: Choice, chunks: int) -> OrderPlan:
+    def plan(self, choice: Choice, chunks: int) -> PermutationPlan:
         if not isinstance(choice, TokenChoice):
             raise self.refused(choice)
         experts_Tk = self._kept(choice)
         tokens, choices = experts_Tk.shape
-        assert choices == self.choices, "gate and order were built for the same top_k"
+        assert choices == self.choices, "gate and permutation were built for the same top_k"
         sizes = split_sizes(tokens, chunks)
         parts = self.nodes * self.row_kinds
         # The number of the pair (node, places in it where token t goes); -1 for none.
@@ -102,18 +102,18 @@ class MergedOrder(Order):
         rows_CNS = rows_CX.unflatten(1, (self.nodes, self.row_kinds))
         rows_CPS = rows_CNS.repeat_interleave(self.node_size, dim=1)  # every rank of a node is told all
         counts_CN = torch.cat([inputs_CPL, rows_CPS], dim=2).flatten(1)
-        return OrderPlan(tokens, chunk_rows, counts_CN, None, MergedRows(rows, experts_Tk))
+        return PermutationPlan(tokens, chunk_rows, counts_CN, None, MergedRows(rows, experts_Tk))
 
-    def with_slots(self, ranks: int, slots: int) -> MergedOrder:
+    def with_slots(self, ranks: int, slots: int) -> MergedPermutation:
         if self.counts_slots:
             return super().with_slots(ranks, slots)  # type: ignore[return-value]  # which raises
-        return MergedOrder(ranks * slots, self.choices, ranks, node_size=self.node_size, rank=self.rank)
+        return MergedPermutation(ranks * slots, self.choices, ranks, node_size=self.node_size, rank=self.rank)
 
     def weights(self, choice: Choice) -> Tensor:
         """Return an empty tensor: the weights travel in the rows."""
         return choice.weights.new_empty(0).detach()
 
-    def order(self, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
+    def permute(self, x_TM: Tensor, choice: Choice, plan: PermutationPlan) -> Tensor:
         found: MergedRows = plan.rows
         rows, here = found.rows, self.local_experts * self.node_size
         node_R1 = rows.weight_of_row_R.unsqueeze(1) % self.nodes  # its "weights" are the pairs (token, node)
@@ -123,7 +123,7 @@ class MergedOrder(Order):
         weights_Rk = rows.take(choice.weights.to(x_TM.dtype)).masked_fill(~there_Rk, 0)
         return torch.cat([rows.take(x_TM), local_Rk.to(x_TM.dtype), weights_Rk], dim=1)
 
-    def unorder(self, rows_RM: Tensor, weights: Tensor, plan: OrderPlan) -> Tensor:
+    def unpermute(self, rows_RM: Tensor, weights: Tensor, plan: PermutationPlan) -> Tensor:
         del weights
         found: MergedRows = plan.rows
         return found.rows.give(rows_RM, None)

@@ -157,7 +157,7 @@ class RowPlan:
         return _Take.apply(x_TM, self)  # type: ignore[no-any-return]  # apply is untyped in torch
 
     def give(self, rows_RM: Tensor, weights: Tensor | None) -> Tensor:
-        """Un-order rows: return every token's rows, weighted and summed, [T, M]; padding is never read.
+        """Unpermute rows: return every token's rows, weighted and summed, [T, M]; padding is never read.
 
         weights: None means 1 for all.
         """

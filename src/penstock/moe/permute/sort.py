@@ -1,4 +1,4 @@
-"""Orders: from a router's choice to rows sorted by chunk, rank and expert, and back.
+"""Permutations: from a router's choice to rows sorted by chunk, rank and expert, and back.
 
 Blocks of rows from ranks are put into the order of experts here, too.
 
@@ -31,14 +31,14 @@ from penstock.routing.sizes import capacity_slots, split_sizes
 
 
 @dataclass(frozen=True)
-class OrderPlan:
+class PermutationPlan:
     """Places of all rows of one microbatch: integers, no gradient.
 
-    tokens: T. chunk_rows: rows of every chunk. counts_CN: what other ranks must know before they can
-    receive, int64, N = columns per rank * ranks; only if sizes depend on the routing.
-    slots: rows per expert in every chunk; only if sizes do not depend on it. rows: the order's own data.
-    wanted_N: choices of every position, whether they have rows or not, [N] int64, where rows may be bounded.
-    bounds_CN: rows of every position in every chunk, the same on all ranks, where they are bounded.
+    tokens: T. chunk_rows: rows of every chunk. counts_CN: what other ranks must know before they can receive,
+    int64, N = columns per rank * ranks; only if sizes depend on the routing. slots: rows per expert in every
+    chunk; only if sizes do not depend on it. rows: the permutation's own data. wanted_N: choices of every
+    position, whether they have rows or not, [N] int64, where rows may be bounded. bounds_CN: rows of every
+    position in every chunk, the same on all ranks, where they are bounded.
     """
 
     tokens: int
@@ -50,7 +50,7 @@ class OrderPlan:
     bounds_CN: Counts | None = None
 
 
-class Order(ABC):
+class Permutation(ABC):
     """Brings tokens into rows and outputs back. Deterministic: no sum depends on the order of threads.
 
     name: what a configuration calls it. kinds: the kinds of choices that it takes. dynamic: whether sizes
@@ -69,37 +69,37 @@ class Order(ABC):
         return not self.dynamic
 
     @abstractmethod
-    def plan(self, choice: Choice, chunks: int) -> OrderPlan:
+    def plan(self, choice: Choice, chunks: int) -> PermutationPlan:
         """Assign rows to the choices; a chunk is a range of tokens or of slots."""
 
     @abstractmethod
-    def order(self, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
+    def permute(self, x_TM: Tensor, choice: Choice, plan: PermutationPlan) -> Tensor:
         """Return the rows of all chunks one after the other, sorted by rank and expert, [R, M]."""
 
     @abstractmethod
-    def unorder(self, rows_RM: Tensor, weights: Tensor, plan: OrderPlan) -> Tensor:
-        """Return every token's outputs, weighted and summed, [T, M]; the transpose of `order`.
+    def unpermute(self, rows_RM: Tensor, weights: Tensor, plan: PermutationPlan) -> Tensor:
+        """Return every token's outputs, weighted and summed, [T, M]; the transpose of `permute`.
 
         weights: `self.weights`.
         """
 
     def weights(self, choice: Choice) -> Tensor:
-        """Return the weights for `unorder`. They stay at home, so they may have any shape."""
+        """Return the weights for `unpermute`. They stay at home, so they may have any shape."""
         return choice.weights
 
     def run_experts(self, rows_RM: Tensor, route: ChunkRoute, experts: Experts, product: Product) -> Tensor:
         """Run rows sorted by (source rank, expert) through the experts, at their rank.
 
-        Returns the same order.
+        Returns the same permutation.
         """
         sizes = route.rows_per_expert
         out_RM = experts(by_expert(rows_RM, route.received), sizes, product)
         return by_source(out_RM, route.received)
 
-    def with_slots(self, ranks: int, slots: int) -> Order:
-        """Return this order for positions of `ranks` with `slots` each, of own experts and of replicas.
+    def with_slots(self, ranks: int, slots: int) -> Permutation:
+        """Return this permutation for positions of `ranks` with `slots` each, of own experts and of replicas.
 
-        Raises ValueError if replication replicas makes no sense with this order.
+        Raises ValueError if replication replicas makes no sense with this permutation.
         """
         del ranks, slots
         raise ValueError(
@@ -116,15 +116,15 @@ class Order(ABC):
         )
 
 
-class RowOrder(Order):
-    """An order in which every row is one token: the `rows` of its plan are a `RowPlan`."""
+class RowOrder(Permutation):
+    """A permutation in which every row is one token: the `rows` of its plan are a `RowPlan`."""
 
-    def order(self, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
+    def permute(self, x_TM: Tensor, choice: Choice, plan: PermutationPlan) -> Tensor:
         del choice
         rows: RowPlan = plan.rows
         return rows.take(x_TM)
 
-    def unorder(self, rows_RM: Tensor, weights: Tensor | None, plan: OrderPlan) -> Tensor:
+    def unpermute(self, rows_RM: Tensor, weights: Tensor | None, plan: PermutationPlan) -> Tensor:
         rows: RowPlan = plan.rows
         return rows.give(rows_RM, weights)
 
@@ -152,13 +152,13 @@ def _transpose_blocks(rows_RM: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor
     return reordered(rows_RM, flat, [o * inner + i for i in range(inner) for o in range(outer)])
 
 
-# ---- the sort order: dropless, rows sorted by expert, nothing padded (MegaBlocks, Gale et al. 2023) -------
+# ---- the sort permutation: dropless, rows sorted by expert, nothing padded (MegaBlocks, Gale et al. 2023) -
 #
 # Shapes: T tokens, M hidden size, k choices, N = T * k, E experts (total), C chunks, R rows.
 
 
-class SortOrder(RowOrder):
-    """An order in which every choice is a row. A chunk is a range of tokens.
+class SortPermutation(RowOrder):
+    """A permutation in which every choice is a row. A chunk is a range of tokens.
 
     The number of rows that an expert gets depends on the data. num_experts: E.
     """
@@ -168,13 +168,13 @@ class SortOrder(RowOrder):
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def plan(self, choice: Choice, chunks: int) -> OrderPlan:
+    def plan(self, choice: Choice, chunks: int) -> PermutationPlan:
         if not isinstance(choice, TokenChoice):
             raise self.refused(choice)
         sizes = chunk_tokens(len(choice.experts_Tk), chunks, choice.inseparable)
         return self.arrange(choice.experts_Tk, sizes, masked=choice.masked)
 
-    def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: bool) -> OrderPlan:
+    def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: bool) -> PermutationPlan:
         """Make the plan from the positions alone. sizes: tokens of every chunk. masked: whether any is -1."""
         tokens, choices = positions_Tk.shape
         chunks = len(sizes)
@@ -182,12 +182,12 @@ class SortOrder(RowOrder):
         counts_CE = histogram(bin_Tk.flatten(), chunks * self.num_experts + 1)[:-1].view(chunks, -1)
         # Padding has no rows. Device-to-host sync: how many rows there are depends on the mask.
         rows = counts_CE.sum(dim=1).cpu().tolist() if masked else [size * choices for size in sizes]
-        return OrderPlan(
+        return PermutationPlan(
             tokens, tuple(rows), counts_CE, None, sorted_rows(bin_Tk, chunks * self.num_experts, sum(rows))
         )
 
-    def with_slots(self, ranks: int, slots: int) -> SortOrder:
-        return SortOrder(ranks * slots)
+    def with_slots(self, ranks: int, slots: int) -> SortPermutation:
+        return SortPermutation(ranks * slots)
 
 
 def bins(parts_Tk: Tensor, sizes: tuple[int, ...], parts: int) -> Tensor:
@@ -214,12 +214,12 @@ def chunk_of_token(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.stack([token_T >= start for start in starts]).sum(0) if starts else token_T * 0
 
 
-# ---- the index order (Tutel, Hwang et al. 2023): slots are found by index, not by products with masks -----
+# ---- the index permutation (Tutel, Hwang et al. 2023): slots are found by index, not by products with masks
 #
 # Shapes: T tokens, M hidden size, k choices, E experts (total), S slots per expert, C chunks, R rows.
 
 
-class IndexOrder(RowOrder):
+class IndexPermutation(RowOrder):
     """Slots are filled in turn; choices that come after the last slot is filled are dropped.
 
     First choices take slots before second choices, earlier tokens before later ones (GShard). A chunk is
@@ -237,7 +237,7 @@ class IndexOrder(RowOrder):
         self.num_experts = num_experts
         self.capacity_factor, self.min_capacity = capacity_factor, min_capacity
 
-    def plan(self, choice: Choice, chunks: int) -> OrderPlan:
+    def plan(self, choice: Choice, chunks: int) -> PermutationPlan:
         match choice:
             case TokenChoice():
                 tokens, choices = choice.experts_Tk.shape
@@ -250,7 +250,7 @@ class IndexOrder(RowOrder):
                 )
                 token_N = torch.arange(row_Tk.numel(), device=row_Tk.device) // choices
                 rows = RowPlan.make(row_Tk, token_N, tokens, slots * self.num_experts, padded=True)
-                return OrderPlan(tokens, chunk_rows(sizes, self.num_experts), None, sizes, rows)
+                return PermutationPlan(tokens, chunk_rows(sizes, self.num_experts), None, sizes, rows)
             case ExpertChoice():
                 experts, slots = choice.tokens_ES.shape
                 sizes = split_sizes(slots, chunks)
@@ -260,7 +260,7 @@ class IndexOrder(RowOrder):
                 rows = RowPlan.make(
                     row_ES, choice.tokens_ES.reshape(-1), choice.tokens, row_ES.numel(), padded=False
                 )
-                return OrderPlan(choice.tokens, chunk_rows(sizes, experts), None, sizes, rows)
+                return PermutationPlan(choice.tokens, chunk_rows(sizes, experts), None, sizes, rows)
             case _:
                 raise self.refused(choice)
 
@@ -307,19 +307,19 @@ def slot_rows(experts: Tensor, place: Tensor, sizes: tuple[int, ...], num_expert
     return row
 
 
-# ---- the bounded order: dropless rows whose sizes are known before the gate has chosen --------------------
+# ---- the bounded permutation: dropless rows whose sizes are known before the gate has chosen --------------
 #
 # Shapes: T tokens, k choices, N positions (experts of all ranks, by rank), C chunks, R rows.
 
 
-class BoundedOrder(SortOrder):
-    """A sort order whose steps may bound the rows of every position, instead of counting them.
+class BoundedPermutation(SortPermutation):
+    """A sort permutation whose steps may bound the rows of every position, instead of counting them.
 
     Inside `bounded` each position has as many rows as its bound, from every rank and in every microbatch, the
     same on all ranks: counts are not exchanged and the host never waits. Rows that nothing fills are padding,
     which travels and is computed. Choices beyond a bound have no row; so whoever sets bounds compares them
-    with `OrderPlan.wanted_N`, and runs what exceeds them again, counted. Rows are counted outside of it.
-    A chunk of bounded rows is a range of the places at every position.
+    with `PermutationPlan.wanted_N`, and runs what exceeds them again, counted. Rows are counted outside of
+    it. A chunk of bounded rows is a range of the places at every position.
 
     Args:
         num_experts: Positions.
@@ -340,14 +340,14 @@ class BoundedOrder(SortOrder):
         finally:
             self._bounds = before
 
-    def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: bool) -> OrderPlan:
+    def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: bool) -> PermutationPlan:
         if self._bounds is not None:
             return self._bounds.plan(positions_Tk, len(sizes))
         counted = super().arrange(positions_Tk, sizes, masked=masked)
-        assert counted.counts_CN is not None, "a sort order counts"
+        assert counted.counts_CN is not None, "a sort permutation counts"
         return replace(counted, wanted_N=counted.counts_CN.sum(dim=0))
 
-    def with_slots(self, ranks: int, slots: int) -> SortOrder:
+    def with_slots(self, ranks: int, slots: int) -> SortPermutation:
         del ranks, slots
         raise ValueError(
             "moe.bound_factor bounds the rows of experts by those of earlier steps, and homes of replicas "
@@ -362,7 +362,7 @@ class Bounds:
         self.rows_N = np.asarray(rows_N, dtype=np.int64)
         self._cut: dict[tuple[int, torch.device], _Cut] = {}
 
-    def plan(self, positions_Tk: Tensor, chunks: int) -> OrderPlan:
+    def plan(self, positions_Tk: Tensor, chunks: int) -> PermutationPlan:
         """Give every choice the row of its place at its position; -1 where that is beyond the bound."""
         place = (chunks, positions_Tk.device)
         if place not in self._cut:
@@ -377,7 +377,7 @@ class Bounds:
         row_Tk = row_Tk.masked_fill(positions_Tk < 0, -1)
         token_F = torch.arange(row_Tk.numel(), device=row_Tk.device) // choices
         rows = RowPlan.make(row_Tk, token_F, tokens, int(cut.rows_CN.sum()), padded=True)
-        return OrderPlan(tokens, cut.chunk_rows, None, None, rows, wanted_N, cut.rows_CN)
+        return PermutationPlan(tokens, cut.chunk_rows, None, None, rows, wanted_N, cut.rows_CN)
 
 
 class _Cut:

@@ -11,7 +11,7 @@ from torch import nn
 from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.moe.config import BalanceGroup, MoEConfig
-from penstock.moe.permute.sort import BoundedOrder, SortOrder
+from penstock.moe.permute.sort import BoundedPermutation, SortPermutation
 from penstock.placement import PlacementError
 from penstock.runtime.parts import ModelParts
 from penstock.sharding import shardings_of
@@ -130,19 +130,19 @@ def check_samples_may_move(layers: Sequence[MoELayer | None], moe: MoEConfig) ->
     for number, layer in enumerate(layers):
         if layer is None:
             continue
-        if isinstance(layer.order, BoundedOrder):
+        if isinstance(layer.permutation, BoundedPermutation):
             raise ValueError(
                 f"samples cannot move (placement.samples): layer {number} bounds the rows of its experts by "
                 "those of earlier steps (moe.bound_factor), when ranks had other samples. Set "
                 "moe.bound_factor=none or placement.samples=none"
             )
-        if not isinstance(layer.order, SortOrder):
+        if not isinstance(layer.permutation, SortPermutation):
             why = "where a fixed number of slots decides by the samples that share a rank who is dropped"
-            if layer.order.row_counts:
+            if layer.permutation.row_counts:
                 why = "where one row serves several experts and cannot be told apart by sample"
             raise ValueError(
                 f"samples cannot move (placement.samples): layer {number} orders rows by "
-                f"{type(layer.order).__name__}, {why}. Route dropless with the sort order "
+                f"{type(layer.permutation).__name__}, {why}. Route dropless with the sort permutation "
                 "(moe.capacity_factor=none, moe.one_copy_per_rank=false, moe.dispatch other than node_once), "
                 "or set placement.samples=none"
             )
@@ -178,10 +178,10 @@ def shape_of(
     moe = [layer for layer in layers if layer is not None]
     if not moe:
         return StepShape(moe_layers=(False,) * len(layers), sharing=sharing, updating=updating)
-    dynamic = {layer.order.dynamic for layer in moe}
+    dynamic = {layer.permutation.dynamic for layer in moe}
     legs = {layer.dispatch.hops for layer in moe}
     shared = {layer.shared is not None for layer in moe}
-    for what, found in (("order", dynamic), ("dispatch", legs), ("shared experts", shared)):
+    for what, found in (("permutation", dynamic), ("dispatch", legs), ("shared experts", shared)):
         if len(found) > 1:
             raise ValueError(f"all MoE layers of a stack need the same kind of {what}: their tasks are alike")
     return StepShape(

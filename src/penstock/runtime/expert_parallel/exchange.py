@@ -17,7 +17,7 @@ from penstock.features.dispatch import Dispatch
 from penstock.mesh import Group
 from penstock.moe.compatibility import route_maker
 from penstock.moe.layer import MoELayer
-from penstock.moe.permute.sort import Order, OrderPlan
+from penstock.moe.permute.sort import Permutation, PermutationPlan
 from penstock.partial_state import refuse_pickle
 from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
 from penstock.runtime.expert_parallel.guard import ExpertGuard
@@ -103,13 +103,13 @@ class ExpertParallel:
     def data_parallel_size(self) -> int:
         return self.layout.world_size
 
-    def maker(self, dispatch: Dispatch, order: Order) -> RouteMaker:
+    def maker(self, dispatch: Dispatch, order: Permutation) -> RouteMaker:
         if dispatch.needs_table:
             self.layout.require_nodes("dispatch", dispatch.name)
         return route_maker(dispatch, self.layout.place, order)
 
     def routes(
-        self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker, experts: nn.Module
+        self, plan: PermutationPlan, num_local_experts: int, maker: RouteMaker, experts: nn.Module
     ) -> Routes:
         guard = self._guard_of(experts)
         if plan.slots is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph import Phase, Task
-from penstock.moe.choices import GateSums
+from penstock.moe.choices import RouterSums
 from penstock.ops import Op
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.transfers import joined
@@ -23,7 +23,7 @@ from penstock.runtime.transport.legs import Later
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 BESIDE_ROWS = ("residual", "weights", "shared")
-"""Inputs of un-order that outputs are added to, multiplied by and joined by, unless rows brought them."""
+"""Inputs of unpermute that outputs are added to, multiplied by and joined by, unless rows brought them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SavedRoute:
 
 
 @dataclass(frozen=True)
-class SavedUnorder:
+class SavedUnpermute:
     """The values that U.B needs of U.F. roles: of what entered U.F. sizes: rows of every slice."""
 
     segment: AnySegment
@@ -103,12 +103,12 @@ def route(
         context.ending.take(task, logits_TE)
     maker = context.maker(task.layer)
     slots = sum(plan.slots) if plan.slots is not None and routed.positions_Tk is not None else None
-    counted = GateSums(sums.chosen_BE, probability_BE, z, ids_B=known.keys.sample_ids_B, slots=slots)
+    counted = RouterSums(sums.chosen_BE, probability_BE, z, ids_B=known.keys.sample_ids_B, slots=slots)
     counted = replace(counted, wanted_N=plan.wanted_N)
     if not context.counts_once(task):  # another rank has the same tokens and counts them
         chosen_BE, probability_BE, z = map(torch.zeros_like, (sums.chosen_BE, probability_BE, z))
         ids_B = known.keys.sample_ids_B
-        counted = GateSums(chosen_BE, probability_BE, z, ids_B=ids_B, wanted_N=plan.wanted_N)
+        counted = RouterSums(chosen_BE, probability_BE, z, ids_B=ids_B, wanted_N=plan.wanted_N)
     return {
         "residual": residual_BLM,
         "rows": rows_RM.split_with_sizes(plan.chunk_rows),
@@ -179,8 +179,8 @@ def shared_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs
     return {"tokens": present(grad_TM, task)}
 
 
-@handles(Op.UNORDER, F)
-def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+@handles(Op.UNPERMUTE, F)
+def unpermute(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return hidden: what leaves the block, [B, L, M]."""
     layer, known = context.layers[task.layer], context.metadata_of(task, inputs)
     slices = [rows for chunk in inputs.all("rows") for rows in chunk]
@@ -190,7 +190,7 @@ def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     plan, beside = Later.of(inputs.one("order")), map(entered.get, BESIDE_ROWS)
     residual_BLM, weights, shared_TM = beside
     with context.autocast():
-        out_TM = layer.experts.unorder(entered["rows"], weights, plan, shared_TM)
+        out_TM = layer.experts.unpermute(entered["rows"], weights, plan, shared_TM)
         if residual_BLM is None:  # rows have it
             out_BLM = out_TM.view(*known.labels_BL.shape, out_TM.shape[1])
         else:
@@ -198,16 +198,16 @@ def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         (h_BLM,) = segment.leave(out_BLM)
     return {
         "hidden": h_BLM,
-        "saved": SavedUnorder(segment, tuple(given), tuple(rows.shape[0] for rows in slices)),
+        "saved": SavedUnpermute(segment, tuple(given), tuple(rows.shape[0] for rows in slices)),
     }
 
 
-@handles(Op.UNORDER, B)
-def unorder_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+@handles(Op.UNPERMUTE, B)
+def unpermute_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return gradients of all that entered U: rows by slice, and the inputs beside them; that of weights is
     None where they travelled with the rows."""
     del context
-    saved: SavedUnorder = inputs.one("saved")
+    saved: SavedUnpermute = inputs.one("saved")
     found = saved.segment.backward([added(inputs.all("d_hidden"))])
     grads = dict(zip(saved.roles, found, strict=True))
     return {**grads, "rows": present(grads["rows"], task).split_with_sizes(saved.sizes)}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph import Name, Phase, Task
-from penstock.moe.choices import GateSums
+from penstock.moe.choices import RouterSums
 from penstock.ops import Op
 from penstock.ops.gradients import GRADIENT_KINDS, summed
 from penstock.runtime.fingerprints import VALUES
@@ -23,7 +23,7 @@ def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
     choices: input by which balance is judged, where no rank has all choices of a sample.
     """
-    layers: dict[int, list[GateSums]] = {}
+    layers: dict[int, list[RouterSums]] = {}
     judged = dict(zip(map(_piece, task.inputs.get("choices", ())), inputs.all("choices"), strict=True))
     for name, sums in zip(task.inputs["routers"], inputs.all("routers"), strict=True):
         known = replace(sums, judged_BE=judged.get(_piece(name))) if judged else sums

@@ -57,7 +57,7 @@ def check_takes_replicas(layers: Layers, shape: StepShape, layout: Layout) -> No
         )
     moe = [layer for layer in layers if layer is not None]
     for layer in moe:
-        layer.order.with_slots(layer.ep_size, layer.placement.slots + shape.replica_slots)
+        layer.permutation.with_slots(layer.ep_size, layer.placement.slots + shape.replica_slots)
         _check_experts(layer.experts)
     seen: set[int] = set()
     for layer in moe:

@@ -228,7 +228,7 @@ class ReplicaManager:
             if room is None or not room.fits(own, replication.replica_slots):
                 room = Room.like(own, replication.replica_slots)  # noqa: PLW2901
             expert_slots = slots_with_replicas(
-                own, room.replicas, layer.order, replication, layer_replication.spread
+                own, room.replicas, layer.permutation, replication, layer_replication.spread
             )
             rooms.append(room)
             replicas.append(
@@ -269,7 +269,7 @@ def splits_exactly(layer: MoELayer | None, shape: StepShape) -> bool:
     """
     if layer is None or shape.moves_samples:
         return False
-    return shape.expert_form in ("gather", "s1") and not layer.order.row_counts
+    return shape.expert_form in ("gather", "s1") and not layer.permutation.row_counts
 
 
 def kinds_of(experts: Experts) -> Kinds:

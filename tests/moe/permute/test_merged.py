@@ -8,11 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe.choices import TokenChoice
-from penstock.moe.permute.merged import MOST_EXPERTS_THERE, MergedOrder
+from penstock.moe.permute.merged import MOST_EXPERTS_THERE, MergedPermutation
 from penstock.moe.products import grouped_product
 from penstock.routing.routes import ChunkRoute
 from penstock.routing.sizes import split_sizes
-from tests.moe.orders.support import HIDDEN, NO_SUMS, Scaling, chunk_counts, numbers, run_ranks, token_choices
+from tests.moe.permute.support import (
+    HIDDEN,
+    NO_SUMS,
+    Scaling,
+    chunk_counts,
+    numbers,
+    run_ranks,
+    token_choices,
+)
 
 LOCAL = 3
 
@@ -28,7 +36,7 @@ def test_one_row_per_token_and_rank(made: tuple[int, TokenChoice], chunks: int) 
     """Sorted by chunk, rank, token; it says which local experts are meant, and with what weights."""
     ranks, choice = made
     order, x_TM = (
-        MergedOrder(ranks * LOCAL, choice.experts_Tk.shape[1], ranks),
+        MergedPermutation(ranks * LOCAL, choice.experts_Tk.shape[1], ranks),
         numbers(len(choice.experts_Tk), HIDDEN),
     )
     plan = order.plan(choice, chunks)
@@ -44,14 +52,14 @@ def test_one_row_per_token_and_rank(made: tuple[int, TokenChoice], chunks: int) 
         local = [e % LOCAL if here else -1 for e, here in zip(experts[t], there, strict=True)]
         weights = [w if here else 0 for w, here in zip(choice.weights[t].tolist(), there, strict=True)]
         expected.append([*x_TM[t].tolist(), *local, *weights])
-    assert order.order(x_TM, choice, plan).tolist() == expected
+    assert order.permute(x_TM, choice, plan).tolist() == expected
     assert plan.chunk_rows == tuple(sum(place[0] == c for place in places) for c in range(chunks))
 
 
 @given(ranks_and_choice(), chunk_counts)
 def test_counts_are_inputs_of_experts_then_rows(made: tuple[int, TokenChoice], chunks: int) -> None:
     ranks, choice = made
-    plan = MergedOrder(ranks * LOCAL, choice.experts_Tk.shape[1], ranks).plan(choice, chunks)
+    plan = MergedPermutation(ranks * LOCAL, choice.experts_Tk.shape[1], ranks).plan(choice, chunks)
     expected = []
     for part in choice.experts_Tk.tensor_split(chunks):
         chunk = []
@@ -65,7 +73,7 @@ def test_counts_are_inputs_of_experts_then_rows(made: tuple[int, TokenChoice], c
 
 def test_weights_travel_and_do_not_stay() -> None:
     choice = TokenChoice(torch.tensor([[0, 1]]), numbers(1, 2), NO_SUMS)
-    weights = MergedOrder(2, 2, 1).weights(choice)
+    weights = MergedPermutation(2, 2, 1).weights(choice)
     assert weights.numel() == 0
     assert not weights.requires_grad
 
@@ -75,14 +83,14 @@ def test_expert_numbers_survive_bfloat16() -> None:
     experts_T1 = torch.arange(MOST_EXPERTS_THERE).flip(0).unsqueeze(1)
     choice = TokenChoice(experts_T1, torch.ones_like(experts_T1).bfloat16(), NO_SUMS)
     x_TM = torch.ones(MOST_EXPERTS_THERE, 1, dtype=torch.bfloat16)
-    order = MergedOrder(MOST_EXPERTS_THERE, 1, 1)
+    order = MergedPermutation(MOST_EXPERTS_THERE, 1, 1)
     (out,) = run_ranks(order, [choice], [x_TM], MOST_EXPERTS_THERE)
     assert torch.equal(out, (experts_T1 + 2).bfloat16())
 
 
 def test_experts_at_a_rank_that_sends_nothing() -> None:
     """All its tokens are padding, but it gets rows of others."""
-    order = MergedOrder(2, 1, 2)
+    order = MergedPermutation(2, 1, 2)
     route = ChunkRoute(sent=[[0], [0]], received=[[0], [1]], rows_sent=(0, 0), rows_received=(0, 1))
     rows = torch.tensor([[5.0, 7.0, 0.0, 0.5]])  # x, local expert 0, weight 0.5
     out = order.run_experts(rows, route, Scaling(1, 1), grouped_product)
@@ -94,4 +102,4 @@ def test_experts_at_a_rank_that_sends_nothing() -> None:
 )
 def test_refused(num_experts: int, ranks: int, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        MergedOrder(num_experts, 1, ranks)
+        MergedPermutation(num_experts, 1, ranks)

@@ -1,4 +1,4 @@
-"""Order and un-order by index: equal to a loop, and each the transpose of the other."""
+"""Order and unpermute by index: equal to a loop, and each the transpose of the other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe.permute.rows import RowPlan, take_rows
-from penstock.moe.permute.sort import IndexOrder, SortOrder
-from tests.moe.orders.support import HIDDEN, expert_choices, numbers, token_choices
+from penstock.moe.permute.sort import IndexPermutation, SortPermutation
+from tests.moe.permute.support import HIDDEN, expert_choices, numbers, token_choices
 from tests.support.draws import draws
 
 EXPERTS = 4
@@ -17,7 +17,7 @@ EXPERTS = 4
 
 @st.composite
 def plans(draw: st.DrawFn) -> RowPlan:
-    order = draw(st.sampled_from([SortOrder(EXPERTS), IndexOrder(EXPERTS, min_capacity=1)]))
+    order = draw(st.sampled_from([SortPermutation(EXPERTS), IndexPermutation(EXPERTS, min_capacity=1)]))
     kinds = (
         token_choices(EXPERTS) | expert_choices(EXPERTS)
         if "expert" in order.kinds

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.moe.choices import Choice, ExpertChoice, SoftChoice, TokenChoice
-from penstock.moe.permute.einsum import EinsumOrder
-from penstock.moe.permute.merged import MergedOrder
-from penstock.moe.permute.sort import IndexOrder, Order, SortOrder, chunk_starts
-from tests.moe.orders.support import (
+from penstock.moe.permute.einsum import EinsumPermutation
+from penstock.moe.permute.merged import MergedPermutation
+from penstock.moe.permute.sort import IndexPermutation, Permutation, SortPermutation, chunk_starts
+from tests.moe.permute.support import (
     HIDDEN,
     NO_SUMS,
     Capacity,
@@ -37,7 +37,7 @@ Kept = Sequence[tuple[int, int, Tensor]]
 class Case:
     """An order and, for every rank, a choice for it."""
 
-    order: Order
+    order: Permutation
     choices: tuple[Choice, ...]
     num_experts: int
     capacity: Capacity
@@ -78,11 +78,11 @@ def cases(draw: st.DrawFn, name: str, kind: str) -> Case:
     num_experts, capacity = ranks * local, draw(capacities)
     k = draw(st.integers(1, num_experts))
     options = {"capacity_factor": capacity.factor, "min_capacity": capacity.minimum}
-    order: Order = {
-        "sort": lambda: SortOrder(num_experts),
-        "merged": lambda: MergedOrder(num_experts, k, ranks),
-        "index": lambda: IndexOrder(num_experts, **options),  # type: ignore[arg-type]  # int or float
-        "einsum": lambda: EinsumOrder(num_experts, **options),  # type: ignore[arg-type]  # as above
+    order: Permutation = {
+        "sort": lambda: SortPermutation(num_experts),
+        "merged": lambda: MergedPermutation(num_experts, k, ranks),
+        "index": lambda: IndexPermutation(num_experts, **options),  # type: ignore[arg-type]  # int or float
+        "einsum": lambda: EinsumPermutation(num_experts, **options),  # type: ignore[arg-type]  # as above
     }[name]()
     # Fixed sizes: all ranks have equally many tokens.
     tokens = None if order.dynamic else draw(st.integers(1, 12))
@@ -135,16 +135,16 @@ def test_neither_chunks_nor_a_second_run_change_a_bit(
 @given(data=st.data(), chunks=chunk_counts)
 def test_merged_copies_give_what_the_sort_order_gives(data: st.DataObject, chunks: int) -> None:
     merged = data.draw(cases("merged", "token"))
-    sort = Case(SortOrder(merged.num_experts), merged.choices, merged.num_experts, merged.capacity)
+    sort = Case(SortPermutation(merged.num_experts), merged.choices, merged.num_experts, merged.capacity)
     torch.testing.assert_close(merged.run(chunks), sort.run(chunks))
 
 
 @pytest.mark.parametrize(
     "order",
-    [SortOrder(2), MergedOrder(2, 2, 1), IndexOrder(2), EinsumOrder(2)],
+    [SortPermutation(2), MergedPermutation(2, 2, 1), IndexPermutation(2), EinsumPermutation(2)],
     ids=lambda o: type(o).__name__,
 )
-def test_no_tokens_at_all(order: Order) -> None:
+def test_no_tokens_at_all(order: Permutation) -> None:
     choice = TokenChoice(torch.empty(0, 2, dtype=torch.int64), numbers(0, 2), NO_SUMS)
     x_0M = numbers(0, HIDDEN)
     (out,) = run_ranks(order, [choice], [x_0M], 2, chunks=2)
@@ -158,9 +158,13 @@ expert = ExpertChoice(torch.zeros(1, 2, dtype=torch.int64), numbers(1, 2), NO_SU
 soft = SoftChoice(numbers(1, 2, 1, 1), numbers(1, 2, 1, 1), NO_SUMS)
 
 
-@pytest.mark.parametrize("order", [SortOrder(1), MergedOrder(1, 1, 1), IndexOrder(1), EinsumOrder(1)])
+@pytest.mark.parametrize(
+    "order", [SortPermutation(1), MergedPermutation(1, 1, 1), IndexPermutation(1), EinsumPermutation(1)]
+)
 @pytest.mark.parametrize(("kind", "choice"), [("token", token), ("expert", expert), ("soft", soft)])
-def test_an_order_takes_its_kinds_and_refuses_the_others(order: Order, kind: str, choice: Choice) -> None:
+def test_an_order_takes_its_kinds_and_refuses_the_others(
+    order: Permutation, kind: str, choice: Choice
+) -> None:
     if kind in order.kinds:
         assert order.plan(choice, 1).tokens == 2
     else:

@@ -1,4 +1,4 @@
-"""Slots against plain loops: who takes which, and who is dropped. The einsum order must agree."""
+"""Slots against plain loops: who takes which, and who is dropped. The einsum permutation must agree."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.moe.choices import Choice, ExpertChoice, TokenChoice, Tokens, made_for
-from penstock.moe.permute.einsum import EinsumOrder
-from penstock.moe.permute.sort import IndexOrder
+from penstock.moe.permute.einsum import EinsumPermutation
+from penstock.moe.permute.sort import IndexPermutation
 from penstock.routing.sizes import capacity_slots, split_sizes
-from tests.moe.orders.support import (
+from tests.moe.permute.support import (
     HIDDEN,
     NO_SUMS,
     Capacity,
@@ -29,7 +29,7 @@ from tests.moe.orders.support import (
 )
 
 EXPERTS = 4
-ORDERS = [IndexOrder, EinsumOrder]
+ORDERS = [IndexPermutation, EinsumPermutation]
 
 
 def build(order: Any, capacity: Capacity, num_experts: int = EXPERTS) -> Any:
@@ -45,7 +45,7 @@ def check(order: Any, choice: Choice, slots: int, chunks: int, filled: list[tupl
     expected = torch.zeros(slots * EXPERTS, HIDDEN, dtype=torch.float64)
     for expert, slot, token in filled:
         expected[row_of_slot(expert, slot, sizes, EXPERTS)] = x_TM[token].detach()
-    assert torch.equal(order.order(x_TM, choice, plan), expected)
+    assert torch.equal(order.permute(x_TM, choice, plan), expected)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -85,7 +85,7 @@ def test_both_orders_drop_the_same(choice: TokenChoice, capacity: Capacity, chun
         plan = order.plan(choice, chunks)
         rows = torch.ones(sum(plan.chunk_rows), 1, dtype=torch.float64)
         weights = torch.ones_like(choice.weights).requires_grad_()
-        out_T1 = order.unorder(rows, weights, plan)
+        out_T1 = order.unpermute(rows, weights, plan)
         return out_T1, torch.autograd.grad(out_T1.sum(), weights)[0]
 
     (out, kept), (other_out, other_kept) = (received(build(order, capacity)) for order in ORDERS)
@@ -95,7 +95,7 @@ def test_both_orders_drop_the_same(choice: TokenChoice, capacity: Capacity, chun
 
 def test_a_first_choice_goes_before_an_earlier_token() -> None:
     choice = TokenChoice(torch.tensor([[0, 1], [1, 0]]), numbers(2, 2), NO_SUMS)
-    plan = build(IndexOrder, Capacity(0.5, 1), num_experts=2).plan(choice, 1)
+    plan = build(IndexPermutation, Capacity(0.5, 1), num_experts=2).plan(choice, 1)
     # One slot per expert: token 0's second choice loses to token 1's first choice.
     assert plan.rows.row_of_weight.tolist() == [[0, -1], [1, -1]]
 
@@ -107,7 +107,7 @@ def test_min_capacity_adds_slots(order: Any) -> None:
     plan = order.plan(choice, 1)
     assert plan.slots == (3,)
     x_TM = numbers(4, HIDDEN).detach()
-    assert torch.equal(order.order(x_TM, choice, plan)[:3], x_TM[:3])
+    assert torch.equal(order.permute(x_TM, choice, plan)[:3], x_TM[:3])
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -120,22 +120,22 @@ def test_more_chunks_than_slots_leave_empty_ones(order: Any) -> None:
 @given(token_choices(EXPERTS), st.integers(1, 3))
 def test_padding_rows_are_never_read(choice: TokenChoice, chunks: int) -> None:
     """Whatever an expert makes of zeros, be it NaN: no token sees it."""
-    order = build(IndexOrder, Capacity(1.7, 2))
+    order = build(IndexPermutation, Capacity(1.7, 2))
     plan = order.plan(choice, chunks)
     rows_RM = numbers(sum(plan.chunk_rows), HIDDEN).detach()
-    clean = order.unorder(rows_RM, choice.weights, plan)
+    clean = order.unpermute(rows_RM, choice.weights, plan)
     rows_RM[plan.rows.token_of_row_R < 0] = float("nan")
-    assert torch.equal(order.unorder(rows_RM, choice.weights, plan), clean)
+    assert torch.equal(order.unpermute(rows_RM, choice.weights, plan), clean)
 
 
 @given(token_choices(EXPERTS, masked=True))
 def test_padding_tokens_are_never_read(choice: TokenChoice) -> None:
-    order = build(IndexOrder, Capacity(1.7, 2))
+    order = build(IndexPermutation, Capacity(1.7, 2))
     x_TM = numbers(len(choice.experts_Tk), HIDDEN).detach()
     x_TM[choice.experts_Tk[:, 0] < 0] = float("nan")
-    assert not order.order(x_TM, choice, order.plan(choice, 1)).isnan().any()
+    assert not order.permute(x_TM, choice, order.plan(choice, 1)).isnan().any()
 
 
 def test_sizes_are_fixed() -> None:
-    assert not IndexOrder.dynamic
-    assert not EinsumOrder.dynamic
+    assert not IndexPermutation.dynamic
+    assert not EinsumPermutation.dynamic

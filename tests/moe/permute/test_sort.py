@@ -1,4 +1,4 @@
-"""The sort order's rows against sorted()."""
+"""The sort permutation's rows against sorted()."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe.choices import TokenChoice
-from penstock.moe.permute.sort import SortOrder
+from penstock.moe.permute.sort import SortPermutation
 from penstock.routing.sizes import split_sizes
-from tests.moe.orders.support import NO_SUMS, chunk_counts, numbers, token_choices
+from tests.moe.permute.support import NO_SUMS, chunk_counts, numbers, token_choices
 
 EXPERTS = 4
 
 
 @given(token_choices(EXPERTS), chunk_counts)
 def test_sorted_by_chunk_then_expert_then_token(choice: TokenChoice, chunks: int) -> None:
-    plan = SortOrder(EXPERTS).plan(choice, chunks)
+    plan = SortPermutation(EXPERTS).plan(choice, chunks)
     tokens, k = choice.experts_Tk.shape
     chunk_of_token = [c for c, size in enumerate(split_sizes(tokens, chunks)) for _ in range(size)]
     wanted = sorted(
@@ -37,18 +37,18 @@ def test_sorted_by_chunk_then_expert_then_token(choice: TokenChoice, chunks: int
 @given(token_choices(EXPERTS), st.integers(0, 99))
 def test_padding_leaves_no_trace(choice: TokenChoice, seed: int) -> None:
     """With padding tokens taken out beforehand, the rows are the same."""
-    order, x_TM = SortOrder(EXPERTS), numbers(len(choice.experts_Tk), 3, seed=seed)
+    order, x_TM = SortPermutation(EXPERTS), numbers(len(choice.experts_Tk), 3, seed=seed)
     there_T = choice.experts_Tk[:, 0] >= 0
     short = TokenChoice(choice.experts_Tk[there_T], choice.weights[there_T], NO_SUMS)
-    rows = order.order(x_TM, choice, order.plan(choice, 1))
-    assert torch.equal(rows, order.order(x_TM[there_T], short, order.plan(short, 1)))
+    rows = order.permute(x_TM, choice, order.plan(choice, 1))
+    assert torch.equal(rows, order.permute(x_TM[there_T], short, order.plan(short, 1)))
 
 
 def test_more_chunks_than_tokens_leave_empty_ones() -> None:
     choice = TokenChoice(torch.tensor([[0, 1], [2, 1], [0, 2]]), numbers(3, 2), NO_SUMS)
-    assert SortOrder(3).plan(choice, 6).chunk_rows == (2, 2, 2, 0, 0, 0)
+    assert SortPermutation(3).plan(choice, 6).chunk_rows == (2, 2, 2, 0, 0, 0)
 
 
 def test_sizes_depend_on_data() -> None:
-    assert SortOrder.dynamic
-    assert not SortOrder.row_counts
+    assert SortPermutation.dynamic
+    assert not SortPermutation.row_counts

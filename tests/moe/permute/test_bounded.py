@@ -1,4 +1,5 @@
-"""The bounded order: rows of known sizes, and the outputs of the sort order where they suffice."""
+"""The bounded permutation: rows of known sizes, and the outputs of the sort permutation where they
+suffice."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from hypothesis import strategies as st
 
 from penstock.features.dispatch import FlatDispatch, Place
 from penstock.moe.choices import TokenChoice
-from penstock.moe.permute.sort import BoundedOrder, Bounds, SortOrder
+from penstock.moe.permute.sort import BoundedPermutation, Bounds, SortPermutation
 from penstock.routing.routes import RouteMaker
-from tests.moe.orders.support import chunk_counts, numbers, token_choices
+from tests.moe.permute.support import chunk_counts, numbers, token_choices
 
 EXPERTS = 4
 bounds = st.lists(st.integers(1, 9), min_size=EXPERTS, max_size=EXPERTS)
@@ -24,7 +25,7 @@ def loads(choice: TokenChoice) -> list[int]:
 
 @given(token_choices(EXPERTS), chunk_counts, bounds)
 def test_sizes_follow_from_bounds_alone(choice: TokenChoice, chunks: int, rows: list[int]) -> None:
-    order = BoundedOrder(EXPERTS, 1.0)
+    order = BoundedPermutation(EXPERTS, 1.0)
     with order.bounded(Bounds(rows)):
         plan = order.plan(choice, chunks)
     assert plan.counts_CN is None and plan.bounds_CN is not None and plan.wanted_N is not None
@@ -38,22 +39,22 @@ def test_sizes_follow_from_bounds_alone(choice: TokenChoice, chunks: int, rows: 
 def test_outputs_are_those_of_sorted_rows(choice: TokenChoice, chunks: int, seed: int, spare: int) -> None:
     """Each row is multiplied by a number of its expert, as experts would."""
     x_TM = numbers(len(choice.experts_Tk), 3, seed=seed)
-    order, found = BoundedOrder(EXPERTS, 1.0), []
+    order, found = BoundedPermutation(EXPERTS, 1.0), []
     for rows in (None, Bounds([max(1, load) + spare for load in loads(choice)])):
         with order.bounded(rows):
             plan = order.plan(choice, chunks)
         sizes_CN = plan.counts_CN if plan.bounds_CN is None else torch.from_numpy(plan.bounds_CN)
         assert sizes_CN is not None
         expert_R = torch.arange(EXPERTS).repeat(chunks).repeat_interleave(sizes_CN.flatten())
-        rows_RM = order.order(x_TM, choice, plan) * (expert_R + 1).unsqueeze(1)
-        found.append(order.unorder(rows_RM, choice.weights, plan))
+        rows_RM = order.permute(x_TM, choice, plan) * (expert_R + 1).unsqueeze(1)
+        found.append(order.unpermute(rows_RM, choice.weights, plan))
     assert torch.equal(*found)
 
 
 @given(token_choices(EXPERTS), chunk_counts, bounds)
 def test_what_has_no_row_is_known(choice: TokenChoice, chunks: int, rows: list[int]) -> None:
     """As many choices as are wanted beyond bounds have none, and every row serves a choice of its expert."""
-    order = BoundedOrder(EXPERTS, 1.0)
+    order = BoundedPermutation(EXPERTS, 1.0)
     with order.bounded(Bounds(rows)):
         plan = order.plan(choice, chunks)
     served = plan.rows.row_of_weight[choice.experts_Tk >= 0]
@@ -78,6 +79,6 @@ def test_routes_are_those_of_counts_that_all_ranks_have(ranks: int) -> None:
 
 
 def test_without_bounds_it_is_the_sort_order() -> None:
-    assert BoundedOrder.dynamic and issubclass(BoundedOrder, SortOrder)
+    assert BoundedPermutation.dynamic and issubclass(BoundedPermutation, SortPermutation)
     with pytest.raises(ValueError, match=r"placement\.experts"):
-        BoundedOrder(EXPERTS, 1.0).with_slots(2, 3)
+        BoundedPermutation(EXPERTS, 1.0).with_slots(2, 3)

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.features.dispatch import FlatDispatch, Place
-from penstock.moe.choices import Choice, ExpertChoice, GateSums, SoftChoice, TokenChoice
+from penstock.moe.choices import Choice, ExpertChoice, RouterSums, SoftChoice, TokenChoice
 from penstock.moe.experts import StackedExperts
-from penstock.moe.permute.sort import Order, OrderPlan
+from penstock.moe.permute.sort import Permutation, PermutationPlan
 from penstock.moe.products import Product, grouped_product
 from penstock.routing.routes import RouteMaker, Routes
 from penstock.routing.sizes import capacity_slots
 
 HIDDEN = 8  # whole cache lines, as in real models: vector instructions then cut every row alike
-NO_SUMS = GateSums(torch.empty(0), torch.empty(0), torch.empty(0))
+NO_SUMS = RouterSums(torch.empty(0), torch.empty(0), torch.empty(0))
 chunk_counts = st.integers(1, 9)  # often more than there are tokens or slots
 
 
@@ -136,14 +136,14 @@ def scaled_sum(x_TM: Tensor, kept: Sequence[tuple[int, int, Tensor]]) -> Tensor:
 
 
 def run_ranks(
-    order: Order, choices: Sequence[Choice], x: Sequence[Tensor], num_experts: int, chunks: int = 1
+    order: Permutation, choices: Sequence[Choice], x: Sequence[Tensor], num_experts: int, chunks: int = 1
 ) -> list[Tensor]:
     """A whole layer on len(x) ranks with a flat all-to-all, in this process; experts are `Scaling`."""
     ranks = range(len(x))
     plans = [order.plan(choice, chunks) for choice in choices]
     local = num_experts // len(x)
     routes = all_routes(order, plans, local)
-    rows = [order.order(*args).split(args[2].chunk_rows) for args in zip(x, choices, plans, strict=True)]
+    rows = [order.permute(*args).split(args[2].chunk_rows) for args in zip(x, choices, plans, strict=True)]
     back: list[list[Tensor]] = [[] for _ in ranks]
     for c in range(chunks):
         sent = [rows[r][c].split(routes[r].slices[c].rows_sent) for r in ranks]
@@ -156,10 +156,10 @@ def run_ranks(
         for r in ranks:
             back[r].append(torch.cat([made[target][r] for target in ranks]))
     weights = [order.weights(choice) for choice in choices]
-    return [order.unorder(torch.cat(back[r]), weights[r], plans[r]) for r in ranks]
+    return [order.unpermute(torch.cat(back[r]), weights[r], plans[r]) for r in ranks]
 
 
-def all_routes(order: Order, plans: Sequence[OrderPlan], local_experts: int) -> list[Routes]:
+def all_routes(order: Permutation, plans: Sequence[PermutationPlan], local_experts: int) -> list[Routes]:
     """The routes of every rank, from everybody's plan."""
     ranks = len(plans)
     makers = [RouteMaker(FlatDispatch(), Place(r, ranks, ranks), order.row_counts) for r in range(ranks)]

@@ -7,9 +7,9 @@ from hypothesis import given
 from torch import Tensor
 
 from penstock.moe.choices import SoftChoice
-from penstock.moe.permute.einsum import EinsumOrder
+from penstock.moe.permute.einsum import EinsumPermutation
 from penstock.routing.sizes import split_sizes
-from tests.moe.orders.support import (
+from tests.moe.permute.support import (
     HIDDEN,
     chunk_counts,
     numbers,
@@ -38,13 +38,13 @@ def slot_vectors(x_TM: Tensor, choice: SoftChoice) -> dict[tuple[int, int, int],
 @given(soft_choices(EXPERTS), chunk_counts)
 def test_a_row_is_the_mix_of_its_sample(choice: SoftChoice, chunks: int) -> None:
     """Inside an expert: the slots of sample 0, then of sample 1, ...; a chunk is a range of those."""
-    order, x_TM = EinsumOrder(EXPERTS), numbers(tokens_of(choice), HIDDEN)
+    order, x_TM = EinsumPermutation(EXPERTS), numbers(tokens_of(choice), HIDDEN)
     plan = order.plan(choice, chunks)
     samples, _, _, slots = choice.mix_BLES.shape
     sizes = split_sizes(samples * slots, chunks)
     assert plan.slots == sizes
     assert plan.chunk_rows == tuple(size * EXPERTS for size in sizes)
-    rows_RM = order.order(x_TM, choice, plan)
+    rows_RM = order.permute(x_TM, choice, plan)
     for (b, e, s), mixed in slot_vectors(x_TM, choice).items():
         torch.testing.assert_close(rows_RM[row_of_slot(e, b * slots + s, sizes, EXPERTS)], mixed)
 
@@ -60,7 +60,7 @@ def test_outputs_and_gradients_are_those_of_plain_sums(choice: SoftChoice, chunk
         for i in range(length)
     ]
     expected = torch.stack([torch.stack(parts).sum(0) for parts in terms])
-    (out,) = run_ranks(EinsumOrder(EXPERTS), [choice], [x_TM], EXPERTS, chunks)
+    (out,) = run_ranks(EinsumPermutation(EXPERTS), [choice], [x_TM], EXPERTS, chunks)
     torch.testing.assert_close(out, expected)
     towards, inputs = numbers(*out.shape, seed=5).detach(), (x_TM, choice.mix_BLES, choice.weights)
     grads = torch.autograd.grad(out, inputs, towards)
