@@ -64,10 +64,8 @@ def trained_at_the_gate(rank: int, case: Case) -> tuple[GradientBytes, Any, Any]
         parameter.requires_grad_(".gate." in name or ".experts." in name)
     stack.replan()
     run(stack, rank, case)
-    buckets = stack.buckets
-    kinds = tuple(buckets.by_kind.values())
-    replicated, experts, partial = (tuple(each.size_bytes for each in kind) for kind in kinds)
-    made = GradientBytes(replicated, experts, partial)
+    kinds = stack.buckets.by_kind.items()
+    made = GradientBytes(**{kind: tuple(each.size_bytes for each in layers) for kind, layers in kinds})
     assert stack.gradients.sizes_bytes.of_form(stack.plan.shape.expert_form).by_kind == made.by_kind
     return made, wanted, of_gates(stack)
 
