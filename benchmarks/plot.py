@@ -257,8 +257,8 @@ def _top(cluster: Sequence[int], heights: Sequence[float], gap: float) -> float:
 
 def prediction_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
     """Simulated against measured iteration, a point for each case that has a prediction."""
-    figure = _figure(6.4, width_in=7.4)
-    axes = figure.add_axes((0.11, 0.105, 0.6554, 0.7578))  # square
+    figure = _figure(6.4, width_in=8.2)  # room for names such as sequential+zero1
+    axes = figure.add_axes((0.1, 0.105, 0.5914, 0.7578))  # square
     points = [
         (run, case, case.simulated_s) for run in runs for case in run.cases if case.simulated_s is not None
     ]
