@@ -178,7 +178,7 @@ def test_a_run_that_plans_again_does_not_try_what_has_lost(
     assert trial.measured == pytest.approx(SLOW)
     learnt = ClusterFile.read(folder / "run" / "cluster.json").moves
     assert {"GP", "GG"} <= {move.op for move in learnt}
-    settings = "plan.trials=2", "plan.watch=false", "train.steps=124", "schedule.refine_after=4"
+    settings = "plan.trials=2", "plan.watch=false", "train.steps=150", "schedule.refine_after=4"
     again = run(ranks, folder, *auto(folder), *settings, *UNEVEN, "train.resume=true", "plan.budget=0.9")
     said = " ".join(again[0].said.split())
     assert "planning again instead of continuing" in said and "changing to plan" not in said, said

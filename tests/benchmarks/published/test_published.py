@@ -121,7 +121,7 @@ def test_a_gain_is_the_mean_of_ratios() -> None:
 @pytest.mark.slow
 def test_the_module_is_a_command() -> None:
     once = ("--json", "--sample", "1", "--joint", "0")
-    run = run_forked(1, *once, program="benchmarks.published")
+    run = run_forked(1, *once, program="benchmarks.published", environs=[{}])  # no launcher has started it
     assert run.returncode == 0, run.stderr
     result = PublishedResult.from_dict(json.loads(run.stdout))
     assert [grid.cluster for grid in result.grids] == [grid.cluster for grid in grids()]
