@@ -65,7 +65,8 @@ def trained_at_the_gate(rank: int, case: Case) -> tuple[GradientBytes, Any, Any]
     stack.replan()
     run(stack, rank, case)
     kinds = stack.buckets.by_kind.items()
-    made = GradientBytes(**{kind: tuple(each.size_bytes for each in layers) for kind, layers in kinds})
+    sizes = {kind: tuple(each.size_bytes for each in layers) for kind, layers in kinds}
+    made = GradientBytes(sizes["replicated"], sizes["experts"], sizes["partial"])
     assert stack.gradients.sizes_bytes.of_form(stack.plan.shape.expert_form).by_kind == made.by_kind
     return made, wanted, of_gates(stack)
 
