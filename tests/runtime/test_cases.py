@@ -88,7 +88,7 @@ NAMED: dict[str, dict[str, Any]] = {
         "layout": "tp 4, etp 2", "schedule": "penstock", "form": "s2", "seq_len": 7, "batch": 2,
     },
     "uneven parts with slots of their own": {
-        "layout": "tp 4", "schedule": "flowmoe", "permutation": "index", "seq_len": 7, "batch": 2,
+        "layout": "tp 4", "schedule": "flowmoe", "order": "index", "seq_len": 7, "batch": 2,
     },
     "no samples but on the last rank": {
         "layout": "four ranks", "schedule": "penstock", "dispatch": "hierarchical_2d",
@@ -99,7 +99,7 @@ NAMED: dict[str, dict[str, Any]] = {
         "padding": True,
     },
     "more microbatches than samples": {
-        "layout": "one rank", "schedule": "flowmoe", "gate": "noisy", "permutation": "index", "batches": (1,),
+        "layout": "one rank", "schedule": "flowmoe", "gate": "noisy", "order": "index", "batches": (1,),
     },
     "one rank gets all, compressed into one copy": {
         "layout": "four ranks", "schedule": "penstock", "order": "merged", "dispatch": "hierarchical_1d",
@@ -135,14 +135,14 @@ NAMED: dict[str, dict[str, Any]] = {
     },
     "eight ranks, every axis of two": {
         "layout": (8, 2, 2, 2), "schedule": "penstock", "batch": 2, "shared_ffn_hidden_size": 6,
-        "permutation": "index", "moe_layers": (1,), "ignore_labels": True,
+        "order": "index", "moe_layers": (1,), "ignore_labels": True,
     },
     "eight ranks, shards of four": {
-        "layout": (8, 4, 2, 4), "schedule": "flowmoe", "form": "s2", "batch": 2, "permutation": "index",
+        "layout": (8, 4, 2, 4), "schedule": "flowmoe", "form": "s2", "batch": 2, "order": "index",
         "shared_ffn_hidden_size": 6, "moe_layers": (1,), "ignore_labels": True,
     },
     "eight ranks, experts over eight": {
-        "layout": (8, 4, 8, 1), "schedule": "sequential", "form": "s1", "batch": 2, "permutation": "index",
+        "layout": (8, 4, 8, 1), "schedule": "sequential", "form": "s1", "batch": 2, "order": "index",
         "shared_ffn_hidden_size": 6, "moe_layers": (1,), "ignore_labels": True,
     },
 }  # fmt: skip
