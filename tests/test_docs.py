@@ -88,7 +88,7 @@ def test_the_readme_shows_both_commands() -> None:
 def test_schedules_that_are_shown_are_real(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, page: str, command: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(command.split()) == 0
     printed = capsys.readouterr().out.splitlines()
     shown = re.search(rf"\$ penstock {command}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
