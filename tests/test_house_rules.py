@@ -48,7 +48,7 @@ DECIDES_BY_NAME: Mapping[str, str] = {
     "cost/moves.py": "what transfers send by routing, op by op",
     "cost/placed_moves.py": "what moved samples and replicas send, op by op",
     "plan/bound.py": "embedding and head stand outside of the bound's chain of layers",
-    "plan/slack.py": "gaps of the lane on which replicas travel, between experts",
+    "plan/problem.py": "gaps of the lane on which replicas travel, between experts",
     "autotune/profile/links.py": "which transport measures a leg",
     "lab/virtual/handlers.py": "virtual devices have handlers of their own",
 }

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.decision import TAIL, Partition, Slot
-from penstock.plan.published.backward import Backward
-from penstock.plan.published.degree import Degree, common_degree, exact
+from penstock.plan.published.degree import Backward, Degree, common_degree, exact
 from penstock.plan.published.partition import (
     Filling,
     PartitionPlanner,

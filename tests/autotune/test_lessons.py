@@ -12,8 +12,8 @@ from penstock.cost import ClusterFile, ProfiledCluster
 from penstock.cost.cluster_file import MoveModel, TaskModel
 from penstock.decision import Decision, Movable
 from penstock.ops import Op
-from penstock.plan.lost import LostTrial
 from penstock.plan.moving import weigh
+from penstock.plan.plan_file import LostTrial
 from penstock.plan.predict import predicted_timeline
 from penstock.trace import TaskRecord
 from tests.plan.problems import FILE

@@ -15,9 +15,8 @@ from penstock.config import load
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.plan import PlanFile
-from penstock.plan.lost import LostTrial, moves_of
 from penstock.plan.plan_config import DROPPED_STEPS
-from penstock.plan.plan_file import OtherPlan
+from penstock.plan.plan_file import LostTrial, OtherPlan, moves_of
 from penstock.topology import Control
 from penstock.train.config import RunConfig
 from penstock.train.trainer import Trainer

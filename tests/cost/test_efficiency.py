@@ -10,8 +10,7 @@ import pytest
 from penstock.cost import ClusterFile, ProfiledCluster
 from penstock.cost.cluster_file import TaskModel
 from penstock.cost.clusters import find_cluster
-from penstock.cost.devices import DEVICES
-from penstock.cost.efficiency import KERNEL_S, SHARES, Efficiency
+from penstock.cost.devices import DEVICES, KERNEL_S, SHARES, Efficiency
 from penstock.graph import Phase
 from penstock.ops import Op, Work
 from penstock.ops.work import Kernels, Product

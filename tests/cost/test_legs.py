@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config import ConfigError, load
 from penstock.cost.cluster_file import LinkModel
-from penstock.cost.legs import even_leg
+from penstock.cost.span import even_leg
 from penstock.decision import Decision
 from penstock.features.dispatch import DISPATCHES, HierarchicalDispatch2D
 from penstock.graph import Lane

@@ -8,8 +8,7 @@ from penstock.config import ConfigError
 from penstock.cost import ProfiledCluster
 from penstock.cost.clusters import find_cluster
 from penstock.cost.clusters.line import FABRICS, LINKS, in_line
-from penstock.cost.devices import DEVICES
-from penstock.cost.efficiency import SHARES
+from penstock.cost.devices import DEVICES, SHARES
 from penstock.cost.span import Span
 
 

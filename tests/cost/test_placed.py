@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.apportion import Counts
 from penstock.cost import ClusterConfig, RoutedCost, Workload, placed_moves, routing_sizes
-from penstock.cost.links import NodeLinks
+from penstock.cost.moves import NodeLinks
 from penstock.cost.placed import (
     Placed,
     SampleMover,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.cost import ProfiledCluster, RoutedCost, StepCost, Workload
 from penstock.cost.cluster_file import ClusterFile, TaskModel
-from penstock.cost.legs import even_leg
+from penstock.cost.span import even_leg
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task

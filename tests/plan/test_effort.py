@@ -14,7 +14,7 @@ from penstock.decision import Decision
 from penstock.plan import FoundPlan, Problem, evaluate, find_plan, published_problem
 from penstock.plan.effort import PLACEMENTS, QUICK, Effort, Meter, Searched
 from penstock.plan.published import PUBLISHED
-from penstock.plan.starts import first_choices
+from penstock.plan.search import first_choices
 from penstock.plan.subject import Overrides
 from penstock.schedule.penstock import MOST_PLACEMENTS, trials
 from tests.plan.problems import problem

@@ -18,8 +18,8 @@ from penstock.plan import Problem, find_plan
 from penstock.plan.layouts import LayoutSizes, rank_layouts
 from penstock.plan.moving import weigh, with_routing
 from penstock.plan.published import planners
+from penstock.plan.search import first_choices
 from penstock.plan.space import forced, space
-from penstock.plan.starts import first_choices
 from penstock.step.shape import Recompute
 from penstock.workloads import RoutingConfig
 from tests.plan.problems import problem, with_sharing

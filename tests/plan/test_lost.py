@@ -8,8 +8,8 @@ import pytest
 
 from penstock.decision import Decision, Movable
 from penstock.plan import evaluate
-from penstock.plan.lost import LostTrial, corrected, miss
 from penstock.plan.moving import WORTH, weigh
+from penstock.plan.plan_file import LostTrial, corrected, miss
 from tests.plan.test_moving import CHOICE, routed
 
 STILL = CHOICE

@@ -12,8 +12,7 @@ from penstock.cost.clusters import find_cluster
 from penstock.cost.placed import LATE, Evidence
 from penstock.decision import Decision, Movable
 from penstock.plan import Problem, evaluate, published_problem
-from penstock.plan.moving import weigh, with_routing
-from penstock.plan.sampling import EXACT_CELLS, known_routing, sample_sizes, sample_words
+from penstock.plan.moving import EXACT_CELLS, known_routing, sample_sizes, sample_words, weigh, with_routing
 from penstock.plan.subject import Overrides
 from penstock.workloads import RoutingConfig
 from penstock.workloads.catalogue import representatives

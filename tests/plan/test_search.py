@@ -16,7 +16,6 @@ from penstock.plan import (
     MemoryBudget,
     Problem,
     Progress,
-    basis,
     estimate_memory,
     evaluate,
     find_plan,
@@ -71,7 +70,7 @@ def test_partition_is_tried_with_the_best_cut(monkeypatch: pytest.MonkeyPatch) -
             looked.append((found.predicted_s, choice))
         return found
 
-    monkeypatch.setattr(basis, "evaluate", noted)
+    monkeypatch.setattr(module, "evaluate", noted)
     find_plan(each)
     published = PUBLISHED["fsmoe"](each)
     assert published.partition is not None
@@ -141,8 +140,8 @@ def test_progress_is_shown_and_never_goes_back(usual: tuple[FoundPlan, list[Prog
 @pytest.mark.slow
 def test_a_long_model_is_looked_at_through_a_short_one() -> None:
     long = problem((True,) * 40)
-    short = basis.sketch(long)
-    assert short.shape.num_layers == basis.FEW_LAYERS + 2
+    short = module.sketch(long)
+    assert short.shape.num_layers == module.FEW_LAYERS + 2
     told = list[Progress]()
     found = find_plan(long, progress=told.append)
     best = [step.best_s for step in told if step.best_s is not None]
@@ -153,13 +152,13 @@ def test_a_long_model_is_looked_at_through_a_short_one() -> None:
 
 
 def test_a_period_is_kept_whole() -> None:
-    short = basis.sketch(problem((False, *(True, False, False) * 8, True)))
+    short = module.sketch(problem((False, *(True, False, False) * 8, True)))
     assert short.shape.moe_layers == (False, *(True, False, False) * 2, True)
 
 
 def test_layers_that_do_not_repeat_are_all_kept() -> None:
     each = problem((True, False, True, True, False, False, True, True, True, False, True, False))
-    assert basis.sketch(each) is each
+    assert module.sketch(each) is each
 
 
 def test_a_thousand_ranks_and_64_layers() -> None:
@@ -263,7 +262,7 @@ def test_small_steps_are_cut_less_where_one_thread_hands_out_all_tasks() -> None
 @given(problems())
 def test_a_search_finds_the_same_whatever_another_has_worked_out(each: Problem) -> None:
     """What a quick search leaves in a basis spares a full one work, and decides nothing."""
-    shared = basis.Basis(each, None)
+    shared = module.Basis(each, None)
     quick = [find_plan(each, effort="quick", basis=known) for known in (None, shared)]
     full = [find_plan(each, budget=0.2, basis=known) for known in (None, shared)]
     for alone, after in (quick, full):

@@ -13,7 +13,7 @@ from penstock.features.expert_replicas.problem import Slack
 from penstock.graph import Lane, Task
 from penstock.mesh import Mesh
 from penstock.ops import Op
-from penstock.plan.slack import REPLICAS, replica_slack
+from penstock.plan.problem import REPLICAS, replica_slack
 from penstock.schedule import SCHEDULES, plan_step
 from penstock.step import StepShape
 from tests.plan.problems import problem

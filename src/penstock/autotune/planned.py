@@ -20,8 +20,7 @@ from penstock.features.build import build_graph
 from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
-from penstock.plan.lost import LostTrial
-from penstock.plan.plan_file import MOST_OTHERS, OtherPlan
+from penstock.plan.plan_file import MOST_OTHERS, LostTrial, OtherPlan
 from penstock.plan.predict import bound, closing_s, interval_s, predicted_timeline
 from penstock.runtime.features.expert_replicas.moving import ExpertMoving
 from penstock.schedule import Schedule, StepPlan

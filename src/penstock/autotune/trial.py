@@ -17,9 +17,8 @@ from penstock.autotune.planned import Planned, decided
 from penstock.cost import MeasuredCost
 from penstock.cost.cluster_file import MoveModel
 from penstock.graph import Task
-from penstock.plan.lost import LostTrial
 from penstock.plan.plan_config import DROPPED_STEPS
-from penstock.plan.plan_file import OtherPlan
+from penstock.plan.plan_file import LostTrial, OtherPlan
 from penstock.plan.predict import closing_s, interval_s, predicted_timeline, prolonged_s
 from penstock.topology import Control
 from penstock.trace import TaskRecord

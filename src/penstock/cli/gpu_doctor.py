@@ -15,7 +15,7 @@ from penstock.cli.failing import FAILED, tell
 from penstock.cli.out import check_out, save_out
 from penstock.cli.ranks import Emulated, on_ranks, processes_of
 from penstock.config import ConfigError, load
-from penstock.cost.json_file import write_json
+from penstock.cost.cluster_file import write_json
 from penstock.device import best_kind, count_gpus, device_of
 from penstock.doctor.findings import why_unreachable
 from penstock.doctor.gpu.outcome import Verdict

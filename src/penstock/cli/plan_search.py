@@ -19,11 +19,10 @@ from penstock.cli.progress import Lines
 from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.plan import MemoryBudget, Problem, Progress, Subject, find_plan
-from penstock.plan.basis import Basis
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import COMMAND_S, Effort, time_limit
 from penstock.plan.optimizers import NEAR, Find, find_updated
-from penstock.plan.search import FoundPlan
+from penstock.plan.search import Basis, FoundPlan
 from penstock.words import milliseconds
 
 KEPT: Final = 4

@@ -20,10 +20,9 @@ from penstock.plan import MemoryBudget, Problem, Subject, published_problem
 from penstock.plan.effort import COMMAND_S, check_budget, time_limit
 from penstock.plan.layouts import find_layouts, with_layout
 from penstock.plan.models import MODELS, open_models
-from penstock.plan.moving import with_routing
+from penstock.plan.moving import sample_sizes, with_routing
 from penstock.plan.optimizers import sharing_updates
 from penstock.plan.plan_config import AUTO
-from penstock.plan.sampling import sample_sizes
 from penstock.plan.subject import ELEMENT_BYTES, Overrides
 from penstock.words import counted
 from penstock.workloads import RoutingConfig

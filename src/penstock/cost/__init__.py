@@ -1,6 +1,5 @@
 """`cost(task)` in seconds: the only package that knows durations. Pure Python: no torch."""
 
-from penstock.cost.attention import Attention
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.measured import MeasuredCost
@@ -8,7 +7,7 @@ from penstock.cost.profiled import ProfiledCluster
 from penstock.cost.routed import RoutedCost, SlowRanks, routing_sizes
 from penstock.cost.span import Span
 from penstock.cost.step import StepCost, UnevenRanks
-from penstock.cost.workload import HeldBytes, StateTypes, Workload
+from penstock.cost.workload import Attention, HeldBytes, StateTypes, Workload
 
 __all__ = [
     "AlphaBeta",

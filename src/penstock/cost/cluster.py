@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from penstock.config import Within, check_bounds
 from penstock.config.kinds import types_of
-from penstock.cost.legs import even_leg
-from penstock.cost.span import Span
+from penstock.cost.span import Span, even_leg
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase
 from penstock.mesh import Axes, Group

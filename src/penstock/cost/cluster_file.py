@@ -5,9 +5,11 @@ JSON that people can read and write. `links` and `tasks` may be empty: the rates
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from penstock.config import (
     UNSET,
@@ -23,11 +25,11 @@ from penstock.config import (
 from penstock.config.bounds import MOST_RANKS, Name, Ranks
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.devices import CPU, Computing, find_device
-from penstock.cost.json_file import write_json
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase
 from penstock.mesh import Group
 from penstock.ops import OPS
+from penstock.writing import write_whole
 
 OLDEST, VERSION = 1, 2
 """Versions of the file that can be read; version 1 has no figures of real steps."""
@@ -398,3 +400,12 @@ def mismatch(file: ClusterFile, machine: Machine, ranks: int, nodes: int) -> str
         return None
     measured = f"cluster file {file.name!r} was measured with {', '.join(differences)}"
     return f"{measured}: its times may not hold; measure again with `penstock profile`"
+
+
+# ---- JSON files that are complete or not there at all -----------------------------------------------------
+
+
+def write_json(path: Path, plain: Mapping[str, Any]) -> None:
+    """Write a readable JSON file and make its folder; a half-written file never replaces a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(plain, indent=1) + "\n")

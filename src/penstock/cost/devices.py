@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
-from functools import cache
-from typing import Literal
+from dataclasses import astuple, dataclass
+from functools import cache, lru_cache
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from penstock.graph import Phase
+from penstock.ops.work import Kernels, Product
 
 Computing = Literal["float32", "bfloat16"]
 """The precision of matrix products, and of activations in memory and on the wire."""
@@ -105,3 +111,146 @@ def _is_in(name: str, device: str) -> bool:
     """Return whether the words of `device` stand in `name`, with or without spaces between them."""
     words = r"[\s_-]*".join(map(re.escape, device.lower().split()))
     return re.search(rf"(?<![a-z0-9]){words}(?![a-z0-9])", name.lower()) is not None
+
+
+# ---- how fast the kernels of a device are of which nothing but the data sheet is known --------------------
+#
+# A product is computed in tiles, one on each of a device's units at a time: rows that do not fill a tile, and
+# the last wave of tiles, are lost, and every tile begins and ends. So an expert with few rows is slow. Large
+# products reach a share of the peak that power and clocks leave, attention another, and everything else takes
+# as long as its bytes in memory. No task is shorter than its kernels' starts.
+#
+# Sources of the shares, all of single kernels: cuBLAS in bfloat16 on A100 230 TFLOP/s (74 % of the data
+# sheet; grouped products with 616 rows for each of 40 experts 65 %, with 1232 rows 70 %, gradients of weights
+# 52 and 60 %), on H100 620 to 720 (63 to 73 %), on B200 1450 in short runs and 1100 once it is warm (49 %,
+# gradients of weights 45 %, experts the same), as SimuMax has measured and published them by shape, and the
+# makers' own benchmarks; hipBLASLt on MI300X 550 to 700, on MI355X 1400 to 1600. GeForce and workstation
+# cards come near a peak that is halved for sums in float32. Attention with a causal mask, 4096 tokens and
+# heads of 128, forward and backward: 560 and 430 TFLOP/s on H100 (FlashAttention 3, cuDNN), 170 and 130 on
+# A100 (FlashAttention 2), 950 and 750 on B200, 400 and 290 on MI300X. Memory: 80 % of the rate is what copies
+# reach on H100 and A100, 67 % is what norms and sums reach on B200. The rest are assumptions by likeness:
+# Grace's boards have more power than a B200's, and older devices' libraries come nearer to a lower peak.
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shares of the peak: of large products, of scores forward, and backward; and of the memory's rate."""
+
+    products: float
+    scores: float
+    scores_backward: float
+    memory: float
+
+    @property
+    def words(self) -> str:
+        """The shares as text."""
+        products, scores, backward, memory = (round(100 * share) for share in astuple(self))
+        return f"products {products} %, attention {scores} and {backward}, memory {memory}"
+
+
+SHARES: Final[dict[Architecture, Shares]] = {
+    "Pascal": Shares(0.85, 0.30, 0.25, 0.75),
+    "Volta": Shares(0.85, 0.30, 0.25, 0.80),
+    "Turing": Shares(0.85, 0.30, 0.25, 0.80),
+    "Ampere": Shares(0.77, 0.50, 0.42, 0.80),
+    "Ada": Shares(0.78, 0.55, 0.45, 0.80),
+    "Hopper": Shares(0.68, 0.55, 0.43, 0.80),
+    "Blackwell": Shares(0.50, 0.43, 0.33, 0.70),
+    "Grace Blackwell": Shares(0.58, 0.43, 0.33, 0.70),
+    "CDNA 3": Shares(0.46, 0.30, 0.22, 0.70),
+    "CDNA 4": Shares(0.55, 0.34, 0.25, 0.70),
+}
+"""By architecture."""
+
+FLOAT8: Final = 1.7
+"""Speed of products in float8, casts of what they multiply included, over that of the same in bfloat16."""
+
+HAS_FLOAT8: Final = ("Ada", "Hopper", "Blackwell", "Grace Blackwell", "CDNA 3", "CDNA 4")
+"""Architectures with units for it."""
+
+GROUPED: Final = 0.95
+"""Speed of grouped products, over that of as many rows in one product."""
+
+TILES: Final = ((256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75))
+"""Rows and columns of tiles that libraries choose from, and their speeds over that of the largest."""
+
+DEPTH: Final = 128
+"""Columns of a product's inner dimension in the time of which a tile begins and ends."""
+
+NARROW: Final = 0.5
+"""Speed of heads without width, over that of heads of 128; it grows with their width."""
+
+KERNEL_S: Final = 4e-6
+"""Seconds of a kernel that does next to nothing."""
+
+BETWEEN_S: Final = 2.5e-6
+"""Seconds between the end of a kernel and the beginning of the next."""
+
+ONCE_MORE: Final = 1.6
+"""Bytes moved by the backward of what is no product, over those of its forward."""
+
+SCORES_BACKWARD: Final = 2.5
+"""Operations of attention's backward, which computes scores again, over those of its forward."""
+
+WEIGHTS: Final = 0.93
+"""Speed of the products of weights' gradients, which are added in float32, over that of others."""
+
+ACCUMULATED_BYTES: Final = 8
+"""Bytes of a weight's gradient, which is added to what there is in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """The kernels of one device. peak_flops_per_s: by the data sheet; memory_bytes_per_s: reached, read or
+    written; units: on each of which a tile is computed at a time; in_float8: whether products are."""
+
+    shares: Shares
+    units: int
+    peak_flops_per_s: float
+    memory_bytes_per_s: float
+    element_bytes: int
+    in_float8: bool = False
+
+    def seconds(self, kernels: Kernels, phase: Phase, load: Any = 1.0) -> Any:
+        """Return the seconds of a task with these forward kernels, in one of its phases.
+
+        load: how many times as many rows they have, one number or an array.
+        """
+        forward, inputs = phase in (Phase.FORWARD, Phase.RECOMPUTE), phase in (Phase.BACKWARD, Phase.INPUT)
+        ways = [forward, inputs, phase in (Phase.BACKWARD, Phase.WEIGHT)]
+        total: Any = 0.0
+        for each in kernels.products:
+            total = total + each.number * sum(
+                self._product_s(each, way, load) for way, wanted in enumerate(ways) if wanted
+            )
+        if phase is Phase.WEIGHT:
+            return total
+        shares, width = self.shares, min(1.0, NARROW + (1 - NARROW) * kernels.score_width / 128)
+        share, times = (shares.scores, 1.0) if forward else (shares.scores_backward, SCORES_BACKWARD)
+        scores_s = times * kernels.score_flops / (share * width * self.peak_flops_per_s) if width else 0.0
+        moved = kernels.moved_bytes * (1.0 if forward else ONCE_MORE)
+        return total + load * (scores_s + moved / self.memory_bytes_per_s)
+
+    def _product_s(self, product: Product, way: int, load: Any) -> Any:
+        """Return the seconds of a product: 0 forward, 1 of its inputs' gradients, 2 of its weights'."""
+        rows = product.rows * load
+        if isinstance(rows, float | int):
+            return self._one_s(rows, product.inner, product.columns, product.groups, way)
+        return np.array([self._one_s(n, product.inner, product.columns, product.groups, way) for n in rows])
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # of few devices, each of which many searches ask
+    def _one_s(self, rows: float, inner: float, columns: float, groups: int, way: int) -> float:
+        sizes = ((rows, inner, columns), (rows, columns, inner), (inner, rows, columns))[way]
+        m, k, n = sizes
+        speed = self.shares.products * self.peak_flops_per_s * (GROUPED if groups > 1 else 1.0)
+        speed *= (WEIGHTS if way == 2 else 1.0) * (FLOAT8 if self.in_float8 else 1.0)
+        flops_s = min(
+            math.ceil(groups * math.ceil(m / high) * math.ceil(n / wide) / self.units)
+            * (2 * high * wide * (k + DEPTH))
+            / (speed * share / self.units)
+            for high, wide, share in TILES
+        )
+        moved = self.element_bytes * (m * k + k * n) + m * n * (
+            ACCUMULATED_BYTES if way == 2 else self.element_bytes
+        )
+        return max(flops_s, groups * moved / self.memory_bytes_per_s, KERNEL_S)

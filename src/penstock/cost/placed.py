@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.apportion import Counts
 from penstock.config import ConfigError
-from penstock.cost.links import links_of, nodes_of
+from penstock.cost.moves import links_of, nodes_of
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
 from penstock.decision import Decision, PlacementConfig

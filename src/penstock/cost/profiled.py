@@ -10,8 +10,7 @@ from typing import Any, Final, Self
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig, Inside
 from penstock.cost.cluster_file import PAIR, ClusterFile, LinkModel, TaskModel
-from penstock.cost.devices import find_device
-from penstock.cost.efficiency import BETWEEN_S, SHARES, Efficiency
+from penstock.cost.devices import BETWEEN_S, SHARES, Efficiency, find_device
 from penstock.cost.span import Span
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Phase

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.cost.attention import Attention, Reach
+from penstock.cost.workload import Attention, Reach
 from penstock.families.described import setting_of
 
 FORMS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

@@ -352,7 +352,7 @@ class CosineRouter(TokenRouter):
         return token_TP @ expert_EP.t() / self.log_temperature.to(x_TM.dtype).exp()
 
 
-# ---- softMoE: Puigcerver et al. 2024, "From sparse to soft mixtures of experts" (arXiv 2308.00951) --------
+# ---- SoftMoE: Puigcerver et al. 2024, "From sparse to soft mixtures of experts" (arXiv 2308.00951) --------
 #
 # Nothing is chosen: a slot is a mix of all tokens of its sample, a token's output a mix of all slots.
 # Tokens and slot vectors are normalised, and a learnt scale is applied (section 2.3 of the paper), as

@@ -17,14 +17,13 @@ from penstock.config import ConfigError, IndivisibleError
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.mesh import group_sizes, holders
-from penstock.plan.basis import sketch
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.published import parm_choice
 from penstock.plan.room import NothingFitsError, Room
+from penstock.plan.search import first_choices, sketch
 from penstock.plan.space import settled, valid
-from penstock.plan.starts import first_choices
 from penstock.plan.subject import Overrides, Subject, published_problem
 from penstock.step.shape import TokenLayout
 from penstock.words import change, counted, gib, lane_words

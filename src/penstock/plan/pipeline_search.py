@@ -12,9 +12,9 @@ from penstock.plan.memory import MemoryBudget, MemoryEstimate
 from penstock.plan.pipeline import Pipeline
 from penstock.plan.problem import Problem
 from penstock.plan.room import NothingFitsError
+from penstock.plan.search import first_choices
 from penstock.plan.space import settled, usual_chunk_bytes, valid
 from penstock.plan.stages import Part, PipelinePlan, Stages, placed, stages_memory
-from penstock.plan.starts import first_choices
 from penstock.schedule.sequential import Sequential
 from penstock.step.shape import Recompute
 from penstock.words import gib

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -33,10 +34,12 @@ from penstock.cost.placed import (
 )
 from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
 from penstock.features.dispatch import DISPATCHES
+from penstock.features.expert_replicas.problem import Slack
 from penstock.features.field import NOTHING_MOVES
+from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group, Mesh
+from penstock.ops import Op
 from penstock.placement import Replication
-from penstock.plan.slack import replica_slack
 from penstock.schedule import StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.step import StepShape
@@ -346,3 +349,45 @@ def beside_pieces(problem: Problem, choice: Decision) -> Decision:
     if not (problem.evidence or problem.observed):
         others |= {"dispatch": problem.workload.dispatch, "comm_dtype": ANY.comm_dtype}
     return choice.affecting("memory", **others)
+
+
+# ---- the time that a schedule leaves its network for replicas: parameters on the way out, gradients home --
+
+
+REPLICAS = (Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS)
+
+Span = tuple[float, float]
+
+
+def replica_slack(plan: StepPlan, cost: Cost, mesh: Mesh) -> tuple[Slack, ...]:
+    """Return, by MoE layer, the seconds in which the lane between nodes is idle while replicas may travel.
+
+    Replicas take no time in this step: they may travel before the layer's experts begin, and after their
+    backward. Each gap counts for one layer: forward for the layer whose experts are next, backward for the
+    one whose experts were last.
+    """
+
+    def without(task: Task) -> object:
+        return 0.0 if task.op in REPLICAS else cost(task)
+
+    times = simulate(plan.schedule, plan.graph, without, mesh).times
+    spans = {task: (float(span.start[0]), float(span.end[0])) for task, span in times.items()}
+    layers = [layer for layer, is_moe in enumerate(plan.shape.moe_layers) if is_moe]
+    experts = {layer: [t for t in spans if t.op == Op.EXPERTS and t.layer == layer] for layer in layers}
+    begins_s = [min(spans[t][0] for t in experts[layer] if t.forward) for layer in layers]
+    last_s = [
+        max(spans[t][1] for t in experts[layer] if not t.forward and t.phase is not Phase.RECOMPUTE)
+        for layer in reversed(layers)
+    ]
+    end_s = max(end for _, end in spans.values())
+    busy = [span for task, span in spans.items() if task.lane is Lane.INTER]
+    forward = (_idle(busy, gap) for gap in pairwise([0.0, *begins_s]))
+    backward = (_idle(busy, gap) for gap in pairwise([*last_s, end_s]))
+    return tuple(Slack(*both) for both in zip(forward, reversed([*backward]), strict=True))
+
+
+def _idle(busy: Sequence[Span], gap: Span) -> float:
+    """Return the seconds of a gap in which none of the spans runs; the spans of one lane do not overlap."""
+    begin, end = gap
+    common_s = sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in busy)
+    return max(0.0, end - begin - common_s)

@@ -22,21 +22,24 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, Partition
-from penstock.plan.basis import Basis, Evaluated
 from penstock.plan.bound import QuickBounds
-from penstock.plan.candidate import Candidate
+from penstock.plan.candidate import Candidate, check_prices, evaluate
 from penstock.plan.effort import Effort, Meter, OutOfBudgetError, Searched
 from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget
 from penstock.plan.problem import QUICK, Problem
-from penstock.plan.published import planners
-from penstock.plan.room import NothingFitsError, least_memory
-from penstock.plan.space import neighbours, space
+from penstock.plan.published import fsmoe_choice, idle_only, planners
+from penstock.plan.room import NothingFitsError, Room, least_memory
+from penstock.plan.space import neighbours, settled, space, usual_chunk_bytes, valid
 from penstock.plan.successive_halving import SuccessiveHalving
+from penstock.schedule.flowmoe import FlowMoE
+from penstock.schedule.moe_pipeline import MoEPipeline
+from penstock.schedule.penstock import Penstock
 from penstock.words import gib
 
 CHECKPOINT = 20_000
@@ -405,3 +408,87 @@ def _cut(candidate: Candidate) -> Decision:
         priority=usual.priority,
         partition=None,
     )
+
+
+# ---- the start of a search: good plans that need no planner, for an answer after a few simulations --------
+
+
+def first_choices(problem: Problem) -> list[Decision]:
+    """Return plain expert parallelism, and every idea on its own with few pieces: microbatches, chunks, gaps.
+
+    The gaps are FSMoE's by its closed formulas, filled with what fits into them and no more.
+    """
+    dispatch, size = problem.dispatches[0], usual_chunk_bytes(problem)
+    choices = [
+        Decision(dispatch=dispatch),
+        Decision(schedule=MoEPipeline.name, chunks=2, backward_chunks=2, dispatch=dispatch),
+        Decision(schedule=FlowMoE.name, microbatches=2, all_reduce_chunk_bytes=size, dispatch=dispatch),
+    ]
+    for microbatches, chunks in ((2, 1), (1, 2)):
+        choices.append(
+            Decision(
+                schedule=Penstock.name,
+                microbatches=microbatches,
+                chunks=chunks,
+                backward_chunks=chunks,
+                all_reduce_chunk_bytes=size,
+                priority="critical_path",
+                dispatch=dispatch,
+            )
+        )
+    gaps = settled(problem, fsmoe_choice(problem, idle_only))
+    return list(dict.fromkeys([*(valid(problem, choice) for choice in choices), gaps]))
+
+
+# ---- what all searches for one step have in common, whatever their effort, so that it is worked out once --
+
+
+FEW_LAYERS = 4
+"""A repeating model is searched through this number of its middle layers, or a multiple of its period."""
+
+
+class Evaluated:
+    """The evaluated choices of a problem: each is ordered, simulated and bounded once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._known: dict[Decision, Candidate] = {}
+
+    def of(self, choice: Decision) -> Candidate:
+        """Return the choice after evaluation."""
+        if choice not in self._known:
+            self._known[choice] = evaluate(self.problem, choice)
+        return self._known[choice]
+
+
+class Basis:
+    """A step for which plans are sought, in full and as a short model that stands for it.
+
+    Raises ConfigError if the costs of the step are not sensible.
+    """
+
+    def __init__(self, given: Problem, memory: MemoryBudget | None) -> None:
+        check_prices(given)
+        self.given, self.memory = given, memory
+        self.room = Room(given, memory)
+        self.problem = self.room.needed
+        self.full = Evaluated(self.problem)
+        short = sketch(self.problem)
+        self.short = self.full if short is self.problem else Evaluated(short)
+        self.bounds = QuickBounds(short)
+
+    @cached_property
+    def firsts(self) -> list[Decision]:
+        """The choices with which every search begins."""
+        return first_choices(self.problem)
+
+
+def sketch(problem: Problem) -> Problem:
+    """Return a model with few of the repeating layers, the first and the last; without repeats, `problem`."""
+    kinds = problem.layer_kinds
+    middle = kinds[1:-1]
+    for period in range(1, FEW_LAYERS + 1):
+        keep = -(-FEW_LAYERS // period) * period
+        if len(middle) > keep and all(a == b for a, b in zip(middle, middle[period:], strict=False)):
+            return problem.only((0, *range(1, 1 + keep), len(kinds) - 1))
+    return problem

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 from penstock.config import Items, from_dict, read_json, to_dict
 from penstock.config.bounds import MOST_RANKS
-from penstock.cost.json_file import write_json
+from penstock.cost.cluster_file import write_json
 from penstock.report.timeline import duration_text
 from penstock.trace.analysis import Straggler
 from penstock.words import UNKNOWN, counted, folded

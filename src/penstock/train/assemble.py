@@ -22,7 +22,7 @@ from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts import ExpertShard
-from penstock.plan.slack import replica_slack
+from penstock.plan.problem import replica_slack
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
 from penstock.runtime.checks.layers import shape_of, sharing_of
 from penstock.runtime.features.expert_replicas.moving import ExpertMoving

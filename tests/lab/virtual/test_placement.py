@@ -20,7 +20,7 @@ from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import Op
-from penstock.plan.slack import replica_slack
+from penstock.plan.problem import replica_slack
 from penstock.schedule import StepPlan
 from penstock.schedule.schedule import freeze, unit_cost
 from penstock.topology import Layout

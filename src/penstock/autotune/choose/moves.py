@@ -25,8 +25,8 @@ from penstock.mesh import Group
 from penstock.moe.choices import RouterSums, Tokens
 from penstock.plan import MemoryBudget, estimate_memory, evaluate
 from penstock.plan.effort import time_limit
-from penstock.plan.lost import corrected, miss
 from penstock.plan.moving import WORTH, Weighed, weigh
+from penstock.plan.plan_file import corrected, miss
 from penstock.runtime import PipelinedStack
 from penstock.train.config import RunConfig
 

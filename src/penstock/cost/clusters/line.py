@@ -8,8 +8,7 @@ from typing import Final, NoReturn
 from penstock.config import ConfigError
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
-from penstock.cost.devices import DEVICES, Device, find_device
-from penstock.cost.efficiency import FLOAT8, HAS_FLOAT8, SHARES
+from penstock.cost.devices import DEVICES, FLOAT8, HAS_FLOAT8, SHARES, Device, find_device
 from penstock.words import whole_number
 
 EXAMPLE: Final = "4x8xA100-80GB,net=100gbit"

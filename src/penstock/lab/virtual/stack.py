@@ -19,7 +19,7 @@ from penstock.features.expert_replicas.problem import Slack
 from penstock.lab.virtual.handlers import Buffers, RankStep, VirtualHandlers, virtual_handlers
 from penstock.lab.virtual.placement import Movement
 from penstock.ops import Op
-from penstock.plan.slack import replica_slack
+from penstock.plan.problem import replica_slack
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.executor import Execution
 from penstock.runtime.machinery import Machinery

@@ -1,7 +1,14 @@
 """The published planners by name: degrees, gradient partitions, and whole choices for a problem."""
 
-from penstock.plan.published.backward import Backward, GapLayer, Made
-from penstock.plan.published.degree import Linear, MoEPart, common_degree, makespan_s
+from penstock.plan.published.degree import (
+    Backward,
+    GapLayer,
+    Linear,
+    Made,
+    MoEPart,
+    common_degree,
+    makespan_s,
+)
 from penstock.plan.published.durations import Durations
 from penstock.plan.published.parm import algorithm_1, parm_choice
 from penstock.plan.published.partition import adaptive, idle_only

@@ -14,8 +14,7 @@ from penstock.ops import Op
 from penstock.ops.gradients import GRADIENT_KINDS
 from penstock.ops.names import place_of
 from penstock.plan.problem import Problem
-from penstock.plan.published.backward import Backward, GapLayer, Made
-from penstock.plan.published.degree import DEGREES, Linear, MoEPart
+from penstock.plan.published.degree import DEGREES, Backward, GapLayer, Linear, Made, MoEPart
 from penstock.step import StepShape
 from penstock.timing import Cost, slowest
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.decision import TAIL, Partition, Portion, Slot
 from penstock.decision.partition import Part
-from penstock.plan.published.backward import Backward, GapLayer, Made
-from penstock.plan.published.degree import MoEPart, idle_s
+from penstock.plan.published.degree import Backward, GapLayer, Made, MoEPart, idle_s
 from penstock.plan.published.spread import Rest, evolved
 
 ELEMENT_BYTES = 4

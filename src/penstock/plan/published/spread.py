@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost import AlphaBeta
-from penstock.plan.published.backward import Backward
-from penstock.plan.published.degree import idle_s, makespan_s
+from penstock.plan.published.degree import Backward, idle_s, makespan_s
 
 Array = npt.NDArray[np.float64]
 
