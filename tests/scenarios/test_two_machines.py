@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from penstock.lab.emulate import Cluster, EmulateConfig
-from tests.scenarios.support import DONE, Trained, check_losses, config_in, on_ranks, train
+from tests.scenarios.support import DONE, PATIENT, Trained, check_losses, config_in, on_ranks, train
 from tests.support.launched import Started, start_torchrun
 from tests.support.patience import HANG_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces")]
 
-STEPS = ("train.steps=10", "moe.dispatch=flat", "output.loads=true")
+STEPS = ("train.steps=10", "moe.dispatch=flat", "output.loads=true", PATIENT)
 
 
 def torchrun(cluster: Cluster, node: int, folder: Path, *words: object) -> Started:
