@@ -28,7 +28,7 @@ import penstock
 from penstock.moe import ModuleExperts, SoftmaxRouter, SortPermutation
 from penstock.partial_state import without_marks
 from penstock.runtime import PipelinedStack, ShardedAdamW
-from tests.runtime.sharded.steps import Habits, build, go_on
+from tests.runtime.features.sharded_optimizer.steps import Habits, build, go_on
 from tests.runtime.test_shared_surgery import SHARED
 from tests.runtime.test_surgery import CASE
 from tests.support.adapted import Batch, as_torchrun_starts_it, small

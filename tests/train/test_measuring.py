@@ -8,7 +8,7 @@ from typing import Any
 from penstock.mesh import Mesh
 from penstock.train.load_figures import RowsOfReplicas, max_over_mean
 from penstock.train.measuring import load_figures
-from tests.runtime.test_moving import small
+from tests.runtime.features.expert_replicas.test_moving import small
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools

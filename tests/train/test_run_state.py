@@ -23,8 +23,8 @@ from penstock.train.run_state import (
     steps_of,
     take_steps,
 )
+from tests.runtime.features.expert_replicas.test_between_steps import checkpoints
 from tests.runtime.test_bounds import bounded
-from tests.runtime.test_replicas_between_steps import checkpoints
 from tests.support.cases import moving_case as case
 from tests.support.parity import batch_of, stack_of
 from tests.support.placers import Eager

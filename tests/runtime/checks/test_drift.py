@@ -21,7 +21,7 @@ from penstock.moe import MoEConfig
 from penstock.runtime import ParameterMismatchError, PipelinedStack, ShardedAdamW, clip
 from penstock.runtime.transport import GlooTransport
 from penstock.topology import CommunicationError
-from tests.runtime.sharded.steps import Habits, build, loss_of
+from tests.runtime.features.sharded_optimizer.steps import Habits, build, loss_of
 from tests.support.layouts import layout_case
 from tests.support.parity import Case, stack_of
 from tests.support.ranks import Pools

@@ -22,7 +22,7 @@ from penstock.runtime.expert_parallel.optimizers import check_optimizer
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts
 from penstock.runtime.transport import LocalTransport
 from penstock.topology import Layout
-from tests.runtime.sharded.steps import Habits, build, loss_of
+from tests.runtime.features.sharded_optimizer.steps import Habits, build, loss_of
 from tests.support.exchange import Case as LayerCase
 from tests.support.exchange import batch, exchange_of, model_of, rank_loss
 from tests.support.layouts import layout_case

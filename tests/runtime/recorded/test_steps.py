@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.recorded.hazards import find_disorder
-from tests.runtime.test_moving import small
+from tests.runtime.features.expert_replicas.test_moving import small
 from tests.support import cases
 from tests.support.cases import Step, drawn, step_of
 from tests.support.pairwise import covering, each_value

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.moe.choices import SampleKeys, Tokens, normal
 from penstock.moe.routers import FIRST_PLACE, NoisyRouter, SoftmaxRouter
-from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot
+from tests.moe.routers.plain import Case, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 
 SAMPLES, LENGTH, EXPERTS = 6, 3, 4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.moe.choices import SoftChoice, Tokens
 from penstock.moe.routers import SoftRouter
-from tests.moe.gates.plain import Case, cases, check_values, dot, length, softmax, squared_log_partition
+from tests.moe.routers.plain import Case, cases, check_values, dot, length, softmax, squared_log_partition
 from tests.support.draws import draws
 
 

@@ -23,7 +23,7 @@ from penstock.train.checkpoint import Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state
 from penstock.train.run_state import DecoderNaming, read_steps, take_steps
 from penstock.train.run_state import state_of as tensors_of
-from tests.runtime.test_moving import small
+from tests.runtime.features.expert_replicas.test_moving import small
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.checkpoints import CASE, IDENTITY, bare, check_equal, state_of, train
 from tests.support.close import check_close

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from penstock.moe.choices import Tokens
 from penstock.moe.routers import SigmoidRouter
-from tests.moe.gates.plain import Case, Row, cases, check_token_choice, decide, dot
+from tests.moe.routers.plain import Case, Row, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 
 

@@ -10,7 +10,14 @@ import pytest
 
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import Recompute
-from tests.runtime.sharded.steps import STEPS, Habits, Trained, freezes_alone, moments_bytes, train
+from tests.runtime.features.sharded_optimizer.steps import (
+    STEPS,
+    Habits,
+    Trained,
+    freezes_alone,
+    moments_bytes,
+    train,
+)
 from tests.support.cases import AXES
 from tests.support.close import check_close
 from tests.support.layouts import Layout, engines, layout_case

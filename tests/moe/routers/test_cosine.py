@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.moe.choices import Tokens
 from penstock.moe.routers import INITIAL_TEMPERATURE, CosineRouter
-from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot, length
+from tests.moe.routers.plain import Case, cases, check_token_choice, decide, dot, length
 from tests.support.draws import draws
 
 

@@ -19,7 +19,7 @@ from penstock.moe.routers import (
     SoftRouter,
     TokenRouter,
 )
-from tests.moe.gates.plain import parts
+from tests.moe.routers.plain import parts
 
 HIDDEN, EXPERTS, SAMPLES, LENGTH = 8, 4, 3, 5
 GATES: dict[str, Callable[[], Router]] = {

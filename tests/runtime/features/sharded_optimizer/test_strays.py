@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime import PipelinedStack, ShardedAdamW
-from tests.runtime.sharded.steps import Habits, build, loss_of
+from tests.runtime.features.sharded_optimizer.steps import Habits, build, loss_of
 from tests.support.layouts import layout_case
 from tests.support.parity import Case
 from tests.support.ranks import Pools

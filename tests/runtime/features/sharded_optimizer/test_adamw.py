@@ -17,7 +17,7 @@ from penstock.runtime.features.sharded_optimizer.share import ReleasingShare, Sh
 from penstock.runtime.gradients.buckets import FlatGradients, InShares
 from penstock.schedule import plan_step, unit_cost
 from penstock.train.optimizer import OptimizerConfig, build_adamw
-from tests.runtime.sharded.steps import Habits, build, go_on, loss_of
+from tests.runtime.features.sharded_optimizer.steps import Habits, build, go_on, loss_of
 from tests.support.close import check_close
 from tests.support.layouts import layout_case
 from tests.support.parity import Case

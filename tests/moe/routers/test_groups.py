@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe.routers import ExpertGroups, SigmoidRouter, SoftmaxRouter
-from tests.moe.gates.plain import Case, Row, check_token_choice, decide, dot
+from tests.moe.routers.plain import Case, Row, check_token_choice, decide, dot
 from tests.support.draws import draws
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.moe.choices import Tokens
 from penstock.moe.routers import ExpertBias, ExpertGroups, SigmoidRouter
-from tests.moe.gates.plain import Case, best, cases, check_token_choice, decide, dot
+from tests.moe.routers.plain import Case, best, cases, check_token_choice, decide, dot
 
 EXPERTS = 4
 

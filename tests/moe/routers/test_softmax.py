@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.moe.choices import Tokens
 from penstock.moe.routers import SoftmaxRouter
-from tests.moe.gates.plain import Case, cases, check_token_choice, decide, dot
+from tests.moe.routers.plain import Case, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 
 HIDDEN, TOKENS, EXPERTS = 6, 20, 5
