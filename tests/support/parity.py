@@ -58,11 +58,11 @@ class Case:
     are on the ranks in another order than that of their numbers, in every layer another. tokens: what ranks
     of an tp group hold between blocks; the form of the MoE part is the schedule's. placer, prediction: how
     samples get their homes, where they move. carried: rows then bring their residual stream. sharded: the
-    optimiser is, so a step leaves no gradients. recompute: what runs again before its backward. packed:
-    samples have several documents each, which do not attend to each other. card: the ranks compute on a GPU
-    that stands in for one, see `tests.support.card`. transport: how tensors of GPUs travel. summation: how
-    they add parts of gradients. bounds: those of rows, where `moe.bound_factor` is set; the first step of a
-    stack has none. late: ranks then know in backward whether they had rows enough.
+    optimiser is, so a step leaves no gradients. clips: the optimiser does. recompute: what runs again before
+    its backward. packed: samples have several documents each, which do not attend to each other. card: the
+    ranks compute on a GPU that stands in for one, see `tests.support.card`. transport: how tensors of GPUs
+    travel. summation: how they add parts of gradients. bounds: those of rows, where `moe.bound_factor` is
+    set; the first step of a stack has none. late: ranks then know in backward whether they had rows enough.
     """
 
     world_size: int
@@ -88,6 +88,7 @@ class Case:
     prediction: Prediction = "next_gate"
     carried: bool = True
     sharded: bool = False
+    clips: bool = True
     recompute: Recompute = "none"
     packed: bool = False
     card: bool = False
@@ -171,7 +172,7 @@ class Case:
                 lr=LEARNING_RATE,
                 eps=EPS,
                 zero_stage=1 if self.sharded else 0,
-                clip_grad_norm=CLIP if self.sharded else 1.0,
+                clip_grad_norm=None if not self.clips else CLIP if self.sharded else 1.0,
             ),
             train=TrainConfig(seed=self.seed),
             placement=PlacementConfig(samples="none" if self.placer is None else "netmoe"),

@@ -73,6 +73,7 @@ class World:
             etp_size=self.etp,
             tokens=self.tokens,
             sharded=self.sharded,
+            clips=False,
             batch=GLOBAL_BATCH * self.tp // self.ranks,
             double=True,
         )

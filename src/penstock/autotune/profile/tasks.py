@@ -122,8 +122,9 @@ def sample_of(config: RunConfig) -> RunConfig:
     """
     moe = replace(config.moe, dispatch="flat")
     if moe.permutation_name == "sort":
-        moe = replace(moe, permutation="index", capacity_factor=1.0)
-        moe = replace(moe, bound_factor=None, one_copy_per_rank=False)
+        moe = replace(
+            moe, permutation="index", capacity_factor=1.0, bound_factor=None, one_copy_per_rank=False
+        )
     return replace(
         config,
         placement=PlacementConfig(),
