@@ -44,3 +44,11 @@ def test_the_package_reaches_for_benchmarks_in_one_place() -> None:
         texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
         names_one = any(isinstance(text, str) and text.startswith("benchmarks") for text in texts)
         assert names_one is (module_name(path) == "penstock.lab.bench.checkout"), module_name(path)
+
+
+@pytest.mark.slow
+def test_traces_know_the_ops_of_features_by_themselves() -> None:
+    """Nothing else of Penstock may have been loaded when a trace is written."""
+    program = "import penstock.trace; from penstock.ops import spec_of; print(spec_of('RA').title)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip()

@@ -334,7 +334,8 @@ def test_the_sample_has_one_layer_of_each_kind_and_something_to_cut() -> None:
     assert sample.data.batch_per_device == 2
     assert (sample.moe.capacity_factor, sample.moe.permutation_name) == (1.0, "index"), "was dropless"
     assert {cut.microbatches for cut in cuts(sample)} == {1, 2}
-    assert sample_of(tiny("moe.bound_factor=1.25")).moe.capacity_factor == 1.0
+    for option in ("moe.bound_factor=1.25", "moe.one_copy_per_rank=true"):
+        assert sample_of(tiny(option)).moe.capacity_factor == 1.0
     kept = sample_of(tiny("moe.capacity_factor=1.25", "data.batch_per_device=4"))
     assert (kept.moe.capacity_factor, kept.data.batch_per_device) == (1.25, 4)
     assert [kept.model.is_moe(layer) for layer in range(2)] == [True, True]

@@ -21,6 +21,7 @@ from penstock.mesh import Group
 from penstock.ops import Kind, Op, spec_of
 from penstock.ops.transfers import TRANSFERS, Hop
 from penstock.step import Stage, StepShape
+from penstock.step.shape import Updating
 from tests.step.support import Rewriting, ancestors, needs
 from tests.steps import shapes, task_at
 
@@ -343,3 +344,22 @@ def test_a_pass_that_leaves_a_wrong_graph_is_found_when_it_is_built(wrong: str) 
     more = (Rewriting("wrong", Stage.SETTLE, rewrite),)
     with pytest.raises(ScheduleError, match=re.escape(why)):
         build_graph(StepShape(moe_layers=(False,), more=more))
+
+
+@pytest.mark.parametrize(
+    ("stage", "there", "later"),
+    [(Stage.WEIGHTS, Op.EXPERTS, Op.REPLICA_GRADIENTS), (Stage.GRADIENTS, Op.UPDATE, None)],
+)
+def test_a_pass_of_ones_own_runs_where_its_stage_says(stage: Stage, there: str, later: str | None) -> None:
+    """Before gradients of replicas come home, or when all that updates is in."""
+    found: list[set[str]] = []
+
+    def look(graph: Graph) -> Graph:
+        found.append({task.op for task in graph.tasks})
+        return graph
+
+    shape = StepShape(
+        moe_layers=(True,), replica_slots=1, updating=Updating(), more=(Rewriting("look", stage, look),)
+    )
+    final = {task.op for task in build_graph(shape).tasks}
+    assert there in found[0] and later not in found[0] and {there, later} - {None} <= final

@@ -16,6 +16,7 @@ from penstock.train.assemble import build_optimizer
 from penstock.train.update import build_update
 from tests.support.card import CardDevice, Wait, counted, install
 from tests.support.parity import Case, batch_of, stack_of
+from tests.support.reference_moe import Weights
 from tests.support.replicas import RandomReplicas, stack_with_replicas, turn_gates
 
 
@@ -23,12 +24,13 @@ from tests.support.replicas import RandomReplicas, stack_with_replicas, turn_gat
 class Ran:
     """What a rank has computed, and what it has asked of its device.
 
-    streams: that were given tasks. waits: of the host, in every step. repeats: how often each
-    step was run again, since a rank had too few rows.
+    parameters: after all updates. streams: that were given tasks. waits: of the host, in every step. repeats:
+    how often each step was run again, since a rank had too few rows.
     """
 
     losses: list[float]
     norms: list[float]
+    parameters: Weights
     hazards: list[Hazard] = field(default_factory=list)
     calls: list[Issued] = field(default_factory=list)
     streams: frozenset[str] = frozenset()
@@ -39,27 +41,24 @@ class Ran:
 def plain_steps(rank: int, case: Case, hosts: RandomReplicas) -> Ran:
     """Steps as a training loop runs them, on the CPU as it is; rows are counted in each."""
     counted_rows = replace(case, transport="direct", bounds="", moe=replace(case.moe, bound_factor=None))
-    losses, norms, *_ = _train(rank, counted_rows, hosts)
-    return Ran(losses, norms)
+    return _train(rank, counted_rows, hosts)
 
 
 def carded_steps(rank: int, case: Case, hosts: RandomReplicas, kernel: bool = False) -> Ran:
     """The same steps on this rank's stand-in for a GPU. kernel: whether it has grouped kernels."""
     install()
     with using(CardDevice(kernel=kernel, shared=case.transport == "staged")):
-        losses, norms, waits, repeats = _train(rank, replace(case, card=True), hosts)
-    return Ran(losses, norms, waits=waits, repeats=repeats)
+        return _train(rank, replace(case, card=True), hosts)
 
 
 def recorded_steps(rank: int, case: Case, hosts: RandomReplicas) -> Ran:
     """The same steps on a recorded device."""
     with recorded() as recorder:
-        losses, norms, _, repeats = _train(rank, case, hosts)
+        ran = _train(rank, case, hosts)
     launches = (entry for entry in recorder.log if isinstance(entry, Launch))
     streams = {entry.actor.name for entry in launches if entry.actor.on_device}
-    return Ran(
-        losses, norms, find_hazards(recorder.log), calls_of(recorder.log), frozenset(streams), repeats=repeats
-    )
+    log = recorder.log
+    return replace(ran, hazards=find_hazards(log), calls=calls_of(log), streams=frozenset(streams))
 
 
 def log_of_steps(rank: int, case: Case, hosts: RandomReplicas) -> list[Entry]:
@@ -69,9 +68,7 @@ def log_of_steps(rank: int, case: Case, hosts: RandomReplicas) -> list[Entry]:
     return recorder.log
 
 
-def _train(
-    rank: int, case: Case, hosts: RandomReplicas
-) -> tuple[list[float], list[float], list[dict[Wait, int]], list[int]]:
+def _train(rank: int, case: Case, hosts: RandomReplicas) -> Ran:
     stack = stack_with_replicas(rank, case, hosts) if hosts.slots else stack_of(rank, case)
     config = case.config.optimizer
     update = build_update(stack, build_optimizer(stack, config), config)
@@ -90,10 +87,11 @@ def _train(
         if hosts.fresh:
             turn_gates(dict(stack.model.named_parameters()))
     update.flush()
+    parameters = {name: p.detach().cpu().clone() for name, p in stack.model.named_parameters()}
     stack.eval()
     with torch.no_grad():
         losses.append(float(stack(*batch, documents_BL=documents)))
-    return losses, norms, waits, repeats
+    return Ran(losses, norms, parameters, waits=waits, repeats=repeats)
 
 
 def _batch_of(

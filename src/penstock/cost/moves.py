@@ -1,6 +1,6 @@
 """Buffers that every communication task hands to the transport, in sizes. No torch: the simulator reads them.
 
-Shapes: those of `penstock.cost.rows`; W ranks that meet in a task.
+Shapes: those of `penstock.routing.rows`; W ranks that meet in a task.
 """
 
 from __future__ import annotations

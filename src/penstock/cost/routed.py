@@ -1,6 +1,6 @@
 """Cost of a step on every rank when tokens are not spread evenly. No torch: the simulator reads it, too.
 
-Shapes: those of `penstock.cost.rows`.
+Shapes: those of `penstock.routing.rows`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from penstock.step.passes import (
 )
 from penstock.step.plain import PlainStep
 from penstock.step.shape import StepShape
-from penstock.step.stages import Pass, Stage, apply, in_order
+from penstock.step.stages import Pass, Stage, in_order, run
 
 
 def passes_of(shape: StepShape) -> tuple[Pass, ...]:
@@ -35,7 +35,8 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
         cut.append(Chunks(shape.chunks, shape.backward_chunks))
     if any(shape.moe_layers):
         cut += [WeightGradients()] if shape.split_experts else []
-        cut += [GatheredLoads()] if shape.gathers_loads else []
+        apart = shape.gathers_loads and not shape.replica_slots  # replicas bring the pass themselves
+        cut += [GatheredLoads()] if apart else []
     layers = range(shape.num_layers)
     parts = {kind: [shape.parts_of(layer, kind) for layer in layers] for kind in GRADIENT_KINDS}
     pieces = GradientPieces(parts, shape.sharing.tp_size > 1, scatters=shape.updating is not None)
@@ -74,9 +75,9 @@ def _built(shape: StepShape) -> Graph:
         exchange_counts=shape.exchange_counts,
         shared_experts=shape.shared_experts,
     )
-    passes = in_order((*passes_of(shape), *shape.more))
+    passes = in_order(passes_of(shape), shape.more)
     early = tuple(each for each in passes if each.stage < Stage.GRADIENTS)
-    graph = apply(_rewritten(plain, early), passes[len(early) :]).check()
+    graph = run(_rewritten(plain, early), passes[len(early) :]).check()
     if shape.more:
         check_complete(graph, shape)
     return graph
@@ -86,4 +87,4 @@ def _built(shape: StepShape) -> Graph:
 def _rewritten(plain: PlainStep, passes: tuple[Pass, ...]) -> Graph:
     """Return the plain step rewritten by passes before the reductions. Cached: a search tries each step with
     many sizes of gradient pieces, and many numbers of chunks in a step that is alike up to there."""
-    return apply(_rewritten(plain, passes[:-1]), passes[-1:]) if passes else plain.graph()
+    return run(_rewritten(plain, passes[:-1]), passes[-1:]) if passes else plain.graph()

@@ -360,10 +360,6 @@ class CosineRouter(TokenRouter):
 # samples of L tokens, M hidden size, E experts, S slots per expert and sample.
 
 
-SHORTEST = 1e-4
-"""Vectors shorter than this are not stretched to length one: the gradient of a zero vector stays finite."""
-
-
 class SoftRouter(Router):
     """A router where slots and outputs are mixes.
 

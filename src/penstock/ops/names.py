@@ -28,7 +28,7 @@ class Op:
     EXPERT_ALL_REDUCE: Final = "XR"
     LOADS: Final = "LG"
 
-    # an optimiser of which every rank owns a share: see `ops.optimizer`
+    # an optimiser of which every rank owns a share: see `features.sharded_optimizer.ops`
     SCATTER: Final = "RA"
     PARTIAL_SCATTER: Final = "RP"
     EXPERT_SCATTER: Final = "RX"
@@ -40,13 +40,13 @@ class Op:
     PARTIAL_PARAMETERS: Final = "PP"
     EXPERT_PARAMETERS: Final = "PX"
 
-    # experts as replicas: see `ops.replicas`
+    # experts as replicas: see `features.expert_replicas.ops`
     REPLICA_PARAMETERS: Final = "GP"
     REPLICA_GRADIENTS: Final = "GG"
     PLAN_REPLICAS: Final = "PE"
     COMPARE_REPLICAS: Final = "PH"
 
-    # tensor parallelism: see `ops.tensor`
+    # tensor parallelism: see `features.tensor_parallel.ops`
     EMBED_SCATTER: Final = "ES"
     EMBED_REDUCE: Final = "ER"
     TOKEN_GATHER: Final = "TG"
@@ -73,7 +73,7 @@ class Op:
     KEEP_OUTPUT: Final = "US"
     GATHER_OUTPUT: Final = "UG"
 
-    # shards of experts: see `ops.shards`
+    # shards of experts: see `features.expert_sharding.ops`
     SHARD_GATHER: Final = "XG"
     SHARD_SCATTER: Final = "XS"
     DEAL_SLOTS: Final = "SD"
@@ -82,7 +82,7 @@ class Op:
     ROWS_REDUCE: Final = "BR"
     ROWS_KEEP: Final = "BS"
 
-    # samples that move: see `ops.samples`
+    # samples that move: see `features.sample_placement.ops`
     SAMPLE_COUNTS: Final = "SC"
     SAMPLE_LOADS: Final = "SN"
     SAMPLE_PLACES: Final = "SP"

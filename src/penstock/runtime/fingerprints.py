@@ -382,7 +382,7 @@ values were changed in place since the last step."""
 FACTS = 8
 SAMPLES, SLOPE, VALUES = range(FACTS, FACTS + 3)
 """Places of what the device knows: the step's samples, and the gradient with which the last backward pass
-began, see `checks.samples`; values, see `fingerprints.values`."""
+began, see `checks.samples`; values, see above."""
 FIELDS = FACTS + 3
 
 

@@ -146,7 +146,7 @@ class SharedHead(Protocol):
 
 
 class Ending(Protocol):
-    """What a step ends with; see `ops.head`.
+    """What a step ends with; see `endings`.
 
     Attributes:
         tells_at_once: Whether what the step returns must be right before backward, where rows are bounded.
@@ -197,7 +197,7 @@ class StepContext:
         replications: Where experts are, replicas among them, by layer; () = there are no replicas.
         split: Returns how rows of an MoE layer are split among replicas when all ranks' counts are known;
             None where each rank knows before.
-        marks: float64 [11], to sum with the statistics, see `fingerprints.facts`.
+        marks: float64 [11], to sum with the statistics, see `fingerprints`.
         ending: What the step ends with.
         fingerprint: Makes that of the values that ranks hold alike, in steps that compare them.
         bounds: Those of rows.

@@ -196,7 +196,7 @@ class PipelinedStack(MarksExperts):
         self._shape = self._checked_shape()
 
     def set_replicas(self, replications: Sequence[Replication | None]) -> None:
-        """ReplicaManager these experts from the next forward pass on; every rank must call it.
+        """Use these replications from the next forward pass on; every rank must call it.
 
         replications: by layer, None for a dense one. Results do not depend on them. Raises PlacementError, on
         all ranks, for replications that do not fit layers and slots, or that differ between ranks of an

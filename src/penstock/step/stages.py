@@ -14,7 +14,10 @@ from penstock.graph import Graph, RefusalError, ScheduleError
 
 
 class Stage(IntEnum):
-    """When a pass runs. Passes of one stage run in the order in which they are given."""
+    """When a pass runs. Passes of one stage run in the order in which they are given, own ones last.
+
+    A pass of one's own at GRADIENTS finds the step with its updates.
+    """
 
     INSERT = 0
     TRANSPOSE = 1
@@ -59,9 +62,13 @@ def check_passes(passes: Sequence[Any]) -> None:
 
 
 def apply(graph: Graph, passes: Sequence[Pass]) -> Graph:
-    """Run passes by stage. Raises ScheduleError for two passes of one name, RefusalError naming the pass that
-    could not rewrite the graph."""
-    for each in in_order(passes):
+    """Run passes by stage. Raises ScheduleError for two passes of one name, and as `run` does."""
+    return run(graph, in_order(passes))
+
+
+def run(graph: Graph, passes: Sequence[Pass]) -> Graph:
+    """Run passes in this order. Raises RefusalError naming the pass that could not rewrite the graph."""
+    for each in passes:
         try:
             found = each(graph)
         except ScheduleError as error:
@@ -72,11 +79,13 @@ def apply(graph: Graph, passes: Sequence[Pass]) -> Graph:
     return graph
 
 
-def in_order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Return passes sorted by stage. Raises ScheduleError for two passes of one name."""
+def in_order(passes: Sequence[Pass], own: Sequence[Pass] = ()) -> tuple[Pass, ...]:
+    """Return passes sorted by stage, with somebody's own. Raises ScheduleError for two passes of one name."""
     seen: set[str] = set()
-    for each in passes:
+    for each in (*passes, *own):
         if each.name in seen:
             raise ScheduleError(f"pass {each.name} stands twice: systems combine each pass once")
         seen.add(each.name)
-    return tuple(sorted(passes, key=lambda each: each.stage))
+    placed = [(each.stage, each) for each in passes]
+    placed += [(Stage.UPDATES if each.stage is Stage.GRADIENTS else each.stage, each) for each in own]
+    return tuple(each for _, each in sorted(placed, key=lambda pair: pair[0]))

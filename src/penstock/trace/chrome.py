@@ -11,6 +11,7 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
+import penstock.features  # noqa: F401  # the ops of features have titles, too
 from penstock.graph import Lane
 from penstock.ops import spec_of
 from penstock.ops.journeys import journeys

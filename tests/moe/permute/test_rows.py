@@ -1,4 +1,4 @@
-"""Order and unpermute by index: equal to a loop, and each the transpose of the other."""
+"""Permuting and unpermuting by index: equal to a loop, and each the transpose of the other."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _kernels(config: RunConfig, machinery: Machinery) -> Iterator[Kernel]:
     yield Kernel(PRODUCT, "flop", shapes.rows_per_expert, product_flop, shapes.matmul)
     yield Kernel("copy", "byte", 2 * shapes.tokens * shapes.k, row_bytes, shapes.copy)
     yield Kernel("attention", "flop", config.data.batch_per_device, attention_flop, shapes.attention)
-    yield Kernel("permute", "byte", shapes.tokens, choices_bytes, shapes.order)
+    yield Kernel("permute", "byte", shapes.tokens, choices_bytes, shapes.permute)
     yield Kernel("unpermute", "byte", shapes.tokens, choices_bytes, shapes.unpermute)
 
 
@@ -114,7 +114,7 @@ class _Shapes:
         attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
         return self._quiet(lambda: attend(q, k, v))
 
-    def order(self, tokens: int) -> Action:
+    def permute(self, tokens: int) -> Action:
         x, rows = self._new(tokens, self.hidden), self._shuffled(tokens) // self.k
         return self._quiet(lambda: x.index_select(0, rows))
 

@@ -12,6 +12,7 @@ from penstock.features.expert_replicas.passes import PlannedReplicas, ReplicaGra
 from penstock.features.feature import Feature
 from penstock.features.field import Asked, Choice, Field
 from penstock.mesh import Group
+from penstock.step.passes import GatheredLoads
 from penstock.step.shape import StepShape
 from penstock.step.stages import Pass
 
@@ -89,7 +90,7 @@ def _passes(shape: StepShape) -> Sequence[Pass]:
     moving: tuple[Pass, ...] = (Replicas(shape.replica_pieces), ReplicaGradients(shape.replica_pieces))
     shards = shape.sharing.etp_size > 1
     planned = PlannedReplicas(Group.EXPERT_SHARDS if shards else Group.EXPERT)
-    return (*moving, planned) if shape.gathers_loads else moving
+    return (*moving, GatheredLoads(), planned) if shape.gathers_loads else moving
 
 
 def _why_not(shape: StepShape) -> str:

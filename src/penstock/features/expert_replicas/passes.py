@@ -67,7 +67,7 @@ class ReplicaGradients:
 
     pieces: int
     name = "replica_gradients"
-    stage = Stage.WEIGHTS
+    stage = Stage.GRADIENTS
 
     def __call__(self, graph: Graph) -> Graph:
         last = last_to_add(graph)

@@ -62,7 +62,7 @@ class _Rewriting:
         self._rules: dict[str, Callable[[Task], Iterator[Task]]] = {
             Op.EMBED: self._embedding,
             Op.ATTENTION: self._block,
-            Op.UNPERMUTE: self._unorder,
+            Op.UNPERMUTE: self._unpermute,
             Op.HEAD: self._head,
             Op.STATISTICS: self._statistics,
         }
@@ -113,7 +113,7 @@ class _Rewriting:
         last = {"residual": (norm.name,), "out": (after.name,)}
         yield _knowing(task, self._computing(task, Op.DENSE_ADD, split=split, **last))
 
-    def _unorder(self, task: Task) -> Iterator[Task]:
+    def _unpermute(self, task: Task) -> Iterator[Task]:
         how = self._how
         yield (inside := next(self._inside(task)))
         if how.split != how.moe_split:

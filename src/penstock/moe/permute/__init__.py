@@ -1,1 +1,1 @@
-"""Permutations: from a choice to rows in expert order, and back. One file each."""
+"""Permutations: from a choice to rows in expert order, and back."""

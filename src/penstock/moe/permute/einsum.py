@@ -1,4 +1,4 @@
-"""The masks of the einsum permutation: which token is in which slot, as zeros and ones or as a mix.
+"""The einsum permutation, and its masks: which token is in which slot, as zeros and ones or as a mix.
 
 Shapes: T tokens = B samples of L tokens, k choices, E experts (total), S slots per expert (and sample).
 Where slots do not belong to samples, B = 1.

@@ -90,7 +90,7 @@ class Permutation(ABC):
     def run_experts(self, rows_RM: Tensor, route: ChunkRoute, experts: Experts, product: Product) -> Tensor:
         """Run rows sorted by (source rank, expert) through the experts, at their rank.
 
-        Returns the same permutation.
+        Returns rows in the same order.
         """
         sizes = route.rows_per_expert
         out_RM = experts(by_expert(rows_RM, route.received), sizes, product)
@@ -99,7 +99,7 @@ class Permutation(ABC):
     def with_slots(self, ranks: int, slots: int) -> Permutation:
         """Return this permutation for positions of `ranks` with `slots` each, of own experts and of replicas.
 
-        Raises ValueError if replication replicas makes no sense with this permutation.
+        Raises ValueError if replicas make no sense with this permutation.
         """
         del ranks, slots
         raise ValueError(

@@ -1,7 +1,7 @@
 """The consistency of the ranks of a stack, checked with every step: what they run, and the values they hold.
 
 What is compared are sums over ranks, so that all ranks see a difference, at the same point, and none raises
-alone. Two kinds of numbers are summed. Facts are known to the host (`fingerprints.marks`); marks are made on
+alone. Two kinds of numbers are summed. Facts are known to the host (`fingerprints.Facts`); marks are made on
 the device. On CPUs both travel in the sums of the statistics task and are read when the forward half has
 ended. On GPUs reading those would make the host wait for the device. So marks are copied to the host
 meanwhile and read in the step after, and facts are summed by the hosts, while the device runs the forward
@@ -103,8 +103,7 @@ class Consistency:
             self.compare(self.doubt)
 
     def compare(self, cause: str = "") -> None:
-        """Raise ParameterMismatchError, on all ranks, if they hold different values; see
-        `fingerprints.values`.
+        """Raise ParameterMismatchError, on all ranks, if they hold different values; see `fingerprints`.
 
         All ranks call it.
         """

@@ -1,7 +1,7 @@
 """The check that ranks sharing attention work on the same samples, and that all ranks minimise the same loss,
 without an exchange of its own.
 
-The mark of samples stands beside those of values (`fingerprints.marks`) in the sums of the statistics task,
+The mark of samples stands beside those of values (`fingerprints`) in the sums of the statistics task,
 weighted so that it cancels where the ranks of every group agree.
 """
 

@@ -6,7 +6,7 @@
 
 Operations run at once, one after the other, in the order in which they are issued, so numbers are those of a
 CPU. Streams, events and `record_stream` only write the log. Collectives run over Gloo. What a device could do
-in another order is found in the log afterwards (`hazards.py`, `order.py`).
+in another order is found in the log afterwards (`hazards.py`).
 
 What is not seen: tensors on the wrong device, since all are on the CPU; and how long anything takes.
 """

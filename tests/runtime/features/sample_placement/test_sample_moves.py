@@ -119,7 +119,7 @@ class Expecting(RandomHomes):
 
 
 def test_padding_is_expected_nowhere() -> None:
-    """Each token that is none sends a row for each choice in the next layer; no layer follows the last."""
+    """A token that is no padding sends a row for each choice in the next layer; after the last, none."""
     step = case(1, "sequential", node_size=None, padding=True, placer=Expecting())
     EXPECTED.clear()
     stack_of(0, step)(*batch_of(step), None, step.valid)

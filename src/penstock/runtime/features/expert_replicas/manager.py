@@ -160,7 +160,7 @@ class ReplicaManager:
             self._in_use, self._plans = (), Plans.none(())
 
     def use(self, replications: Replications) -> None:
-        """ReplicaManager these from the next forward pass on."""
+        """Use these replications from the next forward pass on."""
         self._host(replications)
         self._plans = Plans.none([replication for replication in replications if replication is not None])
 
@@ -202,7 +202,7 @@ class ReplicaManager:
         return [self._plans.made[y] for y in self._plans.layers_of(place, self._planners[1])]
 
     def follow(self, plans: Plans) -> None:
-        """ReplicaManager what was planned, the same on all ranks, from the next forward pass on."""
+        """Use what was planned, the same on all ranks, from the next forward pass on."""
         if plans is self._plans or not self._in_use:
             return
         found = iter(plans.replications)
