@@ -425,6 +425,10 @@ def test_bad_settings_are_named(
     assert all(word in error for word in words), error
 
 
+def test_an_unlike_name_gets_no_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Nearest" not in refused(capsys, "train", write_config(tmp_path), "plan.cluster=nope")
+
+
 def test_what_ranks_refuse_the_command_says_once(tmp_path: Path) -> None:
     out, errors = tmp_path / "out", tmp_path / "errors"
     words = ("train", write_config(tmp_path), "data.path=/nowhere/at/all")

@@ -145,6 +145,11 @@ def test_only_files_that_exist_are_named() -> None:
     assert not any(word in text for word in ("checkpoint", "perfetto", "tensorboard", "trace"))
 
 
+def test_a_long_path_stays_in_one_piece() -> None:
+    path = "/" + "a-long_folder-" * 12 + "/step-00000001"
+    assert path in replace(SUMMARY, checkpoint=path).to_text()
+
+
 def test_dict_is_plain_data() -> None:
     data = json.loads(json.dumps(SUMMARY.to_dict()))
     assert data["corpus_unigram_entropy"] == 3.241
