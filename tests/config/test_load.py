@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.config import UNSET, ConfigError, load, to_dict, to_toml
@@ -367,6 +367,7 @@ CONFIGS = st.builds(
 
 
 @given(config=CONFIGS)
+@example(config=Config(train=Train(steps=1, out=Path("~0"))))
 def test_what_is_saved_loads_as_the_same(config: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "round.toml"
     path.write_text(to_toml(config), encoding="utf-8", newline="")

@@ -59,7 +59,12 @@ def check_no_link(path: Path, hint: str) -> None:
 
 
 def expanded(path: str, key: str, hint: str = "Write the path in full.") -> Path:
-    """Return `path` with a home folder at its beginning expanded; raise ConfigError about `key`."""
+    """Return `path` with a home folder at its beginning expanded; raise ConfigError about `key`.
+
+    A file or folder whose own name begins with `~` is written as `./~name`.
+    """
+    if path.startswith("./~"):
+        return Path(path)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # where the system knows no such user

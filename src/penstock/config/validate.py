@@ -210,7 +210,9 @@ def plain_data(value: object) -> Any:
         return {field.name: plain_data(getattr(value, field.name)) for field in settable(type(value))}
     if isinstance(value, tuple):
         return [plain_data(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return f"./{value}" if str(value).startswith("~") else str(value)
+    return value
 
 
 # ---- errors ------------------------------------------------------------------------------------------------
