@@ -168,7 +168,7 @@ FAULTS = (
         "return _counts_known_to_all(_copied(fused, (*BETWEEN, Op.EXPERTS), self.shards))",
         "return _copied(fused, (*BETWEEN, Op.EXPERTS), self.shards)",
         "shards do not know what other shards receive",
-        "step runtime/test_cases.py",
+        "step features runtime/test_cases.py",
     ),
     # ---- order, races and edges ----------------------------------------------------------------------------
     Fault(
@@ -197,7 +197,7 @@ FAULTS = (
         "found.setdefault(state, []).append(task.name)",
         "found[state] = [task.name]",
         "gradients are reduced after one of the tasks that add to them",
-        "step",
+        "step features",
     ),
     Fault(
         "features/recompute/passes.py",
@@ -211,21 +211,21 @@ FAULTS = (
         "reads=(*task.reads, *norms)",
         "reads=task.reads",
         "experts compute the norm of carried rows, and do not say that they read it",
-        "step",
+        "features",
     ),
     Fault(
         "features/expert_replicas/passes.py",
         "writes=(parameters_of(replicas),) if there else ()",
         "writes=()",
         "bringing replicas writes no state, so their readers have no order",
-        "step",
+        "features",
     ),
     Fault(
         "features/sharded_optimizer/passes.py",
         'inputs["scale"] = (norm.name,)',
         'inputs["scale"] = inputs["gradients"]',
         "updates do not wait for the norm by which they are clipped",
-        "step",
+        "features",
     ),
     # ---- what ranks must agree about -----------------------------------------------------------------------
     Fault(
