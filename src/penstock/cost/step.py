@@ -18,7 +18,7 @@ from penstock.features.sharded_optimizer.ops import of_optimizer
 from penstock.graph import Task
 from penstock.mesh import Axes, Group, stays_inside
 from penstock.ops import Work, spec_of
-from penstock.ops.gradients import GradientKind, KindName, kind_of
+from penstock.ops.gradients import KindName, kind_of_task
 from penstock.routing.sizes import part_sizes, split_sizes
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
@@ -189,7 +189,7 @@ class StepCost:
         assert task.piece is not None, task
         whole = self._kinds[task.layer], task.op
         if whole not in self._reduced:
-            sizes = self._gradients[_kind(task).name]
+            sizes = self._gradients[kind_of_task(task).name]
             self._reduced[whole] = part_sizes(sizes[task.layer] // FLOAT32_BYTES, task.cut.parts)
         return self._reduced[whole][task.piece] * self._state_bytes[of_optimizer(task)]
 
@@ -238,13 +238,7 @@ class StepSizes:
 
     def owners(self, task: Task) -> int:
         """Return the number of ranks that share what the task updates or gathers."""
-        return self._mesh.size(_kind(task).axes_of(sharing=self.tp_size > 1))
-
-
-def _kind(task: Task) -> GradientKind:
-    kind = kind_of(task.op)
-    assert kind is not None, task
-    return kind
+        return self._mesh.size(kind_of_task(task).axes_of(sharing=self.tp_size > 1))
 
 
 @dataclass(frozen=True)

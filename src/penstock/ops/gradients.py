@@ -111,6 +111,13 @@ def kind_of(op: str) -> GradientKind | None:
     return _KIND_OF.get(op)
 
 
+def kind_of_task(task: Task) -> GradientKind:
+    """Return the kind of gradients, or of their parameters, that a task deals with; it must deal with one."""
+    kind = kind_of(task.op)
+    assert kind is not None, task
+    return kind
+
+
 def summed(op: str) -> KindName | None:
     """Return the name of the kind of gradients that an op sums, whoever keeps the sum; None = of none."""
     return _SUMMED.get(op)

@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.graph import Name, Phase, Task
 from penstock.moe.choices import RouterSums
 from penstock.ops import Op
-from penstock.ops.gradients import GRADIENT_KINDS, summed
+from penstock.ops.gradients import GRADIENT_KINDS, kind_of_task
 from penstock.runtime.fingerprints import VALUES
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.loads import SampleLoads
@@ -47,9 +47,8 @@ def _piece(name: Name) -> tuple[int, int | None]:
 def all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Sum one piece of a layer's gradients of one kind over the task's ranks, in place."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
-    kind = summed(task.op)
-    assert kind is not None and task.piece is not None, task
-    bucket = context.buckets.of(kind)[task.layer]
+    assert task.piece is not None, task
+    bucket = context.buckets.of(kind_of_task(task).name)[task.layer]
     for piece in bucket.chunk(task.piece, task.cut.parts):
         context.transports.of(task.lane, task.axes).all_reduce(piece, task.axes)
     return NOTHING

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.features.sharded_optimizer.ops import of_optimizer
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
-from penstock.ops.gradients import GRADIENT_KINDS, KindName, kind_of
+from penstock.ops.gradients import GRADIENT_KINDS, KindName, kind_of_task
 from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, ReleasingShare, Share
 from penstock.runtime.features.sharded_optimizer.usage import Groups, group_numbers
 from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
@@ -409,7 +409,7 @@ class Updates:
         return alone or sharding_of(parameter) is not None
 
     def _of(self, task: Task) -> Sequence[Share]:
-        return self._shares[_kind(task), task.layer]
+        return self._shares[kind_of_task(task).name, task.layer]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for share in self._all for parameter in share.flat.parameters)
@@ -424,9 +424,3 @@ class Updates:
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self._parameters()), torch.device("cpu"))
-
-
-def _kind(task: Task) -> KindName:
-    kind = kind_of(task.op)
-    assert kind is not None, task
-    return kind.name
