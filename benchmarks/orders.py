@@ -20,7 +20,7 @@ from benchmarks.progress import BOARD
 from penstock.cost import ClusterConfig, Workload
 from penstock.decision import Decision
 from penstock.graph import Graph
-from penstock.lab.bench.table import markdown_table
+from penstock.lab.bench.result import markdown_table
 from penstock.plan import Candidate, Problem, evaluate, find_plan
 from penstock.plan.effort import Meter
 from penstock.plan.space import space

@@ -16,12 +16,12 @@ from benchmarks.command import run_on_ranks
 from benchmarks.layer.measure import Band, in_turns, quiet_process, timed
 from benchmarks.progress import BOARD
 from penstock.autotune.problem import run_problem
-from penstock.autotune.profile import profile_run
+from penstock.autotune.profile.measure import profile_run
 from penstock.cost import ClusterFile
 from penstock.decision import ScheduleConfig
 from penstock.lab.bench import BenchConfig
+from penstock.lab.bench.result import markdown_table
 from penstock.lab.bench.scheduled import batch_of, run_config_of
-from penstock.lab.bench.table import markdown_table
 from penstock.lab.emulate import EmulateConfig
 from penstock.moe.build import dispatch_of
 from penstock.plan import evaluate

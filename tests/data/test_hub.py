@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from penstock.config import ConfigError
-from penstock.data import listing
-from penstock.data.listing import parquet_of
+from penstock.data import files
+from penstock.data.files import parquet_of
 from tests.support.hub import hub_of
 from tests.support.patience import HANG_S
 
@@ -24,7 +24,7 @@ STORIES = [f"story {number} of several" for number in range(40)]
 def prepared(home: Path, name: str, **environ: str) -> list[int]:
     """The tokens that `penstock prepare` makes of a dataset, in a process of its own."""
     out = home / f"tokens-{len(list(home.iterdir()))}"
-    command = [sys.executable, "-m", "penstock", "prepare", f"{listing.PREFIX}{name}", "--out", str(out)]
+    command = [sys.executable, "-m", "penstock", "prepare", f"{files.PREFIX}{name}", "--out", str(out)]
     given = {**os.environ, "HF_HOME": str(home / "hf"), **environ}
     subprocess.run(command, env=given, capture_output=True, timeout=HANG_S, check=True)
     found: list[int] = np.load(out / "tokens-00000.npy").tolist()
@@ -52,21 +52,21 @@ def test_a_dataset_is_read_by_its_name_on_the_hub(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["", "a/b/c", "someone/stories?rows=3", "?split=train"])
 def test_what_names_no_dataset(path: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parquet_of(f"{listing.PREFIX}{path}")
-    assert caught.value.key == "path" and listing.FORM in str(caught.value)
+        parquet_of(f"{files.PREFIX}{path}")
+    assert caught.value.key == "path" and files.FORM in str(caught.value)
 
 
 def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "is_there", lambda module: module != "datasets")
+    monkeypatch.setattr(files, "is_there", lambda module: module != "datasets")
     with pytest.raises(ConfigError, match="datasets"):
-        parquet_of(f"{listing.PREFIX}{NAME}")
+        parquet_of(f"{files.PREFIX}{NAME}")
 
 
 @pytest.mark.slow
 def test_what_the_hub_does_not_have(tmp_path: Path) -> None:
     """Here without a network; a name that is none, another split and no connection end alike."""
     command = [sys.executable, "-m", "penstock", "train", "configs/tiny.toml"]
-    settings = [f"data.path={listing.PREFIX}{NAME}", f"output.dir={tmp_path / 'run'}"]
+    settings = [f"data.path={files.PREFIX}{NAME}", f"output.dir={tmp_path / 'run'}"]
     given = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [*command, *settings], env=given, capture_output=True, text=True, timeout=HANG_S, check=False

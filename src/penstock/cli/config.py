@@ -7,13 +7,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from penstock.cli.failing import BAD_USAGE, say
 from penstock.cli.out import add_overrides, config_and_settings, user_path
-from penstock.cli.run import exit_code
+from penstock.cli.run import BAD_USAGE, exit_code, say
 from penstock.config import ConfigError, load, to_dict
+from penstock.config.bounds import by_key, leaves
 from penstock.config.described import help_text, json_schema, page
 from penstock.config.error import shorten, toml_value
-from penstock.config.kinds import by_key, leaves
 from penstock.config.load import sources
 from penstock.stops import STOPS
 from penstock.words import terminal_width

@@ -20,7 +20,7 @@ from penstock.plan.models import MODELS, open_models
 from penstock.schedule import SCHEDULES
 from penstock.schedule.system import System
 from penstock.words import terminal_width
-from penstock.workloads.config import ABOUT, READ_BY
+from penstock.workloads.catalogue import ABOUT, READ_BY
 
 Rows = Sequence[Mapping[str, str]]
 

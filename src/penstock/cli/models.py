@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from penstock.cli.failing import BAD_USAGE, FAILED
-from penstock.cli.out import user_path
-from penstock.cli.progress import progress_line
+from penstock.cli.out import progress_line, user_path
+from penstock.cli.run import BAD_USAGE, FAILED
 from penstock.config import UNSET, ConfigError, open_regular, shorten
 from penstock.extras import install, needs
 from penstock.words import whole_number

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.cli.failing import FAILED
-from penstock.cli.fitting import Changes, Fitting
 from penstock.cli.out import add_overrides, check_out, save_out, user_path
 from penstock.cli.plan_compare import compared, swept
 from penstock.cli.plan_search import find_best, searching
@@ -24,6 +22,8 @@ from penstock.cli.plan_subject import (
     SHARDED,
     SIZES,
     STATE,
+    Changes,
+    Fitting,
     as_settings,
     budget_of,
     changed_options,
@@ -33,6 +33,7 @@ from penstock.cli.plan_subject import (
     option,
     subject_of,
 )
+from penstock.cli.run import FAILED
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters.line import EXAMPLE as IN_LINE

@@ -139,7 +139,7 @@ def _other(options: argparse.Namespace, what: str) -> Callable[[], Side]:
 def _has_settings(path: Path) -> bool:
     if path.suffix != ".json" or not asked(path.is_file):
         return False
-    from penstock.autotune.choose.subject import has_settings  # loads torch
+    from penstock.autotune.choose.layouts import has_settings  # loads torch
 
     return has_settings(path)
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from penstock.cli.fitting import other_layouts
 from penstock.cli.plan_search import Searching, searching
 from penstock.cli.plan_subject import (
     OF_CONFIGURATIONS,
@@ -21,6 +20,7 @@ from penstock.cli.plan_subject import (
     memory_of,
     of_study,
     option,
+    other_layouts,
     subject_of,
 )
 from penstock.config import UNSET, ConfigError

@@ -12,17 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from penstock.cli.failing import FAILED
 from penstock.cli.out import user_path
+from penstock.cli.run import FAILED
 from penstock.config import ConfigError, shorten
 from penstock.data.config import DataConfig
-from penstock.data.files import HINT
-from penstock.data.listing import files_of
+from penstock.data.files import HINT, files_of
 from penstock.data.prepare import SHARD_TOKENS, Preparation
-from penstock.data.record import WHOLE, Record, read_record
 from penstock.data.text import TextError
 from penstock.data.tokenizer import open_tokenizer
-from penstock.data.tokens import first_damage
+from penstock.data.tokens import WHOLE, Record, first_damage, read_record
 from penstock.stops import STOPS
 from penstock.words import counted, mib, whole_number
 

@@ -14,20 +14,18 @@ import torch
 
 from penstock.autotune.planned import decided
 from penstock.autotune.problem import candidates, check_compatible
-from penstock.autotune.profile import profile_run
+from penstock.autotune.profile.measure import profile_run
 from penstock.autotune.profile.sample import Limits
 from penstock.autotune.profile.tasks import cuts, sample_of
-from penstock.cli.failing import FAILED
-from penstock.cli.out import check_folder, check_out, save_out
-from penstock.cli.progress import progress_line
-from penstock.cli.ranks import Emulated, measure_as_rank, on_ranks, processes_of
+from penstock.cli.out import check_folder, check_out, progress_line, save_out
+from penstock.cli.ranks import Emulated, measure_as_rank, on_ranks, ranks_of
+from penstock.cli.run import FAILED
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile
 from penstock.device import count_gpus
 from penstock.extras import install, is_there, needs
 from penstock.plan.plan_config import PlanConfig
-from penstock.report.profile import profile_text
-from penstock.report.profile_figure import draw_profile
+from penstock.report.profile import draw_profile, profile_text
 from penstock.topology import Control, Layout, ProcessInfo, detect
 from penstock.train.assemble import build_machinery, on_device
 from penstock.train.config import RunConfig
@@ -77,8 +75,12 @@ def profile(
     emulate: Emulated | None = None,
 ) -> int:
     """Measure and return the exit code; rank 0 prints the tables, or the cluster file as one JSON object."""
-    info = detect(os.environ)
-    config, ranks = _configured(path, overrides, info, emulate)
+    info, usual = detect(os.environ), () if path is not None else DEFAULTS
+    config = load(RunConfig, path, [*usual, *overrides])
+    ranks = ranks_of(config, info, emulate)
+    if path is None:
+        config = load(RunConfig, None, [*usual, f"moe.num_experts={max(2, ranks)}", *overrides])
+    config = config.resolved(ranks)
     here = ranks if emulate is None else emulate.devices  # ranks of a node, unless a launcher started them
     node_size = None if info is not None else here
     layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
@@ -97,22 +99,6 @@ def profile(
         return measure_as_rank(rank, config.parallel, config.moe.num_experts, measure, finish)
 
     return on_ranks("penstock profile", given, ranks, config.parallel.timeout_s, emulate, work)
-
-
-def _configured(
-    path: Path | None, overrides: Sequence[str], info: ProcessInfo | None, emulate: Emulated | None
-) -> tuple[RunConfig, int]:
-    """Return the configuration for the number of ranks that there will be, and that number."""
-    usual = () if path is not None else DEFAULTS
-    if info is not None:
-        ranks = info.world_size
-    elif emulate is not None:
-        ranks = emulate.ranks
-    else:
-        ranks = processes_of(load(RunConfig, path, [*usual, *overrides]))
-    if path is None:
-        usual = (*usual, f"moe.num_experts={max(2, ranks)}")
-    return load(RunConfig, path, [*usual, *overrides]).resolved(ranks), ranks
 
 
 def _check_places(wanted: Wanted) -> None:

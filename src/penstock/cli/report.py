@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.failing import FAILED
 from penstock.cli.out import check_out, save_out, user_path
+from penstock.cli.run import FAILED
 from penstock.words import folded, mib, terminal_width
 from penstock.writing import write_whole
 
 if TYPE_CHECKING:  # loaded where a page is written: other commands need none of it
-    from penstock.report.page.finished import FinishedRun
+    from penstock.report.page.findings import FinishedRun
 
 PAGE = "report.html"
 

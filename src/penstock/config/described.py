@@ -14,9 +14,8 @@ from dataclasses import MISSING, dataclass, is_dataclass
 from functools import cache
 from typing import Any, Final, get_args
 
-from penstock.config.bounds import Within
+from penstock.config.bounds import Within, default_of, kind_of, may_be_none, section_of, settable, types_of
 from penstock.config.error import dotted, toml_value
-from penstock.config.kinds import default_of, kind_of, may_be_none, section_of, settable, types_of
 from penstock.config.validate import adapter, plain_data
 
 MORE: Final = re.compile(r" ?\(?\[more\]\([^)]*\)\)?")

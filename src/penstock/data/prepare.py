@@ -26,7 +26,8 @@ import numpy.typing as npt
 from penstock.config import ConfigError
 from penstock.data.documents import Piece, check_readable, pieces
 from penstock.data.files import TextError
-from penstock.data.record import (
+from penstock.data.tokenizer import Tokenizer, as_array
+from penstock.data.tokens import (
     BLOCK_BYTES,
     CRC_BYTES,
     MOST_SHARDS,
@@ -40,7 +41,6 @@ from penstock.data.record import (
     sums_file,
     write_record,
 )
-from penstock.data.tokenizer import Tokenizer, as_array
 from penstock.writing import DRAFT, Draft, make_durable, open_lock, remove_drafts, write_whole
 
 

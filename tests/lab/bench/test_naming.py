@@ -6,8 +6,7 @@ import pytest
 
 from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
-from penstock.lab.bench.config import CompareConfig
-from penstock.lab.bench.naming import Named
+from penstock.lab.bench.config import CompareConfig, Named
 from penstock.moe import MoEConfig
 from penstock.train.optimizer import OptimizerConfig
 

@@ -20,11 +20,9 @@ from penstock.decision import Decision
 from penstock.graph import Name
 from penstock.plan import PlanFile, evaluate
 from penstock.report.loads import LoadCourse
-from penstock.report.page.curves import MOST_CELLS, loads_over_time_figure, shown_layers
-from penstock.report.page.findings import binding_of, kinds_of
-from penstock.report.page.finished import Course, FinishedRun
+from penstock.report.page.figures import MOST_CELLS, loads_over_time_figure, shown_layers, timeline_figure
+from penstock.report.page.findings import Course, FinishedRun, binding_of, kinds_of
 from penstock.report.page.html import _without_others, write_page
-from penstock.report.page.timelines import timeline_figure
 from tests.plan.problems import problem
 from tests.report.page.examples import STEPS, course, finished, loads, step_file
 

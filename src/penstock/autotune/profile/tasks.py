@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from penstock.autotune.problem import run_problem
+from penstock.autotune.profile.kernels import measure_updates
 from penstock.autotune.profile.sample import PURPOSE, Budget, Limits, here
 from penstock.autotune.profile.steps import RealSteps, with_steps, worth_running
-from penstock.autotune.profile.updates import measure_updates
 from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.doubts import OVERRAN

@@ -9,9 +9,8 @@ from statistics import median
 from typing import Any, Final
 
 from penstock.autotune.problem import run_problem
-from penstock.doctor.gpu.here import Here, timed
+from penstock.doctor.gpu.here import Here, given_layout, given_machinery, given_run, settled, timed
 from penstock.doctor.gpu.outcome import Outcome
-from penstock.doctor.gpu.small import given_layout, given_machinery, given_run, settled
 from penstock.plan import Candidate, Problem, evaluate
 from penstock.plan.candidate import whole_s
 from penstock.plan.predict import predicted_timeline

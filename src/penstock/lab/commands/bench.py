@@ -13,19 +13,16 @@ from pathlib import Path
 import torch
 
 from penstock.autotune.problem import check_compatible
-from penstock.cli.out import check_folder
-from penstock.cli.progress import progress_line
+from penstock.cli.out import check_folder, progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks
 from penstock.config import ConfigError, load
 from penstock.device import count_gpus
 from penstock.lab.bench import BenchConfig, BenchResult, checkout
-from penstock.lab.bench.compare import compare
-from penstock.lab.bench.config import processes_of_bench, variants
+from penstock.lab.bench.compare import compare, summarise
+from penstock.lab.bench.config import AUTO, Named, processes_of_bench, variants
 from penstock.lab.bench.field import Field, planned_field, schedules_field
-from penstock.lab.bench.naming import AUTO, Named
+from penstock.lab.bench.result import render
 from penstock.lab.bench.scheduled import run_config_of, run_of
-from penstock.lab.bench.summarise import summarise
-from penstock.lab.bench.table import render
 from penstock.lab.bench.virtual_field import VirtualField
 from penstock.lab.commands.emulate import Emulation
 from penstock.plan.plan_config import PlanConfig

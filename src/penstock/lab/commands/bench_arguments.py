@@ -6,8 +6,8 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from penstock.cli.failing import NO_RESULT
 from penstock.cli.out import add_overrides, user_path
+from penstock.cli.run import NO_RESULT
 from penstock.config import ConfigError
 from penstock.lab.commands.emulate import add_emulation_options, emulation
 from penstock.stops import STOPS

@@ -12,10 +12,9 @@ from typing import NoReturn, Self, TypeVar
 from penstock.config import ConfigError
 from penstock.lab.emulate import links, state, teardown
 from penstock.lab.emulate.config import EmulateConfig, check_rate
-from penstock.lab.emulate.links import Uplink, UplinkBytes
+from penstock.lab.emulate.links import INTERFACE, Port, Uplink, UplinkBytes, Wiring
 from penstock.lab.emulate.state import ClusterState, Owner
 from penstock.lab.emulate.system import check_available, command, run_inside, silence_ipv6, write_hosts
-from penstock.lab.emulate.wiring import INTERFACE, Port, Wiring
 from penstock.mesh import place_in_node
 from penstock.stops import SIGNALS
 

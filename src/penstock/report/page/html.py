@@ -13,19 +13,28 @@ from typing import NamedTuple
 from penstock.ops.base import family_of
 from penstock.plan import PlanFile
 from penstock.report.loads import LoadCourse
-from penstock.report.page.curves import (
+from penstock.report.page.figures import (
+    families_of,
     layer_loads_figure,
     layers_figure,
     loads_over_time_figure,
     loss_figure,
     network_figure,
+    path_figure,
     shown_layers,
     speed_figure,
+    timeline_figure,
 )
-from penstock.report.page.findings import KindOfTask, binding_of, kinds_of, slow_ranks
-from penstock.report.page.finished import Course, FinishedRun, Values
+from penstock.report.page.findings import (
+    Course,
+    FinishedRun,
+    KindOfTask,
+    Values,
+    binding_of,
+    kinds_of,
+    slow_ranks,
+)
 from penstock.report.page.render import COLOURS, PAUSES, Figure, Row, render
-from penstock.report.page.timelines import families_of, path_figure, timeline_figure
 from penstock.trace.step_file import StepFile
 from penstock.words import change, gib, lane_words, milliseconds, percent
 
