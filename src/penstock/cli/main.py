@@ -14,7 +14,7 @@ from penstock import __version__
 from penstock.cli.config import HelpSettings, add_config
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
-from penstock.cli.out import add_overrides, config_and_settings, user_path
+from penstock.cli.out import add, add_overrides, user_path
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
@@ -102,24 +102,17 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "parallelism and sharded experts: penstock train configs/tiny.toml parallel.tp_size=2 "
         "parallel.etp_size=2. --help-settings SECTION says what the settings of a section mean, such as moe.",
     )
-    train.add_argument(
-        "config",
-        type=user_path,
-        metavar="CONFIG",
-        help="a TOML or YAML file, or tiny: the one that is shipped",
-    )
-    train.add_argument(
-        "--help-settings",
+    add(train, "config CONFIG", "a TOML or YAML file, or tiny: the one that is shipped", type=user_path)
+    add(
+        train,
+        "--help-settings SECTION",
+        "say what every setting means, or those of a section",
         action=HelpSettings,
         nargs="?",
         const="",
-        metavar="SECTION",
-        help="say what every setting means, or those of a section",
     )
     add_overrides(train)
-    train.add_argument(
-        "--json", action="store_true", help="print only one JSON object, at the end, on stdout"
-    )
+    add(train, "--json", "print only one JSON object, at the end, on stdout")
     lab().add_emulation_options(train)
     train.set_defaults(run=_train, left=NOT_BEGUN)
 
@@ -132,31 +125,18 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "all ranks; saves a cluster file, from which plans are made.",
         epilog="Example: penstock profile --emulate 2x1 --inter-rate 400mbit --out slow.json",
     )
-    profile.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="a TOML file (default: the model of penstock bench)"
-    )
+    add(profile, "config CONFIG", "a TOML file (default: the model of penstock bench)", nargs="?")
     add_overrides(profile)
-    profile.add_argument(
-        "--budget",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="approximate measuring time (default: 60)",
-    )
-    profile.add_argument(
-        "--out",
+    add(profile, "--budget SECONDS", "approximate measuring time (default: 60)", type=float, default=60.0)
+    add(
+        profile,
+        "--out FILE",
+        "cluster file to write (default: cluster.json)",
         type=user_path,
         default=Path("cluster.json"),
-        metavar="FILE",
-        help="cluster file to write (default: cluster.json)",
     )
-    profile.add_argument(
-        "--plot",
-        type=user_path,
-        metavar="DIR",
-        help="draw measurements and fitted lines into DIR/profile.png",
-    )
-    profile.add_argument("--json", action="store_true", help="print only the cluster file")
+    add(profile, "--plot DIR", "draw measurements and fitted lines into DIR/profile.png", type=user_path)
+    add(profile, "--json", "print only the cluster file")
     lab().add_emulation_options(profile)
     profile.set_defaults(run=_profile, left=NO_RESULT)
 
@@ -171,27 +151,18 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="Example: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint "
         "node0:29500 -m penstock doctor configs/tiny.toml",
     )
-    doctor.add_argument(
-        "config",
-        nargs="?",
-        metavar="CONFIG",
-        help="a TOML file: is there room for that run, at its output.dir?",
-    )
+    add(doctor, "config CONFIG", "a TOML file: is there room for that run, at its output.dir?", nargs="?")
     add_overrides(doctor)
-    doctor.add_argument(
-        "--cluster",
-        metavar="NAME|FILE",
-        help="a cluster file (of penstock profile, or cluster.json of a run) whose link rates are compared "
+    add(
+        doctor,
+        "--cluster NAME|FILE",
+        "a cluster file (of penstock profile, or cluster.json of a run) whose link rates are compared "
         "(default: that of plan.cluster, or beside plan.file)",
     )
-    doctor.add_argument(
-        "--wait",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long to wait for ranks to come (default: 60)",
+    add(
+        doctor, "--wait SECONDS", "how long to wait for ranks to come (default: 60)", type=float, default=60.0
     )
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    add(doctor, "--json", "print one JSON object")
     _add_gpu_doctor(doctor)
     lab().add_emulation_options(doctor)
     doctor.set_defaults(run=_doctor)
@@ -201,28 +172,27 @@ def _add_gpu_doctor(doctor: argparse.ArgumentParser) -> None:
     gpu = doctor.add_argument_group(
         "checks of GPUs", "docs/gpu.md says what each stage does, and what it shows on processors."
     )
-    gpu.add_argument(
+    add(
+        gpu,
         "--gpu",
-        action="store_true",
-        help="instead of all that, run real steps and exchanges in stages, each with a time limit, and say "
+        "instead of all that, run real steps and exchanges in stages, each with a time limit, and say "
         "PASS, SLOW or FAIL for each",
     )
-    gpu.add_argument(
+    add(
+        gpu,
         "--device",
+        "cpu: try the stages themselves on two processes without a GPU (default: auto, the GPUs)",
         choices=("auto", "cpu"),
         default="auto",
-        help="cpu: try the stages themselves on two processes without a GPU (default: auto, the GPUs)",
     )
-    gpu.add_argument("--stage", metavar="A,B,...", help="run these alone, and what they need (default: all)")
-    gpu.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="time limit of every stage (default: its own)"
-    )
-    gpu.add_argument(
-        "--out",
+    add(gpu, "--stage A,B,...", "run these alone, and what they need (default: all)")
+    add(gpu, "--timeout SECONDS", "time limit of every stage (default: its own)", type=float)
+    add(
+        gpu,
+        "--out FILE",
+        "file for the findings, without names; with curves it is a cluster file (default: gpu.json)",
         type=user_path,
         default=Path("gpu.json"),
-        metavar="FILE",
-        help="file for the findings, without names; with curves it is a cluster file (default: gpu.json)",
     )
 
 
@@ -236,11 +206,9 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
     with STOPS.loading():
-        from penstock.cli.profile import Wanted, profile
+        from penstock.cli.profile import profile
 
-    path, words = config_and_settings(options)
-    wanted = Wanted(budget_s=options.budget, out=options.out, plot=options.plot, json=options.json)
-    return profile(path, words, given, wanted, lab().emulation(options))
+    return profile(options, given, lab().emulation(options))
 
 
 def _doctor(options: argparse.Namespace, given: Sequence[str]) -> int:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.status import Status
 
-from penstock.config import ConfigError, expanded
+from penstock.config import ConfigError, expanded, shorten
+from penstock.words import whole_number
 from penstock.writing import try_to_write
 
 
@@ -85,10 +86,35 @@ def user_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} {error.why}") from error
 
 
+def add(parser: argparse._ActionsContainer, usage: str, what: str, **how: Any) -> None:
+    """Add an argument as its usage shows it: `config CONFIG`, `--layers N`; an option alone is a flag.
+
+    what: for the help. how: anything else that argparse takes; an option with choices is no flag.
+    """
+    name, _, value = usage.partition(" ")
+    if value:
+        how["metavar"] = value
+    elif "choices" not in how:
+        how["action"] = "store_true"
+    parser.add_argument(name, help=what, **how)
+
+
+def whole(least: int, most: int, otherwise: str) -> Callable[[str], int]:
+    """Return a reader of whole numbers from `least` to `most`, for argparse; otherwise: what it says."""
+
+    def read(text: str) -> int:
+        number = whole_number(text)
+        if number is None or not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{shorten(text)!r} {otherwise}")
+        return number
+
+    return read
+
+
 def add_overrides(parser: argparse.ArgumentParser, overridden: str = "CONFIG") -> None:
     """Add the words `section.key=value` to a command line."""
     what = f"settings that override {overridden}"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=what)
+    add(parser, "overrides section.key=value", what, nargs="*", default=[])
 
 
 def config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:

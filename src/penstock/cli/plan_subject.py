@@ -56,6 +56,15 @@ SIZES = {
 }
 """Sizes of a published model and its cluster that options may replace."""
 
+WORDS: Final[Mapping[str, Sequence[str]]] = {
+    "layout": ("given", AUTO),
+    "zero_stage": ("0", "1", "2", SHARDED, AUTO),
+    "recompute": (AUTO, "none", "experts", "blocks"),
+    "precision": (*ELEMENT_BYTES, AUTO),
+    **dict.fromkeys(STATE, tuple(ELEMENT_BYTES)),
+}
+"""Options that take a word, with these words."""
+
 OF_CONFIGURATIONS = {
     "batch": "data.batch_per_device",
     "seq_len": "model.seq_len",
@@ -76,12 +85,17 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def replaced(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    """Return the options with some changed."""
+    return argparse.Namespace(**{**vars(options), **changes})
+
+
 def changed_options(options: argparse.Namespace, changes: Mapping[str, Any]) -> argparse.Namespace:
     """Return the options with changes, which are settings where a configuration is planned."""
     if options.model is not None:
-        return argparse.Namespace(**{**vars(options), **changes})
+        return replaced(options, **changes)
     overrides = [*options.overrides, *as_settings(changes)]
-    return argparse.Namespace(**{**vars(options), "overrides": overrides})
+    return replaced(options, overrides=overrides)
 
 
 def as_settings(changes: Mapping[str, Any]) -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -17,9 +16,9 @@ from penstock.autotune.problem import candidates, check_compatible
 from penstock.autotune.profile.measure import profile_run
 from penstock.autotune.profile.sample import Limits
 from penstock.autotune.profile.tasks import cuts, sample_of
-from penstock.cli.out import check_folder, check_out, progress_line, save_out
+from penstock.cli.out import check_folder, check_out, config_and_settings, progress_line, save_out
 from penstock.cli.ranks import Emulated, measure_as_rank, on_ranks, ranks_of
-from penstock.cli.run import FAILED
+from penstock.cli.run import FAILED, say
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile
 from penstock.device import count_gpus
@@ -50,31 +49,14 @@ MOST_BUDGET_S = 86400
 """A day, as in a benchmark."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The requests of the options, besides the configuration."""
-
-    budget_s: float
-    out: Path
-    plot: Path | None
-    json: bool
-
-    def __post_init__(self) -> None:
-        if self.plot is not None and not is_there("matplotlib"):
-            raise ConfigError("--plot", str(self.plot), needs("matplotlib"), install("matplotlib"))
-        if not 0 < self.budget_s <= MOST_BUDGET_S:
-            why = f"must be above 0 and at most {MOST_BUDGET_S} seconds: measuring takes time, and has to end"
-            raise ConfigError("--budget", self.budget_s, why, "Use 60.")
-
-
-def profile(
-    path: Path | None,
-    overrides: Sequence[str],
-    given: Sequence[str],
-    wanted: Wanted,
-    emulate: Emulated | None = None,
-) -> int:
+def profile(options: argparse.Namespace, given: Sequence[str], emulate: Emulated | None = None) -> int:
     """Measure and return the exit code; rank 0 prints the tables, or the cluster file as one JSON object."""
+    if options.plot is not None and not is_there("matplotlib"):
+        raise ConfigError("--plot", str(options.plot), needs("matplotlib"), install("matplotlib"))
+    if not 0 < options.budget <= MOST_BUDGET_S:
+        why = f"must be above 0 and at most {MOST_BUDGET_S} seconds: measuring takes time, and has to end"
+        raise ConfigError("--budget", options.budget, why, "Use 60.")
+    path, overrides = config_and_settings(options)
     info, usual = detect(os.environ), () if path is not None else DEFAULTS
     config = load(RunConfig, path, [*usual, *overrides])
     ranks = ranks_of(config, info, emulate)
@@ -87,7 +69,7 @@ def profile(
     if not count_gpus():  # refused before any process starts
         check_run(config, layout, there_bytes=host_bytes(), sharing=ranks)
     if info is None:
-        _check_places(wanted)
+        _check_places(options)
         # A dispatch, and every step that is measured, must be one that these ranks can run.
         candidates(config, layout)
         sample = replace(sample_of(config), plan=PlanConfig())
@@ -95,21 +77,23 @@ def profile(
             check_compatible(replace(sample, schedule=cut), layout)
 
     def work(rank: ProcessInfo) -> int:
-        measure, finish = partial(_measure, config, wanted), partial(_finish, wanted=wanted)
+        measure, finish = partial(_measure, config, options), partial(_finish, options=options)
         return measure_as_rank(rank, config.parallel, config.moe.num_experts, measure, finish)
 
     return on_ranks("penstock profile", given, ranks, config.parallel.timeout_s, emulate, work)
 
 
-def _check_places(wanted: Wanted) -> None:
+def _check_places(options: argparse.Namespace) -> None:
     """Raise ConfigError if what is measured could not be saved."""
-    check_out(wanted.out, EXAMPLE)
-    check_folder(wanted.plot, "--plot")
+    check_out(options.out, EXAMPLE)
+    check_folder(options.plot, "--plot")
 
 
-def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.device) -> ClusterFile:
+def _measure(
+    config: RunConfig, options: argparse.Namespace, layout: Layout, device: torch.device
+) -> ClusterFile:
     control = Control(layout.rank, layout.world_size)
-    decided(control, partial(_check_places, wanted), "looking where the cluster file is to be")
+    decided(control, partial(_check_places, options), "looking where the cluster file is to be")
     config = on_device(config, device)
     fits = partial(check_run, config, layout, there_bytes=device_bytes(device, control))
     control.agreed(fits, "comparing memory with the model")
@@ -118,29 +102,26 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
         file = profile_run(
             config,
             machinery,
-            budget_s=wanted.budget_s,
-            name=wanted.out.stem,
+            budget_s=options.budget,
+            name=options.out.stem,
             limits=Limits(asked=lambda: requests.asked),
         )
     machinery.close()
     return file
 
 
-def _finish(file: ClusterFile, wanted: Wanted) -> int:
+def _finish(file: ClusterFile, options: argparse.Namespace) -> int:
     """Save the file, then print it: printing may fail."""
-    if not save_out(file.save, wanted.out):
+    if not save_out(file.save, options.out):
         return FAILED
     try:
-        figure = None if wanted.plot is None else draw_profile(file, wanted.plot)
+        figure = None if options.plot is None else draw_profile(file, options.plot)
     except OSError as error:
-        print(
-            f"penstock: {error.filename or wanted.plot} could not be written: {error.strerror}",
-            file=sys.stderr,
-        )
+        say(f"{error.filename or options.plot} could not be written: {error.strerror}")
         return FAILED
-    if wanted.json:
+    if options.json:
         print(json.dumps(to_dict(file)))
         return 0
     print(profile_text(file, terminal_width()))
-    print(f"\nsaved as {wanted.out}" + (f"; figure in {figure}" if figure else ""))
+    print(f"\nsaved as {options.out}" + (f"; figure in {figure}" if figure else ""))
     return 0

@@ -177,39 +177,30 @@ def measure_as_rank(
     error is being reported: the other ranks end at the same signal, and this one may see that first.
     """
     try:
-        return _measured_or_told(info, parallel, num_experts, measure, finish)
+        # Return the exit code of a rank after it has reported any error; KeyboardInterrupt passes
+        # through.
+        try:
+            keep_freed_memory()
+            device = pick_device(info.local_rank)
+            join(info, parallel.timeout_s, device, parallel.transport, start_s=parallel.start_s)
+            node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
+            layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
+            found = measure(layout, device)
+            STOPS.finish(None, UNPRINTED)
+        except (ConfigError, RefusalError) as error:
+            return refused(error)
+        except (TaskError, CommunicationError, ScheduleMismatchError) as error:
+            if STOPS.heard:  # others ended at the same signal
+                raise KeyboardInterrupt from None
+            tell(str(error))
+            return FAILED
+        leave()
+        return finish(found) if info.rank == 0 else 0
     except KeyboardInterrupt:
         if stopped is None:
             return STOPS.stopped()
         stopped()
         return INTERRUPTED
-
-
-def _measured_or_told(
-    info: ProcessInfo,
-    parallel: ParallelConfig,
-    num_experts: int,
-    measure: Callable[[Layout, torch.device], T],
-    finish: Callable[[T], int],
-) -> int:
-    """Return the exit code of a rank after it has reported any error; KeyboardInterrupt passes through."""
-    try:
-        keep_freed_memory()
-        device = pick_device(info.local_rank)
-        join(info, parallel.timeout_s, device, parallel.transport, start_s=parallel.start_s)
-        node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
-        layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
-        found = measure(layout, device)
-        STOPS.finish(None, UNPRINTED)
-    except (ConfigError, RefusalError) as error:
-        return refused(error)
-    except (TaskError, CommunicationError, ScheduleMismatchError) as error:
-        if STOPS.heard:  # others ended at the same signal
-            raise KeyboardInterrupt from None
-        tell(str(error))
-        return FAILED
-    leave()
-    return finish(found) if info.rank == 0 else 0
 
 
 def refused(error: ConfigError | RefusalError) -> int:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.out import check_out, save_out, user_path
+from penstock.cli.out import add, check_out, save_out, user_path
 from penstock.cli.run import FAILED
 from penstock.words import folded, mib, terminal_width
 from penstock.writing import write_whole
@@ -29,16 +29,11 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "killed, gets a page about what is there.",
         epilog="Example: penstock report runs/tiny",
     )
-    report.add_argument(
-        "folder", type=user_path, metavar="RUN", help="the output.dir of a run, such as runs/tiny"
+    add(report, "folder RUN", "the output.dir of a run, such as runs/tiny", type=user_path)
+    add(
+        report, "--out FILE", f"where to write the page (default: {PAGE} in the run's folder)", type=user_path
     )
-    report.add_argument(
-        "--out",
-        type=user_path,
-        metavar="FILE",
-        help=f"where to write the page (default: {PAGE} in the run's folder)",
-    )
-    report.add_argument("--json", action="store_true", help="print one JSON object with what the page says")
+    add(report, "--json", "print one JSON object with what the page says")
     report.set_defaults(run=lambda options, given: write_report(options.folder, options.out, options.json))
 
 

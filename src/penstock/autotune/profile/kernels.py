@@ -175,7 +175,26 @@ def measure_updates(
     sizes = dict.fromkeys(next(end for end in until if end >= most // pieces) for pieces in UPDATE_PIECES)
 
     def make(size: int) -> Action:
-        return _update_of(trained[: until.index(size) + 1], config)
+        # Return the end of an iteration of these parameters, without a change of any.
+        parameters = trained[: until.index(size) + 1]
+        limit = math.inf if config.clip_grad_norm is None else config.clip_grad_norm
+        copies = [nn.Parameter(parameter.detach()) for parameter in parameters]  # gradients apart, no weights
+        adamw = build_adamw([(str(place), copy) for place, copy in enumerate(copies)], config)
+        initialise_state(adamw)
+        set_learning_rate(adamw, 0.0)
+        gradients = [
+            torch.ones_like(copy) for copy in copies
+        ]  # zeros would be one page, read again and again
+        for copy, gradient in zip(copies, gradients, strict=True):
+            copy.grad = gradient
+
+        def update() -> None:
+            # get_total_norm would meet other ranks where a model has distributed tensors
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            nn.utils.clip_grads_with_norm_(copies, limit, norm)
+            adamw.step()
+
+        return update
 
     points = measure_sizes(make, list(sizes), budget, SHARE * budget.left_s, device=device)
     nominal = [(rates.nominal_s(0.0, UPDATE_COPIES * size), seconds) for size, seconds in points]
@@ -187,23 +206,3 @@ def measure_updates(
         TaskModel(op=op, phase=Phase.BACKWARD, alpha_s=line.alpha_s, scale=line.beta, fit=fit)
         for op in sorted(UPDATES)
     )
-
-
-def _update_of(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> Action:
-    """Return the end of an iteration of these parameters, without a change of any."""
-    limit = math.inf if config.clip_grad_norm is None else config.clip_grad_norm
-    copies = [nn.Parameter(parameter.detach()) for parameter in parameters]  # gradients apart, no weights
-    adamw = build_adamw([(str(place), copy) for place, copy in enumerate(copies)], config)
-    initialise_state(adamw)
-    set_learning_rate(adamw, 0.0)
-    gradients = [torch.ones_like(copy) for copy in copies]  # zeros would be one page, read again and again
-    for copy, gradient in zip(copies, gradients, strict=True):
-        copy.grad = gradient
-
-    def update() -> None:
-        # get_total_norm would meet other ranks where a model has distributed tensors
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        nn.utils.clip_grads_with_norm_(copies, limit, norm)
-        adamw.step()
-
-    return update

@@ -155,7 +155,23 @@ def with_steps(
     def step_cost(each: Watched) -> Cost:
         return problem.cost(each.choice, each.plan.shape)
 
-    compute = Fits(COMPUTE, _computed(watched))
+    # Return sightings of compute tasks, against steps without a network, as medians over ranks.
+    found: dict[Kind, list[Sighting]] = defaultdict(list)
+    for each in watched:
+        quiet_KT = np.median(each.quiet_KRT, axis=1)
+        real_KT, shares_KT = (np.median(x, axis=1) for x in (each.durations(), each.shares()))
+        for number, task in _numbered(each.plan, computes=True):
+            quiet_K = quiet_KT[:, number]
+            if quiet_K.min() > 0:
+                found[task.op, task.phase].append(
+                    Sighting(
+                        modelled_s=float(np.median(quiet_K)),
+                        ratio=float(np.median(real_KT[:, number] / quiet_K)),
+                        share=float(np.median(shares_KT[:, number])),
+                    )
+                )
+
+    compute = Fits(COMPUTE, found)
     transfers = Fits(TRANSFER, transferred(watched, step_cost, problem.workload))
     tasks = []
     for model in file.tasks:
@@ -202,25 +218,6 @@ class Fits:
             return found
         self.doubts.append(scattered(what, found.words))
         return None
-
-
-def _computed(watched: Sequence[Watched]) -> dict[Kind, list[Sighting]]:
-    """Return sightings of compute tasks, against steps without a network, as medians over ranks."""
-    found: dict[Kind, list[Sighting]] = defaultdict(list)
-    for each in watched:
-        quiet_KT = np.median(each.quiet_KRT, axis=1)
-        real_KT, shares_KT = (np.median(x, axis=1) for x in (each.durations(), each.shares()))
-        for number, task in _numbered(each.plan, computes=True):
-            quiet_K = quiet_KT[:, number]
-            if quiet_K.min() > 0:
-                found[task.op, task.phase].append(
-                    Sighting(
-                        modelled_s=float(np.median(quiet_K)),
-                        ratio=float(np.median(real_KT[:, number] / quiet_K)),
-                        share=float(np.median(shares_KT[:, number])),
-                    )
-                )
-    return found
 
 
 def transferred(

@@ -85,7 +85,23 @@ def compare(
     if not rounds:
         raise KeyboardInterrupt
     why = f"since {config.limit_s:g} s were over (compare.limit_s)" if late else "as requested"
-    return _collected(field, rounds, peaks, wanted=config.rounds, why=why)
+    # Collect what all ranks have measured. why: the reason for fewer rounds than wanted.
+    everyone = field.control.gather((rounds, peaks), "collecting measurements")
+    works, notes = first_of_every_work(field.entries), field.notes
+    if len(rounds) < config.rounds:
+        notes = (*notes, f"stopped, {why}, after {len(rounds)} of {config.rounds} rounds")
+    return Measurements(
+        entries=field.entries,
+        samples={
+            e.label: [[r.samples[e.label] for r in mine] for mine, _ in everyone] for e in field.entries
+        },
+        peaks_bytes={e.label: [held[e.label] for _, held in everyone] for e in field.entries},
+        compute_s={work: [[r.compute_s[work] for r in mine] for mine, _ in everyone] for work in works},
+        traffic={work: [[r.traffic[work] for r in mine] for mine, _ in everyone] for work in works},
+        virtual=field.label,
+        layout=field.layout,
+        notes=notes,
+    )
 
 
 @dataclass
@@ -129,28 +145,6 @@ def _round(field: Field, turn: int, votes: _Votes, say: Callable[[str], None]) -
         if votes.stop():
             return None
     return _Round(samples=samples, compute_s=compute_s, traffic=traffic)
-
-
-def _collected(
-    field: Field, rounds: Sequence[_Round], peaks: Mapping[str, int], *, wanted: int, why: str
-) -> Measurements:
-    """Collect what all ranks have measured. why: the reason for fewer rounds than wanted."""
-    everyone = field.control.gather((rounds, peaks), "collecting measurements")
-    works, notes = first_of_every_work(field.entries), field.notes
-    if len(rounds) < wanted:
-        notes = (*notes, f"stopped, {why}, after {len(rounds)} of {wanted} rounds")
-    return Measurements(
-        entries=field.entries,
-        samples={
-            e.label: [[r.samples[e.label] for r in mine] for mine, _ in everyone] for e in field.entries
-        },
-        peaks_bytes={e.label: [held[e.label] for _, held in everyone] for e in field.entries},
-        compute_s={work: [[r.compute_s[work] for r in mine] for mine, _ in everyone] for work in works},
-        traffic={work: [[r.traffic[work] for r in mine] for mine, _ in everyone] for work in works},
-        virtual=field.label,
-        layout=field.layout,
-        notes=notes,
-    )
 
 
 def summarise(

@@ -119,7 +119,13 @@ class VirtualField:
     def _told(self, name: str, say: Callable[[str], None]) -> Entry:
         say(f"{name}: choosing its pieces and their order")
         if name == AUTO:
-            return self._choice()
+            # Return result of the joint search, of all dispatches, on links as measured and devices as
+            # imitated.
+            problem = self._problem(self._open)
+            found = chosen(problem, self.control, self._bench.parallel.timeout_s)
+            self.notes += reasons(problem, found).lines
+            self._memory_bytes[AUTO] = found.best.memory_bytes
+            return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
         tried = [(self._first_plan(name, each), each) for each in variants(self._bench, name)]
         apart = {plan.shape: (plan, each) for plan, each in tried}
         ordered = [(self._ordered(name, plan), each) for plan, each in apart.values()]
@@ -131,17 +137,6 @@ class VirtualField:
         choice = schedule.decision(problem.workload.dispatch, self._placement(name))
         self._memory_bytes[name] = estimate_memory(problem, choice).total_bytes
         return best
-
-    def _choice(self) -> Entry:
-        """Return result of the joint search, of all dispatches, on links as measured and devices as imitated.
-
-        The search assumes even routing, except for memory.
-        """
-        problem = self._problem(self._open)
-        found = chosen(problem, self.control, self._bench.parallel.timeout_s)
-        self.notes += reasons(problem, found).lines
-        self._memory_bytes[AUTO] = found.best.memory_bytes
-        return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
 
     def _problem(self, config: RunConfig) -> Problem:
         """Return the step of a run, whose memory holds the rows of the first measured step."""
@@ -225,7 +220,23 @@ def with_virtual_steps(
     stack = build_virtual(sample, virtual, machinery)
     plans = [stack.adopt(plan) for plan in _plans(sample, stack)]
     stack.links = ProfiledCluster.build(file)
-    watched = _watch(stack, plans, min(BUDGET_S, budget_s))
+    # Run some steps of all plans in turns, after one that opens connections.
+    budget_s = min(BUDGET_S, budget_s)
+    control, budget = stack.machinery.control, Budget(stack.machinery.control, budget_s)
+    noted: list[list[tuple[float, list[list[float]]]]] = [[] for _ in plans]
+    for number in range(1 + MOST_ROUNDS):
+        if number > 1 and budget.agree() <= 0 and (number > LEAST_ROUNDS or budget.late):
+            break
+        for plan, steps in zip(plans, noted, strict=True):
+            stack.use(plan, stack.placement)
+            stack.prepare(0)
+            control.barrier(PURPOSE)
+            seconds = timed(stack.step, 0)
+            spans = {record.task: [record.start_s, record.end_s] for record in stack.records()}
+            if number:
+                steps.append((seconds, [spans[task] for task in plan.graph.tasks]))
+    everyone = control.gather(noted, "exchanging the times of steps")
+    watched = [_watched(plan, [rank[n] for rank in everyone]) for n, plan in enumerate(plans)]
     seen = transferred(watched, lambda each: _cost(stack, each.plan, file), stack.workload)
     found = Fits(TRANSFER, {kind: [replace(x, share=0.0) for x in each] for kind, each in seen.items()})
     file = with_transfers(replace(file, doubts=tuple(found.doubts)), found)
@@ -250,25 +261,6 @@ def _cost(stack: VirtualStack, plan: StepPlan, file: ClusterFile) -> Cost:
     """Return the cost of the first step's tasks, as the simulator has it."""
     stack.use(plan, stack.placement)
     return replace(stack.cost(0), cluster=ProfiledCluster.build(file))
-
-
-def _watch(stack: VirtualStack, plans: list[StepPlan], budget_s: float) -> list[Watched]:
-    """Run some steps of all plans in turns, after one that opens connections."""
-    control, budget = stack.machinery.control, Budget(stack.machinery.control, budget_s)
-    noted: list[list[tuple[float, list[list[float]]]]] = [[] for _ in plans]
-    for number in range(1 + MOST_ROUNDS):
-        if number > 1 and budget.agree() <= 0 and (number > LEAST_ROUNDS or budget.late):
-            break
-        for plan, steps in zip(plans, noted, strict=True):
-            stack.use(plan, stack.placement)
-            stack.prepare(0)
-            control.barrier(PURPOSE)
-            seconds = timed(stack.step, 0)
-            spans = {record.task: [record.start_s, record.end_s] for record in stack.records()}
-            if number:
-                steps.append((seconds, [spans[task] for task in plan.graph.tasks]))
-    everyone = control.gather(noted, "exchanging the times of steps")
-    return [_watched(plan, [rank[n] for rank in everyone]) for n, plan in enumerate(plans)]
 
 
 def _watched(plan: StepPlan, everyone: list[list[tuple[float, list[list[float]]]]]) -> Watched:

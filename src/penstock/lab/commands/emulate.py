@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from penstock.cli.out import add
 from penstock.config import UNSET, ConfigError
 from penstock.lab.emulate import (
     Cluster,
@@ -53,33 +54,29 @@ def add_emulate(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     actions = emulate.add_subparsers(required=True, metavar="ACTION")
     up = _action(actions, "up", _up, "make a cluster that stays until `down`")
-    up.add_argument("shape", metavar="SHAPE", help="NODESxDEVICES, such as 2x4")
+    add(up, "shape SHAPE", "NODESxDEVICES, such as 2x4")
     _add_rates(up)
     _add_mtu(up)
     down = _action(actions, "down", _down, "remove a cluster and end what runs in it")
-    down.add_argument("id", metavar="ID", nargs="?", help="as `up` and `list` print it")
-    down.add_argument(
-        "--all", action="store_true", help="all clusters made by `up`; clusters of running commands stay"
-    )
+    add(down, "id ID", "as `up` and `list` print it", nargs="?")
+    add(down, "--all", "all clusters made by `up`; clusters of running commands stay")
     _action(actions, "list", _list, "list clusters, their uplinks and the bytes sent over them")
     what = "run a command as one of the ranks; its environment is what torchrun would give it"
     execute = _action(actions, "exec", _exec, what, prints=False)
     _add_id(execute)
-    execute.add_argument("rank", type=int, metavar="RANK", help="counted from 0")
-    execute.add_argument(
-        "argv", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments"
-    )
+    add(execute, "rank RANK", "counted from 0", type=int)
+    add(execute, "argv -- CMD", "the command and its arguments", nargs=argparse.REMAINDER)
     rate = _action(actions, "rate", _rate, "change rates, also while something runs")
     _add_id(rate)
     _add_rates(rate, defaults=False)
-    rate.add_argument("--node", type=int, metavar="N", help="change only this node")
+    add(rate, "--node N", "change only this node", type=int)
     for name, run, what in (
         ("cut", _cut, "take the uplink of a node down"),
         ("restore", _restore, "take the uplink of a node up again"),
     ):
         parser = _action(actions, name, run, what)
         _add_id(parser)
-        parser.add_argument("node", type=int, metavar="NODE", help="counted from 0")
+        add(parser, "node NODE", "counted from 0", type=int)
 
 
 def add_emulation_options(parser: argparse.ArgumentParser) -> None:
@@ -87,9 +84,7 @@ def add_emulation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "emulated cluster", "Linux, root, and the commands ip and tc are needed."
     )
-    group.add_argument(
-        "--emulate", metavar="SHAPE", help="run on NODESxDEVICES emulated by network namespaces, e.g. 2x4"
-    )
+    add(group, "--emulate SHAPE", "run on NODESxDEVICES emulated by network namespaces, e.g. 2x4")
     _add_rates(group)
     _add_mtu(group)
 
@@ -114,13 +109,13 @@ def _action(
 ) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
     if prints:
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        add(parser, "--json", "print one JSON object")
     parser.set_defaults(run=run)
     return parser
 
 
 def _add_id(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", metavar="ID", help="as `up` and `list` print it")
+    add(parser, "id ID", "as `up` and `list` print it")
 
 
 def _add_rates(parser: argparse._ActionsContainer, *, defaults: bool = True) -> None:
@@ -129,12 +124,12 @@ def _add_rates(parser: argparse._ActionsContainer, *, defaults: bool = True) -> 
         ("--intra-rate", "rate of each device's link inside its node", DEFAULT_INTRA),
     ):
         note = f" (default: {default})" if defaults else ""
-        parser.add_argument(name, metavar="RATE", help=f"{what}{note}")
+        add(parser, f"{name} RATE", f"{what}{note}")
 
 
 def _add_mtu(parser: argparse._ActionsContainer) -> None:
     what = "largest packet: 9000, as in cluster networks, or 1500 (default: 9000)"
-    parser.add_argument("--mtu", type=int, metavar="BYTES", help=what)
+    add(parser, "--mtu BYTES", what, type=int)
 
 
 def _cluster_config(options: argparse.Namespace, shape: str, key: str) -> Emulation:
