@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -25,7 +24,7 @@ from rich.text import Text
 from penstock.cli.out import check_out, config_and_settings, save_out
 from penstock.cli.ranks import Emulated, on_ranks, ranks_of
 from penstock.cli.run import FAILED, tell, tell_torchrun
-from penstock.config import ConfigError, load
+from penstock.config import ConfigError, check_name, load
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import write_json
 from penstock.cost.clusters import find_cluster
@@ -263,9 +262,6 @@ def stages_of(listed: str | None) -> tuple[Stage, ...]:
         return tuple(STAGES.values())
     names = [name.strip() for name in listed.split(",")]
     for name in names:
-        if name not in STAGES:
-            near = get_close_matches(name, STAGES, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"Stages: {', '.join(STAGES)}."
-            raise ConfigError("--stage", name, "there is no stage of that name", hint)
+        check_name("--stage", name, STAGES, "stage")
     needed = {each for name in names for each in (name, *STAGES[name].needs)}
     return tuple(stage for name, stage in STAGES.items() if name in needed)

@@ -48,29 +48,8 @@ from penstock.report.pipeline import PLANNED_ONLY
 from penstock.report.plan import PlanReport, saved_plan
 from penstock.words import terminal_width
 
-SEARCHED = (
-    "config",
-    "against",
-    "sweep",
-    "model",
-    "cluster",
-    "layout",
-    "zero_stage",
-    "out",
-    "memory_gib",
-    "imbalance",
-    "routing",
-    "budget",
-    "price",
-    "global_batch",
-    "pipeline_parallel_size",
-    "virtual_pipeline_parallel_size",
-    "recompute",
-    "precision",
-    *STATE,
-    *SIZES,
-)
-"""Options that belong to a search."""
+OF_NO_SEARCH = ("show", "overrides", "json", "run")
+"""What stands among the options and does not belong to a search."""
 
 EXAMPLE = "plan.json"
 
@@ -328,10 +307,9 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
 
 def _show(options: argparse.Namespace, width: int) -> int:
     """Print a saved plan. Raises ConfigError for options of a search, since they would have no effect."""
-    for name in SEARCHED:
-        if getattr(options, name) is not None:
+    for name, value in vars(options).items():
+        if name not in OF_NO_SEARCH and value is not None:
             key = "CONFIG" if name == "config" else option(name)
-            value = getattr(options, name)
             why, hint = "--show only prints a saved plan", "Remove one of the two options."
             raise ConfigError(key, str(value) if isinstance(value, Path) else value, why, hint)
     file = PlanFile.read(options.show)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,26 +66,15 @@ def findings(run: FinishedRun) -> dict[str, Any]:
 
     step, plan = run.step, run.plan
     binding = None if step is None else binding_of(step)
-    kinds = [] if step is None else kinds_of(step)
     return {
         "steps": len(run.course.steps),
-        "predicted_s": None if step is None else step.predicted_s,
-        "measured_s": None if step is None else step.measured_s,
-        "traced_s": None if step is None else step.traced_s,
-        "bound_s": None if step is None else step.bound_s,
+        **{
+            f"{name}_s": getattr(step, f"{name}_s", None)
+            for name in ("predicted", "measured", "traced", "bound")
+        },
         "binding": None if binding is None else binding.to_dict(),
         "stragglers": {} if step is None else {str(each.rank): each.factor for each in step.stragglers},
-        "tasks": [
-            {
-                "op": kind.op,
-                "phase": str(kind.phase),
-                "lane": kind.lane,
-                "count": kind.count,
-                "predicted_s": kind.predicted_s,
-                "measured_s": kind.measured_s,
-            }
-            for kind in kinds
-        ],
+        "tasks": [] if step is None else [asdict(kind) for kind in kinds_of(step)],
         "plan": None if plan is None else plan.choice.words,
         "next_best": [] if plan is None else [[each.words, each.predicted_s] for each in plan.others],
         "failures": list(run.failures),

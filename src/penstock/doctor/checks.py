@@ -11,13 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Final, TypeVar
 
 from penstock.cost import ClusterFile
 from penstock.doctor.examine import Examination, Link
-from penstock.doctor.facts import ABSENT, Facts
+from penstock.doctor.facts import ABSENT
 from penstock.doctor.wire import Clock
 from penstock.topology import ProcessInfo
 from penstock.topology.faults import named
@@ -59,18 +58,18 @@ class Check:
     found: str
     findings: Sequence[Finding] = ()
 
+    @staticmethod
+    def of(name: str, found: str, texts: Iterable[str]) -> Check:
+        """Return a check in which all of these texts say what to mend."""
+        return Check(name=name, found=found, findings=[Finding(text=text) for text in texts])
+
     @property
     def passed(self) -> bool:
         """Whether nothing needs to be fixed."""
         return not any(finding.mend for finding in self.findings)
 
 
-def by(found: Examination, key: Callable[[Facts], T]) -> dict[T, list[int]]:
-    """Return the ranks grouped by a key of their facts."""
-    return by_of(found.facts, key)
-
-
-def by_of(things: Mapping[int, S], key: Callable[[S], T]) -> dict[T, list[int]]:
+def by(things: Mapping[int, S], key: Callable[[S], T]) -> dict[T, list[int]]:
     """Return the ranks grouped by a key of what each of them has."""
     ranks: dict[T, list[int]] = defaultdict(list)
     for rank, thing in things.items():
@@ -80,7 +79,7 @@ def by_of(things: Mapping[int, S], key: Callable[[S], T]) -> dict[T, list[int]]:
 
 def differs(found: Examination, name: str) -> bool:
     """Tell whether ranks have different versions of a package."""
-    return len(by(found, lambda each: each.versions.get(name, ABSENT))) > 1
+    return len(by(found.facts, lambda each: each.versions.get(name, ABSENT))) > 1
 
 
 def who(found: Examination, ranks: Iterable[int]) -> str:
@@ -100,11 +99,6 @@ def ranks_words(ranks: Sequence[int], found: Examination) -> str:
 def capital(text: str) -> str:
     """Return the text with a capital first letter."""
     return text[:1].upper() + text[1:]
-
-
-def are_named(found: Examination, ranks: Iterable[int]) -> bool:
-    """Tell whether all of these ranks have their interface set."""
-    return all(found.facts[rank].interface for rank in ranks)
 
 
 def several_machines(found: Examination) -> bool:
@@ -181,25 +175,21 @@ def _ranks(found: Examination) -> Check:
             "killed or stopped there, or a network that was cut."
         )
     came = f"{len(found.facts)} of {found.size} came, on {counted(len(found.nodes), 'node')}"
-    return Check(name="ranks", found=came, findings=[Finding(text=text) for text in findings])
+    return Check.of("ranks", came, findings)
 
 
 def _versions(found: Examination) -> Check:
     names = dict.fromkeys(name for each in found.facts.values() for name in each.versions)
     findings, alike = [], []
     for name in names:
-        by_version = by(found, partial(_version, name))
+        by_version = by({rank: each.versions.get(name, ABSENT) for rank, each in found.facts.items()}, str)
         usual = max(by_version, key=lambda version: len(by_version[version]))
         if name != "source":
             alike.append(f"{name} {usual}")
         for version, ranks in by_version.items():
             if version != usual and not (name == "source" and differs(found, "penstock")):
-                findings.append(Finding(text=_other_version(found, name, version, ranks, usual)))
-    return Check(name="versions", found=", ".join(alike), findings=findings)
-
-
-def _version(name: str, facts: Facts) -> str:
-    return facts.versions.get(name, ABSENT)
+                findings.append(_other_version(found, name, version, ranks, usual))
+    return Check.of("versions", ", ".join(alike), findings)
 
 
 def _other_version(found: Examination, name: str, version: str, ranks: Sequence[int], usual: str) -> str:
@@ -223,14 +213,12 @@ def _memory(found: Examination, wanted: Wanted) -> Check:
         there = min(found.facts[rank].memory_bytes for rank in ranks)
         if need > there and not any(found.facts[rank].gpus for rank in ranks):
             findings.append(
-                Finding(
-                    text=f"The machine of {who(found, ranks)} has {gib(there)} of free memory, and its "
-                    f"{counted(len(ranks), 'rank')} need {gib(need)} at the least: end what else runs there, "
-                    "or make the model or the batch smaller."
-                )
+                f"The machine of {who(found, ranks)} has {gib(there)} of free memory, and its "
+                f"{counted(len(ranks), 'rank')} need {gib(need)} at the least: end what else runs there, or "
+                "make the model or the batch smaller."
             )
     needs = f"; a rank needs {gib(wanted.rank_bytes)} at the least" if wanted.rank_bytes else ""
-    return Check(name="memory", found=f"{gib(least)} free or more{needs}", findings=findings)
+    return Check.of("memory", f"{gib(least)} free or more{needs}", findings)
 
 
 def _disk(found: Examination, wanted: Wanted) -> Iterator[Check]:
@@ -238,11 +226,11 @@ def _disk(found: Examination, wanted: Wanted) -> Iterator[Check]:
     for place, folder in enumerate(next(iter(found.facts.values())).folders):
         by_rank = {rank: each.folders[place] for rank, each in found.facts.items()}
         findings = []
-        for problem, ranks in by_of(by_rank, lambda each: each.problem).items():
+        for problem, ranks in by(by_rank, lambda each: each.problem).items():
             if problem:
                 these = capital(who(found, ranks))
                 text = f"{these} cannot write to {folder.path} ({problem}): name another folder."
-                findings.append(Finding(text=text))
+                findings.append(text)
         least = min(each.free_bytes for each in by_rank.values())
         need = wanted.disk_bytes if folder.path == wanted.disk else 0
         short = [rank for rank, each in by_rank.items() if each.free_bytes < need]
@@ -251,24 +239,21 @@ def _disk(found: Examination, wanted: Wanted) -> Iterator[Check]:
                 f"The disk of {folder.path} on {who(found, short)} has {gib(least)} left, and checkpoints "
                 f"take {gib(need)}: free some, or name another folder (output.dir)."
             )
-            findings.append(Finding(text=text))
+            findings.append(text)
         if folder.path == wanted.disk and (blind := _blind(found, folder.path)):
             text = (
                 f"{capital(who(found, blind))} does not see what rank {found.reference} writes to "
                 f"{folder.path}, where all ranks write checkpoints: name a folder on a shared file system "
                 "(output.dir)."
             )
-            findings.append(Finding(text=text))
+            findings.append(text)
         seen = found.shared.get(folder.path, ())
         several = several_machines(found) and len(found.nodes) > 1
         shared = ""
         if several and folder.path in found.shared:
             shared = "; shared by all ranks" if len(seen) == len(found.facts) else "; not shared by all nodes"
-        yield Check(
-            name="disk",
-            found=f"{folder.path}: {gib(least)} free{f', {gib(need)} needed' if need else ''}{shared}",
-            findings=findings,
-        )
+        needed = f", {gib(need)} needed" if need else ""
+        yield Check.of("disk", f"{folder.path}: {gib(least)} free{needed}{shared}", findings)
 
 
 def _blind(found: Examination, path: str) -> list[int]:
@@ -285,12 +270,11 @@ def _files(found: Examination) -> Check:
     short = [rank for rank, each in found.facts.items() if each.open_files[0] < need]
     findings = []
     if short:
-        text = (
+        findings.append(
             f"{capital(who(found, short))} may open {least} files at once, and {found.size} ranks need about "
             f"{need}: raise the limit (ulimit -n {need}, LimitNOFILE of the service that starts the job)."
         )
-        findings.append(Finding(text=text))
-    return Check(name="open files", found=f"{least:,} allowed, about {need} needed", findings=findings)
+    return Check.of("open files", f"{least:,} allowed, about {need} needed", findings)
 
 
 CLOCK_S: Final = 0.1
@@ -316,27 +300,22 @@ def clocks(found: Examination) -> Check:
         if abs(clock.offset_s) - clock.round_trip_s / 2 > CLOCK_S:
             side = "ahead of" if clock.offset_s > 0 else "behind"
             findings.append(
-                Finding(
-                    text=f"The clock of {who(found, (rank,))} is {abs(clock.offset_s):.2f} s {side} that of "
-                    f"rank {found.reference}: let all machines follow one time server (chrony, ntpd, "
-                    "timedatectl set-ntp true)."
-                )
+                f"The clock of {who(found, (rank,))} is {abs(clock.offset_s):.2f} s {side} that of rank "
+                f"{found.reference}: let all machines follow one time server (chrony, ntpd, timedatectl "
+                "set-ntp true)."
             )
     if not off:
         return Check(name="clocks", found="one machine, one clock")
     most = max(abs(clock.offset_s) for _, clock in off.values())
     error_s = max(clock.round_trip_s for _, clock in off.values()) / 2
-    return Check(
-        name="clocks",
-        found=f"at most {milliseconds(most)} from rank {found.reference}'s (± {milliseconds(error_s)})",
-        findings=findings,
-    )
+    words = f"at most {milliseconds(most)} from rank {found.reference}'s (± {milliseconds(error_s)})"
+    return Check.of("clocks", words, findings)
 
 
 def interfaces(found: Examination) -> Check:
     """Check the interface that Gloo is to use, and the address at which others would reach it."""
     findings = []
-    for problem, ranks in by(found, lambda each: each.problem).items():
+    for problem, ranks in by(found.facts, lambda each: each.problem).items():
         if problem:
             findings.append(
                 f"The machine of {who(found, ranks)} {problem}: name one that all others reach in "
@@ -346,21 +325,19 @@ def interfaces(found: Examination) -> Check:
     loose = [rank for rank, each in found.facts.items() if several and is_loopback(each.address)]
     if loose:
         how = (
-            "GLOO_SOCKET_IFNAME is the loopback interface" if are_named(found, loose) else "ranks meet there"
+            "GLOO_SOCKET_IFNAME is the loopback interface"
+            if all(found.facts[rank].interface for rank in loose)
+            else "ranks meet there"
         )
         findings.append(
             f"{capital(who(found, loose))} would be reached at a loopback address ({how}), which other "
             "machines cannot use: name the network's interface in GLOO_SOCKET_IFNAME."
         )
-    used = by(found, lambda each: each.interface or "not given")
+    used = by(found.facts, lambda each: each.interface or "not given")
     words = ", ".join(f"{name} ({ranks_words(ranks, found)})" for name, ranks in used.items())
     text = next(iter(used)) if len(used) == 1 else words
     given = "" if all(each.interface for each in found.facts.values()) else "; Gloo uses the host name's"
-    return Check(
-        name="interface",
-        found=f"GLOO_SOCKET_IFNAME: {text}{given if several else ''}",
-        findings=[Finding(text=each) for each in findings],
-    )
+    return Check.of("interface", f"GLOO_SOCKET_IFNAME: {text}{given if several else ''}", findings)
 
 
 def names(found: Examination) -> Check:
@@ -368,7 +345,7 @@ def names(found: Examination) -> Check:
     findings = []
     unnamed = {rank: each for rank, each in found.facts.items() if not each.interface}
     if several_machines(found):
-        for host, ranks in by_of(unnamed, lambda each: each.host).items():
+        for host, ranks in by(unnamed, lambda each: each.host).items():
             ip = unnamed[ranks[0]].host_ip
             if ip and not is_loopback(ip):
                 continue
@@ -377,13 +354,10 @@ def names(found: Examination) -> Check:
                 f"On the machine of {ranks_words(ranks, found)} its own name {host} {what}: name the "
                 "interface in GLOO_SOCKET_IFNAME, or give the name its address in /etc/hosts."
             )
-    hosts = by(found, lambda each: each.host)
+    hosts = by(found.facts, lambda each: each.host)
     resolved = sum(bool(found.facts[ranks[0]].host_ip) for ranks in hosts.values())
-    return Check(
-        name="host names",
-        found=f"{resolved} of {counted(len(hosts), 'name')} resolve on their own machine",
-        findings=[Finding(text=each) for each in findings],
-    )
+    words = f"{resolved} of {counted(len(hosts), 'name')} resolve on their own machine"
+    return Check.of("host names", words, findings)
 
 
 def links(found: Examination, wanted: Wanted) -> Check:

@@ -13,7 +13,7 @@ from penstock.cost.cluster_file import Fit, KernelModel, LinkModel, TaskModel
 from penstock.cost.doubts import listed
 from penstock.cost.span import even_leg
 from penstock.mesh import num_nodes
-from penstock.words import folded, stacked
+from penstock.words import counted, folded, stacked
 from penstock.writing import replacing
 
 MEGA, GIGA, MICRO = 1e6, 1e9, 1e-6
@@ -88,9 +88,7 @@ def _share(file: ClusterFile, link: LinkModel) -> float:
 
 
 def _headline(file: ClusterFile) -> str:
-    ranks = f"{file.ranks} rank{'s' if file.ranks > 1 else ''}"
-    nodes = f"{file.nodes} node{'s' if file.nodes > 1 else ''}"
-    text = f"{file.name}: {ranks} on {nodes}"
+    text = f"{file.name}: {counted(file.ranks, 'rank')} on {counted(file.nodes, 'node')}"
     if file.measured is None:
         return text
     here = file.measured

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from penstock.apportion import Counts
 from penstock.config import ConfigError, Within, asked, check_bounds, load
 from penstock.config.bounds import MOST_STEPS, FilePath, Seed
 from penstock.workloads.recorded import recorded_routing
@@ -29,10 +28,7 @@ from penstock.workloads.routing import (
     Routing,
     RoutingSizes,
     ZipfDraw,
-    each_expert,
-    each_holder,
     inclusion,
-    starts,
 )
 
 RoutingName = Literal[
@@ -108,14 +104,7 @@ SLOW_DRIFT: Final = 0.01
 class RoutingConfig:
     """A workload: where tokens go in every step. `penstock bench`, `penstock plan` and tests name it alike.
 
-    routing: `even`: every expert is chosen alike, up to chance. `zipf`: the expert of popularity rank r is
-        chosen in proportion to r ** -zipf_exponent, in another order in every layer. `gini`: popularity is
-        log-normal, with this Gini coefficient. `dirichlet`: every sample has preferences of its own.
-        `hot_rank`: the experts of one rank get hot_share of all token copies, another rank's in every layer.
-        `hot_expert`: one expert does, as far as a token that chooses several can choose it. `rotating`: a hot
-        rank, after every `period` steps the next one. `burst`: even, and a hot expert in the last burst_steps
-        of every `period` steps. `slow_drift`: zipf that drifts by 0.01 per step, or by `drift`. `recorded`:
-        the loads of a training run.
+    routing: the workload, see `ABOUT`.
     zipf_exponent: 0 is even, 1 gives the first expert twice the tokens of the second.
     gini: coefficient of the rows of a layer's experts: 0 is even, near 1 few experts get nearly all.
     dirichlet_concentration: small numbers send a sample to few experts (strong locality), large ones to all
@@ -238,76 +227,42 @@ def _busiest(loads_YE: npt.NDArray[Any], sizes: RoutingSizes) -> npt.NDArray[Any
     return busiest_Y
 
 
-def _zipf(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
-    return _moving(_zipf_draw(config.zipf_exponent, sizes), config, config.drift)
-
-
-def _slow_drift(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
-    return _moving(_zipf_draw(config.zipf_exponent, sizes), config, config.drift or SLOW_DRIFT)
-
-
-def _even(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
-    return _moving(_zipf_draw(0.0, sizes), config, 0.0)
-
-
-def _gini(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
-    draw = LogNormalDraw(
-        gini=config.gini, moe_layers=sizes.moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k
-    )
-    return _moving(draw, config, config.drift)
-
-
-def _dirichlet(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
-    draw = DirichletDraw(concentration=config.dirichlet_concentration, shape=sizes.shape)
-    return _moving(draw, config, config.drift)
-
-
-def _hot_rank(config: RoutingConfig, sizes: RoutingSizes) -> HotSpot:
-    return _hot(config, sizes, each_holder(sizes.num_experts, sizes.holders))
-
-
-def _hot_expert(config: RoutingConfig, sizes: RoutingSizes) -> HotSpot:
-    return _hot(config, sizes, each_expert(sizes.num_experts))
-
-
-def _rotating(config: RoutingConfig, sizes: RoutingSizes) -> HotSpot:
-    return _hot(config, sizes, each_holder(sizes.num_experts, sizes.holders), config.period)
-
-
-def _burst(config: RoutingConfig, sizes: RoutingSizes) -> Burst:
-    return Burst(hot=_hot_expert(config, sizes), period=config.period, length=config.burst_steps)
-
-
 GENERATED: Mapping[str, Make] = {
-    "even": _even,
-    "zipf": _zipf,
-    "gini": _gini,
-    "dirichlet": _dirichlet,
-    "hot_rank": _hot_rank,
-    "hot_expert": _hot_expert,
-    "rotating": _rotating,
-    "burst": _burst,
-    "slow_drift": _slow_drift,
+    "even": lambda config, sizes: _moving(ZipfDraw(0.0, sizes), config, 0.0),
+    "zipf": lambda config, sizes: _moving(ZipfDraw(config.zipf_exponent, sizes), config, config.drift),
+    "gini": lambda config, sizes: _moving(LogNormalDraw(config.gini, sizes), config, config.drift),
+    "dirichlet": lambda config, sizes: _moving(
+        DirichletDraw(config.dirichlet_concentration, sizes), config, config.drift
+    ),
+    "hot_rank": lambda config, sizes: _hot(config, sizes, sizes.holders, STAYS),
+    "hot_expert": lambda config, sizes: _hot(config, sizes, sizes.num_experts, STAYS),
+    "rotating": lambda config, sizes: _hot(config, sizes, sizes.holders, config.period),
+    "burst": lambda config, sizes: Burst(
+        _hot(config, sizes, sizes.num_experts, STAYS), config.period, config.burst_steps
+    ),
+    "slow_drift": lambda config, sizes: _moving(
+        ZipfDraw(config.zipf_exponent, sizes), config, config.drift or SLOW_DRIFT
+    ),
 }
 """All workloads but `recorded`, which is read from a file."""
 LAYERS_ALIKE: Final = ("even", "dirichlet")
 """Workloads whose layers differ by chance alone."""
 
 
-def _zipf_draw(exponent: float, sizes: RoutingSizes) -> ZipfDraw:
-    return ZipfDraw(exponent=exponent, moe_layers=sizes.moe_layers, num_experts=sizes.num_experts)
-
-
 def _moving(draw: Draw, config: RoutingConfig, drift: float) -> Movement:
     return Movement(draw=draw, seed=(config.seed, PREFERENCES), drift=drift, change_at=config.change_at)
 
 
-def _hot(config: RoutingConfig, sizes: RoutingSizes, spots_SN: Counts, period: int = STAYS) -> HotSpot:
+def _hot(config: RoutingConfig, sizes: RoutingSizes, spots: int, period: int) -> HotSpot:
+    """Return preferences with a hot spot, one of `spots` equal parts of the experts, which lie in order.
+
+    The layers begin with different ones, as long as there are any left.
+    """
     rng = np.random.default_rng([config.seed, PREFERENCES])
     return HotSpot(
-        spots_SN=spots_SN,
+        spots_SN=np.arange(sizes.num_experts).reshape(spots, -1),
         num_experts=sizes.num_experts,
-        first_Y=starts(rng, len(spots_SN), sizes.moe_layers),
+        first_Y=rng.permutation(spots)[np.arange(sizes.moe_layers) % spots],
         share=config.hot_share,
         period=period,
     )

@@ -52,21 +52,20 @@ class Draw(Protocol):
     def __call__(self, rng: np.random.Generator) -> Logits: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ZipfDraw:
     """Popularity rank ** -exponent, with the ranks in a different order in every layer. [1, 1, Y, E]."""
 
     exponent: float
-    moe_layers: int
-    num_experts: int
+    sizes: RoutingSizes
 
     def __call__(self, rng: np.random.Generator) -> Logits:
-        ranks = np.tile(np.arange(1.0, self.num_experts + 1), (self.moe_layers, 1))
+        ranks = np.tile(np.arange(1.0, self.sizes.num_experts + 1), (self.sizes.moe_layers, 1))
         logits: Logits = -self.exponent * np.log(rng.permuted(ranks, axis=1))
         return logits[None, None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LogNormalDraw:
     """Log-normal popularity with a Gini coefficient, in a different order in every layer. [1, 1, Y, E].
 
@@ -75,18 +74,16 @@ class LogNormalDraw:
     """
 
     gini: float
-    moe_layers: int
-    num_experts: int
-    top_k: int
+    sizes: RoutingSizes
 
     def __call__(self, rng: np.random.Generator) -> Logits:
-        ranks = np.tile(self._width * self._quantiles, (self.moe_layers, 1))
+        ranks = np.tile(self._width * self._quantiles, (self.sizes.moe_layers, 1))
         return rng.permuted(ranks, axis=1)[None, None]
 
     @property
     def _quantiles(self) -> Logits:
-        quantile = NormalDist().inv_cdf
-        return np.array([quantile((i + 0.5) / self.num_experts) for i in range(self.num_experts)])
+        quantile, experts = NormalDist().inv_cdf, self.sizes.num_experts
+        return np.array([quantile((i + 0.5) / experts) for i in range(experts)])
 
     @cached_property
     def _width(self) -> float:
@@ -94,7 +91,7 @@ class LogNormalDraw:
         normal_E, least, most = self._quantiles, 0.0, WIDEST
         for _ in range(HALVINGS):
             middle = (least + most) / 2
-            below = gini_of(inclusion(middle * normal_E, self.top_k)) < self.gini
+            below = gini_of(inclusion(middle * normal_E, self.sizes.top_k)) < self.gini
             least, most = (middle, most) if below else (least, middle)
         return least
 
@@ -106,20 +103,20 @@ def gini_of(rows_E: npt.NDArray[Any]) -> float:
     return float((ranks * ordered).sum() / (count * ordered.sum()))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DirichletDraw:
-    """A symmetric Dirichlet distribution for every sample and layer. shape: [D, B, Y, E].
+    """A symmetric Dirichlet distribution for every sample and layer, [D, B, Y, E].
 
     Drawn as logarithms of gamma numbers by G(a) = G(a + 1) * U ** (1 / a), which never becomes zero, even for
     a small concentration.
     """
 
     concentration: float
-    shape: tuple[int, int, int, int]
+    sizes: RoutingSizes
 
     def __call__(self, rng: np.random.Generator) -> Logits:
-        larger = rng.standard_gamma(self.concentration + 1, self.shape)
-        uniform = rng.random(self.shape)  # in [0, 1), so 1 - uniform has a logarithm
+        larger = rng.standard_gamma(self.concentration + 1, self.sizes.shape)
+        uniform = rng.random(self.sizes.shape)  # in [0, 1), so 1 - uniform has a logarithm
         smallest = np.finfo(np.float64).tiny
         return np.log(np.maximum(larger, smallest)) + np.log1p(-uniform) / self.concentration
 
@@ -267,16 +264,14 @@ class HotSpot:
         logits: Logits = np.zeros((1, 1, len(self.first_Y), self.num_experts))
         for layer, first in enumerate(self.first_Y):
             experts = self.spots_SN[(first + moved) % len(self.spots_SN)]
-            logits[0, 0, layer, experts] = self._heat(len(experts))
+            others = self.num_experts - len(experts)
+            if others:  # the logit at which these get `share`, while all others have 0
+                odds = self.share / (1 - self.share)
+                logits[0, 0, layer, experts] = math.log(odds * others / len(experts))
         return logits
 
-    def _heat(self, experts: int) -> float:
-        """Return the logit at which `experts` experts together get `share`, while all others have 0."""
-        others = self.num_experts - experts
-        return math.log(self.share / (1 - self.share) * others / experts) if others else 0.0
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Burst:
     """Even preferences, and those of `hot` in the last `length` steps of every `period`."""
 
@@ -288,19 +283,3 @@ class Burst:
         """Return the logits of a step, counted from 0."""
         logits = self.hot.at(step)
         return logits if step % self.period >= self.period - self.length else np.zeros_like(logits)
-
-
-def each_expert(num_experts: int) -> Counts:
-    """Return every expert as a spot, [E, 1]."""
-    return np.arange(num_experts)[:, None]
-
-
-def each_holder(num_experts: int, holders: int) -> Counts:
-    """Return the experts of every rank as a spot, [holders, E / holders]; they are spread in order."""
-    return np.arange(num_experts).reshape(holders, -1)
-
-
-def starts(rng: np.random.Generator, spots: int, moe_layers: int) -> Counts:
-    """Return the first spot of every layer, [Y]: different ones as long as there are any left."""
-    start: Counts = rng.permutation(spots)[np.arange(moe_layers) % spots]
-    return start

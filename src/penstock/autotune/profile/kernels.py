@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.autotune.profile.sample import Action, Budget, Limits, measure_sizes
+from penstock.autotune.profile.sample import Action, Budget, Limits, fitted, measure_sizes
 from penstock.cost import ClusterConfig
-from penstock.cost.cluster_file import PRODUCT, Fit, KernelModel, TaskModel
-from penstock.cost.fit import fit_line
+from penstock.cost.cluster_file import PRODUCT, KernelModel, TaskModel
 from penstock.features.sharded_optimizer.ops import UPDATE_COPIES, UPDATES
 from penstock.graph import Phase
 from penstock.placement import ExpertPlacement
@@ -56,9 +55,7 @@ def measure_kernels(
         points = measure_sizes(kernel.make, unlike, budget, share_s, device=machinery.device, least=3)
         if not points:
             break
-        worked = [(kernel.work * size, seconds) for size, seconds in points]
-        line = fit_line(worked)
-        fit = Fit(r2=line.r2, residual=line.residual, points=tuple(worked))
+        line, fit = fitted((kernel.work * size, seconds) for size, seconds in points)
         found.append(
             KernelModel(
                 name=kernel.name, unit=kernel.unit, alpha_s=line.alpha_s, beta_s_per_unit=line.beta, fit=fit
@@ -200,8 +197,7 @@ def measure_updates(
     nominal = [(rates.nominal_s(0.0, UPDATE_COPIES * size), seconds) for size, seconds in points]
     if not nominal:
         return ()
-    line = fit_line(nominal)
-    fit = Fit(r2=line.r2, residual=line.residual, points=tuple(sorted(nominal)))
+    line, fit = fitted(nominal)
     return tuple(
         TaskModel(op=op, phase=Phase.BACKWARD, alpha_s=line.alpha_s, scale=line.beta, fit=fit)
         for op in sorted(UPDATES)

@@ -98,9 +98,13 @@ class RealSteps:
     """Runs steps over the network by some plans, and notes them beside those without a network."""
 
     def __init__(
-        self, plans: Sequence[tuple[StepPlan, Decision]], run: Run, run_quietly: Run, control: Control
+        self, plans: Sequence[tuple[StepPlan, Decision]], run: Run, run_quietly: Run | None, control: Control
     ) -> None:
-        """Take the plans to run. run, run_quietly: one step of a plan with and without a network."""
+        """Take the plans to run.
+
+        run, run_quietly: one step of a plan with and without a network; None = computation, which is slept,
+        takes as long with it.
+        """
         self._plans, self._run, self._run_quietly, self._control = plans, run, run_quietly, control
         self._noted: list[list[tuple[RanStep, RanStep]]] = [[] for _ in plans]
 
@@ -112,9 +116,10 @@ class RealSteps:
         for (plan, _), noted in zip(self._plans, self._noted, strict=True):
             if late():
                 return
-            quiet, real = self._run_quietly(plan), self._run(plan)
+            quiet = None if self._run_quietly is None else RanStep.of(*self._run_quietly(plan), plan)
+            real = RanStep.of(*self._run(plan), plan)
             if counts:
-                noted.append((RanStep.of(*quiet, plan), RanStep.of(*real, plan)))
+                noted.append((quiet or real, real))
 
     def gathered(self) -> list[Watched]:
         """Return what was noted on all ranks, of the plans that ran."""

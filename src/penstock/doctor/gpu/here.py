@@ -143,11 +143,6 @@ class Case:
             output=OutputConfig(loads=False),
         )
 
-    def layout(self, here: Here, config: RunConfig) -> Layout:
-        node_size = find_node_size(here.control, here.info.local_rank)
-        experts = config.moe.num_experts
-        return Layout.build(config.parallel, here.world_size, here.info.rank, experts, node_size)
-
 
 class Running:
     """A stack with its optimiser and one batch, on this rank. factor: on all fresh matrices."""
@@ -188,8 +183,7 @@ class Running:
 def small_machinery(here: Here, case: Case) -> Machinery:
     """Build what a case runs on. All ranks must call it together."""
     config = case.config(here).resolved(here.world_size)
-    layout = case.layout(here, config)
-    return build_machinery(layout, here.device, config.parallel, config.train.precision)
+    return build_machinery(layout_of(here, config), here.device, config.parallel, config.train.precision)
 
 
 def small_run(here: Here, case: Case, machinery: Machinery) -> Running:
@@ -224,17 +218,16 @@ def settled(here: Here) -> RunConfig:
     )
 
 
-def given_layout(here: Here) -> Layout:
-    """Return the layout of the run. All ranks must call it together."""
+def layout_of(here: Here, config: RunConfig) -> Layout:
+    """Return the layout of a run. All ranks must call it together."""
     node_size = find_node_size(here.control, here.info.local_rank)
-    experts = here.config.moe.num_experts
-    return Layout.build(here.config.parallel, here.world_size, here.info.rank, experts, node_size)
+    return Layout.build(config.parallel, here.world_size, here.info.rank, config.moe.num_experts, node_size)
 
 
 def given_machinery(here: Here) -> Machinery:
     """Build what the run runs on. All ranks must call it together."""
     config = here.config
-    return build_machinery(given_layout(here), here.device, config.parallel, config.train.precision)
+    return build_machinery(layout_of(here, config), here.device, config.parallel, config.train.precision)
 
 
 def given_run(here: Here, machinery: Machinery) -> Running:

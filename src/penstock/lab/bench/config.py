@@ -6,11 +6,10 @@ The default is a step of four MoE blocks, small enough for one core per rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from itertools import product
-from typing import Annotated, Final, get_args
+from typing import Annotated, Any, Final, get_args
 
-from penstock.config import ConfigError, Items, Within, check_bounds
+from penstock.config import ConfigError, Items, Within, check_bounds, check_name
 from penstock.config.bounds import Seed
 from penstock.cost import ClusterConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
@@ -59,11 +58,7 @@ class Named:
         """
         schedule, *moves = name.split("+")
         found = Named(schedule=schedule)
-        if schedule not in SCHEDULES and not (schedule == AUTO and not moves):
-            near = get_close_matches(schedule, [*SCHEDULES, AUTO], n=1)
-            nearest = f"Nearest: {near[0]}. " if near else ""
-            hint = f"{nearest}Use some of {', '.join(SCHEDULES)}, {AUTO}."
-            raise ConfigError("schedules", name, f"no schedule is called {schedule}", hint)
+        check_name("schedules", schedule, SCHEDULES if moves else (*SCHEDULES, AUTO), "schedule")
         for move in moves:
             found = found._with(move, name)
         return found
@@ -87,23 +82,23 @@ class Named:
         return given if self.dispatch is None else replace(given, dispatch=self.dispatch)
 
     def _with(self, move: str, name: str) -> Named:
-        if move in DISPATCHES and self.dispatch is None:
-            return replace(self, dispatch=move)
-        if move in (SHARDED, GRADIENTS) and not self.shares:
-            return replace(self, shares=move)
-        for samples in SAMPLES:
-            if samples == move and self.samples == STAYS:
-                return replace(self, samples=samples)
-        for experts in EXPERTS:
-            if experts == move and self.experts == STAYS:
-                return replace(self, experts=experts)
-        known = (*SAMPLES, *EXPERTS, *DISPATCHES, SHARDED, GRADIENTS)
-        if move in known:
-            why = (
-                "samples can be moved in one way only, experts too, rows have one dispatch, "
-                "and updates one owner"
-            )
-            raise ConfigError("schedules", name, why, "Name one of each at most.")
+        kinds = {
+            "samples": SAMPLES,
+            "experts": EXPERTS,
+            "dispatch": DISPATCHES,
+            "shares": (SHARDED, GRADIENTS),
+        }
+        known = [each for names in kinds.values() for each in names]
+        for field_name, names in kinds.items():
+            if move in names:
+                if getattr(self, field_name) not in (None, "", STAYS):
+                    why = (
+                        "samples can be moved in one way only, experts too, rows have one dispatch, "
+                        "and updates one owner"
+                    )
+                    raise ConfigError("schedules", name, why, "Name one of each at most.")
+                changes: dict[str, Any] = {field_name: move}
+                return replace(self, **changes)
         hint = f"After a + use one of {', '.join(known)}."
         raise ConfigError("schedules", name, f"nothing is moved by {move!r}", hint)
 
@@ -158,11 +153,7 @@ class CompareConfig:
         for name in self.schedules:
             Named.of(name)
         for name in self.peers:
-            if name not in PEERS:
-                near = get_close_matches(name, PEERS, n=1)
-                nearest = f"Nearest: {near[0]}. " if near else ""
-                hint = f"{nearest}Use some of {', '.join(PEERS)}."
-                raise ConfigError("peers", list(self.peers), f"no other system is called {name}", hint)
+            check_name("peers", name, PEERS, "other system")
 
 
 @dataclass(frozen=True, kw_only=True)

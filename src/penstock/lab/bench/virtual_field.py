@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy as np
 import torch
 
 from penstock.autotune.problem import candidates, run_problem
@@ -21,7 +20,7 @@ from penstock.autotune.profile.sample import PURPOSE, Budget, ignore
 from penstock.autotune.profile.steps import (
     TRANSFER,
     Fits,
-    Watched,
+    RealSteps,
     transferred,
     with_transfers,
     with_whole_steps,
@@ -220,23 +219,20 @@ def with_virtual_steps(
     stack = build_virtual(sample, virtual, machinery)
     plans = [stack.adopt(plan) for plan in _plans(sample, stack)]
     stack.links = ProfiledCluster.build(file)
-    # Run some steps of all plans in turns, after one that opens connections.
-    budget_s = min(BUDGET_S, budget_s)
-    control, budget = stack.machinery.control, Budget(stack.machinery.control, budget_s)
-    noted: list[list[tuple[float, list[list[float]]]]] = [[] for _ in plans]
-    for number in range(1 + MOST_ROUNDS):
+    budget = Budget(machinery.control, min(BUDGET_S, budget_s))
+
+    def run(plan: StepPlan) -> tuple[float, list[TaskRecord]]:
+        stack.use(plan, stack.placement)
+        stack.prepare(0)
+        machinery.control.barrier(PURPOSE)
+        return timed(stack.step, 0), stack.records()
+
+    steps = RealSteps([(plan, Decision()) for plan in plans], run, None, machinery.control)
+    for number in range(1 + MOST_ROUNDS):  # the first round opens connections
         if number > 1 and budget.agree() <= 0 and (number > LEAST_ROUNDS or budget.late):
             break
-        for plan, steps in zip(plans, noted, strict=True):
-            stack.use(plan, stack.placement)
-            stack.prepare(0)
-            control.barrier(PURPOSE)
-            seconds = timed(stack.step, 0)
-            spans = {record.task: [record.start_s, record.end_s] for record in stack.records()}
-            if number:
-                steps.append((seconds, [spans[task] for task in plan.graph.tasks]))
-    everyone = control.gather(noted, "exchanging the times of steps")
-    watched = [_watched(plan, [rank[n] for rank in everyone]) for n, plan in enumerate(plans)]
+        steps.round(lambda: False, counts=number > 0)
+    watched = steps.gathered()
     seen = transferred(watched, lambda each: _cost(stack, each.plan, file), stack.workload)
     found = Fits(TRANSFER, {kind: [replace(x, share=0.0) for x in each] for kind, each in seen.items()})
     file = with_transfers(replace(file, doubts=tuple(found.doubts)), found)
@@ -261,14 +257,3 @@ def _cost(stack: VirtualStack, plan: StepPlan, file: ClusterFile) -> Cost:
     """Return the cost of the first step's tasks, as the simulator has it."""
     stack.use(plan, stack.placement)
     return replace(stack.cost(0), cluster=ProfiledCluster.build(file))
-
-
-def _watched(plan: StepPlan, everyone: list[list[tuple[float, list[list[float]]]]]) -> Watched:
-    spans_KRT2 = np.array([[spans for _, spans in steps] for steps in everyone])
-    return Watched(
-        plan=plan,
-        choice=Decision(),
-        spans_KRT2=spans_KRT2,
-        quiet_KRT=spans_KRT2[..., 1] - spans_KRT2[..., 0],
-        iterations_R=np.array([[seconds for seconds, _ in steps] for steps in everyone]).max(axis=0),
-    )

@@ -75,7 +75,8 @@ class Cluster:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(_raised_signals())
+            # A request to stop raises SystemExit, as Ctrl-C raises KeyboardInterrupt, so that `finally` runs.
+            stack.enter_context(_handled(signal.SIG_DFL, _exit_as_told))
             self.up()
             stack.callback(self._down_undisturbed)
             self._closing = stack.pop_all()
@@ -85,7 +86,8 @@ class Cluster:
         self._closing.close()
 
     def _down_undisturbed(self) -> None:
-        with _ignored_signals():  # a second Ctrl-C would leave half of the cluster
+        # A second Ctrl-C would leave half of the cluster; `ip`, which it would reach, ignores it, too.
+        with _handled(None, signal.SIG_IGN):
             self.down()
 
     def _state(self) -> ClusterState:
@@ -214,20 +216,6 @@ def remove_stale() -> tuple[str, ...]:
 
 
 # ---- signals -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _raised_signals() -> Iterator[None]:
-    """Let a request to stop raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that `finally` runs."""
-    with _handled(signal.SIG_DFL, _exit_as_told):
-        yield
-
-
-@contextmanager
-def _ignored_signals() -> Iterator[None]:
-    """Let nothing interrupt; `ip`, which Ctrl-C would reach as well, inherits that."""
-    with _handled(None, signal.SIG_IGN):
-        yield
 
 
 @contextmanager

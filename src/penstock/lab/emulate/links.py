@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from ipaddress import IPv4Network
 from typing import Any, Final
 
@@ -133,13 +133,12 @@ class UplinkBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Uplink:
+class Uplink(UplinkBytes):
     """The state of a node's uplink."""
 
     node: int
     rate_bit_per_s: float
     is_up: bool
-    crossed: UplinkBytes
 
 
 def build(wiring: Wiring, mtu_bytes: int) -> None:
@@ -189,12 +188,13 @@ def set_up(port: Port, *, up: bool) -> None:
 def read_uplinks(wiring: Wiring) -> tuple[Uplink, ...]:
     """Return the state of every uplink. Costs two processes per node, a few milliseconds each."""
     found = []
-    crossed = read_bytes(wiring)
+    bytes_of = read_bytes(wiring)
     for node, (own, _) in enumerate(wiring.uplinks()):
         rate_bit_per_s = 8.0 * _tbf(own.namespace)[own.interface]["options"]["rate"]
         link = json.loads(command("ip", "-netns", own.namespace, "-json", "link", "show", own.interface))
         is_up = "UP" in link[0]["flags"]
-        found.append(Uplink(node=node, rate_bit_per_s=rate_bit_per_s, is_up=is_up, crossed=crossed[node]))
+        crossed = asdict(bytes_of[node])
+        found.append(Uplink(node=node, rate_bit_per_s=rate_bit_per_s, is_up=is_up, **crossed))
     return tuple(found)
 
 
