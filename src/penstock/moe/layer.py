@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,24 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.features.dispatch import Dispatch, find_dispatch
-from penstock.moe.balance import BALANCES
 from penstock.moe.choices import RouterSums, TokenChoice, Tokens, chunk_tokens, made_for
-from penstock.moe.compatibility import check_parts, check_placement
-from penstock.moe.config import BalanceGroup
-from penstock.moe.exchange import Alone, Exchange
-from penstock.moe.expert_slots import OwnSlots, SlotsWithReplicas
+from penstock.moe.config import REFUSED, BalanceGroup
+from penstock.moe.exchange import Alone, Exchange, check_dispatch
+from penstock.moe.expert_slots import TOKENS, OwnSlots, OwnTokens, SlotsWithReplicas
 from penstock.moe.experts import Experts
 from penstock.moe.hooks import Hook, Hooks
-from penstock.moe.packed_residual import TOKENS, OwnTokens
 from penstock.moe.permute.sort import BoundedPermutation, Permutation, PermutationPlan, SortPermutation
 from penstock.moe.products import Product, grouped_product
-from penstock.moe.routers import Router
+from penstock.moe.routers import BALANCES, Router
 from penstock.partial_state import mark_share
-from penstock.placement import ExpertPlacement
+from penstock.placement import ExpertPlacement, PlacementError
 from penstock.routing.routes import ChunkRoute
+
+if TYPE_CHECKING:
+    from penstock.moe.experts import Experts
+    from penstock.moe.hooks import Hook
+    from penstock.moe.permute.sort import Permutation
+    from penstock.moe.routers import Router
 
 
 @dataclass(frozen=True)
@@ -447,3 +450,61 @@ def count_updates() -> None:
         torch.autograd.graph.increment_version(p for p in parameters if not p.is_inference())
 
     register_optimizer_step_post_hook(raise_versions)
+
+
+# ---- checks that the parts of a layer fit together --------------------------------------------------------
+
+
+def check_parts(
+    gate: Router,
+    permutation: Permutation,
+    expert: Experts,
+    dispatch: Dispatch,
+    hooks: tuple[Hook, ...],
+    ep_size: int,
+) -> None:
+    """Raise ValueError that says which parts do not fit, why, and what would."""
+    check_dispatch(permutation, dispatch)
+    if gate.kind not in permutation.kinds:
+        takes = f"it takes choices of kind {' or '.join(permutation.kinds)}, not {gate.kind}"
+        reasons = {(str(kind), str(name)): why for (kind, name), why in REFUSED.items()}
+        why = reasons.get((gate.kind, permutation.name), takes)
+        raise ValueError(f"{type(gate).__name__} with {type(permutation).__name__}: {why}")
+    held = expert.num_local_experts * ep_size
+    if gate.num_experts != held:
+        raise ValueError(
+            f"the gate chooses among num_experts = {gate.num_experts}, but {ep_size} rank(s) with "
+            f"{expert.num_local_experts} experts each hold {held}; build {type(expert).__name__} with "
+            f"num_local_experts = num_experts / ep_size"
+        )
+    encoding = next((hook for hook in hooks if hook.encodes_rows), None)
+    if encoding is not None and permutation.row_counts:
+        raise ValueError(
+            f"{type(encoding).__name__} with one copy per rank or node: numbers that travel with the rows "
+            "would be rounded; use only one of the two"
+        )
+    for name, number in (("num_experts", gate.num_experts), ("ranks", ep_size)):
+        built_for = getattr(permutation, name, number)
+        if built_for != number:
+            raise ValueError(
+                f"{type(permutation).__name__} was built for {name} = {built_for}, but the layer has {name} "
+                f"= {number}: num_experts of {type(gate).__name__}, ranks that share the experts"
+            )
+
+
+def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, slots: int) -> None:
+    """Raise PlacementError unless a layer of these sizes can run under `placement`."""
+    if placement.has_replicas:
+        raise PlacementError(
+            "the placement gives an expert several homes, and a layer does not sum gradients of replicas "
+            "inside an expert group yet: give every expert one home"
+        )
+    for name, found, wanted in (
+        ("experts", placement.num_experts, num_experts),
+        ("ranks", placement.ranks, ep_size),
+        ("slots per rank", placement.slots, slots),
+    ):
+        if found != wanted:
+            raise PlacementError(
+                f"the placement has {found} {name}, and the layer has {wanted}: make one for this layer"
+            )

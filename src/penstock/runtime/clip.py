@@ -22,16 +22,16 @@ from torch.nn.utils import clip_grad
 from penstock.device import device_of
 from penstock.dtensors import is_dtensor
 from penstock.mesh import Group
-from penstock.runtime.checks.usage import living_stacks
-from penstock.runtime.expert_parallel.optimizers import is_sharded
+from penstock.runtime.checks import living_stacks
 from penstock.runtime.expert_parallel.ranks import (
     ExpertRanks,
+    is_sharded,
     mark_all,
     ranks_of,
     ranks_of_parts,
     share_of,
 )
-from penstock.runtime.transport.legs import HostCounts
+from penstock.runtime.transport import HostCounts
 
 TINY = 1e-6
 EQUAL = 1e-5

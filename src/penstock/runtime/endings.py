@@ -14,11 +14,9 @@ from torch import Tensor
 from penstock.device import device_of
 from penstock.graph import Lane, Task
 from penstock.mesh import Group
-from penstock.runtime.features.tensor_parallel.handlers import gathered, scattered
-from penstock.runtime.features.tensor_parallel.shared_head import LossOverShards
-from penstock.runtime.handlers import Inputs, LossGradients, Outputs, StepContext, TensorPlace
-from penstock.runtime.ops.blocks import microbatch, present
-from penstock.runtime.segment import AnySegment
+from penstock.runtime.features.tensor_parallel import LossOverShards, gathered, scattered
+from penstock.runtime.handlers import AnySegment, Inputs, LossGradients, Outputs, StepContext, TensorPlace
+from penstock.runtime.ops import microbatch, present
 from penstock.runtime.statistics import HeadSums, StepStatistics
 from penstock.runtime.transport import Transport, Transports
 

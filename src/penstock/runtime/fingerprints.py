@@ -26,7 +26,6 @@ from penstock.mesh import Axes, Group
 from penstock.moe import SampleKeys
 from penstock.moe.choices import uniform_bits
 from penstock.moe.experts import Experts
-from penstock.runtime.errors import ParameterMismatchError
 from penstock.topology import CommunicationError, Control, Layout
 
 EVERY = 64
@@ -92,6 +91,10 @@ ROUNDED = (
     "kinds round differently (up to {limit:.0e} is taken for that; steps: {updates}). If all are of one "
     "kind, look at how gradients are scaled: clip with penstock.clip_grad_norm_(model, ...)"
 )
+
+
+class ParameterMismatchError(RuntimeError):
+    """Ranks would train different parameters, so sums of their gradients would be meaningless."""
 
 
 def is_due(steps: int) -> bool:
@@ -376,13 +379,13 @@ def _sketch(tensor: Tensor) -> Tensor:
 
 RANKS, PARAMETERS, EXPERTS, REPLAN, TRAINING, LOSS, NEW, CHANGES = range(8)
 """Places of the facts that the host knows: a one (to count ranks); names and shapes of parameters outside
-experts, then of experts that have replicas; whether the rank requests for another plan, see
-`checks.requests`; whether it trains; the terms of its loss; whether it has taken up new parameters; how often
-values were changed in place since the last step."""
+experts, then of experts that have replicas; whether the rank requests another plan; whether it trains; the
+terms of its loss; whether it has taken up new parameters; how often values were changed in place since the
+last step."""
 FACTS = 8
 SAMPLES, SLOPE, VALUES = range(FACTS, FACTS + 3)
 """Places of what the device knows: the step's samples, and the gradient with which the last backward pass
-began, see `checks.samples`; values, see above."""
+began, see `consistency`; values, see above."""
 FIELDS = FACTS + 3
 
 

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from penstock.runtime.recorded.log import (
+from penstock.runtime.recorded.recorder import (
     Access,
     Actor,
     Allocate,

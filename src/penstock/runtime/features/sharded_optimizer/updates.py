@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,38 @@ from torch import Tensor, nn
 from penstock.features.sharded_optimizer.ops import of_optimizer
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
+from penstock.ops import Op
 from penstock.ops.gradients import GRADIENT_KINDS, KindName, kind_of_task
+from penstock.runtime.buckets import Buckets, FlatGradients, ReleasedGradients
 from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, ReleasingShare, Share
-from penstock.runtime.features.sharded_optimizer.usage import Groups, group_numbers
-from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
+from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.transport import Transport, Transports
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
 from penstock.topology import Layout
+
+Groups = Sequence[Mapping[str, Any]]
+"""Parameter groups as in `torch.optim`."""
+
+
+def group_numbers(groups: Groups) -> dict[int, int]:
+    """Return the number of every parameter's group, by the parameter's id."""
+    return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+
+
+def refuse_left_out(buckets: Buckets, groups: Groups, name_of: Callable[[nn.Parameter], str]) -> None:
+    """Raise RuntimeError if a step would sum gradients of a parameter that is in no group."""
+    known = group_numbers(groups)
+    for bucket in buckets.all:
+        for parameter in (p for flat in bucket.flats for p in flat.parameters):
+            if id(parameter) not in known:
+                raise RuntimeError(
+                    f"{name_of(parameter)} is trained and in no group of the ShardedAdamW, and no other "
+                    "optimizer can update it, since its gradient is summed in shares: give it to "
+                    "optimizer.add_param_group, freeze it (requires_grad_(False)) before the forward pass, "
+                    "or use optimizer.zero_stage=0"
+                )
+
 
 LOST_SUMS = (
     "a backward pass failed after it had begun to sum gradients: call optimizer.zero_grad() and "
@@ -424,3 +448,56 @@ class Updates:
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self._parameters()), torch.device("cpu"))
+
+
+# ---- handlers of an optimiser of which every rank owns a share --------------------------------------------
+
+
+def scatter(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Sum a piece of a layer's gradients; this rank has its share of the sum."""
+    del inputs  # the gradients are in the bucket; the edges say that they are complete
+    context.of(Updates).scatter(task, context.transports.of(task.lane, task.axes))
+    return NOTHING
+
+
+@handles(Op.NORM, Phase.BACKWARD)
+def norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Take the norm of all gradients, in a backward pass after which parameters change."""
+    del inputs
+    if context.of(Updates).in_backward:
+        assert context.total is not None, "backward follows forward"
+        transport = context.transports.of(task.lane, task.axes)
+        context.of(Updates).judge(task, transport, context.total.loss)
+    return NOTHING
+
+
+def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Run AdamW on this rank's share of a piece. Without a norm to wait for, only the loss may refuse it."""
+    if context.of(Updates).in_backward:
+        assert context.total is not None, "backward follows forward"
+        context.of(Updates).update(task, None if "scale" in inputs else context.total.loss)
+    return NOTHING
+
+
+def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Gather a piece of stale parameters. Returns parameters: None; the edge says they are current."""
+    del inputs
+    updates = context.maybe(Updates)
+    if updates is not None and updates.waits(task):
+        updates.gather(task, context.transports.of(task.lane, task.axes))
+    return {"parameters": None}
+
+
+def gather_at_once(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Gather a piece of parameters from their owners, in a backward pass after which parameters change."""
+    del inputs
+    if context.of(Updates).in_backward:
+        context.of(Updates).gather(task, context.transports.of(task.lane, task.axes))
+    return NOTHING
+
+
+for kind in GRADIENT_KINDS.values():
+    handles(kind.scatter, Phase.BACKWARD)(scatter)
+    handles(kind.update, Phase.BACKWARD)(update)
+    handles(kind.gather, Phase.FORWARD)(gather)
+    handles(kind.gather, Phase.BACKWARD)(gather_at_once)

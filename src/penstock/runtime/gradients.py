@@ -1,34 +1,190 @@
-"""The gradient buckets of a model, rebuilt when the model has changed between two steps."""
+"""The gradients of a model: the layer with which each is reduced, its buckets, and gradients from outside of
+steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.variable import Variable
 
 from penstock.cost import HeldBytes
 from penstock.decision import GradientBytes
+from penstock.graph import Lane
 from penstock.mesh import Group
+from penstock.moe import MoELayer
 from penstock.moe.experts import Experts
 from penstock.ops.gradients import GRADIENT_KINDS, KindName
-from penstock.runtime.fingerprints import Entry, Marks, Replicated, Snapshot, buffers_of
-from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of, sizes_bytes
-from penstock.runtime.gradients.buckets import (
+from penstock.runtime.buckets import (
+    BackwardPass,
     Buckets,
     FlatGradients,
     GradientBucket,
+    InPlace,
     ReleasedGradients,
     ScatteredGradients,
 )
-from penstock.runtime.gradients.in_place import BackwardPass, InPlace
+from penstock.runtime.fingerprints import Entry, Marks, Replicated, Snapshot, buffers_of
+from penstock.runtime.machinery import Machinery
 from penstock.runtime.parts import ModelParts
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 from penstock.topology import Layout
+
+# ---- the layer with which a parameter's gradient is reduced: every parameter has exactly one --------------
+#
+# A parameter that several layers use belongs to the lowest of them. Backward comes there last, and the
+# layer's reduction waits for it; any other layer would send a gradient to which a layer below has still to
+# add.
+
+
+Layers = tuple[tuple[nn.Parameter, ...], ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Parameters by layer, each once. several: ids of expert parameters that several layers use.
+
+    partial: parameters to whose gradients every rank that shares attention adds a part. averaged: ids of
+    those partial parameters whose part is the whole gradient, so that the sum is divided.
+    """
+
+    replicated: Layers
+    experts: Layers
+    several: frozenset[int]
+    partial: Layers
+    averaged: frozenset[int] = frozenset()
+
+
+def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) -> Assignment:
+    """Assign every parameter of `parts` and of `model` to one layer, frozen ones too.
+
+    shape: that of the step that reduces them, which says which ranks share attention; None: none do. A
+    parameter that `parts` names in no layer goes to layer 0, whose reduction waits for the whole backward.
+    Raises ValueError for a parameter that is an expert's and replicated, and for one that different experts
+    share although they are spread over ranks.
+    """
+    layers = range(len(parts.parts))
+    replicated = [parts.replicated_parameters(layer) for layer in layers]
+    experts = [parts.expert_parameters(layer) for layer in layers]
+    for layer in layers:
+        moe = parts.parts[layer].moe
+        if moe is not None:
+            _check_apart(moe, layer)
+    of_experts = {id(p) for each in experts for p in each}
+    for layer in layers:
+        for parameter in replicated[layer]:
+            if id(parameter) in of_experts:
+                name = names_of(model).get(id(parameter), f"a parameter of layer {layer}")
+                raise ValueError(
+                    f"{name} is used by an expert, which one rank holds, and by a part that all ranks hold: "
+                    "its gradient would be summed over ranks in one place and not in the other. Give the "
+                    "expert a parameter of its own, or move what is shared into the shared expert."
+                )
+    named = {id(p) for each in (*replicated, *experts) for p in each}
+    replicated[0] = [*replicated[0], *(p for p in model.parameters() if id(p) not in named)]
+    lowest = _lowest(replicated)
+    partial, averaged = (frozenset[int](),) * 2 if shape is None else _partial(parts, shape)
+    uses = Counter(use for each in experts for use in set(map(id, each)))
+    return Assignment(
+        tuple(tuple(p for p in layer if id(p) not in partial) for layer in lowest),
+        _lowest(experts),
+        frozenset(use for use, number in uses.items() if number > 1),
+        tuple(tuple(p for p in layer if id(p) in partial) for layer in lowest),
+        averaged,
+    )
+
+
+def _partial(parts: ModelParts, shape: StepShape) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the ids of parameters to whose gradients every rank that shares attention adds a part, and the
+    ids of those whose part is the whole gradient."""
+    if shape.sharing.tp_size == 1:
+        return frozenset(), frozenset()
+    parted: list[nn.Parameter] = []
+    averaged: list[nn.Parameter] = []
+    for layer in range(len(parts.parts)):
+        parted += parts.partial_parameters(layer)
+        if shape.tokens_of(layer) == "split":
+            parted += parts.token_parameters(layer)
+        elif shape.copies_differ:
+            averaged += parts.token_parameters(layer)
+    return frozenset(map(id, (*parted, *averaged))), frozenset(map(id, averaged))
+
+
+def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, edp: bool) -> GradientBytes:
+    """Return the bytes of every layer's trained gradients of each kind, for a plan of any expert form.
+
+    edp: whether experts have replicas, with which their gradients are reduced.
+    """
+    assigned = assign(parts, model, shape)
+    forms = FORM_TOKENS if shape.sharing.tp_size > 1 else ()
+    layers = [part.moe.experts for part in parts.parts if part.moe is not None]
+    sizes = (sum(p.nbytes for p in layer.parameters()) // layer.num_local_experts for layer in layers)
+    return GradientBytes(
+        _trained_bytes(assigned.replicated),
+        _trained_bytes(assigned.experts if edp else ((),) * len(assigned.experts)),
+        _trained_bytes(assigned.partial),
+        tuple(
+            (form, _trained_bytes(assign(parts, model, replace(shape, expert_form=form)).partial))
+            for form in forms
+        ),
+        max(sizes, default=0),
+    )
+
+
+def _trained_bytes(layers: Layers) -> tuple[int, ...]:
+    return tuple(sum(p.nbytes for p in parameters if p.requires_grad) for parameters in layers)
+
+
+def names_of(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> dict[int, str]:
+    """Return the first name of every parameter, by id; `others` may be parameters that `model` lacks."""
+    found: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), name)
+    for number, parameter in enumerate(others):
+        found.setdefault(id(parameter), f"parameter {number} outside the module")
+    return found
+
+
+def _lowest(layers: Sequence[Sequence[nn.Parameter]]) -> Layers:
+    seen: set[int] = set()
+    kept: list[tuple[nn.Parameter, ...]] = []
+    for layer in layers:
+        kept.append(tuple({id(p): p for p in layer if id(p) not in seen}.values()))
+        seen.update(map(id, layer))
+    return tuple(kept)
+
+
+def _check_apart(moe: MoELayer, layer: int) -> None:
+    """Raise ValueError if experts of several ranks share a parameter: its copies would drift apart."""
+    if moe.ep_size == 1:
+        return
+    first_names: dict[int, str] = {}
+    for name, parameter in moe.experts.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name and _numbers(moe, first, parameter) != _numbers(moe, name, parameter):
+            raise ValueError(
+                f"layer {layer}: experts.{name} is the same parameter as experts.{first} of another expert; "
+                f"the layer's experts are spread over {moe.ep_size} ranks, each with a copy that would be "
+                "trained differently. Put what experts share into the layer's shared expert."
+            )
+
+
+def _numbers(moe: MoELayer, name: str, parameter: nn.Parameter) -> set[int]:
+    """Return the experts that a parameter belongs to under this name."""
+    return {number for _, number, _ in moe.experts.split(name, parameter)}
+
+
+# ---- the gradient buckets of a model, rebuilt when the model has changed between two steps ----------------
 
 
 @dataclass(frozen=True)
@@ -278,3 +434,129 @@ def _covered(layers: Layers, chunks: Sequence[int], names: dict[int, str]) -> tu
             if home != layer:
                 moved.add(id(p))
     return tuple(map(tuple, found)), frozenset(moved)
+
+
+# ---- gradients of parameters that a model's own code uses outside of steps: of a head on hidden states,
+# say
+#
+# Autograd makes them with this rank's samples alone, and would put them where a step puts sums over ranks. So
+# they are caught before they are accumulated. The step whose backward comes next adds them to its own, and
+# sums both; where none comes, as with layers that are frozen, they are summed when the backward pass ends.
+
+
+_ENGINE = Variable._execution_engine
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """The node that accumulates a parameter's gradient. While it is kept, autograd makes no other."""
+
+    node: Node
+    shape: torch.Size
+
+
+class OutsideGradients:
+    """Catches gradients that a model's own code makes outside of steps, and sums them over ranks.
+
+    Attributes:
+        averaged: Over how many ranks they are averaged; 1: they are summed.
+    """
+
+    def __init__(self, gradients: Gradients, machinery: Machinery) -> None:
+        self._gradients, self._machinery = gradients, machinery
+        self.averaged = machinery.layout.dp_size
+        self._watched: dict[nn.Parameter, _Watched] = {}
+        self._caught: dict[nn.Parameter, Tensor] = {}
+        self._apart = 0
+        self._ends = -1  # the backward pass at whose end the rest is summed
+
+    def begin(self, parameters: Iterable[nn.Parameter], *, averaged: int) -> None:
+        """Begin a forward pass that uses these parameters outside of a step, and no others.
+
+        What a backward pass that failed has left is forgotten.
+        """
+        self.averaged = averaged
+        if torch._C._current_graph_task_id() == -1:
+            self._caught.clear()
+        known, self._watched = self._watched, {}
+        for parameter in parameters:
+            if not (parameter.requires_grad and parameter.is_leaf):
+                continue
+            before = known.get(parameter)
+            if before is not None and before.shape != parameter.shape:
+                before = None
+                del known[parameter]  # autograd makes a node of the present shape when this one is gone
+            node = get_gradient_edge(parameter).node
+            if before is None or before.node is not node:
+                node.register_prehook(partial(self._catch, parameter))
+            self._watched[parameter] = _Watched(node, parameter.shape)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let gradients be accumulated inside this context, where a step makes them."""
+        self._apart += 1
+        try:
+            yield
+        finally:
+            self._apart -= 1
+
+    def add(self) -> None:
+        """Add what was caught to gradients that a step will sum."""
+        caught, self._caught = self._caught, {}
+        for parameter, grad in caught.items():
+            _accumulate(parameter, grad, self._share(parameter))
+
+    def _share(self, parameter: nn.Parameter) -> float:
+        """Return what part of the sum over the ranks that hold a parameter is its gradient.
+
+        Ranks that share samples make a loss of all of them each, and their mean counts.
+        """
+        alike = 1 if sharding_of(parameter) is not None else self._machinery.layout.tp_size
+        return 1 / (self.averaged * alike)
+
+    def _catch(self, parameter: nn.Parameter, grads: tuple[Tensor | None, ...]) -> Any:
+        (grad,) = grads
+        if self._apart or grad is None:
+            return None  # accumulated as usual
+        known = self._caught.get(parameter)
+        self._caught[parameter] = grad.detach() if known is None else known + grad
+        if self._ends != (task := torch._C._current_graph_task_id()):
+            self._ends = task
+            _ENGINE.queue_callback(self._finish)
+        return (None,)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Sum over ranks what no step has taken; all ranks come here with gradients of the same."""
+        self._ends = -1
+        caught, self._caught = self._caught, {}
+        if not caught:
+            return
+        if self._gradients.in_shares:
+            raise RuntimeError(
+                f"{self._name_of(next(iter(caught)))} is trained by a loss that no step of the "
+                "model is a part of, and a sharded optimizer knows gradients of steps alone: use another "
+                "optimizer"
+            )
+        names = {self._name_of(parameter): parameter for parameter in caught}
+        transports = self._machinery.transports
+        axes = {name: Group.WORLD if sharding_of(p) is None else Group.DATA for name, p in names.items()}
+        transports.open((Lane.INTER, each) for each in axes.values())
+        what = f"summing gradients of {min(names)} and {len(names) - 1} more"
+        with self._machinery.control.naming(what):
+            for name in sorted(names):
+                total = caught[names[name]].clone(memory_format=torch.contiguous_format)
+                transports.of(Lane.INTER, axes[name]).all_reduce(total, axes[name])
+                _accumulate(names[name], total, self._share(names[name]))
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        """Return the name in the model as it is now: no step may have taken the parameter up."""
+        return names_of(self._gradients.model, [parameter])[id(parameter)]
+
+
+def _accumulate(parameter: nn.Parameter, grad: Tensor, share: float) -> None:
+    """Add a share of what may be another's tensor."""
+    if parameter.grad is None:
+        parameter.grad = grad * share
+    else:
+        parameter.grad.add_(grad, alpha=share)
