@@ -173,8 +173,8 @@ FAULTS = (
     # ---- order, races and edges ----------------------------------------------------------------------------
     Fault(
         "runtime/executor.py",
-        "        for lane, count in call.waits:\n            other = self.lanes[lane]",
-        "        for lane, count in ():\n            other = self.lanes[lane]",
+        "for name, count in call.waits:",
+        "for name, count in ():",
         "threads do not wait for each other",
         "runtime/test_lanes.py",
     ),

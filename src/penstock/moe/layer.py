@@ -259,7 +259,13 @@ class MoELayer(nn.Module):
         _require_place(self.exchange, self.ep_size, self.ep_rank)
         self.exchange.check(self.experts, x, self._words, first=not self._has_met)
         self._has_met = True
-        routed = self._counted(self._route_checked(x.flatten(0, -2), tokens))
+        routed, bias = self._route_checked(x.flatten(0, -2), tokens), self.gate.bias
+        if bias is not None and self.training:  # it counts in backward what has been trained on
+            chosen_E = routed.sums.chosen_E
+            if routed.weights.requires_grad:
+                routed = replace(routed, weights=bias.when_trained(routed.weights, chosen_E))
+            else:
+                routed = replace(routed, rows_RM=bias.when_trained(routed.rows_RM, chosen_E))
         known, rows_RM = self._known(routed, tokens, x.shape[:-1].numel())
         route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker, self.experts).slices[0]
         rows_RM = self.exchange.to_experts(rows_RM, route)
@@ -271,7 +277,14 @@ class MoELayer(nn.Module):
         slope_BE = self.balance.slope(routed.sums.chosen_BE, chosen_E.unsqueeze(0), 0, total)
         losses = LayerLosses((slope_BE * routed.sums.probability_BE).sum(), routed.sums.z / total)
         out_TM = self.unpermute(rows_RM, routed.weights, routed.plan, shared_TM)
-        return self._keep(losses, out_TM.view_as(x))
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes: autograd runs this call
+            self._losses, self._recomputed = losses, None
+            return out_TM.view_as(x)
+        # A checkpoint's recomputation must not be kept alive by its losses: they would hold all activations
+        # before them to the end of backward. So its output holds the losses, and the layer only their values.
+        self._losses, self._recomputed = losses.detach(), weakref.ref(losses)
+        held: Tensor = _Hold.apply(out_TM.view_as(x), losses)
+        return held
 
     def update_expert_bias(self) -> None:
         """Move the bias of a loss-free balanced gate, once after an optimiser step; all ranks take part."""
@@ -295,28 +308,6 @@ class MoELayer(nn.Module):
                 f"x has hidden size {x_TM.shape[1]}, and {type(self.gate).__name__} was built for "
                 f"{matrix.shape[1]}"
             ) from error
-
-    def _keep(self, losses: LayerLosses, out: Tensor) -> Tensor:
-        """Remember the losses; returns the output.
-
-        A checkpoint's recomputation must not be kept alive by its losses: they would hold all activations
-        before them to the end of backward. So its output holds the losses, and the layer only their values.
-        """
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes: autograd runs this call
-            self._losses, self._recomputed = losses, None
-            return out
-        self._losses, self._recomputed = losses.detach(), weakref.ref(losses)
-        held: Tensor = _Hold.apply(out, losses)
-        return held
-
-    def _counted(self, routed: RoutedTokens) -> RoutedTokens:
-        """Return `routed`, from which a gate with a bias counts in backward what has been trained on."""
-        bias = self.gate.bias
-        if bias is None or not self.training:
-            return routed
-        if routed.weights.requires_grad:
-            return replace(routed, weights=bias.when_trained(routed.weights, routed.sums.chosen_E))
-        return replace(routed, rows_RM=bias.when_trained(routed.rows_RM, routed.sums.chosen_E))
 
     def _known(
         self, routed: RoutedTokens, tokens: Tokens, count: int

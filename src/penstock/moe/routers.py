@@ -390,20 +390,16 @@ class SoftRouter(Router):
             probability_BE=torch.zeros_like(chosen_BE, dtype=dtype),
             z=sum_z(logits_TN, tokens),
         )
-        shape = (self.num_experts, slots)
+        shape, logits_BLN = (self.num_experts, slots), tokens.by_sample(logits_TN)
+        if tokens.valid_T is None:
+            mix_BLN = logits_BLN.softmax(dim=1)
+        else:
+            padding_BL1 = ~tokens.by_sample(tokens.valid_T).unsqueeze(2)
+            # Not minus infinity, which would give NaN for a sample of nothing but padding.
+            low_BLN = logits_BLN.masked_fill(padding_BL1, torch.finfo(logits_BLN.dtype).min)
+            mix_BLN = low_BLN.softmax(dim=1).masked_fill(padding_BL1, 0.0)
         weights_BLN = tokens.by_sample(weights_TN)
-        return SoftChoice(_mix(logits_TN, tokens).unflatten(2, shape), weights_BLN.unflatten(2, shape), sums)
-
-
-def _mix(logits_TN: Tensor, tokens: Tokens) -> Tensor:
-    """Return the softmax over each sample's valid tokens, 0 for padding, [B, L, E * S]."""
-    logits_BLN = tokens.by_sample(logits_TN)
-    if tokens.valid_T is None:
-        return logits_BLN.softmax(dim=1)
-    padding_BL1 = ~tokens.by_sample(tokens.valid_T).unsqueeze(2)
-    # Not minus infinity, which would give NaN for a sample of nothing but padding.
-    low_BLN = logits_BLN.masked_fill(padding_BL1, torch.finfo(logits_BLN.dtype).min)
-    return low_BLN.softmax(dim=1).masked_fill(padding_BL1, 0.0)
+        return SoftChoice(mix_BLN.unflatten(2, shape), weights_BLN.unflatten(2, shape), sums)
 
 
 # ---- expert choice: Zhou et al. 2022, "Mixture-of-experts with expert choice routing" (arXiv 2202.09368) --

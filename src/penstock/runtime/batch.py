@@ -239,28 +239,21 @@ class EqualSizes:
         if self._control.world_size == 1:
             return samples
         if largest_batch is None:
-            largest_batch, length = self._agree(batch, length)
+            mine = (batch, length if batch else -inf, -length if batch else -inf)
+            largest, longest, shortest = self._control.largest(mine, "comparing the sizes of batches")
+            if largest > 0 and longest != -shortest:
+                raise ValueError(
+                    f"ranks have samples of different lengths, {-shortest:.0f} to {longest:.0f} tokens: with "
+                    "a fixed number of slots per expert all need the same. Fill up with padding and say so "
+                    "with valid_BL, or route dropless (moe.capacity_factor = none)."
+                )
+            largest_batch, length = int(largest), int(longest) if largest > 0 else length
         if batch > largest_batch:
             raise ValueError(
                 f"largest_batch = {largest_batch}: this rank has a batch of {batch} samples. Give the size "
                 "of the largest batch of any rank, the same on all ranks, or leave it out and ranks will ask."
             )
         return samples.filled(largest_batch, length)
-
-    def _agree(self, batch: int, length: int) -> tuple[int, int]:
-        """Return the samples of the largest batch and the length of every sample."""
-        shortest = -length if batch else -inf
-        mine = (batch, length if batch else -inf, shortest)
-        largest, longest, shortest = self._control.largest(mine, "comparing the sizes of batches")
-        if largest == 0:
-            return 0, length
-        if longest != -shortest:
-            raise ValueError(
-                f"ranks have samples of different lengths, {-shortest:.0f} to {longest:.0f} tokens: with a "
-                "fixed number of slots per expert all need the same. Fill up with padding and say so with "
-                "valid_BL, or route dropless (moe.capacity_factor = none)."
-            )
-        return int(largest), int(longest)
 
 
 Shape = tuple[int, int, bool, bool]
@@ -282,9 +275,16 @@ class SharedSizes:
         del largest_batch
         batch, length = samples.tokens_BL.shape
         marks = samples.valid_BL is not None, samples.documents_BL is not None
-        everyone = self._gathered((batch, length, *marks))
-        for ranks in self._layout.mesh.groups(self._layout.mesh.all_experts):
-            shapes = {rank: everyone[rank] for rank in ranks if everyone[rank][0]}
+        # The shapes of every rank, by one exchange of maxima: each is the largest at its place.
+        mine, ranks = (batch, length, *marks), self._layout.world_size
+        numbers = [0.0] * (ranks * len(mine))
+        numbers[self._layout.rank * len(mine) : (self._layout.rank + 1) * len(mine)] = map(float, mine)
+        found = iter(self._control.largest(numbers, "comparing the sizes of batches"))
+        everyone: list[Shape] = [
+            (int(next(found)), int(next(found)), bool(next(found)), bool(next(found))) for _ in range(ranks)
+        ]
+        for group in self._layout.mesh.groups(self._layout.mesh.all_experts):
+            shapes = {rank: everyone[rank] for rank in group if everyone[rank][0]}
             for rank, (_, length_there, marked, separate) in shapes.items():
                 first, (_, wanted, marks_padding, separates) = next(iter(shapes.items()))
                 if length_there != wanted:
@@ -309,16 +309,6 @@ class SharedSizes:
         lengths = [everyone[rank][1] for rank in members if everyone[rank][0]]
         companions = tuple(everyone[rank][0] for rank in members)
         return replace(samples, companions=companions).of_length(lengths[0] if lengths else length)
-
-    def _gathered(self, mine: Shape) -> list[Shape]:
-        """Return the shapes of every rank, by one exchange of maxima: each is the largest at its place."""
-        ranks, size = self._layout.world_size, len(mine)
-        numbers = [0.0] * (ranks * size)
-        numbers[self._layout.rank * size : (self._layout.rank + 1) * size] = map(float, mine)
-        found = iter(self._control.largest(numbers, "comparing the sizes of batches"))
-        return [
-            (int(next(found)), int(next(found)), bool(next(found)), bool(next(found))) for _ in range(ranks)
-        ]
 
 
 # ---- checks of what a batch holds -------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import torch
 from penstock.apportion import Counts
 from penstock.mesh import Axes
 from penstock.moe import MoELayer
-from penstock.moe.choices import RouterSums
 from penstock.moe.permute.sort import BoundedPermutation, Bounds
 from penstock.runtime.handlers import BySum, Counted, StepBounds
 from penstock.runtime.transport import HostCounts, Transport
@@ -116,7 +115,12 @@ class BoundedStep:
             yield
 
     def tell(self, sums: BySum, transport: Transport, axes: Axes) -> None:
-        wanted_X = torch.cat([_most(microbatches) for microbatches in sums.values()])
+        most_N = []
+        for microbatches in sums.values():
+            wanted = [each.wanted_N for each in microbatches if each.wanted_N is not None]
+            assert len(wanted) == len(microbatches), "orders of these layers count what they want"
+            most_N.append(torch.stack(wanted).amax(dim=0))
+        wanted_X = torch.cat(most_N)
         transport.maximum(wanted_X, axes)
         self._wanted = HostCounts(wanted_X)
 
@@ -129,13 +133,6 @@ class BoundedStep:
             else:
                 self._history.add(wanted_X)
         return self._exceeded
-
-
-def _most(microbatches: Sequence[RouterSums]) -> torch.Tensor:
-    """Return the most rows that a microbatch of this rank wanted at every position, [N]."""
-    wanted = [sums.wanted_N for sums in microbatches]
-    assert all(each is not None for each in wanted), "orders of these layers count what they want"
-    return torch.stack([each for each in wanted if each is not None]).amax(dim=0)
 
 
 def bounds_of(layers: Sequence[MoELayer | None]) -> Counted | RowBounds:

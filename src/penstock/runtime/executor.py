@@ -100,7 +100,12 @@ def compile_plan(
     run_twice = {name for task in again for name in (task.name, *task.inputs["kept"])}
     handler_of = {t: (twice if t.name in run_twice else handlers)[t.op, t.phase] for t in kept}
     lanes = _lanes(plan, kept, silent)
-    slots = _slots(kept)
+    # A slot for every output that is read, by the task and the output's name.
+    slots: dict[tuple[Name, str], int] = {}
+    for task in kept:
+        for role, names in task.inputs.items():
+            for name in names:
+                slots.setdefault((name, role.removeprefix(GRADIENT)), len(slots))
     # Of every slot its last reader on every lane that reads it.
     place = {task: (lane, i) for lane, order in lanes.items() for i, task in enumerate(order)}
     readers: dict[int, dict[Lane, Task]] = defaultdict(dict)
@@ -135,16 +140,6 @@ def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> di
 Slots = Mapping[tuple[Name, str], int]
 
 
-def _slots(tasks: Iterable[Task]) -> Slots:
-    """Return a slot for every output that is read, by the task and the output's name."""
-    slots: dict[tuple[Name, str], int] = {}
-    for task in tasks:
-        for role, names in task.inputs.items():
-            for name in names:
-                slots.setdefault((name, role.removeprefix(GRADIENT)), len(slots))
-    return slots
-
-
 def _read(task: Task, slots: Slots) -> Iterable[int]:
     return {slots[n, role.removeprefix(GRADIENT)] for role, names in task.inputs.items() for n in names}
 
@@ -165,7 +160,14 @@ def _calls(
         known: dict[Lane, int] = {}
         calls = []
         for task in order:
-            waits = _waits(task, lane, graph, place, known)
+            # How far other lanes must be, unless an earlier task of this lane has waited for that already.
+            wanted: dict[Lane, int] = {}
+            for need in graph.needs[task]:
+                if need in place:
+                    other, i = place[need]
+                    if other is not lane and i + 1 > known.get(other, 0):
+                        wanted[other] = max(wanted.get(other, 0), i + 1)
+            known.update(wanted)
             ended = [slot for slot in _read(task, slots) if readers[slot][lane] is task]
             calls.append(
                 Call(
@@ -178,25 +180,11 @@ def _calls(
                     tuple(written[task.name]),
                     tuple(slot for slot in ended if len(readers[slot]) == 1),
                     tuple(slot for slot in ended if len(readers[slot]) > 1),
-                    waits,
+                    tuple(wanted.items()),
                 )
             )
         span[lane] = tuple(calls)
     return span
-
-
-def _waits(
-    task: Task, lane: Lane, graph: Graph, place: Mapping[Task, tuple[Lane, int]], known: dict[Lane, int]
-) -> tuple[tuple[Lane, int], ...]:
-    """Return how far other lanes must be, unless an earlier task of this lane has waited for that already."""
-    wanted: dict[Lane, int] = {}
-    for need in graph.needs[task]:
-        if need in place:
-            other, i = place[need]
-            if other is not lane and i + 1 > known.get(other, 0):
-                wanted[other] = max(wanted.get(other, 0), i + 1)
-    known.update(wanted)
-    return tuple(wanted.items())
 
 
 class Programs:
@@ -269,7 +257,12 @@ class Execution:
         try:
             self._times.append(self._lanes.run(span, self._execute, timed=self._timed))
         except LaneError as failure:
-            self._raise(failure)
+            cause = failure.__cause__
+            assert cause is not None
+            if not isinstance(cause, Exception):  # an interrupt is raised unchanged
+                raise cause from cause.__cause__
+            grid = self._plan.schedule.grid(self._plan.graph, mark=failure.task)
+            raise TaskError(failure.task, self._rank, failure.waited_s, cause, grid) from cause
 
     def drop(self) -> None:
         """Let go of what tasks have handed on, and of the context: no further span will run."""
@@ -300,14 +293,6 @@ class Execution:
             if not readers:
                 values[slot] = None
         return inputs
-
-    def _raise(self, failure: LaneError) -> None:
-        cause = failure.__cause__
-        assert cause is not None
-        if not isinstance(cause, Exception):  # an interrupt is raised unchanged
-            raise cause
-        grid = self._plan.schedule.grid(self._plan.graph, mark=failure.task)
-        raise TaskError(failure.task, self._rank, failure.waited_s, cause, grid) from cause
 
     def records(self, step: int = 0) -> list[TaskRecord]:
         """Return when every task ran, in seconds from the start of the iteration on this rank; [] if that was
@@ -390,7 +375,17 @@ class ThreadLanes:
         try:
             if self._lost:  # after `_run` is set: news that come between the two are seen twice, not missed
                 run.lose(self._lost)
-            self._walk(run)
+            busy = [lane for lane, calls in run.span.items() if calls and not lane.computes]
+            for lane in busy:
+                if lane not in self._workers:
+                    self._workers[lane] = _Worker(lane)
+                self._workers[lane].start(run.walk_to_end)
+            try:
+                run.walk(Lane.COMPUTE)
+            except BaseException as error:  # an interrupt between two tasks
+                run.interrupt(Lane.COMPUTE, error)
+            for lane in run.settle(busy):  # after a failure those that could not be woken
+                self._workers.pop(lane).leave_alone()
         finally:
             self._run = None
         if run.failure is not None:
@@ -417,20 +412,6 @@ class ThreadLanes:
         for worker in self._workers.values():
             worker.stop()
         self._workers.clear()
-
-    def _walk(self, run: _ThreadRun) -> None:
-        """Run all lanes to their ends; after a failure as far as they can be woken."""
-        busy = [lane for lane, calls in run.span.items() if calls and not lane.computes]
-        for lane in busy:
-            if lane not in self._workers:
-                self._workers[lane] = _Worker(lane)
-            self._workers[lane].start(run.walk_to_end)
-        try:
-            run.walk(Lane.COMPUTE)
-        except BaseException as error:  # an interrupt between two tasks
-            run.interrupt(Lane.COMPUTE, error)
-        for lane in run.settle(busy):
-            self._workers.pop(lane).leave_alone()
 
 
 HEARERS.append(ThreadLanes.hear)
@@ -504,7 +485,14 @@ class _ThreadRun:
         execute, times, clock = self._execute, mine.times, time.perf_counter
         for call in self.span[lane]:
             try:
-                if (call.waits and not self._wait(mine, call)) or self.failure is not None:
+                for name, count in call.waits:
+                    awaited = self.lanes[name]
+                    if awaited.done < count:
+                        mine.wanted = (name, count)
+                        while awaited.done < count and self.failure is None:
+                            mine.wake.get()
+                        mine.wanted = None
+                if self.failure is not None:
                     return
             except BaseException as error:  # an interrupt while waiting stops all lanes, too
                 self._fail(call.task, 0.0, error)
@@ -559,20 +547,6 @@ class _ThreadRun:
             lane for lane in self.span if lane.is_network and self.lanes[lane].done < len(self.span[lane])
         )
         self.interrupt(next(going, Lane.COMPUTE), PeerLostError(told), ACTIVITY.waited_s)
-
-    def _wait(self, mine: _Progress, call: Call) -> bool:
-        """Wait until other lanes are as far as the call needs. Returns False if a lane has failed."""
-        for lane, count in call.waits:
-            other = self.lanes[lane]
-            if other.done >= count:
-                continue
-            mine.wanted = (lane, count)
-            while other.done < count and self.failure is None:
-                mine.wake.get()
-            mine.wanted = None
-            if self.failure is not None:
-                return False
-        return True
 
     def _fail(self, task: Task, waited_s: float, error: BaseException) -> None:
         with self._failing:

@@ -93,31 +93,24 @@ def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) 
     named = {id(p) for each in (*replicated, *experts) for p in each}
     replicated[0] = [*replicated[0], *(p for p in model.parameters() if id(p) not in named)]
     lowest = _lowest(replicated)
-    partial, averaged = (frozenset[int](),) * 2 if shape is None else _partial(parts, shape)
+    parted: list[nn.Parameter] = []  # those to whose gradients every rank that shares attention adds a part
+    averaged: list[nn.Parameter] = []  # those of them whose part is the whole gradient
+    if shape is not None and shape.sharing.tp_size > 1:
+        for layer in layers:
+            parted += parts.partial_parameters(layer)
+            if shape.tokens_of(layer) == "split":
+                parted += parts.token_parameters(layer)
+            elif shape.copies_differ:
+                averaged += parts.token_parameters(layer)
+    partial = set(map(id, (*parted, *averaged)))
     uses = Counter(use for each in experts for use in set(map(id, each)))
     return Assignment(
         tuple(tuple(p for p in layer if id(p) not in partial) for layer in lowest),
         _lowest(experts),
         frozenset(use for use, number in uses.items() if number > 1),
         tuple(tuple(p for p in layer if id(p) in partial) for layer in lowest),
-        averaged,
+        frozenset(map(id, averaged)),
     )
-
-
-def _partial(parts: ModelParts, shape: StepShape) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the ids of parameters to whose gradients every rank that shares attention adds a part, and the
-    ids of those whose part is the whole gradient."""
-    if shape.sharing.tp_size == 1:
-        return frozenset(), frozenset()
-    parted: list[nn.Parameter] = []
-    averaged: list[nn.Parameter] = []
-    for layer in range(len(parts.parts)):
-        parted += parts.partial_parameters(layer)
-        if shape.tokens_of(layer) == "split":
-            parted += parts.token_parameters(layer)
-        elif shape.copies_differ:
-            averaged += parts.token_parameters(layer)
-    return frozenset(map(id, (*parted, *averaged))), frozenset(map(id, averaged))
 
 
 def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, edp: bool) -> GradientBytes:
@@ -383,21 +376,17 @@ class Gradients:
     def _fill(self, replicated: Layers, experts: Layers, partial: Layers, at_once: frozenset[int]) -> None:
         reduced = experts if self._sums_experts else ((),) * len(experts)
         layers: dict[KindName, Layers] = {"replicated": replicated, "partial": partial, "experts": reduced}
-        shares = {"partial": self._shares}
+        shares, updating, mesh = {"partial": self._shares}, self._base.updating, self._layout.mesh
 
         def buckets(kind: KindName) -> list[GradientBucket]:
-            kept = self._kept(kind)
-            return [GradientBucket(_trained(layer), shares.get(kind), kept) for layer in layers[kind]]
+            flat = FlatGradients
+            if updating is not None:  # a sole owner keeps all
+                owners = mesh.size(GRADIENT_KINDS[kind].axes_of(sharing=self._layout.tp_size > 1))
+                flat = ReleasedGradients if updating.releases and owners > 1 else ScatteredGradients
+            trained = ([p for p in layer if p.requires_grad] for layer in layers[kind])
+            return [GradientBucket(each, shares.get(kind), flat) for each in trained]
 
         self.buckets = Buckets({kind: buckets(kind) for kind in GRADIENT_KINDS}, at_once=at_once)
-
-    def _kept(self, kind: KindName) -> type[FlatGradients]:
-        """Return the kind of buffer for gradients of this kind. A sole owner keeps all."""
-        updating, mesh = self._base.updating, self._layout.mesh
-        if updating is None:
-            return FlatGradients
-        owners = mesh.size(GRADIENT_KINDS[kind].axes_of(sharing=self._layout.tp_size > 1))
-        return ReleasedGradients if updating.releases and owners > 1 else ScatteredGradients
 
     def _entries(self, layers: Layers) -> tuple[Entry, ...]:
         found = []
@@ -407,10 +396,6 @@ class Gradients:
                 kind = str(p.dtype).removeprefix("torch.")
                 found.append(Entry(known.name, layer, p.requires_grad, kind, tuple(p.shape)))
         return tuple(found)
-
-
-def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    return [p for p in parameters if p.requires_grad]
 
 
 def _covered(layers: Layers, chunks: Sequence[int], names: dict[int, str]) -> tuple[Layers, frozenset[int]]:

@@ -5,7 +5,6 @@ Tensors of GPUs that are staged in the host's memory go over Gloo, too.
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import re
@@ -415,7 +414,15 @@ class Sockets:
         A thread of Gloo waits for its connections in a set of events (epoll). Of the sets of a process these
         are the ones that a program which it starts would inherit: Python, libuv and the like forbid that.
         """
-        watched = {found for number, to in _descriptors() if "eventpoll" in to for found in _watched(number)}
+        watched = set[int]()
+        for number, target in _descriptors():
+            if "eventpoll" not in target:
+                continue
+            with suppress(OSError):  # it was closed meanwhile
+                text = (FOLDER / "fdinfo" / str(number)).read_text(encoding="utf-8")
+                flags = re.search(r"^flags:\s*([0-7]+)", text, re.MULTILINE)
+                if flags is not None and not int(flags[1], 8) & os.O_CLOEXEC:
+                    watched.update(map(int, re.findall(r"^tfd:\s*(\d+)", text, re.MULTILINE)))
         return Sockets(frozenset(each for each in self.targets if each[0] in watched)) if watched else self
 
     def limit_send_buffers(self, size_bytes: int) -> None:
@@ -434,18 +441,14 @@ class Sockets:
     def _each(self, act: Callable[[socket.socket], None]) -> None:
         for descriptor, target in self.targets:
             # A connection that was closed, here or by a peer, needs nothing more.
-            with suppress(OSError), _copy_of(descriptor, target) as connection:
-                connection.getpeername()  # a listener has no peer; cutting one would abort the process
-                act(connection)
-
-
-def _copy_of(descriptor: int, target: str) -> socket.socket:
-    """Return another handle of a socket. Raises OSError if the descriptor now stands for something else."""
-    copy = os.dup(descriptor)
-    if str((FOLDER / "fd" / str(copy)).readlink()) == target:
-        return socket.socket(fileno=copy)
-    os.close(copy)
-    raise OSError(errno.EBADF, f"descriptor {descriptor} is no longer {target}")
+            with suppress(OSError):
+                copy = os.dup(descriptor)
+                if str((FOLDER / "fd" / str(copy)).readlink()) != target:  # it stands for something else now
+                    os.close(copy)
+                    continue
+                with socket.socket(fileno=copy) as connection:
+                    connection.getpeername()  # a listener has no peer; cutting one would abort the process
+                    act(connection)
 
 
 def _descriptors() -> Iterator[Target]:
@@ -453,13 +456,3 @@ def _descriptors() -> Iterator[Target]:
     for entry in folder.iterdir() if folder.exists() else ():
         with suppress(FileNotFoundError):  # the descriptor that lists the folder is gone by now
             yield int(entry.name), str(entry.readlink())
-
-
-def _watched(poll: int) -> list[int]:
-    """Return the descriptors in a set of events that other programs would inherit; [] for any other set."""
-    with suppress(OSError):  # it was closed meanwhile
-        text = (FOLDER / "fdinfo" / str(poll)).read_text(encoding="utf-8")
-        flags = re.search(r"^flags:\s*([0-7]+)", text, re.MULTILINE)
-        if flags is not None and not int(flags[1], 8) & os.O_CLOEXEC:
-            return [int(number) for number in re.findall(r"^tfd:\s*(\d+)", text, re.MULTILINE)]
-    return []

@@ -109,7 +109,15 @@ class StatisticsCodec:
             else torch.zeros_like(loss)
         )
         header = torch.stack([loss, valid, tokens, z])
-        pieces = [sum(map(self._piece, layer)) for layer in routers]
+        pieces = [
+            sum(
+                self._balance.piece(
+                    s.chosen_BE if s.judged_BE is None else s.judged_BE, s.probability_BE.double()
+                )
+                for s in layer
+            )
+            for layer in routers
+        ]
         limited = ([s.dropped for s in layer if s.slots is not None] for layer in routers)
         dropped = [sum(layer, start=torch.zeros_like(loss)) for layer in limited]
         chosen = [torch.cat([s.chosen_BE for s in layer]).sum(dim=0) for layer in routers]
@@ -118,9 +126,6 @@ class StatisticsCodec:
         ]
         layers = (torch.as_tensor(each) for each in (*pieces, *dropped, *chosen, *probability))
         return torch.cat([header, *(each.to(header).reshape(-1) for each in layers)])
-
-    def _piece(self, sums: RouterSums) -> Tensor:
-        return self._balance.piece(_judged(sums), sums.probability_BE.double())
 
     def unpack(self, total: Tensor) -> StepStatistics:
         """Return the statistics of the whole batch. total: the packed vector, summed over ranks."""
@@ -146,10 +151,6 @@ class StatisticsCodec:
             chosen_YE=chosen_YE,
             dropped_Y=dropped_Y,
         )
-
-
-def _judged(sums: RouterSums) -> Tensor:
-    return sums.chosen_BE if sums.judged_BE is None else sums.judged_BE
 
 
 # ---- the loss over a vocabulary, computed a piece of the tokens at a time ---------------------------------
@@ -186,8 +187,13 @@ def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 class _InPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        found = [_losses(*pieces) for pieces in in_pieces(logits_TV, labels_T)]
-        losses_T, totals_T = (torch.cat(parts) for parts in zip(*found, strict=True))
+        losses, totals = [], []  # every token's cross entropy, and the logarithm of its exponentials' sum
+        for piece_TV, piece_T in in_pieces(logits_TV, labels_T):
+            precise_TV = piece_TV.to(torch.promote_types(piece_TV.dtype, torch.float32))
+            totals.append(precise_TV.logsumexp(dim=1))
+            loss_T = F.nll_loss(precise_TV, piece_T, ignore_index=NO_LABEL, reduction="none")
+            losses.append((totals[-1] + loss_T).masked_fill_(piece_T == NO_LABEL, 0))
+        losses_T, totals_T = torch.cat(losses), torch.cat(totals)
         ctx.save_for_backward(logits_TV, labels_T, totals_T)
         return losses_T.sum()
 
@@ -209,14 +215,6 @@ def in_pieces(logits_TV: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the pieces of several tensors, cut by tokens so that a piece has not too many logits."""
     tokens = max(1, NUMBERS_AT_ONCE // logits_TV.shape[1])
     return zip(*(each.split(tokens) for each in (logits_TV, *more)), strict=True)
-
-
-def _losses(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return every token's cross entropy, and the logarithm of the sum of its exponentials."""
-    precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    totals_T = precise_TV.logsumexp(dim=1)
-    losses_T = totals_T + F.nll_loss(precise_TV, labels_T, ignore_index=NO_LABEL, reduction="none")
-    return losses_T.masked_fill_(labels_T == NO_LABEL, 0), totals_T
 
 
 # ---- the loads of experts in the last steps of a stack, as its steps gather them --------------------------

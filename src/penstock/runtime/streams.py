@@ -41,7 +41,11 @@ class StreamLanes:
         self._host = ThreadPoolExecutor(1, "penstock-host")
 
     def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
-        order, main = self._order(span), self._kind.current_stream(self._device)
+        if id(span) not in self._orders:
+            if len(self._orders) >= 4 * MOST_KEPT:
+                self._orders.pop(next(iter(self._orders)))
+            self._orders[id(span)] = span, issue_order_of(span)  # with the span, or another could get its id
+        order, main = self._orders[id(span)][1], self._kind.current_stream(self._device)
         origin = self._now(main, timed)
         ends: dict[tuple[Lane, int], Event] = {}
         spans: list[tuple[Task, Event, Event]] = []
@@ -90,14 +94,6 @@ class StreamLanes:
                 stop_others(self._on_failure, failure)
                 raise
 
-    def _order(self, span: Span) -> IssueOrder:
-        """Return the order of issue of a span, worked out once for as many spans as programs are kept."""
-        if id(span) not in self._orders:
-            if len(self._orders) >= 4 * MOST_KEPT:
-                self._orders.pop(next(iter(self._orders)))
-            self._orders[id(span)] = span, issue_order_of(span)  # with the span, or another could get its id
-        return self._orders[id(span)][1]
-
     def _now(self, stream: Stream, timed: bool) -> Event:
         return stream.record_event(self._kind.event(timed=timed))
 
@@ -107,23 +103,17 @@ class StreamLanes:
             self._streams[lane].wait_event(origin)
         return self._streams[lane]
 
-    def _meet(self, task: Task) -> None:
-        """Wait for the device before the first task of its kind, where kernels are loaded when they are first
-        launched.
-
-        Loading one may wait until the device has nothing to do, and a collective that has begun waits for
-        ranks that may load one, too. All ranks issue in one order, so here all have issued the same ones.
-        """
-        kind = task.op, task.phase
-        if self._kind.loads_lazily and kind not in self._issued:
-            with ACTIVITY.exchanging("device"):
-                self._kind.synchronize(self._device)
-            self._issued.add(kind)
-
     def _issue(self, call: Call, stream: Stream, execute: Execute) -> None:
         start_s = time.perf_counter()
         try:
-            self._meet(call.task)
+            # Where kernels are loaded when they are first launched, the host waits for the device before the
+            # first task of a kind. Loading may wait until the device has nothing to do, and a collective that
+            # has begun waits for ranks that may load, too. All issue in one order: all have issued the same.
+            kind = call.task.op, call.task.phase
+            if self._kind.loads_lazily and kind not in self._issued:
+                with ACTIVITY.exchanging("device"):
+                    self._kind.synchronize(self._device)
+                self._issued.add(kind)
             ACTIVITY.check()
             with self._kind.running(call.task, stream):
                 for tensor in tensors_in(execute(call)):

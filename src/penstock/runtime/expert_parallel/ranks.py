@@ -244,15 +244,14 @@ def _taken(whose: str, parameter: Tensor, state: Mapping[str, Any]) -> dict[str,
 
 def _share(parameters: Iterable[Tensor]) -> str:
     """Return in words of which shares these parameters are; empty where all are whole."""
-    return "; ".join(sorted({words for parameter in parameters for words in _shares(parameter)}))
-
-
-def _shares(parameter: Tensor) -> Iterator[str]:
-    ranks, sharding = getattr(parameter, MARK, None), sharding_of(parameter)
-    if isinstance(ranks, ExpertRanks) and ranks.layout.ep_size > 1:
-        yield f"experts of ep_rank {ranks.layout.ep_rank} of {ranks.layout.ep_size}"
-    if sharding is not None:
-        yield sharding.in_words
+    found = set[str]()
+    for parameter in parameters:
+        ranks, sharding = getattr(parameter, MARK, None), sharding_of(parameter)
+        if isinstance(ranks, ExpertRanks) and ranks.layout.ep_size > 1:
+            found.add(f"experts of ep_rank {ranks.layout.ep_rank} of {ranks.layout.ep_size}")
+        if sharding is not None:
+            found.add(sharding.in_words)
+    return "; ".join(sorted(found))
 
 
 # ---- refusals of optimisers that are wrong with what a rank holds -----------------------------------------

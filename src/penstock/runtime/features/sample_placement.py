@@ -258,15 +258,6 @@ def _asked(context: StepContext, layer: int) -> MoELayer | None:
     return context.layers[following].moe if asks and following is not None else None
 
 
-def _row_weight(context: StepContext, layer: int) -> float:
-    """Return how many rows in transit to experts weigh as much as what follows one token beside them."""
-    moe, sent_bytes = context.layers[layer].experts, (context.wire_dtype or torch.float32).itemsize
-    width = 1024  # stands for any hidden size: scales are a small part of a row
-    row_bytes = context.moe.row_bytes(width, sent_bytes)
-    shared = 0 if moe.shared is None else sent_bytes
-    return width * (context.residual_transport.separate_bytes + shared) / row_bytes
-
-
 @handles(Op.SAMPLE_COUNTS, F)
 def sample_counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return counts: rows of every sample by position, then by expert of the next layer, int32."""
@@ -317,7 +308,12 @@ def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         training=context.training,
     )
     length = context.batch.tokens[microbatch(task)].shape[1]
-    device_I = placing.homes(loads, visit, round(length * _row_weight(context, task.layer)))
+    # How many rows in transit to experts weigh as much as what follows one token beside them.
+    moe, sent_bytes = context.layers[task.layer].experts, (context.wire_dtype or torch.float32).itemsize
+    width = 1024  # stands for any hidden size: scales are a small part of a row
+    beside_bytes = context.residual_transport.separate_bytes + (0 if moe.shared is None else sent_bytes)
+    weight = width * beside_bytes / context.moe.row_bytes(width, sent_bytes)
+    device_I = placing.homes(loads, visit, round(length * weight))
     maker = context.maker(task.layer)
     return {"homes": settle(loads, device_I, placing.member, maker, context.degrees)}
 
@@ -370,7 +366,9 @@ class Ferry:
         leaving, arriving, stayed, staying = (
             on_device(numbers, device) for numbers in (way.leaving, way.arriving, way.kept_from, way.kept_to)
         )
-        packed = torch.cat([_bytes_of(each.index_select(0, leaving)) for each in columns], dim=1)
+        rows = [each.index_select(0, leaving) for each in columns]
+        flat = [each.reshape(len(each), each.shape[1:].numel()).view(torch.uint8) for each in rows]
+        packed = torch.cat(flat, dim=1)
         came = self.transport.all_to_all(packed, way.sent, way.received, self.axes)
         found = []
         sizes_bytes = [each.shape[1:].numel() * each.element_size() for each in columns]
@@ -382,12 +380,6 @@ class Ferry:
             numbers = part.clone(memory_format=torch.contiguous_format).view(-1).view(each.dtype)
             out.index_copy_(0, arriving, numbers.view(len(part), *each.shape[1:]))
         return found
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor as bytes, [B, bytes of a sample]."""
-    flat = tensor.reshape(len(tensor), tensor.shape[1:].numel())
-    return flat.view(torch.uint8)
 
 
 @handles(Op.SAMPLE_MOVE, F)

@@ -316,18 +316,28 @@ class LossOverShards:
     """Makes the loss of what all shards know of a token's logits."""
 
     def logits(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return logits: those of this rank's vocabulary; peaks: [T, 3] float64 or float32, see `_peaks`."""
+        """Return logits: those of this rank's vocabulary; peaks: [T, 3] float64 or float32.
+
+        They are what others must know of every token: the largest logit here, the sum of exponentials
+        relative to it, and the label's logit if it is here (else 0).
+        """
         parts = context.parts
         segment = context.segment()
         (h_BLM,) = segment.enter(inputs.one("hidden"))
         with context.autocast():
             (logits_TV,) = segment.leave(parts.logits(h_BLM))
-        mine_T = _mine(context, context.metadata_of(task, inputs).labels_BL.flatten(), logits_TV.shape[1])
-        found = ShardLogits(logits_TV, mine_T)
-        peaks_T3 = torch.cat(
-            [_peaks(_precise(part_TV), part_T) for part_TV, part_T in in_pieces(logits_TV, mine_T)]
-        )
-        return {"logits": found, "peaks": peaks_T3, "saved": segment}
+        labels_T, width = context.metadata_of(task, inputs).labels_BL.flatten(), logits_TV.shape[1]
+        check_vocabulary("label", labels_T, width * context.tensor.size, besides=NO_LABEL)
+        place_T = labels_T - context.tensor.rank * width
+        mine_T = torch.where((labels_T >= 0) & (place_T >= 0) & (place_T < width), place_T, -1)
+        peaks = []
+        for part_TV, part_T in in_pieces(logits_TV, mine_T):
+            precise_TV = _precise(part_TV)
+            most_T = precise_TV.amax(dim=1)
+            sums_T = (precise_TV - most_T.unsqueeze(1)).exp().sum(dim=1)
+            label_T = precise_TV.gather(1, part_T.clamp(min=0).unsqueeze(1)).squeeze(1) * (part_T >= 0)
+            peaks.append(torch.stack([most_T, sums_T, label_T], dim=1))
+        return {"logits": ShardLogits(logits_TV, mine_T), "peaks": torch.cat(peaks), "saved": segment}
 
     def logits_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return hidden: what this rank's vocabulary adds to the gradient of all tokens."""
@@ -367,19 +377,3 @@ class LossOverShards:
 
 def _precise(logits_TV: Tensor) -> Tensor:
     return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-
-
-def _mine(context: StepContext, labels_T: Tensor, width: int) -> Tensor:
-    """Return the places of labels in this rank's vocabulary, [T]; -1 for labels outside it."""
-    check_vocabulary("label", labels_T, width * context.tensor.size, besides=NO_LABEL)
-    place_T = labels_T - context.tensor.rank * width
-    return torch.where((labels_T >= 0) & (place_T >= 0) & (place_T < width), place_T, -1)
-
-
-def _peaks(logits_TV: Tensor, mine_T: Tensor) -> Tensor:
-    """Return what others must know of every token: the largest logit here, the sum of exponentials relative
-    to it, and the label's logit if it is here (else 0)."""
-    most_T = logits_TV.amax(dim=1)
-    sums_T = (logits_TV - most_T.unsqueeze(1)).exp().sum(dim=1)
-    label_T = logits_TV.gather(1, mine_T.clamp(min=0).unsqueeze(1)).squeeze(1) * (mine_T >= 0)
-    return torch.stack([most_T, sums_T, label_T], dim=1)

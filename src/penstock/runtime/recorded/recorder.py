@@ -296,7 +296,15 @@ class Recorder:
     def _accesses(self, tensors: Iterable[Tensor], *, writes: bool) -> Iterator[Access]:
         for tensor in tensors:
             if tensor.layout is torch.strided and tensor.numel():
-                yield Access(self._block(tensor), _span(tensor), writes)
+                size = tensor.element_size()
+                first = int(tensor.storage_offset()) * size
+                if tensor.is_contiguous():
+                    span = Span(first, first + tensor.numel() * size)
+                else:
+                    strides = [stride * size for stride in tensor.stride()]
+                    end = first + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + size
+                    span = Span(first, end, tuple(tensor.shape), tuple(strides), size)
+                yield Access(self._block(tensor), span, writes)
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Take memory that is not known yet as memory of the device that was there before."""
@@ -316,16 +324,6 @@ class Recorder:
 
 def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 0
-
-
-def _span(tensor: Tensor) -> Span:
-    size = tensor.element_size()
-    first = int(tensor.storage_offset()) * size
-    if tensor.is_contiguous():
-        return Span(first, first + tensor.numel() * size)
-    strides = [stride * size for stride in tensor.stride()]
-    end = first + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + size
-    return Span(first, end, tuple(tensor.shape), tuple(strides), size)
 
 
 WAITING = (

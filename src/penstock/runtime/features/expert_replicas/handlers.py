@@ -15,7 +15,7 @@ from penstock.device import on_device
 from penstock.features.expert_replicas.encoding import Numbers
 from penstock.graph import Phase, Task
 from penstock.mesh import Group
-from penstock.moe import Experts, MoELayer
+from penstock.moe import MoELayer
 from penstock.ops import Op
 from penstock.placement import PlacementError, Replication
 from penstock.runtime.features.expert_replicas.manager import (
@@ -110,9 +110,13 @@ def check_replicas(layers: Layers, shape: StepShape, machinery: Machinery) -> No
         return
     check_takes_replicas(layers, shape, machinery.layout)
     moe = [layer for layer in layers if layer is not None]
-    everyone = machinery.control.gather([_words(layer.experts) for layer in moe], "comparing experts")
-    for rank, words in enumerate(everyone):
-        for theirs, first in zip(words, everyone[0], strict=True):
+    words = []
+    for experts in (layer.experts for layer in moe):
+        kinds = (f"{name} {list(p.shape)} {p.dtype}" for name, p in experts.named_parameters())
+        words.append(f"{type(experts).__name__} ({', '.join(kinds)})")
+    everyone = machinery.control.gather(words, "comparing experts")
+    for rank, found in enumerate(everyone):
+        for theirs, first in zip(found, everyone[0], strict=True):
             if theirs != first:
                 raise ValueError(
                     f"rank {rank} has experts of {theirs}, rank 0 of {first}: experts that differ cannot "
@@ -134,7 +138,27 @@ def check_takes_replicas(layers: Layers, shape: StepShape, layout: Layout) -> No
     moe = [layer for layer in layers if layer is not None]
     for layer in moe:
         layer.permutation.with_slots(layer.ep_size, layer.placement.slots + shape.replica_slots)
-        _check_experts(layer.experts)
+        experts = layer.experts
+        # Parts of experts that a replica would lack, or have otherwise than the owner.
+        if any(True for _ in experts.buffers()):
+            raise ValueError(
+                f"{type(experts).__name__} has buffers, which are not brought to ranks that hold a replica: "
+                "rows would meet others there. Remove them, or set placement.experts=none"
+            )
+        check_no_hooks(experts)
+        sizes: dict[int, list[int]] = {}
+        for name, parameter in experts.named_parameters():
+            for _, slot, part in experts.split(name, parameter):
+                if not part.is_contiguous():
+                    raise ValueError(
+                        f"experts.{name} is not contiguous in memory: make it so with contiguous()"
+                    )
+                sizes.setdefault(slot, []).append(part.numel())
+        if len({tuple(found) for found in sizes.values()}) > 1:
+            raise ValueError(
+                f"the experts of {type(experts).__name__} differ in size or share parameters, so one cannot "
+                "take the place of another. Build them alike, or set placement.experts=none"
+            )
     seen: set[int] = set()
     for layer in moe:
         mine = {id(parameter) for parameter in layer.experts.parameters()}
@@ -194,30 +218,3 @@ def _misfit(replications: Sequence[Replication | None], layers: Layers, shape: S
                 f"{shape.replica_slots}"
             )
     return ""
-
-
-def _check_experts(experts: Experts) -> None:
-    """Raise ValueError for parts of experts that a replica would lack, or have otherwise than the owner."""
-    if any(True for _ in experts.buffers()):
-        raise ValueError(
-            f"{type(experts).__name__} has buffers, which are not brought to ranks that hold a replica: rows "
-            "would meet others there. Remove them, or set placement.experts=none"
-        )
-    check_no_hooks(experts)
-    sizes: dict[int, list[int]] = {}
-    for name, parameter in experts.named_parameters():
-        for _, slot, part in experts.split(name, parameter):
-            if not part.is_contiguous():
-                raise ValueError(f"experts.{name} is not contiguous in memory: make it so with contiguous()")
-            sizes.setdefault(slot, []).append(part.numel())
-    if len({tuple(found) for found in sizes.values()}) > 1:
-        raise ValueError(
-            f"the experts of {type(experts).__name__} differ in size or share parameters, so one cannot take "
-            "the place of another. Build them alike, or set placement.experts=none"
-        )
-
-
-def _words(experts: Experts) -> str:
-    first = [(name, tuple(p.shape), p.dtype) for name, p in experts.named_parameters()]
-    kinds = ", ".join(f"{name} {list(shape)} {dtype}" for name, shape, dtype in first)
-    return f"{type(experts).__name__} ({kinds})"

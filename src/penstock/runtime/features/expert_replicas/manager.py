@@ -98,7 +98,22 @@ class Plans:
         assert len(loads_YPE) == len(self.made), (
             f"{len(loads_YPE)} layers have loads, {len(self.made)} replicas"
         )
-        return tuple(self._next(y, loads_YPE[y], moving) for y in self.layers_of(place, places))
+        found = []
+        for layer in self.layers_of(place, places):
+            made = before = self.made[layer]
+            problem = ExpertProblem(
+                placement=before.placement,
+                replica_slots=before.replica_slots,
+                loads=loads_YPE[layer],
+                costs=moving.costs_of(layer),
+                exact=moving.exact,
+            )
+            in_use = _harmless(before, problem)
+            if not self.age_steps:
+                made = moving.planner(problem)
+                in_use = in_use and _harmless(made, problem)
+            found.append((made, in_use))
+        return tuple(found)
 
     def joined(self, shares: Sequence[Share], moving: ExpertMoving) -> Plans:
         """Return the plans joined from what all ranks have found, by place."""
@@ -110,21 +125,6 @@ class Plans:
     def layers_of(self, place: int, places: int) -> range:
         """Return the MoE layers, counted from 0, that one of `places` ranks plans."""
         return range(place, len(self.made), places)
-
-    def _next(self, layer: int, loads_PE: Ints, moving: ExpertMoving) -> tuple[Replication, bool]:
-        before = self.made[layer]
-        problem = ExpertProblem(
-            placement=before.placement,
-            replica_slots=before.replica_slots,
-            loads=loads_PE,
-            costs=moving.costs_of(layer),
-            exact=moving.exact,
-        )
-        in_use = _harmless(before, problem)
-        if self.age_steps:
-            return before, in_use
-        made = moving.planner(problem)
-        return made, in_use and _harmless(made, problem)
 
     @property
     def hash64(self) -> int:
@@ -299,7 +299,19 @@ class ReplicaManager:
 
     def use(self, replications: Replications) -> None:
         """Use these replications from the next forward pass on."""
-        self._host(replications)
+        layout, in_use = self._layout, list[LayerReplication | None]()
+        for at, exact in zip(replications, self._splits, strict=True):
+            if at is None:
+                in_use.append(None)
+                continue
+            trip = Trip.of(at, layout.ep_rank)
+            if exact and at.limit is not None:
+                nodes = tuple(node_of(rank, layout.ep_node_size) for rank in range(layout.ep_size))
+                in_use.append(LayerReplication(at, trip, None, ExactSplit.of(at, nodes)))
+            else:
+                spread = Spread(at.splits[layout.ep_rank], self._device)
+                in_use.append(LayerReplication(at, trip, spread, None))
+        self._in_use = tuple(in_use)
         self._plans = Plans.none([replication for replication in replications if replication is not None])
 
     def plan(self, loads_PYE: Tensor) -> Numbers:
@@ -384,19 +396,6 @@ class ReplicaManager:
             if replicas is not None:
                 replicas.forget()
         self._free.append(step_replicas.rooms)
-
-    def _host(self, replications: Replications) -> None:
-        pairs = zip(replications, self._splits, strict=True)
-        self._in_use = tuple(None if at is None else self._known(at, exact=exact) for at, exact in pairs)
-
-    def _known(self, replication: Replication, *, exact: bool) -> LayerReplication:
-        layout, trip = self._layout, Trip.of(replication, self._layout.ep_rank)
-        if exact and replication.limit is not None:
-            nodes = tuple(node_of(rank, layout.ep_node_size) for rank in range(layout.ep_size))
-            return LayerReplication(replication, trip, None, ExactSplit.of(replication, nodes))
-        return LayerReplication(
-            replication, trip, Spread(replication.splits[layout.ep_rank], self._device), None
-        )
 
 
 def splits_exactly(layer: MoELayer | None, shape: StepShape) -> bool:

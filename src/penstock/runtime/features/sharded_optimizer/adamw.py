@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.buckets import give_up_stand_ins, has_gradient
 from penstock.runtime.expert_parallel.ranks import mark_sharded, watch_optimizer
-from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, Share
+from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS
 from penstock.runtime.features.sharded_optimizer.updates import Groups, Updates
 from penstock.runtime.machinery import Machinery
 from penstock.schedule import StepPlan
@@ -186,14 +186,13 @@ class ShardedAdamW(torch.optim.Optimizer):
             if found is not None:
                 zeros = torch.zeros_like(parameter)
                 fresh = {"step": 0, **dict.fromkeys(MOMENTS, zeros)}
-                self._load(parameter, found[1], saved or fresh)
-
-    def _load(self, parameter: nn.Parameter, share: Share, saved: Mapping[str, Any]) -> None:
-        self.updates.steps[parameter].fill_(float(saved["step"]))
-        for name in share.states.keys() & saved.keys():
-            for piece, run in share.runs_of(parameter):
-                part = saved[name].reshape(-1)[run.first :][: run.length]
-                share.state(name, piece, run).copy_(part)
+                share = found[1]
+                known: Mapping[str, Any] = saved or fresh
+                self.updates.steps[parameter].fill_(float(known["step"]))
+                for name in share.states.keys() & known.keys():
+                    for piece, run in share.runs_of(parameter):
+                        part = known[name].reshape(-1)[run.first :][: run.length]
+                        share.state(name, piece, run).copy_(part)
 
     def _check_current(self) -> None:
         """Raise RuntimeError if the stack sums for another optimizer."""

@@ -288,9 +288,12 @@ class Updates:
         # The squares of all gradients that count on this rank.
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for (kind, _), shares in self._shares.items():
+            # Gradients that ranks sharing attention compute alike are owned once by each of these ranks.
+            alone = self._axes(kind) != Group.DATA or self._layout.tp_rank == 0
             for share in shares:
                 runs = ((piece, run) for piece, of_piece in enumerate(share.runs) for run in of_piece)
-                found = [share.gradient(*each) for each in runs if self._counts(kind, each[1].parameter)]
+                counted = (each for each in runs if alone or sharding_of(each[1].parameter) is not None)
+                found = [share.gradient(*each) for each in counted]
                 if found:
                     norms = torch._foreach_norm(found, 2.0, dtype=share.wide)
                     total = total + torch.stack(list(norms)).double().square().sum()
@@ -320,33 +323,28 @@ class Updates:
                 mine.mul_(judged.factor.to(mine.dtype))
             for number, group in enumerate(self.groups):
                 chosen = [run for run in runs if self._group_of.get(id(run.parameter)) == number]
-                if chosen:
-                    self._step(share, task.piece, chosen, group, refused)
-
-    def _step(
-        self, share: Share, piece: int, runs: Sequence[Any], group: Mapping[str, Any], refused: Tensor
-    ) -> None:
-        weights = [share.weights(piece, run) for run in runs]
-        beta1, beta2 = group["betas"]
-        torch._fused_adamw_(
-            weights,
-            [share.gradient(piece, run).to(share.wide) for run in runs],
-            [share.state(MOMENTS[0], piece, run) for run in runs],
-            [share.state(MOMENTS[1], piece, run) for run in runs],
-            [],
-            [self.steps[run.parameter] + 1 for run in runs],
-            amsgrad=False,
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            found_inf=refused,
-        )
-        if MASTER in share.states:
-            for run, master in zip(runs, weights, strict=True):
-                run.values.copy_(master)
+                if not chosen:
+                    continue
+                weights = [share.weights(task.piece, run) for run in chosen]
+                torch._fused_adamw_(
+                    weights,
+                    [share.gradient(task.piece, run).to(share.wide) for run in chosen],
+                    [share.state(MOMENTS[0], task.piece, run) for run in chosen],
+                    [share.state(MOMENTS[1], task.piece, run) for run in chosen],
+                    [],
+                    [self.steps[run.parameter] + 1 for run in chosen],
+                    amsgrad=False,
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                    found_inf=refused,
+                )
+                if MASTER in share.states:
+                    for run, master in zip(chosen, weights, strict=True):
+                        run.values.copy_(master)
 
     def end(self, graph: Graph, loss: Tensor) -> None:
         """End a backward pass: note its sums, or count its updates."""
@@ -423,14 +421,6 @@ class Updates:
         return bool(self._stale)
 
     # ---- parts ---------------------------------------------------------------------------------------------
-
-    def _counts(self, kind: KindName, parameter: nn.Parameter) -> bool:
-        """Return whether no other rank counts the same numbers.
-
-        Gradients that ranks sharing attention compute alike are owned once by each of these ranks.
-        """
-        alone = self._axes(kind) != Group.DATA or self._layout.tp_rank == 0
-        return alone or sharding_of(parameter) is not None
 
     def _of(self, task: Task) -> Sequence[Share]:
         return self._shares[kind_of_task(task).name, task.layer]
