@@ -19,8 +19,7 @@ from penstock.device import device_of
 from penstock.doctor.gpu.here import Case, Here, small_machinery, small_run
 from penstock.doctor.gpu.outcome import Outcome
 from penstock.runtime import Machinery
-from penstock.runtime.calls import Call, Span
-from penstock.runtime.lanes import Execute, Lanes, Ran
+from penstock.runtime.executor import Call, Execute, Lanes, Ran, Span
 
 SCHEDULES: Final = ("flowmoe", "fsmoe", "penstock")
 DELAY_S: Final = 5e-4
