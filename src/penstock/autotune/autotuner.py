@@ -65,7 +65,7 @@ class Autotuner:
         self.planned = continued or start(config, machinery)
         if resumption is not None and continued is None:
             self.planned = remembering(self.planned, machinery, resumption)
-        self._asked = of_optimizer(config, sharded=self.planned.problem.shape.updating is not None)
+        self._config = of_optimizer(config, sharded=self.planned.problem.shape.updating is not None)
         self._steps = 0
         self._tuned = settled or config.plan.tuner is None
         self._tuning: Tuning | None = None
@@ -97,7 +97,7 @@ class Autotuner:
     @property
     def moving(self) -> ExpertMoving | None:
         """How the replicas of the next step are planned; None where experts stay."""
-        return self.planned.moving(self._asked.placement)
+        return self.planned.moving(self._config.placement)
 
     @property
     def all_reduce_chunk_bytes(self) -> int | None:
@@ -116,7 +116,7 @@ class Autotuner:
 
     def save(self, folder: Path) -> None:
         """Write the plan, and the cluster for which it was made, into a folder, on one rank."""
-        self.planned.save(folder, self._asked.model.preset or "the run's own")
+        self.planned.save(folder, self._config.model.preset or "the run's own")
 
     @property
     def settled(self) -> bool:
@@ -131,12 +131,12 @@ class Autotuner:
         What is not final is decided by them, and the watch compares tasks before and after a change.
         """
         learning = self._watch.learning and len(self._before) < COMPARED_STEPS
-        return not self.settled or (self._asked.plan.watch and (learning or self._watch.suspects))
+        return not self.settled or (self._config.plan.watch and (learning or self._watch.suspects))
 
     @property
     def config(self) -> RunConfig:
         """The run as it is now."""
-        return with_choice(self._asked, self.planned.choice)
+        return with_choice(self._config, self.planned.choice)
 
     def after_step(self, slowest_s: float, records: Records) -> bool:
         """Adopt another plan if it is better; return whether the next step runs by another plan.
@@ -175,7 +175,7 @@ class Autotuner:
     @property
     def _refines(self) -> bool:
         """Whether schedules are re-ordered by measured durations; a plan file is run as it is."""
-        return self._asked.schedule.refine_after > 0 and self._asked.plan.file is None
+        return self._config.schedule.refine_after > 0 and self._config.plan.file is None
 
     def _begin(self, *, settle: bool) -> None:
         self._settling, self._steps = settle, 0
@@ -198,7 +198,7 @@ class Autotuner:
         """Collect the durations of the first steps; re-order the schedule by them when there are enough."""
         if len(self._kept) < DROPPED_STEPS + CALIBRATION_STEPS:
             self._kept.append(records)
-        if self._steps < self._asked.schedule.refine_after:
+        if self._steps < self._config.schedule.refine_after:
             return False
         steady = self._kept[DROPPED_STEPS:] or self._kept
         planned, self._kinds = refine(self._stack, self.planned, [r for step in steady for r in step])
@@ -213,11 +213,11 @@ class Autotuner:
     def _weigh(self) -> bool:
         """Observe some steps, then report what moving would bring; adopt it if it pays and plans are open."""
         if self._weighing is None:
-            self._weighing = Weighing(self._stack, self._asked)
+            self._weighing = Weighing(self._stack, self._config)
             return False
         if not self._weighing.end_step():
             return False
-        before, adopts = self.planned, self._asked.plan.mode == AUTO
+        before, adopts = self.planned, self._config.plan.mode == AUTO
         planned = self._weighing.decide(before, adopts=adopts)
         self._weighs, self._weighing = False, None
         new = [line for line in planned.lines if line not in before.lines]
@@ -227,7 +227,7 @@ class Autotuner:
             self.planned = planned
             return bool(new)  # so that the plan's file explains the choice
         logger.info(f"changing to {planned.name}: {planned.choice.words}")
-        self._untried = before if worth_trying(self._asked) else None
+        self._untried = before if worth_trying(self._config) else None
         self._adopt(planned, settle=self._refines)
         self._try_moves()
         return True
@@ -246,8 +246,8 @@ class Autotuner:
             schedule = self.planned.choice.schedule
             logger.info(f"plan.tuner has no effect: schedule {schedule} does not split its all-reduces")
             return False
-        control, seed = self._stack.machinery.control, self._asked.train.seed
-        self._tuning = Tuning(self._asked.plan, self.planned, self._kinds, control, seed)
+        control, seed = self._stack.machinery.control, self._config.train.seed
+        self._tuning = Tuning(self._config.plan, self.planned, self._kinds, control, seed)
         self._adopt(self._tuning.turn(), settle=False)
         return True
 
@@ -266,7 +266,7 @@ class Autotuner:
     # ---- the watch -----------------------------------------------------------------------------------------
 
     def _look(self, slowest_s: float, records: Records) -> bool:
-        if not self._asked.plan.watch:
+        if not self._config.plan.watch:
             return False
         if records and self._watch.learning and len(self._before) < COMPARED_STEPS:
             self._before.append(records)
@@ -292,15 +292,15 @@ class Autotuner:
         mine = [r for step in self._before for r in step], [r for step in self._recent for r in step]
         everyone = control.gather(mine, "collecting durations")
         steps_before, steps_now = ([rank[i] for rank in everyone] for i in (0, 1))
-        plan = self._asked.plan
+        plan = self._config.plan
         find = partial(diagnose, steps_before, steps_now, plan.drift_threshold, silent)
         diagnosis = decided(control, find, "finding what has changed")
         self._tuned = plan.tuner is None  # else a later step begins the search for a size
         if diagnosis.text and plan.mode == AUTO:
             # Moving is weighed after that, by what is measured then.
-            config = replace(self.config, placement=self._asked.placement)
+            config = replace(self.config, placement=self._config.placement)
             planned = replan(config, self._stack.machinery, self.planned, diagnosis)
-            self._weighs = is_open(self._asked, planned)
+            self._weighs = is_open(self._config, planned)
             if planned.choice == self.planned.choice:
                 self._calm_down()
             else:

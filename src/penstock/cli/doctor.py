@@ -76,7 +76,7 @@ def doctor(options: argparse.Namespace, given: Sequence[str], emulate: Emulated 
         """Examine, print what was found on the rank that has it, and return the exit code of all ranks."""
         found = examine(meeting, info, host, [Path(wanted.disk)], options.wait)
         if found is None:
-            end = meeting.told(END, time.monotonic() + REPORT_S)
+            end = meeting.announced(END, time.monotonic() + REPORT_S)
             meeting.close(())
             return FAILED if end is None else int(end["code"])
         checks = judge(found, wanted)

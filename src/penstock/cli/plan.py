@@ -234,7 +234,7 @@ def _what_fits(options: argparse.Namespace, file: ClusterFile) -> str:
     def changed(changes: Changes) -> Subject:
         return subject_of(changed_options(given, changes), file)
 
-    def words(changes: Changes) -> str:
+    def describe(changes: Changes) -> str:
         if not as_options:
             return " ".join(as_settings(changes))
         return " ".join(
@@ -244,7 +244,7 @@ def _what_fits(options: argparse.Namespace, file: ClusterFile) -> str:
     memory = memory_of(options.memory_gib, file.memory_bytes)
     assert memory is not None, "something did not fit"
     over = time_limit(time.process_time, 1.0, FITTING_S)
-    advice = Fitting(changed, memory, words, of_study(options.model), over).advice()
+    advice = Fitting(changed, memory, describe, of_study(options.model), over).advice()
     if options.layout == "auto" or not advice.startswith("It would fit"):
         return advice
     return f"{advice} --layout auto compares layouts by their times."

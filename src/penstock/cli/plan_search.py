@@ -90,16 +90,16 @@ def _stopped_by_hand() -> Iterator[Callable[[], bool]]:
 
     Yields what tells whether there was one. The next Ctrl-C ends the command, as usual.
     """
-    asked, before = list[int](), signal.getsignal(signal.SIGINT)
+    interrupts, before = list[int](), signal.getsignal(signal.SIGINT)
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         del frame
-        asked.append(number)
+        interrupts.append(number)
         signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGINT, interrupt)
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(interrupts)
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -90,7 +90,7 @@ def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int
             hint = error.hint
             with suppress(ConfigError):
                 laid = _laid_out(options, file)
-                fits = f"{_told(laid.plan, laid.options)} ({gib(laid.plan.memory_bytes)} per rank)"
+                fits = f"{_as_options(laid.plan, laid.options)} ({gib(laid.plan.memory_bytes)} per rank)"
                 hint = f"It would fit with {fits}."
             raise ConfigError(error.key, error.value, error.why, hint) from None
     report = PipelineReport(
@@ -170,8 +170,8 @@ def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float
     if laid.plan.update_s * NEAR > than_s:
         return None
     size = () if given else (option("global_batch"), str(options.global_batch))
-    told = " ".join((*size, _told(laid.plan, options)))
-    return StagesInstead(plan=laid.plan, options=told, than_s=than_s)
+    text = " ".join((*size, _as_options(laid.plan, options)))
+    return StagesInstead(plan=laid.plan, options=text, than_s=than_s)
 
 
 def _resized(file: ClusterFile, options: argparse.Namespace) -> tuple[ClusterFile, argparse.Namespace]:
@@ -292,12 +292,12 @@ def _fastest(
         if seen and over():
             break
         seen.add(sizes)
-        asked = options
+        laid_out = options
         if options.model is not None and options.zero_stage in (None, AUTO) and not of_study(options.model):
             # The optimiser is open: sharded, it saves memory in stages, and no time.
-            asked = replaced(options, zero_stage="1")
+            laid_out = replaced(options, zero_stage="1")
         try:
-            subject = subject_of(asked, stage_cluster(file, stages))
+            subject = subject_of(laid_out, stage_cluster(file, stages))
             memory = memory_of(options.memory_gib, subject.memory_bytes)
             problem = subject.sharded or subject.problem
             plan = _find(problem, options, file, memory, orders=1).best
@@ -341,7 +341,7 @@ def _layouts(options: argparse.Namespace, cluster: ClusterFile) -> Iterator[argp
         yield changed_options(given, sizes)
 
 
-def _told(plan: PipelinePlan, options: argparse.Namespace) -> str:
+def _as_options(plan: PipelinePlan, options: argparse.Namespace) -> str:
     """Return the options that ask for a layout in stages."""
     work, pipeline = plan.problem.workload, plan.pipeline
     sizes = {"ep_size": work.ep_size, "tp_size": work.tp_size, "etp_size": work.etp_size}

@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -127,7 +128,10 @@ def cluster_of(options: argparse.Namespace) -> ClusterFile:
 
 def subject_of(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """Return what a plan is sought for on this cluster; its plans must hold the rows of a given routing."""
-    subject = _loaded(_stepping(options, file), options.imbalance)
+    subject, imbalance = _stepping(options, file), options.imbalance
+    if imbalance is not None:
+        note = f"the busiest rank of every expert group gets {imbalance:g} times the mean number of tokens"
+        subject = subject.changed(lambda problem: problem.with_imbalance(imbalance), note)
     if in_line(options.cluster) is not None:
         subject = subject.changed(lambda problem: problem, file.source)
     if options.global_batch is not None:
@@ -229,14 +233,6 @@ def _shared(subject: Subject, options: argparse.Namespace) -> Subject:
         return subject
     problem = sharing_updates(subject.problem, releases=stage in ("2", SHARDED))
     return replace(subject, sharded=problem) if stage == "auto" else replace(subject, problem=problem)
-
-
-def _loaded(subject: Subject, imbalance: float | None) -> Subject:
-    """Return the subject with a busiest rank."""
-    if imbalance is None:
-        return subject
-    note = f"the busiest rank of every expert group gets {imbalance:g} times the mean number of tokens"
-    return subject.changed(lambda problem: problem.with_imbalance(imbalance), note)
 
 
 def _observing(subject: Subject, options: argparse.Namespace) -> Subject:
@@ -350,7 +346,7 @@ class Fitting:
 
     subject_of: Callable[[Changes], Subject]
     memory: MemoryBudget
-    words: Callable[[Changes], str]
+    describe: Callable[[Changes], str]
     of_study: bool
     ends: Callable[[], bool]
     _known: dict[str, int | None] = field(default_factory=dict)
@@ -361,10 +357,11 @@ class Fitting:
             first = self.subject_of({})
         except ConfigError:
             return ""  # the layout was open, and the given one is impossible
-        layouts, batches = list(other_layouts(first, of_study=self.of_study)), list(_batches(first))
+        layouts, batch = list(other_layouts(first, of_study=self.of_study)), first.problem.batch
+        batches: list[Changes] = [{"batch": batch >> times} for times in range(1, batch.bit_length())]
         alone = [each for each in (*SAVING, *layouts, *batches) if self._fits(each)]
         if alone:
-            return f"It would fit with {', or with '.join(map(self._told, alone[:SAID]))}."
+            return f"It would fit with {', or with '.join(map(self._with_memory, alone[:SAID]))}."
         saving: Changes = {}
         for each in SAVING:
             saving = {**saving, **each} if self._bytes({**saving, **each}) is not None else saving
@@ -373,11 +370,11 @@ class Fitting:
         possible = [each for each in together if self._bytes(each) is not None]
         for each in possible:
             if self._fits(each):
-                return f"It would fit with {self._told(self._needed(each))}."
+                return f"It would fit with {self._with_memory(self._needed(each))}."
         if not possible:
             return ""
         least = min(possible, key=lambda each: self._bytes(each) or 0)
-        return f"Use more ranks: the nearest to fit is {self._told(least)}."
+        return f"Use more ranks: the nearest to fit is {self._with_memory(least)}."
 
     def _needed(self, changes: Changes) -> Changes:
         """Return the changes without those that are not needed."""
@@ -391,23 +388,21 @@ class Fitting:
         needed = self._bytes(changes)
         return needed is not None and needed <= self.memory.bytes
 
-    def _told(self, changes: Changes) -> str:
-        return f"{self.words(changes)} ({gib(self._bytes(changes) or 0)} per rank)"
+    def _with_memory(self, changes: Changes) -> str:
+        return f"{self.describe(changes)} ({gib(self._bytes(changes) or 0)} per rank)"
 
     def _bytes(self, changes: Changes) -> int | None:
         """Return the least memory of a rank with these changes; None if they are impossible, or no time."""
-        key = self.words(changes)
+        key = self.describe(changes)
         if key not in self._known:
-            self._known[key] = None if self.ends() else self._estimated(changes)
+            problems: list[Problem] = []
+            with suppress(ConfigError):  # a size does not divide, or this step cannot have it
+                subject = None if self.ends() else self.subject_of(changes)
+                problems = (
+                    [] if subject is None else [each for each in (subject.problem, subject.sharded) if each]
+                )
+            self._known[key] = min((least_memory(each).total_bytes for each in problems), default=None)
         return self._known[key]
-
-    def _estimated(self, changes: Changes) -> int | None:
-        try:
-            subject = self.subject_of(changes)
-        except ConfigError:
-            return None  # a size does not divide, or this step cannot have it
-        problems = (subject.problem,) if subject.sharded is None else (subject.problem, subject.sharded)
-        return min(least_memory(each).total_bytes for each in problems)
 
 
 def other_layouts(subject: Subject, *, of_study: bool) -> Iterator[Changes]:
@@ -423,11 +418,3 @@ def other_layouts(subject: Subject, *, of_study: bool) -> Iterator[Changes]:
             yield sizes
         elif samples % work.tp_size == 0:
             yield sizes if each.tp_size == work.tp_size else {**sizes, "batch": samples // work.tp_size}
-
-
-def _batches(subject: Subject) -> Iterator[Changes]:
-    """Yield smaller batches, halved again and again."""
-    batch = subject.problem.batch
-    while batch > 1:
-        batch //= 2
-        yield {"batch": batch}

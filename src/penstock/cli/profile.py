@@ -104,7 +104,7 @@ def _measure(
             machinery,
             budget_s=options.budget,
             name=options.out.stem,
-            limits=Limits(asked=lambda: requests.asked),
+            limits=Limits(stopped=lambda: requests.asked),
         )
     machinery.close()
     return file

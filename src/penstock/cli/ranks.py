@@ -149,8 +149,8 @@ def start_ranks(
         why = f"this machine could not start them all ({error.strerror or error})"
         raise ConfigError("parallel.processes", processes, why, "Start fewer.") from error
     failure = outcome.first_failure
-    told = failure is None or (reports and failure.returncode == FAILED)
-    if not told and outcome.exit_code not in (BAD_USAGE, INTERRUPTED):
+    reported = failure is None or (reports and failure.returncode == FAILED)
+    if not reported and outcome.exit_code not in (BAD_USAGE, INTERRUPTED):
         more = f"; {way_out()}" if way_out else ""
         print(f"penstock: {outcome.describe()}{more}", file=sys.stderr)
     return outcome.exit_code

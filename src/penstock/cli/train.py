@@ -51,8 +51,8 @@ def train(
                 file=sys.stderr,
             )
         with emulate.cluster() as cluster:
-            told = [*given, f"parallel.processes={ranks}"]
-            return _start_ranks(config, told, ranks, node_size=emulate.devices, place=cluster)
+            arguments = [*given, f"parallel.processes={ranks}"]
+            return _start_ranks(config, arguments, ranks, node_size=emulate.devices, place=cluster)
     if info is not None:
         return _be_rank(config, info, json_wanted)
     processes, places = ranks_of(config, None, None), Places.here()

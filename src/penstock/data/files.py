@@ -113,8 +113,8 @@ def parquet_of(path: str) -> Path:
         ConfigError: About `path`: the package is missing, the form is another, or there is no such dataset,
             configuration or split that can be reached.
     """
-    name, _, asked = path.removeprefix(PREFIX).partition("?")
-    chosen = parse_qs(asked, keep_blank_values=True)
+    name, _, query = path.removeprefix(PREFIX).partition("?")
+    chosen = parse_qs(query, keep_blank_values=True)
     if name.count("/") > 1 or not name.strip("/") or not {"config", "split"}.issuperset(chosen):
         raise ConfigError("path", path, "does not name a dataset of the hub", f"Write {FORM}.")
     if not is_there("datasets"):

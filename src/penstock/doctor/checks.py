@@ -414,8 +414,8 @@ def _link_words(measured: Sequence[tuple[Link, float]], wanted: Wanted) -> Itera
         where = "inside nodes" if inside else "between nodes"
         rates = _mb(slowest) if len(here) == 1 else f"{_mb(slowest)} to {_mb(quickest)}"
         assumed = _assumed(wanted, inside=inside)
-        told = "" if assumed is None else f" ({_mb(assumed)} assumed)"
-        yield f"{where} {rates}{told}, round trip up to {milliseconds(trips)}"
+        wanted_rate = "" if assumed is None else f" ({_mb(assumed)} assumed)"
+        yield f"{where} {rates}{wanted_rate}, round trip up to {milliseconds(trips)}"
 
 
 def exchange(found: Examination) -> Check:

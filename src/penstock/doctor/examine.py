@@ -167,7 +167,7 @@ class _Doctor:
     def examine(self, came: Mapping[int, Mapping[str, Any]], until_s: float) -> Examination | None:
         if self._leads:
             self._meeting.announce("present", {"ranks": sorted(came), "lead": self._rank})
-        present = self._meeting.told("present", until_s)
+        present = self._meeting.announced("present", until_s)
         if present is None:
             raise MeetingError("the rank that was to report has gone")
         ranks, self._reference = tuple(present["ranks"]), int(present["lead"])
@@ -223,11 +223,11 @@ class _Doctor:
                     made.append(file)
                     marks[folder.path] = file.name
             self._meeting.announce("marks", marks)
-        told = self._meeting.told("marks", time.monotonic() + 2 * TURN_S) or {}
-        found = self._all_do("seen", lambda: {path: Path(name).exists() for path, name in told.items()})
+        files = self._meeting.announced("marks", time.monotonic() + 2 * TURN_S) or {}
+        found = self._all_do("seen", lambda: {path: Path(name).exists() for path, name in files.items()})
         for file in made:
             file.close()
-        return {path: tuple(rank for rank, seen in found.items() if seen.get(path)) for path in told}
+        return {path: tuple(rank for rank, seen in found.items() if seen.get(path)) for path in files}
 
     # ---- links ---------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class _Doctor:
             fine = not any(link.problem for link in links)
             fine &= not any(said["facts"]["problem"] for said in self._known.values())
             self._meeting.announce("exchange", {"go": whole and fine})
-        go = self._meeting.told("exchange", time.monotonic() + ROUND_S)
+        go = self._meeting.announced("exchange", time.monotonic() + ROUND_S)
         if go is None or not go["go"]:
             return None
         found = self._all_do("exchanged", self._summed, 2 * EXCHANGE_S)

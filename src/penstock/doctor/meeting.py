@@ -70,7 +70,7 @@ class Meeting:
         """Publish a message to all ranks."""
         self._asking(lambda: self._store.set(key, json.dumps(said)))
 
-    def told(self, key: str, until_s: float) -> dict[str, Any] | None:
+    def announced(self, key: str, until_s: float) -> dict[str, Any] | None:
         """Return what one rank announced to all; None if it has not by `until_s`."""
 
         def listen() -> dict[str, Any] | None:

@@ -110,8 +110,11 @@ def ask_rates(address: Address, token: str) -> Rates:
     """Measure rates, which takes about two `STREAM_S`. Raises OSError where there is no answer."""
     with _Asking(address, token) as asking:
         round_trip_s = median(trip for _, trip in asking.pings())
-        out = asking.stream_out()
-        back = asking.stream_back()
+        asking.say({"what": "take"})
+        _pour(asking.connection)
+        out = float(asking.hear()["rate"])
+        asking.say({"what": "give"})
+        back = _drain(asking.connection)
     return Rates(out_bytes_per_s=out, back_bytes_per_s=back, round_trip_s=round_trip_s)
 
 
@@ -124,17 +127,17 @@ class _Asking:
     """A connection to a server, over which questions are asked."""
 
     def __init__(self, address: Address, token: str) -> None:
-        self._connection = socket.create_connection(address, timeout=PATIENCE_S)
-        _prepare(self._connection)
-        self._lines = self._connection.makefile("rwb", buffering=0)
-        self._say({"token": token})
+        self.connection = socket.create_connection(address, timeout=PATIENCE_S)
+        _prepare(self.connection)
+        self._lines = self.connection.makefile("rwb", buffering=0)
+        self.say({"token": token})
 
     def __enter__(self) -> _Asking:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._lines.close()
-        self._connection.close()
+        self.connection.close()
 
     def pings(self) -> Iterator[tuple[float, float]]:
         """Yield `PINGS` pings, or as many as are begun within `PINGS_S`, at least one."""
@@ -147,26 +150,15 @@ class _Asking:
     def ping(self) -> tuple[float, float]:
         """Return how far this machine's clock is ahead, and the round trip, both in seconds."""
         began_s, tick_s = now_s(), time.monotonic()
-        self._say({"what": "ping"})
-        there_s = self._hear()["now_s"]
+        self.say({"what": "ping"})
+        there_s = self.hear()["now_s"]
         round_trip_s = time.monotonic() - tick_s
         return began_s + round_trip_s / 2 - there_s, round_trip_s
 
-    def stream_out(self) -> float:
-        """Return bytes per second towards the server."""
-        self._say({"what": "take"})
-        _pour(self._connection)
-        return float(self._hear()["rate"])
+    def say(self, words: Mapping[str, Any]) -> None:
+        self.connection.sendall(json.dumps(words).encode() + b"\n")
 
-    def stream_back(self) -> float:
-        """Return bytes per second from the server."""
-        self._say({"what": "give"})
-        return _drain(self._connection)
-
-    def _say(self, words: Mapping[str, Any]) -> None:
-        self._connection.sendall(json.dumps(words).encode() + b"\n")
-
-    def _hear(self) -> dict[str, Any]:
+    def hear(self) -> dict[str, Any]:
         line = self._lines.readline(4096)
         if not line:
             raise ConnectionError("the other rank has closed the connection")

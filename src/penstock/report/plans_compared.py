@@ -58,8 +58,8 @@ class Side:
         sizes = file.sizes
         tokens = sizes.passes * sizes.batch_per_rank * sizes.seq_len * holders(sizes.ranks, sizes.tp_size)
         limits = [line for line in file.why if line.startswith("Limit ")]
-        told = limits[-1].removeprefix("Limit ").strip().partition(";")[0] if limits else ""
-        return Side(file=file, tokens_per_s=tokens / file.predicted_s, limit=told)
+        limit = limits[-1].removeprefix("Limit ").strip().partition(";")[0] if limits else ""
+        return Side(file=file, tokens_per_s=tokens / file.predicted_s, limit=limit)
 
     @property
     def layout(self) -> str:
@@ -70,11 +70,11 @@ class Side:
     def facts(self) -> dict[str, str]:
         """Return all that may differ, in words, by name."""
         sizes, choice = self.file.sizes, self.file.choice
-        told = {"model": self.file.model, "cluster": self.file.cluster}
-        told |= {key: str(value) for key, value in to_dict(sizes).items()}
+        facts = {"model": self.file.model, "cluster": self.file.cluster}
+        facts |= {key: str(value) for key, value in to_dict(sizes).items()}
         for name, each in FIELDS.items():
-            told[name] = each.cell(choice) if each.cell and choice.reads(name) else each.unread
-        return {key: printable(value) for key, value in told.items()}
+            facts[name] = each.cell(choice) if each.cell and choice.reads(name) else each.unread
+        return {key: printable(value) for key, value in facts.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

@@ -264,23 +264,23 @@ def describe_schedule(
     )
     _check_sharing(sharing)
     cluster = cluster or ClusterConfig(link_bytes_per_s=SLOW_LINK_BYTES_PER_S)
-    asked = Decision(
+    choice = Decision(
         schedule=name,
         microbatches=microbatches,
         chunks=chunks,
         backward_chunks=backward_chunks,
         expert_form=expert_form,
     )
-    asked = replace(asked if placement is None else asked.with_placement(placement), recompute=recompute)
-    workload = _workload(layers, microbatches, sharing, asked.form)
+    choice = replace(choice if placement is None else choice.with_placement(placement), recompute=recompute)
+    workload = _workload(layers, microbatches, sharing, choice.form)
     updating = Updating(releases=zero_stage == 2) if zero_stage else None
     workload = workload if updating is None else updating_experts(workload, (True,) * layers)
     size = -(-workload.all_reduce_bytes[0] // all_reduce_chunks)
-    asked = replace(asked, all_reduce_chunk_bytes=size)
-    run = _run(asked, workload, cluster, sharing, updating)
-    still = replace(asked, schedule=BASELINE, samples="none", experts="none")
+    choice = replace(choice, all_reduce_chunk_bytes=size)
+    run = _run(choice, workload, cluster, sharing, updating)
+    still = replace(choice, schedule=BASELINE, samples="none", experts="none")
     baseline = _run(still, workload, cluster, sharing, updating)
-    notes = tuple(_notes(asked, run.plan.shape, given))
+    notes = tuple(_notes(choice, run.plan.shape, given))
     return _described(name, run, baseline, workload=workload, cluster=cluster, notes=notes, width=width)
 
 
@@ -391,7 +391,7 @@ class _Run:
 
 
 def _run(
-    asked: Decision, workload: Workload, cluster: ClusterConfig, sharing: Sharing, updating: Updating | None
+    choice: Decision, workload: Workload, cluster: ClusterConfig, sharing: Sharing, updating: Updating | None
 ) -> _Run:
     def cost_of(shape: StepShape) -> StepCost:
         return StepCost(shape, workload, cluster)
@@ -401,7 +401,7 @@ def _run(
     gradients = GradientBytes(
         workload.all_reduce_bytes, workload.expert_all_reduce_bytes, workload.partial_all_reduce_bytes
     )
-    plan = plan_step(asked, shape, gradients, cost_of)
+    plan = plan_step(choice, shape, gradients, cost_of)
     cost, ranks = cost_of(plan.shape), workload.mesh
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
     records = [record for record in timeline.records() if record.rank == 0]
@@ -412,18 +412,18 @@ def _run(
 # ---- words -------------------------------------------------------------------------------------------------
 
 
-def _notes(asked: Decision, shape: StepShape, given: Mapping[str, int | None]) -> Iterator[str]:
+def _notes(choice: Decision, shape: StepShape, given: Mapping[str, int | None]) -> Iterator[str]:
     """Yield the settings that have no effect, by the shape that the system made.
 
     given: numbers that were asked for; None = no number was given, and the request has the usual one.
     """
     used = {
         "microbatches": (shape.microbatches, given["microbatches"]),
-        "chunks": (max(shape.chunks, shape.pair_slices), asked.chunks),
-        "backward_chunks": (shape.backward_chunks, asked.backward_chunks),
+        "chunks": (max(shape.chunks, shape.pair_slices), choice.chunks),
+        "backward_chunks": (shape.backward_chunks, choice.backward_chunks),
         "all_reduce_chunks": (max(shape.all_reduce_chunks), given["all_reduce_chunks"]),
-        "expert_form": ("gather" if shape.sharing.is_none else shape.expert_form, asked.expert_form),
+        "expert_form": ("gather" if shape.sharing.is_none else shape.expert_form, choice.expert_form),
     }
     for key, (ran, wanted) in used.items():
         if wanted not in (None, ran):
-            yield f"{asked.schedule} ignores {key} = {wanted} and runs with {ran}"
+            yield f"{choice.schedule} ignores {key} = {wanted} and runs with {ran}"

@@ -69,7 +69,7 @@ UNUSED = (
 )
 
 UNMOVED = (
-    "placement.{name} = {asked} is ignored because the plan in {source} has {planned}. "
+    "placement.{name} = {requested} is ignored because the plan in {source} has {planned}. "
     "Set plan.mode=fixed to use it"
 )
 
@@ -92,13 +92,13 @@ def as_given(config: RunConfig, machinery: Machinery) -> Planned:
     Where the dispatch is open and ranks have a choice, links are measured for `LINKS_S`, or for
     `plan.profile_s` if that is less, and the dispatch with the shortest predicted step is taken.
     """
-    asked: list[tuple[float, Problem, Decision]] = []
+    possible: list[tuple[float, Problem, Decision]] = []
     # With either optimiser, if it is open: that of the shorter iteration counts.
     for run in open_runs(config):
         problem = assumed_problem(run, machinery.layout)
         choice = given_choice(run, problem)
-        asked.append((whole_s(problem, evaluate(problem, choice)), problem, choice))
-    _, problem, choice = min(asked, key=lambda each: each[0])
+        possible.append((whole_s(problem, evaluate(problem, choice)), problem, choice))
+    _, problem, choice = min(possible, key=lambda each: each[0])
     names = dispatches_of(problem, choice)
     if len(names) > 1:
         config = settled(config, sharded=problem.shape.updating is not None)
@@ -312,16 +312,16 @@ def find(
 
 def overruled(placement: PlacementConfig, choice: Decision, path: Path) -> list[str]:
     """Return warnings about requests of section [placement] from which the plan of a file differs."""
-    asked = {name: getattr(placement, name) for name in ("samples", "experts")}
+    requested = {name: getattr(placement, name) for name in ("samples", "experts")}
     if choice.num_replica_slots:
         usual = PlacementConfig()
         own = {name: getattr(placement, name) for name in ("replica_slots", "split")}
-        asked |= {name: value for name, value in own.items() if value != getattr(usual, name)}
+        requested |= {name: value for name, value in own.items() if value != getattr(usual, name)}
         if choice.replica_slots in placement.weighed.replica_slots:
-            asked.pop("replica_slots", None)
+            requested.pop("replica_slots", None)
     return [
-        UNMOVED.format(name=name, asked=value, source=path, planned=getattr(choice, name))
-        for name, value in asked.items()
+        UNMOVED.format(name=name, requested=value, source=path, planned=getattr(choice, name))
+        for name, value in requested.items()
         if value not in (AUTO, getattr(choice, name))
     ]
 
@@ -359,9 +359,9 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
     if settings is None or not from_.record.plan_settled:
         raise ConfigError("plan", UNSET, "it was not final yet")
     for section in COMPARED:
-        asked = getattr(config, section)
+        requested = getattr(config, section)
         # A setting that did not exist yet when the checkpoint was made had its default.
-        if to_dict(type(asked)()) | settings.get(section, {}) != to_dict(asked):
+        if to_dict(type(requested)()) | settings.get(section, {}) != to_dict(requested):
             raise ConfigError(section, UNSET, f"settings of [{section}] have changed")
     paper, file = decided(machinery.control, lambda: _files(from_), f"reading the plan of {path.name}")
     config = settled_as(config, paper)

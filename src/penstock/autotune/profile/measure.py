@@ -70,7 +70,7 @@ def profile_run(
     file = measure_tasks(config, machinery, left_s - kernels_s, file, limits=limits)
     there_bytes = memory_bytes(machinery.control, machinery.device)  # now that all communicators are there
     file = replace(file, memory_bytes=there_bytes)
-    stopped = machinery.control.any(limits.asked(), "agreeing whether measuring was stopped")
+    stopped = machinery.control.any(limits.stopped(), "agreeing whether measuring was stopped")
     return replace(file, doubts=(STOPPED, *file.doubts)) if stopped else file
 
 

@@ -49,11 +49,11 @@ def ignore(text: str) -> None:
 class Limits:
     """What ends a measurement, besides its budget.
 
-    asked: whether this rank is to measure no more than it must. clock: by which budgets are kept. overran:
+    stopped: whether this rank is to measure no more than it must. clock: by which budgets are kept. overran:
     noted by a budget that was so much exceeded that not even the least was measured.
     """
 
-    asked: Callable[[], bool] = bool
+    stopped: Callable[[], bool] = bool
     clock: Callable[[], float] = time.perf_counter
     overran: bool = False
 
@@ -91,7 +91,7 @@ class Budget:
     @property
     def _mine_s(self) -> float:
         left_s = self._end_s - self.clock()
-        return min(0.0, left_s) if self.limits.asked() else left_s
+        return min(0.0, left_s) if self.limits.stopped() else left_s
 
     def timed(self, action: Action, blocks: int, device: torch.device) -> list[float]:
         """Return seconds per action, of the slowest rank, for every block; all ranks start together.

@@ -87,10 +87,10 @@ class Met:
             found = stage.judge(outcomes)
             self._meeting.announce(f"{stage.name} on all", asdict(found))
             return found
-        told = self._meeting.told(f"{stage.name} on all", until_s + SPARE_S)
-        if told is None:
+        plain = self._meeting.announced(f"{stage.name} on all", until_s + SPARE_S)
+        if plain is None:
             raise MeetingError(f"rank 0 did not say how stage {stage.name} ended")
-        return Outcome.read(told)
+        return Outcome.read(plain)
 
     def names(self) -> Mapping[str, str]:
         everyone = self._meeting.hear("names", self._ranks, time.monotonic() + SPARE_S)

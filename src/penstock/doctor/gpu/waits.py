@@ -53,11 +53,11 @@ def run(here: Here) -> Outcome:
         "host_s_per_task": issue_s / tasks,
     }
     each = (f"{one['schedule']} {one['waits']} of {one['allowed']}" for one in waits)
-    told = f"waits of a step, and how many may be: {', '.join(each)}"
+    line = f"waits of a step, and how many may be: {', '.join(each)}"
     if any(one["waits"] is None for one in waits):
-        told = "waits: this device cannot count them"
+        line = "waits: this device cannot count them"
     lines = [
-        told,
+        line,
         f"{settled(here).schedule.name}: {counted(tasks, 'task')} of {1e6 * issue_s / tasks:.0f} us on the "
         f"host, which is done {percent(max(0.0, lead))} of a step before the device",
     ]

@@ -77,7 +77,7 @@ def compare(
             done = turn - config.warmup + 1
             where = f"round {done} of {config.rounds}" if done > 0 else "warm-up"
             votes = _Votes(requests, turn, lambda: clock() - begin_s, config.limit_s if rounds else math.inf)
-            found = _round(field, turn, votes, partial(_tell, say, where))
+            found = _round(field, turn, votes, partial(lambda where, what: say(f"{where}: {what}"), where))
             late = votes.late
             if found is None:
                 break
@@ -119,10 +119,6 @@ class _Votes:
         vote = self.requests.agreed(self.turn, self.elapsed_s())
         self.late = not vote.stop and vote.slowest_s > self.limit_s
         return vote.stop or self.late
-
-
-def _tell(say: Callable[[str], None], where: str, what: str) -> None:
-    say(f"{where}: {what}")
 
 
 def _round(field: Field, turn: int, votes: _Votes, say: Callable[[str], None]) -> _Round | None:

@@ -96,7 +96,7 @@ class VirtualField:
         self._cluster = self._stack.links = ProfiledCluster.build(self._links)
         self._first_measured = config.compare.warmup
         self._closing_s = closing_s(run_problem(self._config, layout, self._links))
-        self.entries = tuple(self._told(name, say) for name in config.compare.schedules)
+        self.entries = tuple(self._entry(name, say) for name in config.compare.schedules)
         if any(entry.plan and entry.plan.shape.moves for entry in self.entries):
             self.notes += tuple(self._loads_of(entry) for entry in self.entries)
         self.notes += listed(self._links.doubts)
@@ -115,7 +115,7 @@ class VirtualField:
     def close(self) -> None:
         self._stack.close()
 
-    def _told(self, name: str, say: Callable[[str], None]) -> Entry:
+    def _entry(self, name: str, say: Callable[[str], None]) -> Entry:
         say(f"{name}: choosing its pieces and their order")
         if name == AUTO:
             # Return result of the joint search, of all dispatches, on links as measured and devices as

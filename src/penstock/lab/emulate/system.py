@@ -116,11 +116,6 @@ def enter(namespace: str) -> None:
         _libc("mount", bytes(hosts), bytes(HOSTS), None, MS_BIND, None)
 
 
-def run_in_nameless(work: Callable[[], T]) -> T:
-    """Return the result of `work`, run in a new namespace without a name that vanishes with the thread."""
-    return _in_thread(lambda: _libc("unshare", CLONE_NEWNET), work)
-
-
 def _in_thread(begin: Callable[[], None], work: Callable[[], T]) -> T:
     def begin_and_work() -> T:
         begin()
@@ -166,7 +161,8 @@ def check_available() -> None:
         hint = "Run the command as root (sudo), or the container with --privileged."
         raise EmulationUnavailable(f"emulated clusters need {' and '.join(missing)}. {hint}")
     try:
-        run_in_nameless(_try_a_link)
+        # In a new namespace without a name, which vanishes with the thread.
+        _in_thread(lambda: _libc("unshare", CLONE_NEWNET), _try_a_link)
     except (EmulationError, OSError) as error:
         hint = "Load the kernel modules veth, bridge and sch_tbf (`modprobe`), or use a kernel that has them."
         raise EmulationUnavailable(f"this kernel cannot emulate a cluster: {error}. {hint}") from error

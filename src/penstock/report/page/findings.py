@@ -159,16 +159,16 @@ class Binding:
             (self.compute_share, "computation", self.computed_s),
             (self.network_share, "transfers between ranks", self.moved_s),
         ]
-        told = [
+        parts = [
             f"{percent(share)} {what} ({self._families(seconds)})"
             for share, what, seconds in sides
             if share > 0
         ]
         if self.gap_share >= LEAST_SHARE:
-            told.append(f"{percent(self.gap_share)} pauses between two tasks")
+            parts.append(f"{percent(self.gap_share)} pauses between two tasks")
         return [
             f"The longest chain of tasks that waited for each other took {milliseconds(self.length_s)}: "
-            f"{', '.join(told)}.",
+            f"{', '.join(parts)}.",
             self._verdict(),
         ]
 

@@ -139,8 +139,8 @@ def _cards(run: FinishedRun) -> Iterator[tuple[str, str]]:
         yield (percent(1 - exposed / total), "of the communication hidden under computation")
     if (used := _typical(course.utilisation)) is not None:
         peak = run.summary and run.summary.peak_flops
-        told = f"model FLOPs utilisation: of {peak or 'the peak of the devices'}"
-        yield (f"{100 * used:.1f} %", told)
+        of = f"model FLOPs utilisation: of {peak or 'the peak of the devices'}"
+        yield (f"{100 * used:.1f} %", of)
     if memory := [value for value in course.peak_memory_bytes if value is not None]:
         yield (gib(max(memory)), "held by rank 0 at most")
     if losses := [loss for loss in course.loss if loss is not None]:
@@ -152,21 +152,21 @@ def _cards(run: FinishedRun) -> Iterator[tuple[str, str]]:
 def _forward_and_backward(step: StepFile, course: Course, iteration_s: float | None) -> str:
     """Return what its card says. iteration_s: of a typical step, update included."""
     steps = None if step.traced_steps is None else step.typical_steps
-    told = f"forward and backward of {_last_steps(step, steps)}"
-    told += "" if steps == 1 else " (median)"
+    text = f"forward and backward of {_last_steps(step, steps)}"
+    text += "" if steps == 1 else " (median)"
     if step.predicted_s > 0:
         ratio = relative(step.measured_s / step.predicted_s)
         against = "the" if ratio.endswith("times") else "against the"
-        told += f"; {ratio} {against} predicted {milliseconds(step.predicted_s)}"
+        text += f"; {ratio} {against} predicted {milliseconds(step.predicted_s)}"
     if iteration_s is not None and step.measured_s > iteration_s:
-        told += "; longer than a median step of the run: these steps were slower"
+        text += "; longer than a median step of the run: these steps were slower"
         at = range(step.step - (steps or 0) + 1, step.step + 1)
         of_these = [
             each for number, each in zip(course.steps, course.iteration_s, strict=True) if number in at
         ]
         if known := [each for each in of_these if each is not None]:
-            told += f", {milliseconds(median(known))} with their updates"
-    return told
+            text += f", {milliseconds(median(known))} with their updates"
+    return text
 
 
 def _last_steps(step: StepFile, count: int | None) -> str:
