@@ -29,13 +29,12 @@ from penstock.partial_state import refuse_pickle
 from penstock.runtime import ops as _ops  # noqa: F401  # registers handlers
 from penstock.runtime.batch import (
     NO_LABEL,
-    AnySizes,
-    EqualSizes,
     SampleNumbers,
     Samples,
     Sizes,
     check_sizes,
     check_tensors,
+    equal_sizes,
     with_documents,
 )
 from penstock.runtime.bounds import bounds_of
@@ -261,7 +260,9 @@ class PipelinedStack(MarksExperts):
         given = self._given(tokens_BL, labels_BL, sample_ids_B, valid_BL, documents_BL, training=training)
         if largest_batch is None:
             check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
-        batch = self._sizes.settle(given, largest_batch).cut(self.plan.shape.microbatches, self.seed)
+        sizes = self._sizes
+        settled = given if sizes is None else sizes(given, largest_batch)
+        batch = settled.cut(self.plan.shape.microbatches, self.seed)
         step = Step(self, batch, training, self._ending())
         if not training:
             with torch.no_grad():
@@ -292,7 +293,7 @@ class PipelinedStack(MarksExperts):
         Raises:
             ValueError: As `forward` does; or ranks have to have batches of one size, or samples move.
         """
-        if not isinstance(self._sizes, AnySizes):
+        if self._sizes is not None:
             raise ValueError(
                 "a loss of one's own, on hidden states, with samples that move (placement.samples) or a "
                 "fixed number of slots (moe.capacity_factor): what comes home has other samples. Give labels"
@@ -498,13 +499,13 @@ class PipelinedStack(MarksExperts):
         return [each for each in self.features.values() if each.active]
 
     @property
-    def _sizes(self) -> Sizes:
-        """How the ranks deal with batches of different sizes."""
+    def _sizes(self) -> Sizes | None:
+        """How ranks deal with batches of different sizes; None: each runs the samples that it has."""
         for each in self._active:
             if (found := each.sizes(self)) is not None:
                 return found
         fixed = any(layer is not None and layer.permutation.counts_slots for layer in self.moe_layers)
-        return EqualSizes(self.machinery.control) if fixed else AnySizes()
+        return partial(equal_sizes, self.machinery.control) if fixed else None
 
     @property
     def base_shape(self) -> StepShape:

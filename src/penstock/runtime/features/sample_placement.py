@@ -28,7 +28,7 @@ from penstock.mesh import Axes
 from penstock.moe import ChunkRoute, MoELayer, Product, Tokens
 from penstock.moe.choices import count_choices
 from penstock.moe.config import MoEConfig
-from penstock.moe.expert_slots import ResidualRows, given_back
+from penstock.moe.experts import ResidualRows, given_back
 from penstock.moe.layer import RoutedTokens
 from penstock.moe.permute.sort import BoundedPermutation, SortPermutation
 from penstock.ops import Op
@@ -44,7 +44,7 @@ from penstock.routing.samples import (
     exchange_group_of,
     settle,
 )
-from penstock.runtime.batch import SharedSizes, Sizes
+from penstock.runtime.batch import Sizes, shared_sizes
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.machinery import FeatureStack, StackFeature, StepFeature
 from penstock.runtime.ops import BESIDE_ROWS, added, microbatch
@@ -199,7 +199,7 @@ class Relocation:
 
 @dataclass(frozen=True)
 class PackedResidual:
-    """Rows bring the residual stream: see `penstock.moe.expert_slots`. wire_dtype: of tokens for the
+    """Rows bring the residual stream: see `penstock.moe.experts`. wire_dtype: of tokens for the
     gate."""
 
     wire_dtype: torch.dtype | None = None
@@ -300,7 +300,9 @@ class SamplePlacement(StackFeature):
 
     def sizes(self, stack: FeatureStack) -> Sizes | None:
         machinery = stack.machinery
-        return None if self.relocation is None else SharedSizes(machinery.layout, machinery.control)
+        if self.relocation is None:
+            return None
+        return partial(shared_sizes, machinery.layout, machinery.control)
 
     def step(self, stack: FeatureStack) -> StepFeature | None:
         packs = stack.plan.shape.packed_residual

@@ -17,8 +17,7 @@ from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem
 from penstock.graph import Graph
 from penstock.mesh import Group, Mesh, node_of
 from penstock.moe import MoELayer
-from penstock.moe.expert_slots import Spread, slots_with_replicas
-from penstock.moe.experts import Experts
+from penstock.moe.experts import Experts, Spread, slots_with_replicas
 from penstock.placement import Replication
 from penstock.routing.integers import Ints
 from penstock.routing.replicas import ExactSplit
