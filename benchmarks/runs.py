@@ -6,7 +6,7 @@ from typing import Final
 
 from benchmarks.run import Run
 from benchmarks.views import rate_text
-from penstock.lab.emulate.config import parse_rate
+from penstock.lab.emulate.links import parse_rate
 
 FOUR_NODES: Final = ("--virtual", "--emulate", "4x4", "--inter-rate", "400mbit", "--intra-rate", "3200mbit")
 """Links inside nodes are eight times as fast as those between them."""

@@ -21,8 +21,8 @@ from penstock.config import ConfigError, Items, Within, check_bounds, from_dict,
 from penstock.config.bounds import Text, section_of, types_of
 from penstock.cost import ClusterFile
 from penstock.lab.bench.config import BenchConfig
-from penstock.lab.emulate.config import EmulateConfig
-from penstock.lab.emulate.state import ClusterState
+from penstock.lab.emulate.cluster import ClusterState
+from penstock.lab.emulate.links import EmulateConfig
 from penstock.plan import PlanFile
 from penstock.plan.subject import Overrides
 from penstock.train.config import RunConfig

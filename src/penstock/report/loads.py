@@ -6,6 +6,8 @@ Shapes: S steps, Y MoE layers, E experts. Colours show a load over the mean of i
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -72,10 +74,6 @@ class LoadCourse:
 
 def draw_loads(course: LoadCourse, folder: Path) -> Path:
     """Write `loads.png` into `folder`: layers x experts over the whole run, then steps x experts by layer."""
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     # All layers have a panel of their own, or some from the first to the last.
     layers = len(course.layers)
     shown = (
@@ -85,10 +83,12 @@ def draw_loads(course: LoadCourse, folder: Path) -> Path:
     )
     rows = 1 + -(-len(shown) // COLUMNS)
     size = COLUMNS * (PANEL_IN[0] + 0.5) + 0.3, HEAD_IN + rows * (PANEL_IN[1] + GAP_IN)
-    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9.0}):
-        figure = Figure(figsize=size, facecolor="white")
-        FigureCanvasAgg(figure)
-        _headline(figure, course, len(shown))
+    some = "" if len(shown) == layers else f"; {len(shown)} of {layers} MoE layers by step"
+    text = (
+        f"steps {course.steps[0]} to {course.steps[-1]}: how often an expert was chosen, over the mean of "
+        f"its layer{some}"
+    )
+    with sheet(folder / PICTURE, size, "Loads of experts", text) as figure:
         whole_YE = over_mean(course.loads_SYE.sum(axis=0))
         first = _panel(figure, 0, 0, "all steps", "expert", "MoE layer")
         image = _cells(first, whole_YE, (-0.5, whole_YE.shape[1] - 0.5, len(whole_YE) - 0.5, -0.5))
@@ -104,8 +104,6 @@ def draw_loads(course: LoadCourse, folder: Path) -> Path:
             loads_ES = over_mean(course.loads_SYE[:, layer]).T
             first_step, last_step = course.steps[0] - 0.5, course.steps[-1] + 0.5
             _cells(axes, loads_ES, (first_step, last_step, len(loads_ES) - 0.5, -0.5))
-        with replacing(folder / PICTURE) as picture:
-            figure.savefig(picture, format="png", dpi=DPI)
     return folder / PICTURE
 
 
@@ -125,14 +123,22 @@ def over_mean(loads: npt.NDArray[np.int64]) -> Numbers:
     return found
 
 
-def _headline(figure: Figure, course: LoadCourse, shown: int) -> None:
-    width_in, height_in = figure.get_size_inches()
-    left, steps = 0.2 / width_in, f"steps {course.steps[0]} to {course.steps[-1]}"
-    place = left, 1 - 0.18 / height_in
-    figure.text(*place, "Loads of experts", fontsize=14, weight="bold", color=TEXT, va="top")
-    some = "" if shown == len(course.layers) else f"; {shown} of {len(course.layers)} MoE layers by step"
-    text = f"{steps}: how often an expert was chosen, over the mean of its layer{some}"
-    figure.text(left, 1 - 0.5 / height_in, text, fontsize=9.5, color=QUIET, va="top")
+@contextmanager
+def sheet(path: Path, size_in: tuple[float, float], title: str, text: str) -> Iterator[Figure]:
+    """Yield a figure with a headline and a line of text below it; write it as a PNG file at the end."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    left, height_in = 0.2 / size_in[0], size_in[1]
+    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9.0}):
+        figure = Figure(figsize=size_in, facecolor="white")
+        FigureCanvasAgg(figure)
+        figure.text(left, 1 - 0.18 / height_in, title, fontsize=14, weight="bold", color=TEXT, va="top")
+        figure.text(left, 1 - 0.5 / height_in, text, fontsize=9.5, color=QUIET, va="top")
+        yield figure
+        with replacing(path) as picture:
+            figure.savefig(picture, format="png", dpi=DPI)
 
 
 def _panel(figure: Figure, row: int, column: int, title: str, across: str, down: str) -> Axes:

@@ -13,8 +13,8 @@ from penstock.cost.cluster_file import Fit, KernelModel, LinkModel, TaskModel
 from penstock.cost.doubts import listed
 from penstock.cost.span import even_leg
 from penstock.mesh import num_nodes
+from penstock.report.loads import QUIET, TEXT, sheet
 from penstock.words import counted, folded, stacked
-from penstock.writing import replacing
 
 MEGA, GIGA, MICRO = 1e6, 1e9, 1e-6
 FIT_HEAD = ("R2", "residual", "points")
@@ -208,8 +208,7 @@ COLUMNS: Final = 6
 MOST_TICKS: Final = 4
 PANEL_IN: Final = (2.35, 1.66)
 HEAD_IN, ROW_TITLE_IN, FOOT_IN = 0.85, 0.3, 0.1
-DPI: Final = 140
-TEXT, QUIET, GRID = "#1B1F23", "#6B737C", "#E4E7EB"
+GRID: Final = "#E4E7EB"
 COLOURS: Final = {"links": "#0B6E99", "tasks": "#B45F06", "kernels": "#4C7A34"}
 UNITS: Final = {"flop": "operations", "byte": "bytes"}
 FAR = 0.25
@@ -238,29 +237,17 @@ class Part:
 
 def draw_profile(file: ClusterFile, folder: Path) -> Path:
     """Write `profile.png` into `folder`, which is created if necessary, and return its path."""
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     folder.mkdir(parents=True, exist_ok=True)
     parts = [part for part in _parts(file) if part.panels]
     rows = sum(_rows(part) for part in parts)
     size = COLUMNS * PANEL_IN[0], HEAD_IN + FOOT_IN + ROW_TITLE_IN * len(parts) + PANEL_IN[1] * rows
-    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9.0}):
-        figure = Figure(figsize=size, facecolor="white")
-        FigureCanvasAgg(figure)
-        width_in, height_in = figure.get_size_inches()
-        left = 0.2 / width_in
-        title = f"{file.name}: {file.ranks} ranks on {file.nodes} nodes"
-        figure.text(left, 1 - 0.18 / height_in, title, fontsize=14, weight="bold", color=TEXT, va="top")
-        text = "points: medians; line: fit; hollow: more than 25 % from the line; both axes logarithmic"
-        figure.text(left, 1 - 0.5 / height_in, text, fontsize=9.5, color=QUIET, va="top")
+    title = f"{file.name}: {file.ranks} ranks on {file.nodes} nodes"
+    text = "points: medians; line: fit; hollow: more than 25 % from the line; both axes logarithmic"
+    with sheet(folder / "profile.png", size, title, text) as figure:
         top_in = HEAD_IN
         for part in parts:
             _draw_part(figure, part, top_in)
             top_in += ROW_TITLE_IN + PANEL_IN[1] * _rows(part)
-        with replacing(folder / "profile.png") as picture:
-            figure.savefig(picture, format="png", dpi=DPI)
     return folder / "profile.png"
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.lab.emulate import EmulationUnavailable, check_available
+from penstock.lab.emulate.cluster import clusters
 from penstock.lab.emulate.links import BRIDGE, INTERFACE, UPLINK
-from penstock.lab.emulate.state import recorded
 from penstock.lab.emulate.system import NAMESPACES
 
 
@@ -37,5 +37,5 @@ def _leaves_nothing() -> Iterator[None]:
     ours = f"pen{os.getpid()}-"
     names = [path.name for path in NAMESPACES.iterdir()] if NAMESPACES.exists() else []
     assert [name for name in names if name.startswith(ours)] == []
-    assert [state.name for state in recorded() if state.name.startswith(ours)] == []
+    assert [state.name for state in clusters() if state.name.startswith(ours)] == []
     assert {name for _, name in socket.if_nameindex()} & {BRIDGE, INTERFACE, UPLINK} == set()

@@ -7,10 +7,16 @@ What runs in the cluster is real: processes, sockets, TCP. Only the speed of the
 Linux, root, and the commands `ip` and `tc`; `check_available` says what is missing.
 """
 
-from penstock.lab.emulate.cluster import Cluster, clusters, open_cluster, remove_stale
-from penstock.lab.emulate.config import EmulateConfig, Shape, format_rate, parse_rate, parse_shape
-from penstock.lab.emulate.links import Uplink, UplinkBytes
-from penstock.lab.emulate.state import ClusterState, Owner
+from penstock.lab.emulate.cluster import Cluster, ClusterState, Owner, clusters, open_cluster, remove_stale
+from penstock.lab.emulate.links import (
+    EmulateConfig,
+    Shape,
+    Uplink,
+    UplinkBytes,
+    format_rate,
+    parse_rate,
+    parse_shape,
+)
 from penstock.lab.emulate.system import EmulationError, EmulationUnavailable, check_available
 
 __all__ = [
