@@ -136,9 +136,8 @@ def _table(rows: Rows, width: int) -> Table:
     """Make a table of at most `width` columns, wrapped between words; what does not fit so is left out."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     cells = {head: [head, *(row[head] for row in rows)] for head in rows[0]}
-    # Return columns for the heads that fit: for its longest word at least, the rest where most
-    # lacks.
-    width = width - SIDES
+    # Every head that fits has columns for its longest word at least; the rest goes where most lacks.
+    width -= SIDES
     wanted = {head: max(map(len, column)) for head, column in cells.items()}
     found = {
         head: wanted[head] if head == "name" else max(len(word) for cell in column for word in cell.split())

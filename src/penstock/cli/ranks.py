@@ -177,8 +177,6 @@ def measure_as_rank(
     error is being reported: the other ranks end at the same signal, and this one may see that first.
     """
     try:
-        # Return the exit code of a rank after it has reported any error; KeyboardInterrupt passes
-        # through.
         try:
             keep_freed_memory()
             device = pick_device(info.local_rank)

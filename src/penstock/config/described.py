@@ -70,13 +70,13 @@ def described(cls: type, prefix: str = "", base: object = None) -> Iterator[Sett
         else:
             shown = "none" if default is None else "" if default is MISSING else _toml(default)
             meaning = docs_of(cls).get(field.name, "")
-            # Return the kind of values of a type, with the range of its numbers.
+            # The kind of values, with the range of its numbers.
             some = (
                 next((each for each in get_args(tp) if each is not type(None)), tp) if may_be_none(tp) else tp
             )
             words = [mark.words for mark in getattr(some, "__metadata__", ()) if isinstance(mark, Within)]
             kind, optional, _ = kind_of(tp).partition(", or none")
-            yield Setting(key=key, kind=(" ".join((kind, *words)) + optional), default=shown, meaning=meaning)
+            yield Setting(key=key, kind=" ".join((kind, *words)) + optional, default=shown, meaning=meaning)
 
 
 def _toml(value: Any) -> str:

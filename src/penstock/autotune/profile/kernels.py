@@ -172,16 +172,15 @@ def measure_updates(
     sizes = dict.fromkeys(next(end for end in until if end >= most // pieces) for pieces in UPDATE_PIECES)
 
     def make(size: int) -> Action:
-        # Return the end of an iteration of these parameters, without a change of any.
+        """Return the end of an iteration of the first parameters, without a change of any."""
         parameters = trained[: until.index(size) + 1]
         limit = math.inf if config.clip_grad_norm is None else config.clip_grad_norm
         copies = [nn.Parameter(parameter.detach()) for parameter in parameters]  # gradients apart, no weights
         adamw = build_adamw([(str(place), copy) for place, copy in enumerate(copies)], config)
         initialise_state(adamw)
         set_learning_rate(adamw, 0.0)
-        gradients = [
-            torch.ones_like(copy) for copy in copies
-        ]  # zeros would be one page, read again and again
+        # Zeros would be one page, read again and again.
+        gradients = [torch.ones_like(copy) for copy in copies]
         for copy, gradient in zip(copies, gradients, strict=True):
             copy.grad = gradient
 

@@ -160,7 +160,7 @@ def with_steps(
     def step_cost(each: Watched) -> Cost:
         return problem.cost(each.choice, each.plan.shape)
 
-    # Return sightings of compute tasks, against steps without a network, as medians over ranks.
+    # Sightings of compute tasks, against steps without a network, are medians over ranks.
     found: dict[Kind, list[Sighting]] = defaultdict(list)
     for each in watched:
         quiet_KT = np.median(each.quiet_KRT, axis=1)

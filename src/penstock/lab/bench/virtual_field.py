@@ -118,8 +118,8 @@ class VirtualField:
     def _entry(self, name: str, say: Callable[[str], None]) -> Entry:
         say(f"{name}: choosing its pieces and their order")
         if name == AUTO:
-            # Return result of the joint search, of all dispatches, on links as measured and devices as
-            # imitated.
+            # The joint search, of all dispatches, on links as measured and devices as imitated; it assumes
+            # even routing, except for memory.
             problem = self._problem(self._open)
             found = chosen(problem, self.control, self._bench.parallel.timeout_s)
             self.notes += reasons(problem, found).lines
