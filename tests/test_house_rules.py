@@ -25,8 +25,8 @@ COMPUTES_WITH_RANKS: Mapping[str, str] = {
 }
 
 DECIDES = re.compile(
-    r"(ops|step|runtime/ops|schedule)/|features/(build|\w+/(ops|passes|feature))\.py"
-    r"|runtime/features/\w+/(handlers|shared_head)\.py"
+    r"(ops|step|schedule)/|features/(build|\w+/(ops|passes|feature))\.py"
+    r"|runtime/(ops|features/\w+(/(handlers|updates))?)\.py"
 )
 """Rooms that may decide by names: what an op means, the passes, the handlers, the order rules."""
 TEXT_MODE = re.compile(r"[rwxa]\+?t?\+?")
@@ -44,9 +44,9 @@ NAMES = {"Op", "Lane"}
 LISTS = {"TRANSFERS", "HOME", "AWAY", "GRADIENT_KINDS", "UPDATES", "GATHERS"}
 DECIDES_BY_NAME: Mapping[str, str] = {
     "graph/task.py": "says what a lane is",
-    "runtime/lanes.py": "runs the lanes",
-    "runtime/program.py": "the forward half ends with the sums of the loss",
-    "runtime/transport/interface.py": "which transport a lane has",
+    "runtime/executor.py": "runs the lanes; the forward half ends with the sums of the loss",
+    "runtime/streams.py": "runs the lanes of a GPU",
+    "runtime/transport.py": "which transport a lane has",
     "cost/cluster.py": "the devices of a node share its link to others, and not those inside",
     "cost/routed.py": "what tasks cost on every rank by routing",
     "cost/moves.py": "what transfers send by routing, op by op",
@@ -60,7 +60,7 @@ DECIDES_BY_NAME: Mapping[str, str] = {
 
 NAMES_CUDA: Mapping[str, str] = {
     "device.py": "is the place for it",
-    "runtime/gradients/buckets.py": "lists functions of tensors by their names",
+    "runtime/buckets.py": "lists functions of tensors by their names",
 }
 SHORT: Mapping[str, str] = {
     "lab/emulate/test_links.py": "none may answer",
