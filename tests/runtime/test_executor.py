@@ -11,12 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.decision import ScheduleConfig
 from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.mesh import Group
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.ops import spec_of
 from penstock.runtime import TaskError
 from penstock.runtime.executor import Execution, ThreadLanes
@@ -27,6 +24,7 @@ from tests.runtime.programs import program_of
 from tests.steps import example_plan, random_orders, random_seconds, task_at
 from tests.support.close import check_close
 from tests.support.draws import draws
+from tests.support.layouts import tiny_case
 from tests.support.parity import (
     Case,
     StepResult,
@@ -97,14 +95,14 @@ def run_cut(rank: int, case: Case, cut: Cut) -> StepResult:
 
 
 def case_of(world_size: int, ep_size: int) -> Case:
-    return Case(
-        world_size=world_size,
+    return tiny_case(
+        world_size,
+        "sequential",
+        num_layers=3,
+        moe_layers=(0, 2),
+        aux_loss_coeff=0.1,
+        z_loss_coeff=0.01,
         ep_size=ep_size,
-        schedule=ScheduleConfig(name="sequential"),
-        model=ModelConfig(
-            num_layers=3, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11, moe_layers=(0, 2)
-        ),
-        moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8, aux_loss_coeff=0.1, z_loss_coeff=0.01),
         batch=3,
         double=True,
     )

@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, TaskError
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from tests.steps import PLAIN
 from tests.support.close import check_close
+from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of, prepare, stack_of
 from tests.support.ranks import Pools
 
@@ -24,15 +22,8 @@ NAMES = sorted(PLAIN)
 
 
 def case_of(schedule: str = "flowmoe", *, world_size: int = 1, ep_size: int = 1, **moe: Any) -> Case:
-    return Case(
-        world_size=world_size,
-        ep_size=ep_size,
-        schedule=ScheduleConfig(name=schedule, microbatches=2, chunks=2),
-        model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
-        moe=MoEConfig(**({"num_experts": 4, "moe_ffn_hidden_size": 8, "aux_loss_coeff": 0.1} | moe)),
-        batch=3,
-        double=True,
-    )
+    settings = {"chunks": 2, "aux_loss_coeff": 0.1, "batch": 3, "double": True} | moe
+    return tiny_case(world_size, schedule, ep_size=ep_size, **settings)
 
 
 def gradients_of(stack: PipelinedStack) -> dict[str, Tensor]:

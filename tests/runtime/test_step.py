@@ -9,24 +9,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig, MoEDecoder
-from penstock.moe import MoEConfig
+from penstock.models import MoEDecoder
 from penstock.runtime import PipelinedStack
 from penstock.runtime.executor import TaskError
 from penstock.runtime.features.sharded_optimizer.adamw import ShardedAdamW
 from penstock.step.shape import Recompute
 from penstock.train.assemble import build_stack
 from tests.support.casts import Casts
+from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of, machinery, stack_of
 from tests.support.searching import short_search
 
-CASE = Case(
-    world_size=1,
-    ep_size=1,
-    schedule=ScheduleConfig(name="flowmoe", microbatches=2),
-    model=ModelConfig(num_layers=3, hidden_size=16, num_heads=2, seq_len=8, vocab_size=32),
-    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=16, aux_loss_coeff=0.1),
+CASE = tiny_case(
+    num_layers=3,
+    hidden_size=16,
+    seq_len=8,
+    vocab_size=32,
+    moe_ffn_hidden_size=16,
+    aux_loss_coeff=0.1,
     batch=4,
 )
 BFLOAT16 = torch.bfloat16

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.decision import ScheduleConfig
 from penstock.graph import Lane
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.timing import simulate
 from penstock.trace import TaskRecord
@@ -21,6 +18,7 @@ from penstock.trace.step_file import StepFile
 from penstock.train.pilot import Forecast
 from penstock.train.tracing import StepAnalysis, analyse, span_s
 from tests.steps import PLAIN
+from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 
@@ -28,14 +26,7 @@ NAMES = sorted(PLAIN)
 
 
 def case_of(schedule: str, world_size: int) -> Case:
-    return Case(
-        world_size=world_size,
-        ep_size=None,
-        schedule=ScheduleConfig(name=schedule, microbatches=2, chunks=2, all_reduce_chunk_bytes=2048),
-        model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
-        moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8),
-        batch=2,
-    )
+    return tiny_case(world_size, schedule, chunks=2, all_reduce_chunk_bytes=2048, ep_size=None)
 
 
 def analysed(rank: int, case: Case, steps: int, folder: Path) -> StepAnalysis:

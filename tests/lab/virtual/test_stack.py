@@ -12,12 +12,9 @@ import pytest
 import torch
 
 from penstock.cost import ClusterConfig
-from penstock.decision import ScheduleConfig
 from penstock.graph import Lane, Task
 from penstock.lab.virtual import VirtualConfig, VirtualStack, build_virtual
 from penstock.mesh import Group
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.fingerprints import FIELDS
@@ -26,6 +23,7 @@ from penstock.train.assemble import build_optimizer, first_plan
 from tests.steps import PLAIN
 from tests.support import cases
 from tests.support.cases import step_of
+from tests.support.layouts import tiny_case
 from tests.support.pairwise import valuewise
 from tests.support.parity import Case, batch_of, machinery, machinery_of, stack_of
 from tests.support.ranks import Pools
@@ -39,16 +37,9 @@ ZIPF = VirtualConfig(routing="zipf", zipf_exponent=1.2, drift=0.1)
 
 
 def case_of(name: str = "flowmoe", *, world_size: int = 4, ep_size: int = 4, **moe: Any) -> Case:
-    return Case(
-        world_size=world_size,
-        ep_size=ep_size,
-        schedule=ScheduleConfig(name=name, microbatches=2, chunks=2, all_reduce_chunk_bytes=1024),
-        model=ModelConfig(
-            num_layers=3, hidden_size=16, num_heads=2, seq_len=6, vocab_size=13, moe_layers=(0, 2)
-        ),
-        moe=MoEConfig(**({"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 8} | moe)),
-        batch=3,
-    )
+    sizes = {"num_layers": 3, "hidden_size": 16, "seq_len": 6, "vocab_size": 13, "moe_layers": (0, 2)}
+    sizes |= {"num_experts": 8, "top_k": 2, "batch": 3, "chunks": 2, "all_reduce_chunk_bytes": 1024}
+    return tiny_case(world_size, name, ep_size=ep_size, **sizes, **moe)
 
 
 def virtual_of(rank: int, case: Case, virtual: VirtualConfig = ZIPF) -> VirtualStack:

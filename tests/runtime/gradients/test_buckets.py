@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime.buckets import FlatGradients, GradientBucket
 from tests.support.close import check_close
+from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of, logical, stack_of
 from tests.support.ranks import Pools
 
@@ -189,15 +187,7 @@ def test_a_parameter_converted_between_forward_and_backward_is_refused() -> None
         bucket.check()
 
 
-CASE = Case(
-    world_size=2,
-    ep_size=2,
-    schedule=ScheduleConfig(name="flowmoe", microbatches=2, all_reduce_chunk_bytes=512),
-    model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
-    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8, aux_loss_coeff=0.1),
-    batch=3,
-    double=True,
-)
+CASE = tiny_case(2, all_reduce_chunk_bytes=512, aux_loss_coeff=0.1, batch=3, double=True)
 
 
 def accumulate(rank: int, case: Case, seeds: list[int]) -> dict[str, Tensor]:
