@@ -16,7 +16,7 @@ from penstock.features import FEATURES
 from penstock.ops import OPS
 from penstock.runtime import clip_grad_norm_
 from tests.support.layouts import tiny_case
-from tests.support.parity import batch_of, stack_of
+from tests.support.parity import own_batch, stack_of
 from tests.support.ranks import Pools
 from tests.test_house_rules import DECIDES_BY_NAME
 
@@ -133,7 +133,7 @@ def files_of_a_batch(rank: int) -> list[str]:
     sys.setprofile(note)
     try:
         stack = stack_of(rank, CASE)
-        tokens, labels = (each[CASE.mine(rank)] for each in batch_of(CASE))
+        tokens, labels = own_batch(rank, CASE)
         for number in range(3):
             armed = number == 2
             stack(tokens, labels).backward()

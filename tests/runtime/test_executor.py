@@ -28,10 +28,11 @@ from tests.support.layouts import tiny_case
 from tests.support.parity import (
     Case,
     StepResult,
-    batch_of,
     executed_as_planned,
+    gradients_of,
     logical,
     merge,
+    own_batch,
     reference_step,
     stack_of,
 )
@@ -86,11 +87,9 @@ def random_schedule(graph: Graph, cut: Cut) -> Schedule:
 def run_cut(rank: int, case: Case, cut: Cut) -> StepResult:
     stack = stack_of(rank, case)
     stack.adopt(random_plan(stack.plan.shape, cut))
-    tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
-    loss = stack(tokens[mine], labels[mine])
+    loss = stack(*own_batch(rank, case))
     loss.backward()
-    gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+    gradients = gradients_of(stack.model)
     return StepResult(loss.item(), 0.0, logical(stack, gradients), {}, executed_as_planned(stack))
 
 

@@ -22,7 +22,7 @@ from penstock.moe import build_layer
 from penstock.runtime import PipelinedStack
 from tests.support.close import check_close
 from tests.support.layouts import tiny_case
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.parity import Case, batch_of, own_batch, stack_of
 from tests.support.ranks import Pools
 from tests.support.surgery import APART, TAKEN_UP, apart, operated, operated_before, run
 
@@ -310,10 +310,9 @@ def averaged(rank: int, case: Case) -> tuple[float, float]:
     average = AveragedModel(stack)
     run(stack, rank, case)
     average.update_parameters(stack)
-    tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    batch = own_batch(rank, case)
     with torch.no_grad():
-        return float(stack(tokens[mine], labels[mine])), float(average(tokens[mine], labels[mine]))
+        return float(stack(*batch)), float(average(*batch))
 
 
 def test_weights_can_be_averaged_on_several_ranks(ranks: Pools) -> None:

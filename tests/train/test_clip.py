@@ -14,7 +14,7 @@ from penstock.sharding import Sharding
 from tests.support.close import check_close
 from tests.support.joining import joined
 from tests.support.layouts import tiny_case
-from tests.support.parity import Case, batch_of, logical, parts_of, stack_of
+from tests.support.parity import Case, gradients_of, logical, own_batch, parts_of, stack_of
 from tests.support.ranks import Pools
 
 LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (4, 1, 1, 1), (4, 1, 2, 1), (4, 1, 4, 1)]
@@ -52,12 +52,10 @@ def case_of(layout: tuple[int, int, int, int], *, double: bool = True) -> Case:
 
 def clip(rank: int, case: Case, max_norm: float | None) -> Clipped:
     stack = stack_of(rank, case)
-    tokens, labels = batch_of(case)
-    mine = case.mine(rank)
-    stack(tokens[mine], labels[mine]).backward()
+    stack(*own_batch(rank, case)).backward()
 
     def gradients() -> dict[str, Tensor]:
-        found = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+        found = gradients_of(stack.model)
         return logical(stack, found)
 
     before = gradients()

@@ -19,7 +19,7 @@ from penstock.train.pilot import Forecast
 from penstock.train.tracing import StepAnalysis, analyse, span_s
 from tests.steps import PLAIN
 from tests.support.layouts import tiny_case
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.parity import Case, own_batch, stack_of
 from tests.support.ranks import Pools
 
 NAMES = sorted(PLAIN)
@@ -43,11 +43,9 @@ def forecast(stack: PipelinedStack) -> Forecast:
 
 def trained(stack: PipelinedStack, rank: int, case: Case, steps: int) -> list[list[TaskRecord]]:
     """Records of some steps under one plan."""
-    tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
     kept: list[list[TaskRecord]] = []
     for step in range(1, steps + 1):
-        stack(tokens[mine], labels[mine]).backward()
+        stack(*own_batch(rank, case)).backward()
         stack.zero_grad()
         stack.machinery.control.barrier("ending the step")
         kept.append(stack.records(step))

@@ -25,7 +25,7 @@ from tests.support import cases
 from tests.support.cases import step_of
 from tests.support.layouts import tiny_case
 from tests.support.pairwise import valuewise
-from tests.support.parity import Case, batch_of, machinery, machinery_of, stack_of
+from tests.support.parity import Case, machinery, machinery_of, own_batch, stack_of
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
@@ -158,15 +158,13 @@ def real_and_virtual(rank: int, case: Case) -> tuple[Counter[int], Counter[int],
     A step that gathers parameters follows one that has updated them.
     """
     real, virtual = stack_of(rank, case), virtual_of(rank, case, VirtualConfig())
-    tokens, labels = batch_of(case)
-    mine = case.mine(rank)
     transport = real.machinery.transports
     optimizer = build_optimizer(real, case.config.optimizer)
     updating = optimizer.in_backward if isinstance(optimizer, ShardedAdamW) else nullcontext
 
     def train() -> None:
         with updating():
-            real(tokens[mine], labels[mine]).backward()
+            real(*own_batch(rank, case)).backward()
 
     train()
     optimizer.zero_grad()

@@ -11,7 +11,7 @@ import torch
 from penstock.moe.routers import SequenceBalance
 from penstock.runtime import PipelinedStack
 from tests.support.layouts import tiny_case
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.parity import Case, batch_of, own_batch, stack_of
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def asked_otherwise(rank: int, case: Case) -> list[str]:
     """The errors of steps in which rank 1 minimises something else than others do, and of one of them all."""
     stack, said = stack_of(rank, case), []
     moe, balance = stack.moe, stack.balance
-    tokens, labels = (each[case.mine(rank)] for each in batch_of(case))
+    tokens, labels = own_batch(rank, case)
     for change in (*TERMS.values(), lambda _: None):
         stack.minimise(moe, balance)
         if rank == 1:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.runtime.buckets import FlatGradients, GradientBucket
 from tests.support.close import check_close
 from tests.support.layouts import tiny_case
-from tests.support.parity import Case, batch_of, logical, stack_of
+from tests.support.parity import Case, batch_of, gradients_of, logical, stack_of
 from tests.support.ranks import Pools
 
 shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=5)
@@ -197,7 +197,7 @@ def accumulate(rank: int, case: Case, seeds: list[int]) -> dict[str, Tensor]:
     for seed in seeds:
         tokens, labels = batch_of(replace(case, seed=seed))
         stack(tokens[mine], labels[mine]).backward()
-    found = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+    found = gradients_of(stack.model)
     return logical(stack, found)
 
 
