@@ -15,6 +15,7 @@ from penstock.features.expert_replicas.problem import ExpertProblem
 from penstock.mesh import Mesh
 from penstock.placement import EMPTY, ExpertPlacement, Replication
 from penstock.runtime import TaskError
+from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
 from penstock.runtime.features.expert_replicas.manager import ExpertMoving, Plans, loads_of_group
 from tests.features.problems import costs_of
 from tests.support.cases import ROUTINGS, hosting_case
@@ -151,10 +152,18 @@ def hosted_and_computed(rank: int, case: Case, hosts: RandomReplicas) -> tuple[l
     loads have the replicas that it ran with."""
     stack = stack_with_replicas(rank, case, hosts)
     for _ in range(2):
-        found = [replication for replication in stack.replica_manager.replications if replication is not None]
+        found = [
+            replication
+            for replication in stack.of(ExpertReplicas).manager.replications
+            if replication is not None
+        ]
         stack(*own_batch(rank, case)).backward()
         assert stack.loads.replications == tuple(found)
-    found = [replication for replication in stack.replica_manager.replications if replication is not None]
+    found = [
+        replication
+        for replication in stack.of(ExpertReplicas).manager.replications
+        if replication is not None
+    ]
     return [replication.digest for replication in found], [replication.is_empty for replication in found]
 
 
@@ -169,7 +178,7 @@ def disagreeing(rank: int, case: Case) -> str:
     """What a rank says whose planner is another than the others'."""
     stack = stack_with_replicas(rank, case, RandomReplicas(moving=small(2, "least_loaded")))
     if rank:
-        stack.replica_manager.moving = None
+        stack.of(ExpertReplicas).manager.moving = None
     try:
         stack(*own_batch(rank, case)).backward()
     except TaskError as error:
