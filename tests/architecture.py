@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import penstock
-from penstock.decision import ScheduleConfig
 from penstock.features import FEATURES
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.ops import OPS
 from penstock.runtime import clip_grad_norm_
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.layouts import tiny_case
+from tests.support.parity import own_batch, stack_of
 from tests.support.ranks import Pools
 from tests.test_house_rules import DECIDES_BY_NAME
 
@@ -26,14 +24,7 @@ ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "ARCHITECTURE.md"
 SOURCE: Final = Path(penstock.__file__).parent
 PROJECT: Final = (ROOT / "pyproject.toml").read_text()
-CASE: Final = Case(
-    world_size=2,
-    ep_size=2,
-    schedule=ScheduleConfig(name="flowmoe", microbatches=2),
-    model=ModelConfig(num_layers=2, hidden_size=16, num_heads=2, seq_len=8, vocab_size=32),
-    moe=MoEConfig(num_experts=4, top_k=2, moe_ffn_hidden_size=8),
-    batch=2,
-)
+CASE: Final = tiny_case(2, hidden_size=16, seq_len=8, vocab_size=32, top_k=2)
 TABLE: Final = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -142,7 +133,7 @@ def files_of_a_batch(rank: int) -> list[str]:
     sys.setprofile(note)
     try:
         stack = stack_of(rank, CASE)
-        tokens, labels = (each[CASE.mine(rank)] for each in batch_of(CASE))
+        tokens, labels = own_batch(rank, CASE)
         for number in range(3):
             armed = number == 2
             stack(tokens, labels).backward()

@@ -1,16 +1,30 @@
-"""The MoE layer alone: against loops over tokens, and what it refuses."""
+"""The MoE layer alone, an ordinary module: against loops over tokens, and what it refuses."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe import GeluExperts, MergedPermutation, MoEConfig, MoELayer, SoftmaxRouter, SortPermutation
-from penstock.moe.build import build_layer
+from penstock.features.dispatch import FlatDispatch, Place
+from penstock.moe import (
+    GeluExperts,
+    MergedPermutation,
+    MoEConfig,
+    MoELayer,
+    RouteMaker,
+    SoftmaxRouter,
+    SortPermutation,
+    Tokens,
+    build_layer,
+)
 from penstock.moe.config import BalanceGroup
 from penstock.moe.exchange import Alone
 from penstock.moe.experts import ExpertShard
@@ -30,9 +44,11 @@ from tests.support.alone import (
     numbers,
     padding,
     states,
+    tokens,
     total_loss,
     weighted,
 )
+from tests.support.draws import draws
 from tests.support.reference import Settings
 from tests.support.reference_moe import moe_layer
 
@@ -77,26 +93,93 @@ def weights_of(layer: MoELayer) -> dict[str, Tensor]:
 # Against loops
 
 
+def check_loops(config: MoEConfig, x_BLM: Tensor, valid: Tensor | None = None) -> None:
+    """Compare outputs, losses and gradients."""
+    layer = layer_of(config)
+    settings, weights = settings_of(config, len(x_BLM), valid), weights_of(layer)
+    out = layer(x_BLM, valid)
+    wanted, extra = moe_layer(x_BLM, weights, settings, 0)
+    _, balance = moe_layer(x_BLM, weights, replace(settings, z_coeff=0.0), 0)
+    close(out, wanted)
+    close(losses_of(layer).balance * AUX, balance)
+    close(losses_of(layer).z * Z, extra - balance)
+    variables = [x_BLM, *layer.parameters()]
+    close(gradients(total_loss(layer, out), variables), gradients(weighted(wanted) + extra, variables))
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_losses_and_gradients_equal_loops(kind: str, padded: bool) -> None:
-    """The three balance groups; [B, L, M]."""
-    valid = padding() if padded else None
     for group in GROUPS:
-        config = config_of(kind, aux_loss_group=group)
-        layer, x = layer_of(config), states()
-        settings, weights = settings_of(config, SAMPLES, valid), weights_of(layer)
-        out = layer(x, valid)
-        wanted, extra = moe_layer(x, weights, settings, 0)
-        _, balance = moe_layer(x, weights, replace(settings, z_coeff=0.0), 0)
-        close(out, wanted)
-        close(losses_of(layer).balance * AUX, balance)
-        close(losses_of(layer).z * Z, extra - balance)
-        variables = [x, *layer.parameters()]
-        close(
-            gradients(total_loss(layer, out), variables),
-            gradients(weighted(wanted) + extra, variables),
-        )
+        check_loops(config_of(kind, aux_loss_group=group), states(), padding() if padded else None)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> MoEConfig:
+    num_experts = draw(st.integers(1, 5))
+    return MoEConfig(
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+        moe_ffn_hidden_size=12,
+        expert=draw(st.sampled_from(["gelu", "swiglu"])),
+        capacity_factor=draw(st.none() | st.sampled_from([0.5, 1.0])),
+        min_capacity=draw(st.integers(1, 3)),
+    )
+
+
+@draws(40)
+@given(configs(), st.integers(1, 10))
+def test_a_layer_of_any_size_equals_loops(config: MoEConfig, count: int) -> None:
+    check_loops(config, numbers(1, count, HIDDEN).requires_grad_())
+
+
+@draws(40)
+@given(configs(), st.integers(1, 10), st.integers(1, 12))
+def test_chunks_do_not_change_the_result(config: MoEConfig, count: int, chunks: int) -> None:
+    """The halves of the layer around a loop over chunks give what `forward` gives."""
+    layer, x_TM = layer_of(config), tokens(count)
+    routed = layer.route(x_TM, Tokens(), chunks)
+    maker = RouteMaker(FlatDispatch(), Place(0, 1, 1))
+    if routed.plan.slots is not None:
+        routes = maker.even(routed.plan.slots, config.num_experts)
+    else:
+        assert routed.plan.counts_CN is not None
+        counts = routed.plan.counts_CN.unsqueeze(0).numpy()
+        routes = maker.from_pair(counts, counts)
+    pieces = routed.rows_RM.split(list(routed.plan.chunk_rows))
+    outputs = [layer.expert_rows(rows, route) for rows, route in zip(pieces, routes.slices, strict=True)]
+    out_TM = layer.unpermute(torch.cat(outputs), routed.weights, routed.plan)
+    torch.testing.assert_close(out_TM, layer(x_TM))
+
+
+def test_rows_of_several_ranks_meet_the_right_experts() -> None:
+    """Rows arrive sorted by (source, expert) and go back in that order."""
+    layer = layer_of(MoEConfig(num_experts=3, moe_ffn_hidden_size=12))
+    rows_RM = tokens(8)
+    counts = np.array([[[2, 0, 1]], [[1, 3, 1]]])
+    (route,) = RouteMaker(FlatDispatch(), Place(0, 2, 2)).from_pair(counts, counts).slices
+    expert_of_row = [0, 0, 2, 0, 1, 1, 1, 2]
+    out_RM = layer.expert_rows(rows_RM, route)
+    for row, out, e in zip(rows_RM, out_RM, expert_of_row, strict=True):
+        sizes = [int(expert == e) for expert in range(3)]
+        torch.testing.assert_close(out, layer.experts(row.unsqueeze(0), sizes)[0])
+
+
+def test_float32_and_bfloat16_work_alone() -> None:
+    config = MoEConfig(num_experts=4, moe_ffn_hidden_size=16)
+    exact = layer_of(config)(tokens(9))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        # float32 weights; only what enters is rounded. The router may see a tie otherwise.
+        out = layer_of(config).float()(tokens(9).to(dtype))
+        assert out.dtype == dtype
+        assert (out.double() - exact).norm() <= tolerance * exact.norm()
+
+
+def test_a_rank_holds_its_share() -> None:
+    layer = build_layer(HIDDEN, MoEConfig(num_experts=6, moe_ffn_hidden_size=12), ep_size=3, ep_rank=2)
+    assert (layer.num_local_experts, layer.placement.held(2)) == (2, (4, 5))
+    assert {p.shape[0] for p in layer.experts.parameters()} == {2}
+    assert layer.gate.get_parameter("weight").shape == (6, HIDDEN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,14 +217,16 @@ def test_without_samples_all_tokens_are_one(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_padding_holds_does_not_matter(kind: str) -> None:
+    """A NaN there reaches neither other tokens nor the gradient of a routed expert or a gate."""
     layer, valid = layer_of(config_of(kind)), padding()
     results = []
-    for filling in (0.0, 3.0):
+    for filling in (0.0, 3.0, *([math.nan] if layer.shared is None else [])):
         x = states().detach().masked_fill(~valid.unsqueeze(-1), filling).requires_grad_()
         out = layer(x, valid)
-        loss = weighted(out * valid.unsqueeze(-1)) + AUX * losses_of(layer).balance + Z * losses_of(layer).z
+        loss = weighted(out[valid]) + AUX * losses_of(layer).balance + Z * losses_of(layer).z
         results.append([loss, *gradients(loss, list(layer.parameters()))])
-    close(results[0], results[1])
+    for result in results[1:]:
+        close(result, results[0])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "soft"])
@@ -156,6 +241,20 @@ def test_a_batch_of_nothing_but_padding_gives_zeros_and_finite_gradients(kind: s
 
 
 # What does not fit
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "ep_size", "nearest"), [(8, 3, 9), (10, 3, 9), (7, 4, 8), (2, 4, 4), (9, 4, 8)]
+)
+def test_experts_that_do_not_divide_are_refused(num_experts: int, ep_size: int, nearest: int) -> None:
+    with pytest.raises(ValueError, match=rf"num_experts = {num_experts} .*nearest valid: {nearest}$"):
+        build_layer(HIDDEN, MoEConfig(num_experts=num_experts), ep_size=ep_size)
+
+
+def test_forward_across_ranks_needs_a_stack() -> None:
+    layer = build_layer(HIDDEN, MoEConfig(num_experts=4), ep_size=2)
+    with pytest.raises(RuntimeError, match=r"2 ranks: give the layer an exchange"):
+        layer(tokens(3))
 
 
 @pytest.mark.parametrize("shape", [(HIDDEN,), (1, 2, 3, HIDDEN)])

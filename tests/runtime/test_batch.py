@@ -11,7 +11,7 @@ import torch
 from penstock.runtime.batch import SampleNumbers
 from penstock.topology import Layout
 from tests.support.cases import small_case as case
-from tests.support.parity import Case, batch_of, result_of, stack_of
+from tests.support.parity import Case, own_batch, result_of, stack_of
 from tests.support.ranks import Pools
 
 UNEVEN = ((3, 0), (1, 5))
@@ -49,7 +49,7 @@ def test_numbers_of_samples_are_unique_among_those_that_differ(tp_size: int, tra
 def evaluated(rank: int, step: Case) -> tuple[float, float]:
     """The loss without a backward, and that of a training step."""
     stack = stack_of(rank, step)
-    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    tokens, labels = own_batch(rank, step)
     with torch.no_grad():
         loss = stack.eval()(tokens, labels).item()
     return loss, result_of(stack.train(), rank, step).loss
@@ -107,7 +107,7 @@ def test_fixed_slots_need_samples_of_one_length(ranks: Pools) -> None:
 
 def told_the_largest(rank: int, step: Case) -> tuple[float, float]:
     """The loss where ranks ask each other, and where they are told."""
-    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    tokens, labels = own_batch(rank, step)
     asked, told = (stack_of(rank, step).eval() for _ in range(2))
     return asked(tokens, labels).item(), told(tokens, labels, largest_batch=3).item()
 

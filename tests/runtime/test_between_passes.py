@@ -17,7 +17,7 @@ from penstock.runtime import PipelinedStack
 from penstock.step.shape import Recompute
 from penstock.topology.faults import ACTIVITY
 from tests.support.cases import small_case as case
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.parity import Case, own_batch, stack_of
 from tests.support.ranks import Pools
 
 WHATS: tuple[Recompute, ...] = ("none", "experts", "blocks")
@@ -123,7 +123,7 @@ HARMLESS: tuple[Action, ...] = (
 def after(rank: int, step: Case, action: Action) -> dict[str, Tensor]:
     """The gradients of a step with this between its halves, and the buffers."""
     stack = built(rank, step)
-    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    tokens, labels = own_batch(rank, step)
     torch.manual_seed(5 + rank)
     loss = stack(tokens, labels)
     done = action(stack)
@@ -222,7 +222,7 @@ def refusals(rank: int, step: Case) -> dict[str, str]:
     found = {}
     for name, action in {**ALWAYS, **RECOMPUTED}.items():
         stack = built(rank, step)
-        tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+        tokens, labels = own_batch(rank, step)
         loss = stack(tokens, labels)
         action(stack)
         try:

@@ -17,7 +17,7 @@ from penstock.runtime import PipelinedStack
 from tests.support.card import MEMORY, CardDevice, install
 from tests.support.cases import small_case as case
 from tests.support.close import check_close
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.parity import Case, batch_of, gradients_of, own_batch, stack_of
 from tests.support.ranks import Pools, RankPool
 
 LATE = pytest.mark.parametrize("late", [False, True])
@@ -51,7 +51,7 @@ def one_step(rank: int, step: Case, what: str) -> tuple[float, dict[str, Tensor]
     loss = stack(*batch)
     CHANGES[what](stack, other)
     loss.backward()
-    gradients = {name: p.grad.clone() for name, p in stack.model.named_parameters() if p.grad is not None}
+    gradients = gradients_of(stack.model)
     return loss.item(), gradients, passes.item()
 
 
@@ -191,11 +191,11 @@ def several(rank: int, step: Case, passes: int, largest: int) -> Seen:
         samples = 1 if number < NUMBERS - 2 else largest
         for again in range(passes):
             other = replace(step, seed=10 * number + again, batch=samples)
-            tokens, labels = (whole[other.mine(rank)] for whole in batch_of(other))
+            tokens, labels = own_batch(rank, other)
             loss = stack(tokens, labels)
             loss.backward()
             losses.append(loss.item())
-    gradients = {name: p.grad.clone() for name, p in stack.model.named_parameters() if p.grad is not None}
+    gradients = gradients_of(stack.model)
     repeats = stack.bounds.repeats
     with torch.no_grad():  # of more samples than most steps before
         losses.append(stack(*(whole[step.mine(rank)] for whole in batch_of(step))).item())

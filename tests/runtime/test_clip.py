@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock import ExpertParallel, clip_grad_norm_, expert_parameters, ignore_experts
-from tests.support.close import check_close
 from tests.support.exchange import (
     EXPERTS,
     Case,
     Model,
-    Tensors,
     batch,
     exchange_of,
-    logical,
-    mean_loss,
     model_of,
     numbers,
     rank_loss,
 )
 from tests.support.ranks import Pools
-
-LEARNING_RATE, LIMIT, STEPS = 0.05, 0.5, 4
 
 # One process: as torch does it
 
@@ -157,88 +146,7 @@ def test_names_instead_of_parameters() -> None:
         clip_grad_norm_(nn.Linear(2, 2).named_parameters(), 1.0)  # type: ignore[arg-type]  # the mistake
 
 
-# Several ranks: steps with clipping against one process that holds everything
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The norms of all steps and what they left, by names that do not depend on the layout."""
-
-    norms: list[float]
-    parameters: Tensors
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def given_to_clip(model: nn.Module, how: str, rank: int) -> nn.Module | Iterable[Tensor]:
-    if how == "module":
-        return model
-    parameters = list(model.parameters())
-    if how == "shuffled":
-        random.Random(rank).shuffle(parameters)
-    return parameters
-
-
-def train(rank: int, case: Case, wrap: str, how: str, norm_type: float) -> Trained:
-    model = model_of(case, exchange_of(case.ep_size, None))
-    if how == "copied":
-        model = copy.deepcopy(model)
-    wrapped: nn.Module = ignore_experts(model)
-    if wrap == "ddp":
-        wrapped = DistributedDataParallel(model)
-    else:
-        fully_shard(model, ignored_params=expert_parameters(model))
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
-    norms = []
-    for turn in range(STEPS):
-        rank_loss(wrapped, batch(case, turn, rank)).backward()
-        norms.append(float(clip_grad_norm_(given_to_clip(wrapped, how, rank), LIMIT, norm_type)))
-        optimizer.step()
-        optimizer.zero_grad()
-    named = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-    return Trained(norms, logical(model, named))
-
-
-def trained_alone(case: Case, norm_type: float) -> Trained:
-    model = model_of(case, None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    norms = []
-    for turn in range(STEPS):
-        mean_loss(model, case, [batch(case, turn, rank) for rank in range(case.world)]).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT, norm_type)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return Trained(norms, logical(model, {name: p.detach() for name, p in model.named_parameters()}))
-
-
-def check(ranks: Pools, case: Case, wrap: str, how: str, norm_type: float = 2.0) -> None:
-    results, wanted = ranks(case.world).run(train, case, wrap, how, norm_type), trained_alone(case, norm_type)
-    assert min(wanted.norms) > LIMIT, "nothing was clipped"
-    for result in results:
-        assert result.norms == results[0].norms, "ranks have different norms"
-        assert result.norms == pytest.approx(wanted.norms, rel=1e-10)
-        for name, parameter in result.parameters.items():
-            check_close(parameter, wanted.parameters[name], 1e-10, name)
-    assert {name for result in results for name in result.parameters} == wanted.parameters.keys()
-
-
-@pytest.mark.every_value
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["module", "list", "shuffled", "copied"])
-@pytest.mark.parametrize("wrap", ["ddp", "fully_shard"])
-def test_steps_equal_one_process(ranks: Pools, wrap: str, how: str) -> None:
-    check(ranks, Case(world=2, experts="swiglu"), wrap, how)
-
-
-@pytest.mark.every_value
-@pytest.mark.slow
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("ep_size", [4, 2, 1])
-def test_replicas_of_experts_count_once(ranks: Pools, ep_size: int, norm_type: float) -> None:
-    for wrap in ("ddp", "fully_shard"):
-        check(ranks, Case(world=4, ep_size=ep_size), wrap, "list", norm_type)
+# Several ranks; steps with clipping are in tests/runtime/expert_parallel/test_exchange.py
 
 
 def torch_norm(rank: int) -> tuple[float, float]:

@@ -11,12 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.decision import ScheduleConfig
 from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.mesh import Group
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.ops import spec_of
 from penstock.runtime import TaskError
 from penstock.runtime.executor import Execution, ThreadLanes
@@ -27,13 +24,15 @@ from tests.runtime.programs import program_of
 from tests.steps import example_plan, random_orders, random_seconds, task_at
 from tests.support.close import check_close
 from tests.support.draws import draws
+from tests.support.layouts import tiny_case
 from tests.support.parity import (
     Case,
     StepResult,
-    batch_of,
     executed_as_planned,
+    gradients_of,
     logical,
     merge,
+    own_batch,
     reference_step,
     stack_of,
 )
@@ -88,23 +87,21 @@ def random_schedule(graph: Graph, cut: Cut) -> Schedule:
 def run_cut(rank: int, case: Case, cut: Cut) -> StepResult:
     stack = stack_of(rank, case)
     stack.adopt(random_plan(stack.plan.shape, cut))
-    tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
-    loss = stack(tokens[mine], labels[mine])
+    loss = stack(*own_batch(rank, case))
     loss.backward()
-    gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+    gradients = gradients_of(stack.model)
     return StepResult(loss.item(), 0.0, logical(stack, gradients), {}, executed_as_planned(stack))
 
 
 def case_of(world_size: int, ep_size: int) -> Case:
-    return Case(
-        world_size=world_size,
+    return tiny_case(
+        world_size,
+        "sequential",
+        num_layers=3,
+        moe_layers=(0, 2),
+        aux_loss_coeff=0.1,
+        z_loss_coeff=0.01,
         ep_size=ep_size,
-        schedule=ScheduleConfig(name="sequential"),
-        model=ModelConfig(
-            num_layers=3, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11, moe_layers=(0, 2)
-        ),
-        moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8, aux_loss_coeff=0.1, z_loss_coeff=0.01),
         batch=3,
         double=True,
     )

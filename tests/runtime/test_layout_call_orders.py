@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig, MoEDecoder
-from penstock.moe import MoEConfig
+from penstock.models import MoEDecoder
 from penstock.runtime import PipelinedStack
 from penstock.runtime.clip import clip_grad_norm_
 from penstock.sharding import Sharding
 from penstock.step.shape import ExpertForm
 from penstock.train.assemble import first_plan
 from tests.support.joining import joined
+from tests.support.layouts import tiny_case
 from tests.support.parity import Case, logical, parts_of, stack_of
 from tests.support.ranks import Pools
 
@@ -29,17 +29,18 @@ PLANS = ("fsmoe", "parm_s2", "baseline_esp", "parm_s1", "penstock", "flowmoe")
 
 def case_of(form: ExpertForm) -> Case:
     """Four ranks, two of which share attention and two every expert; samples of five tokens do not divide."""
-    return Case(
-        world_size=4,
+    return tiny_case(
+        4,
+        "sequential",
+        expert_form=form,
+        hidden_size=16,
+        num_heads=4,
+        vocab_size=32,
+        ffn_hidden_size=32,
+        top_k=2,
         ep_size=2,
         tp_size=2,
         etp_size=2,
-        schedule=ScheduleConfig(name="sequential", expert_form=form),
-        model=ModelConfig(
-            num_layers=2, hidden_size=16, num_heads=4, vocab_size=32, seq_len=5, ffn_hidden_size=32
-        ),
-        moe=MoEConfig(num_experts=4, top_k=2, moe_ffn_hidden_size=8),
-        batch=2,
         double=True,
     )
 

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime.statistics import LoadHistory, Loads
 from penstock.train.assemble import first_plan
+from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 
-CASE = Case(
-    world_size=4,
+CASE = tiny_case(
+    4,
+    num_layers=3,
+    vocab_size=12,
+    moe_layers=(0, 2),
+    top_k=2,
+    aux_loss_coeff=0.1,
     ep_size=2,
-    schedule=ScheduleConfig(name="flowmoe", microbatches=2),
-    model=ModelConfig(num_layers=3, hidden_size=8, num_heads=2, seq_len=5, vocab_size=12, moe_layers=(0, 2)),
-    moe=MoEConfig(num_experts=4, top_k=2, moe_ffn_hidden_size=8, aux_loss_coeff=0.1),
     batch=3,
     batches=(3, 1, 0, 4),
     padding=True,

@@ -22,7 +22,7 @@ from penstock.runtime.groups import GroupTransport
 from penstock.topology import Layout
 from tests.support.cases import JOINED
 from tests.support.cases import small_case as case
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.parity import Case, own_batch, stack_of
 from tests.support.ranks import Pools
 
 ELEMENT_BYTES = 8
@@ -62,10 +62,8 @@ def sent_by(rank: int, step: Case) -> Sent:
             chosen.extend(choice.experts_Tk.tolist())
 
         layer.gate.register_forward_hook(keep)
-    tokens, labels = batch_of(step)
-    mine = step.mine(rank)
     with pytest.MonkeyPatch.context() as monkeypatch, counted(monkeypatch) as seen:
-        stack(tokens[mine], labels[mine]).backward()
+        stack(*own_batch(rank, step)).backward()
     return Sent(seen[Group.RAIL], seen[Group.NODE], chosen)
 
 

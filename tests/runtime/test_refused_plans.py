@@ -21,7 +21,7 @@ from penstock.train.assemble import first_plan
 from tests.support.cases import GATES, ORDERS, ROUTINGS, hosting_case
 from tests.support.close import check_close
 from tests.support.layouts import FORMS, Layout
-from tests.support.parity import batch_of
+from tests.support.parity import own_batch
 from tests.support.ranks import Pools
 from tests.support.replicas import RandomReplicas, replicate_randomly, stack_with_replicas
 from tests.support.searching import short_search
@@ -36,7 +36,7 @@ def step_after_a_refusal(rank: int, experts: ExpertMoves) -> None:
     """Plans with other replica slots, or none, that move samples, too."""
     stack = stack_with_replicas(rank, BY_RANK, REPLICAS_OF_ALL)
     replicate_randomly(stack, REPLICAS_OF_ALL, 0)
-    tokens, labels = (each[BY_RANK.mine(rank)] for each in batch_of(BY_RANK))
+    tokens, labels = own_batch(rank, BY_RANK)
     before, plan = stack(tokens, labels).detach(), stack.plan
     placement = PlacementConfig(samples="netmoe", experts=experts, replica_slots=1)
     config = replace(BY_RANK.config, placement=placement)

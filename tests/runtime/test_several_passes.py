@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, TaskError
-from tests.support.parity import Case, stack_of
+from tests.support.layouts import tiny_case
+from tests.support.parity import stack_of
 
 LENGTH = 6
 PAIRS = ((0, 1), (0, 2), (1, 2), (2, 3))
 """The two experts of each kind of token."""
-CASE = Case(
-    world_size=1,
-    ep_size=1,
-    schedule=ScheduleConfig(name="flowmoe", microbatches=2),
-    model=ModelConfig(num_layers=1, hidden_size=4, num_heads=1, seq_len=LENGTH, vocab_size=len(PAIRS)),
-    moe=MoEConfig(num_experts=4, top_k=2, moe_ffn_hidden_size=8, expert_bias_rate=0.01),
+CASE = tiny_case(
+    num_layers=1,
+    hidden_size=4,
+    num_heads=1,
+    seq_len=LENGTH,
+    vocab_size=len(PAIRS),
+    top_k=2,
+    expert_bias_rate=0.01,
     batch=4,
 )
 FIRST, SECOND = [9, 16, 16, 7], [6, 12, 12, 6]

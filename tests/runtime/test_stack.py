@@ -9,34 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, TaskError
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from tests.steps import PLAIN
 from tests.support.close import check_close
-from tests.support.parity import Case, batch_of, prepare, stack_of
+from tests.support.layouts import tiny_case
+from tests.support.parity import Case, batch_of, gradients_of, own_batch, prepare, stack_of
 from tests.support.ranks import Pools
 
 NAMES = sorted(PLAIN)
 
 
 def case_of(schedule: str = "flowmoe", *, world_size: int = 1, ep_size: int = 1, **moe: Any) -> Case:
-    return Case(
-        world_size=world_size,
-        ep_size=ep_size,
-        schedule=ScheduleConfig(name=schedule, microbatches=2, chunks=2),
-        model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
-        moe=MoEConfig(**({"num_experts": 4, "moe_ffn_hidden_size": 8, "aux_loss_coeff": 0.1} | moe)),
-        batch=3,
-        double=True,
-    )
-
-
-def gradients_of(stack: PipelinedStack) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in stack.named_parameters() if p.grad is not None}
+    settings = {"chunks": 2, "aux_loss_coeff": 0.1, "batch": 3, "double": True} | moe
+    return tiny_case(world_size, schedule, ep_size=ep_size, **settings)
 
 
 def stepped(case: Case) -> tuple[PipelinedStack, Tensor]:
@@ -267,12 +254,11 @@ def test_bfloat16_is_near_float32() -> None:
 def losses_of(rank: int, case: Case) -> tuple[float, float, bool]:
     """Of a training step and of its evaluation on this rank; whether all gradients are there."""
     stack = stack_of(rank, case)
-    tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
-    loss = stack(tokens[mine], labels[mine])
+    batch = own_batch(rank, case)
+    loss = stack(*batch)
     loss.backward()
     complete = all(p.grad is not None for p in stack.parameters())
-    evaluated = stack.eval()(tokens[mine], labels[mine])
+    evaluated = stack.eval()(*batch)
     return loss.item(), evaluated.item(), complete
 
 

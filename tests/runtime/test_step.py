@@ -9,31 +9,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig, MoEDecoder
-from penstock.moe import MoEConfig
+from penstock.models import MoEDecoder
 from penstock.runtime import PipelinedStack
 from penstock.runtime.executor import TaskError
 from penstock.runtime.features.sharded_optimizer.adamw import ShardedAdamW
 from penstock.step.shape import Recompute
 from penstock.train.assemble import build_stack
 from tests.support.casts import Casts
-from tests.support.parity import Case, batch_of, machinery, stack_of
+from tests.support.layouts import tiny_case
+from tests.support.parity import Case, batch_of, gradients_of, machinery, stack_of
 from tests.support.searching import short_search
 
-CASE = Case(
-    world_size=1,
-    ep_size=1,
-    schedule=ScheduleConfig(name="flowmoe", microbatches=2),
-    model=ModelConfig(num_layers=3, hidden_size=16, num_heads=2, seq_len=8, vocab_size=32),
-    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=16, aux_loss_coeff=0.1),
+CASE = tiny_case(
+    num_layers=3,
+    hidden_size=16,
+    seq_len=8,
+    vocab_size=32,
+    moe_ffn_hidden_size=16,
+    aux_loss_coeff=0.1,
     batch=4,
 )
 BFLOAT16 = torch.bfloat16
-
-
-def gradients_of(stack: PipelinedStack) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in stack.model.named_parameters() if p.grad is not None}
 
 
 def gpt(stack: PipelinedStack) -> MoEDecoder:
@@ -52,7 +48,7 @@ def stepped(case: Case, dtype: torch.dtype | None, *, forward: bool, backward: b
         loss = stack(*batch_of(case))
     with torch.autocast("cpu", BFLOAT16, enabled=backward):
         loss.backward()
-    return {"loss": loss.detach(), **gradients_of(stack)}
+    return {"loss": loss.detach(), **gradients_of(stack.model)}
 
 
 @pytest.mark.parametrize(
@@ -114,12 +110,12 @@ def fail_in(stack: PipelinedStack, layer: int) -> BaseException:
 def test_a_first_pass_that_fails_leaves_no_gradient() -> None:
     stack = stack_of(0, CASE)
     failure = fail_in(stack, 1)
-    assert gradients_of(stack) == {} and not hasattr(failure, "__notes__")
+    assert gradients_of(stack.model) == {} and not hasattr(failure, "__notes__")
     stack(*batch_of(CASE)).backward()
     other = stack_of(0, CASE)
     other(*batch_of(CASE)).backward()
-    for name, gradient in gradients_of(stack).items():
-        assert torch.equal(gradient, gradients_of(other)[name]), name
+    for name, gradient in gradients_of(stack.model).items():
+        assert torch.equal(gradient, gradients_of(other.model)[name]), name
 
 
 def test_what_was_accumulated_is_there_after_a_pass_that_failed() -> None:
@@ -127,7 +123,7 @@ def test_what_was_accumulated_is_there_after_a_pass_that_failed() -> None:
     stack = stack_of(0, CASE)
     stack(*batch_of(CASE)).backward()
     before = {name: p.grad for name, p in stack.model.named_parameters()}
-    values = gradients_of(stack)
+    values = gradients_of(stack.model)
     handle = gpt(stack).lm_head.weight.register_hook(boom)
     loss = stack(*batch_of(CASE))
     with pytest.raises(TaskError):
@@ -136,25 +132,25 @@ def test_what_was_accumulated_is_there_after_a_pass_that_failed() -> None:
         assert p.grad is not None and p.grad is before[name] and torch.equal(p.grad, values[name]), name
     handle.remove()
     stack(*batch_of(CASE)).backward()
-    for name, gradient in gradients_of(stack).items():
+    for name, gradient in gradients_of(stack.model).items():
         torch.testing.assert_close(gradient, 2 * values[name], msg=name)
 
 
 def test_experts_gradients_with_a_part_of_a_failed_pass_are_refused_until_cleared() -> None:
     stack = stack_of(0, CASE)
     stack(*batch_of(CASE)).backward()
-    values = gradients_of(stack)
+    values = gradients_of(stack.model)
     failure = fail_in(stack, 0)
     doubt = r"layers\.0\.mlp\.experts\.w_\w+ and \d more, which was there before"
     assert any("call zero_grad()" in note for note in failure.__notes__)
-    for name, gradient in gradients_of(stack).items():
+    for name, gradient in gradients_of(stack.model).items():
         assert torch.equal(gradient, values[name]) is (".experts." not in name), name
     loss = stack(*batch_of(CASE))
     with pytest.raises(RuntimeError, match=doubt):
         loss.backward()
     stack.zero_grad(set_to_none=False)
     loss.backward()
-    for name, gradient in gradients_of(stack).items():
+    for name, gradient in gradients_of(stack.model).items():
         torch.testing.assert_close(gradient, values[name], msg=name)
 
 

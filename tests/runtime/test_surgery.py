@@ -16,24 +16,17 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig, MoEDecoder
+from penstock.models import MoEDecoder
 from penstock.models.decoder import Block, Rotary
-from penstock.moe import MoEConfig, build_layer
+from penstock.moe import build_layer
 from penstock.runtime import PipelinedStack
 from tests.support.close import check_close
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.layouts import tiny_case
+from tests.support.parity import Case, batch_of, own_batch, stack_of
 from tests.support.ranks import Pools
 from tests.support.surgery import APART, TAKEN_UP, apart, operated, operated_before, run
 
-CASE = Case(
-    world_size=2,
-    ep_size=2,
-    schedule=ScheduleConfig(name="flowmoe", microbatches=2, all_reduce_chunk_bytes=512),
-    model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
-    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=6, aux_loss_coeff=0.1),
-    batch=2,
-    double=True,
-)
+CASE = tiny_case(2, all_reduce_chunk_bytes=512, moe_ffn_hidden_size=6, aux_loss_coeff=0.1, double=True)
 ALONE = replace(CASE, world_size=1, ep_size=1)
 
 
@@ -317,10 +310,9 @@ def averaged(rank: int, case: Case) -> tuple[float, float]:
     average = AveragedModel(stack)
     run(stack, rank, case)
     average.update_parameters(stack)
-    tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
+    batch = own_batch(rank, case)
     with torch.no_grad():
-        return float(stack(tokens[mine], labels[mine])), float(average(tokens[mine], labels[mine]))
+        return float(stack(*batch)), float(average(*batch))
 
 
 def test_weights_can_be_averaged_on_several_ranks(ranks: Pools) -> None:

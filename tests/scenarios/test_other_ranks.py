@@ -1,4 +1,7 @@
-"""What four ranks have saved goes on on two, with the losses of a run that was not interrupted."""
+"""What four ranks have saved goes on on two, with the losses of a run that was not interrupted.
+
+In `make test` runs in one process do so, see tests/cli/test_train.py and tests/train/test_layout_runs.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 
 from tests.scenarios.support import check_losses, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 SAVED_AT, STEPS = 5, 10
 SETTINGS = ("model.dropout=0.1", "optimizer.min_lr_ratio=1")

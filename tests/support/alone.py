@@ -59,6 +59,11 @@ def states(seed: int = 1) -> Tensor:
     return numbers(SAMPLES, LENGTH, HIDDEN, seed=seed).requires_grad_()
 
 
+def tokens(count: int) -> Tensor:
+    """Without samples."""
+    return numbers(count, HIDDEN, seed=1).requires_grad_()
+
+
 def padding() -> Tensor:
     """Uneven over samples, in the middle too, and one sample of nothing else."""
     valid = torch.ones(SAMPLES, LENGTH, dtype=torch.bool)

@@ -11,26 +11,17 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.storage import CheckpointError
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.features.sharded_optimizer.share import MOMENTS
 from penstock.sharding import Sharding
 from penstock.train.assemble import build_optimizer
 from penstock.train.checkpoint import Checkpoints
+from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of, logical, parts_of, stack_of
 from tests.support.reference_moe import Weights
 
 IDENTITY = {"train.seed": 0, "data.path (sha256 of the text)": "abc"}
-CASE = Case(
-    world_size=1,
-    ep_size=1,
-    schedule=ScheduleConfig(microbatches=2),
-    model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
-    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8),
-    batch=2,
-)
+CASE = tiny_case()
 
 
 def bare(

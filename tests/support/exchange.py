@@ -44,11 +44,12 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A training step.
+    """One training step, or two.
 
     ep_size: none = all ranks. node: ranks per node, for hierarchical dispatches. passes: accumulated before
-    the step. samples: of each rank, if not all have equally many. idle: experts that no token of the first
-    rank likes.
+    a step. samples: of each rank, if not all have equally many. alike: all tokens of the first rank are, and
+    choose the same experts. prepare: done to the model before it is wrapped. clip: what is given to
+    `clip_grad_norm_` in two steps; "" = one step is not clipped.
     """
 
     world: int
@@ -65,8 +66,11 @@ class Case:
     passes: int = 1
     no_sync: bool = False
     samples: tuple[int, ...] = ()
-    idle: tuple[int, ...] = ()
+    alike: bool = False
     prepare: Callable[[Model], Model] | None = None
+    wrap: str = "ddp"
+    clip: str = ""
+    norm_type: float = 2.0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -179,8 +183,8 @@ def batch(case: Case, turn: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs, targets, and which tokens are no padding, of one rank in one pass."""
     size = case.sizes[rank]
     x = numbers(size, LENGTH, IN, seed=100 * turn + rank)
-    if case.idle and rank == 0:
-        x = torch.zeros_like(x)  # all tokens alike: they choose the same experts
+    if case.alike and rank == 0:
+        x = torch.zeros_like(x)
     ends = torch.randint(1, LENGTH + 1, (size, 1), generator=torch.Generator().manual_seed(rank + turn))
     valid = torch.arange(LENGTH) < (ends if case.padded else torch.full_like(ends, LENGTH))
     return x, numbers(size, LENGTH, OUT, seed=999 + turn), valid

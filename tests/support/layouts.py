@@ -21,6 +21,7 @@ SIZES = (1, 2, 4)
 Layout = tuple[int, int, int, int]
 """World, tp, ep, etp."""
 MODEL, MOE = ({field.name for field in fields(section)} for section in (ModelConfig, MoEConfig))
+CUT = {"microbatches", "chunks", "backward_chunks", "all_reduce_chunk_bytes", "expert_form"}
 
 
 def layouts(world_size: int) -> Iterator[Layout]:
@@ -75,6 +76,22 @@ def layout_case(layout: Layout, schedule: str, form: ExpertForm, **settings: Any
         double=True,
     )
     return replace(case, **_some(settings, settings.keys() - MODEL - MOE))
+
+
+def tiny_case(world_size: int = 1, schedule: str = "flowmoe", **settings: Any) -> Case:
+    """The least step in which everything happens, of experts that are spread over all ranks.
+
+    settings: fields of the case, of its schedule, of its model or of its MoE layer.
+    """
+    model = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "seq_len": 5, "vocab_size": 11}
+    moe = {"num_experts": 4, "moe_ffn_hidden_size": 8}
+    return Case(
+        schedule=ScheduleConfig(name=schedule, **{"microbatches": 2} | _some(settings, CUT)),
+        model=ModelConfig(**model | _some(settings, MODEL)),
+        moe=MoEConfig(**moe | _some(settings, MOE)),
+        **{"world_size": world_size, "ep_size": world_size, "batch": 2}
+        | _some(settings, settings.keys() - CUT - MODEL - MOE),
+    )
 
 
 def schedule_of(name: str, form: ExpertForm) -> ScheduleConfig:

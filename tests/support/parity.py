@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
@@ -207,6 +207,17 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
+def own_batch(rank: int, case: Case) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of a rank's samples."""
+    (tokens, labels), mine = batch_of(case), case.mine(rank)
+    return tokens[mine], labels[mine]
+
+
+def gradients_of(model: nn.Module) -> Weights:
+    """Copies of all gradients that there are, by the names of the model's parameters."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def prepare(stack: PipelinedStack, case: Case) -> None:
     """Larger weights than a fresh model has, so that every gradient matters; and the wanted routing."""
     with torch.no_grad():
@@ -351,7 +362,7 @@ def result_of(stack: PipelinedStack, rank: int, case: Case) -> StepResult:
         optimizer.flush()
     else:
         loss.backward()
-        gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+        gradients = gradients_of(stack.model)
         norm = clip_grad_norm_(stack, CLIP)
         optimizer.step()
     check_equal_values(stack)

@@ -23,6 +23,7 @@ from tests.support.parity import (
     batch_of,
     check_result,
     executed_as_planned,
+    gradients_of,
     logical,
     lone_stack,
     merge,
@@ -132,7 +133,7 @@ def hosted_steps(rank: int, case: Case, hosts: RandomReplicas) -> list[StepResul
         loss = stack(*batch)
         assert torch.equal(judged, loss.detach())
         loss.backward()
-        gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+        gradients = gradients_of(stack.model)
         norm = float(clip_grad_norm_(stack, CLIP))
         optimizer.step()
         optimizer.zero_grad()

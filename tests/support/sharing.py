@@ -16,7 +16,7 @@ from penstock.moe.build import build_shared
 from penstock.runtime import PipelinedStack, clip_grad_norm_
 from penstock.train.assemble import build_stack
 from tests.support.close import check_close
-from tests.support.parity import Case, batch_of, logical, machinery, prepare
+from tests.support.parity import Case, batch_of, gradients_of, logical, machinery, prepare
 from tests.support.reference import reference_loss
 from tests.support.reference_moe import Weights
 from tests.support.reference_step import settings_of
@@ -103,7 +103,7 @@ def steps(rank: int, case: Case, sharing: tuple[str, ...], frozen: list[tuple[st
         freeze(stack.model, names)
         loss = stack(tokens[mine], labels[mine], torch.arange(len(tokens))[mine])
         loss.backward()
-        gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+        gradients = gradients_of(stack.model)
         norm = float(clip_grad_norm_(stack, math.inf))
         found.append(Found(loss.item(), norm, logical(stack, gradients)))
         stack.zero_grad()

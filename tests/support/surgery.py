@@ -19,7 +19,15 @@ from penstock.runtime import PipelinedStack, clip_grad_norm_
 from penstock.runtime.fingerprints import ParameterMismatchError
 from penstock.sharding import Sharding
 from penstock.train.assemble import first_plan
-from tests.support.parity import Case, batch_of, logical, machinery, parts_of, stack_of
+from tests.support.parity import (
+    Case,
+    gradients_of,
+    logical,
+    machinery,
+    own_batch,
+    parts_of,
+    stack_of,
+)
 from tests.support.reference_moe import Weights
 
 
@@ -188,11 +196,9 @@ def operated_before(case: Case, name: str) -> Stepped:
 
 def run(stack: PipelinedStack, rank: int, case: Case) -> Stepped:
     stack.zero_grad()
-    tokens, labels = batch_of(case)
-    mine = case.mine(rank)
-    loss = stack(tokens[mine], labels[mine])
+    loss = stack(*own_batch(rank, case))
     loss.backward()
-    gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+    gradients = gradients_of(stack.model)
     norm = float(clip_grad_norm_(stack, math.inf))
     return Stepped(loss.item(), norm, logical(stack, gradients), parts_of(stack))
 

@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime import clip_grad_norm_
 from penstock.sharding import Sharding
 from tests.support.close import check_close
 from tests.support.joining import joined
-from tests.support.parity import Case, batch_of, logical, parts_of, stack_of
+from tests.support.layouts import tiny_case
+from tests.support.parity import Case, gradients_of, logical, own_batch, parts_of, stack_of
 from tests.support.ranks import Pools
 
 LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (4, 1, 1, 1), (4, 1, 2, 1), (4, 1, 4, 1)]
@@ -37,16 +35,16 @@ class Clipped:
 
 def case_of(layout: tuple[int, int, int, int], *, double: bool = True) -> Case:
     world_size, tp_size, ep_size, etp_size = layout
-    return Case(
-        world_size=world_size,
+    return tiny_case(
+        world_size,
+        microbatches=1,
+        num_heads=4,
+        vocab_size=12,
+        moe_layers=(1,),
+        aux_loss_coeff=0.1,
         tp_size=tp_size,
         ep_size=ep_size,
         etp_size=etp_size,
-        schedule=ScheduleConfig(name="flowmoe", microbatches=1),
-        model=ModelConfig(
-            num_layers=2, hidden_size=8, num_heads=4, seq_len=5, vocab_size=12, moe_layers=(1,)
-        ),
-        moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8, aux_loss_coeff=0.1),
         batch=4 * tp_size // world_size,
         double=double,
     )
@@ -54,12 +52,10 @@ def case_of(layout: tuple[int, int, int, int], *, double: bool = True) -> Case:
 
 def clip(rank: int, case: Case, max_norm: float | None) -> Clipped:
     stack = stack_of(rank, case)
-    tokens, labels = batch_of(case)
-    mine = case.mine(rank)
-    stack(tokens[mine], labels[mine]).backward()
+    stack(*own_batch(rank, case)).backward()
 
     def gradients() -> dict[str, Tensor]:
-        found = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+        found = gradients_of(stack.model)
         return logical(stack, found)
 
     before = gradients()

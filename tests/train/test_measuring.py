@@ -10,7 +10,7 @@ from penstock.train.load_figures import RowsOfReplicas, max_over_mean
 from penstock.train.measuring import load_figures
 from tests.runtime.features.expert_replicas.test_moving import small
 from tests.support.cases import ROUTINGS, hosting_case
-from tests.support.parity import Case, batch_of
+from tests.support.parity import Case, own_batch
 from tests.support.ranks import Pools
 from tests.support.replicas import RandomReplicas, stack_with_replicas
 
@@ -18,10 +18,8 @@ from tests.support.replicas import RandomReplicas, stack_with_replicas
 def measured(rank: int, case: Case) -> tuple[Any, ...]:
     """Of the second step: its loads, what this rank's group hosted, and two metrics."""
     stack = stack_with_replicas(rank, case, RandomReplicas(moving=small(2, "least_loaded")))
-    tokens, labels = batch_of(case)
-    mine = case.mine(rank)
     for _ in range(2):
-        stack(tokens[mine], labels[mine]).backward()
+        stack(*own_batch(rank, case)).backward()
     found = load_figures(stack)
     figures = found["rank_rows_max_over_mean"], found["rows_crossing_nodes"]
     return stack.loads[-1], stack.loads.replications, figures

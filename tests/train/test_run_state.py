@@ -26,7 +26,7 @@ from penstock.train.run_state import (
 from tests.runtime.features.expert_replicas.test_between_steps import checkpoints
 from tests.runtime.test_bounds import bounded
 from tests.support.cases import moving_case as case
-from tests.support.parity import batch_of, stack_of
+from tests.support.parity import own_batch, stack_of
 from tests.support.placers import Eager
 from tests.support.ranks import Pools
 
@@ -93,7 +93,7 @@ class Noting(Eager):
 def homes_again(rank: int, folder: Path) -> tuple[bool, bool]:
     """Whether a run that goes on expects what it would have expected, and one that begins does not."""
     step = case(4, "sequential", placer=Noting(), prediction="conditional")
-    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    tokens, labels = own_batch(rank, step)
     going, fresh, beginning = (stack_of(rank, step) for _ in range(3))
 
     def found(stack: PipelinedStack) -> list[tuple[list[list[int]], list[int]]]:

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.decision import ScheduleConfig
 from penstock.graph import Lane
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.timing import simulate
 from penstock.trace import TaskRecord
@@ -21,21 +18,15 @@ from penstock.trace.step_file import StepFile
 from penstock.train.pilot import Forecast
 from penstock.train.tracing import StepAnalysis, analyse, span_s
 from tests.steps import PLAIN
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.layouts import tiny_case
+from tests.support.parity import Case, own_batch, stack_of
 from tests.support.ranks import Pools
 
 NAMES = sorted(PLAIN)
 
 
 def case_of(schedule: str, world_size: int) -> Case:
-    return Case(
-        world_size=world_size,
-        ep_size=None,
-        schedule=ScheduleConfig(name=schedule, microbatches=2, chunks=2, all_reduce_chunk_bytes=2048),
-        model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
-        moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8),
-        batch=2,
-    )
+    return tiny_case(world_size, schedule, chunks=2, all_reduce_chunk_bytes=2048, ep_size=None)
 
 
 def analysed(rank: int, case: Case, steps: int, folder: Path) -> StepAnalysis:
@@ -52,11 +43,9 @@ def forecast(stack: PipelinedStack) -> Forecast:
 
 def trained(stack: PipelinedStack, rank: int, case: Case, steps: int) -> list[list[TaskRecord]]:
     """Records of some steps under one plan."""
-    tokens, labels = batch_of(case)
-    mine = slice(rank * case.batch, (rank + 1) * case.batch)
     kept: list[list[TaskRecord]] = []
     for step in range(1, steps + 1):
-        stack(tokens[mine], labels[mine]).backward()
+        stack(*own_batch(rank, case)).backward()
         stack.zero_grad()
         stack.machinery.control.barrier("ending the step")
         kept.append(stack.records(step))

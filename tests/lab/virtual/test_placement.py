@@ -10,15 +10,13 @@ import pytest
 
 from penstock.cost import ClusterConfig, RoutedCost, StepCost, routing_sizes
 from penstock.cost.placed_moves import PLACEMENT_MOVES
-from penstock.decision import PlacementConfig, ScheduleConfig
+from penstock.decision import PlacementConfig
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.sample_placement.feature import SampleMoves
 from penstock.graph import Lane
 from penstock.lab.virtual import VirtualConfig, build_virtual
 from penstock.lab.virtual.stack import Movement
 from penstock.mesh import Group
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.plan.problem import replica_slack
 from penstock.schedule import StepPlan
@@ -26,6 +24,7 @@ from penstock.schedule.schedule import freeze, unit_cost
 from penstock.topology import Layout
 from penstock.train.assemble import base_shape, first_plan, gradient_bytes, workload
 from penstock.workloads import routing_of
+from tests.support.layouts import tiny_case
 from tests.support.parity import Case, machinery_of
 from tests.support.ranks import Pools
 
@@ -35,14 +34,18 @@ BOTH = PlacementConfig(samples="netmoe", experts="planned", replica_slots=2)
 
 
 def case_of(*, ep_size: int = 4) -> Case:
-    return Case(
-        world_size=4,
+    return tiny_case(
+        4,
+        chunks=1,
+        all_reduce_chunk_bytes=1024,
+        num_layers=3,
+        hidden_size=16,
+        seq_len=6,
+        vocab_size=13,
+        moe_layers=(0, 2),
+        num_experts=8,
+        top_k=2,
         ep_size=ep_size,
-        schedule=ScheduleConfig(name="flowmoe", microbatches=2, chunks=1, all_reduce_chunk_bytes=1024),
-        model=ModelConfig(
-            num_layers=3, hidden_size=16, num_heads=2, seq_len=6, vocab_size=13, moe_layers=(0, 2)
-        ),
-        moe=MoEConfig(num_experts=8, top_k=2, moe_ffn_hidden_size=8),
         batch=4,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,20 +12,20 @@ import pytest
 import torch
 
 from penstock.cost import ClusterConfig
-from penstock.decision import ScheduleConfig
 from penstock.graph import Lane, Task
 from penstock.lab.virtual import VirtualConfig, VirtualStack, build_virtual
 from penstock.mesh import Group
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.fingerprints import FIELDS
-from penstock.step.shape import TokenLayout
 from penstock.topology import Layout
 from penstock.train.assemble import build_optimizer, first_plan
 from tests.steps import PLAIN
-from tests.support.parity import Case, batch_of, machinery, machinery_of, stack_of
+from tests.support import cases
+from tests.support.cases import step_of
+from tests.support.layouts import tiny_case
+from tests.support.pairwise import valuewise
+from tests.support.parity import Case, machinery, machinery_of, own_batch, stack_of
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
@@ -36,16 +37,9 @@ ZIPF = VirtualConfig(routing="zipf", zipf_exponent=1.2, drift=0.1)
 
 
 def case_of(name: str = "flowmoe", *, world_size: int = 4, ep_size: int = 4, **moe: Any) -> Case:
-    return Case(
-        world_size=world_size,
-        ep_size=ep_size,
-        schedule=ScheduleConfig(name=name, microbatches=2, chunks=2, all_reduce_chunk_bytes=1024),
-        model=ModelConfig(
-            num_layers=3, hidden_size=16, num_heads=2, seq_len=6, vocab_size=13, moe_layers=(0, 2)
-        ),
-        moe=MoEConfig(**({"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 8} | moe)),
-        batch=3,
-    )
+    sizes = {"num_layers": 3, "hidden_size": 16, "seq_len": 6, "vocab_size": 13, "moe_layers": (0, 2)}
+    sizes |= {"num_experts": 8, "top_k": 2, "batch": 3, "chunks": 2, "all_reduce_chunk_bytes": 1024}
+    return tiny_case(world_size, name, ep_size=ep_size, **sizes, **moe)
 
 
 def virtual_of(rank: int, case: Case, virtual: VirtualConfig = ZIPF) -> VirtualStack:
@@ -68,11 +62,10 @@ def run_virtual(rank: int, case: Case, number: int = 3) -> Ran:
     transport = stack.machinery.transports.inter
     before = transport.traffic.copy()
     stack.step(number)
-    records, cost = sorted(stack.records(), key=lambda record: record.start_s), stack.cost(number)
-    lanes = stack.plan.schedule.lanes
+    cost = stack.cost(number)
     return Ran(
-        all([r.task for r in records if r.lane is lane] == list(order) for lane, order in lanes.items()),
-        [(r.duration_s, float(cost(r.task)[rank])) for r in records if r.lane is Lane.COMPUTE],
+        in_order(stack),
+        [(r.duration_s, float(cost(r.task)[rank])) for r in stack.records() if r.lane is Lane.COMPUTE],
         Counter(transport.traffic - before),
         expected_traffic(rank, stack, number),
     )
@@ -119,19 +112,6 @@ def check_ran(result: Ran) -> None:
 # ---- every schedule ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.every_value
-@pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d"])
-@pytest.mark.parametrize("extra", [{}, {"shared_ffn_hidden_size": 4, "comm_dtype": "int8"}])
-def test_a_virtual_step_takes_the_legs_of_a_real_one(
-    ranks: Pools, dispatch: str, extra: dict[str, Any]
-) -> None:
-    case = replace(case_of(capacity_factor=1.25, dispatch=dispatch, **extra), node_size=2)
-    for real, virtual, same in ranks(4).run(real_and_virtual, case):
-        assert same
-        assert real == virtual
-        assert real.total() > 0
-
-
 @pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d", "node_once"])
 def test_uneven_routing_takes_the_legs_too(ranks: Pools, dispatch: str) -> None:
     """Dropless: all must know what the others send, or partners would wait for other sizes."""
@@ -146,13 +126,15 @@ def run_legs(rank: int, case: Case) -> bool:
     shape, layout = replace(stack.base_shape, gathers_loads=True), stack.machinery.layout
     stack.adopt(first_plan(case.config, layout, shape, stack.bucket_sizes))
     stack.step(3)
+    ops = {record.task.op for record in stack.records()}
+    return {*(hop.op for hop in shape.dispatch), Op.LOADS} <= ops and in_order(stack)
+
+
+def in_order(stack: VirtualStack) -> bool:
+    """Whether every lane ran its list."""
     records = sorted(stack.records(), key=lambda record: record.start_s)
     lanes = stack.plan.schedule.lanes
-    ops = {record.task.op for record in records}
-    legs = {hop.op for hop in shape.dispatch}
-    return {*legs, Op.LOADS} <= ops and all(
-        [r.task for r in records if r.lane is lane] == list(order) for lane, order in lanes.items()
-    )
+    return all([r.task for r in records if r.lane is lane] == list(order) for lane, order in lanes.items())
 
 
 @pytest.mark.every_value
@@ -176,15 +158,13 @@ def real_and_virtual(rank: int, case: Case) -> tuple[Counter[int], Counter[int],
     A step that gathers parameters follows one that has updated them.
     """
     real, virtual = stack_of(rank, case), virtual_of(rank, case, VirtualConfig())
-    tokens, labels = batch_of(case)
-    mine = case.mine(rank)
     transport = real.machinery.transports
     optimizer = build_optimizer(real, case.config.optimizer)
     updating = optimizer.in_backward if isinstance(optimizer, ShardedAdamW) else nullcontext
 
     def train() -> None:
         with updating():
-            real(tokens[mine], labels[mine]).backward()
+            real(*own_batch(rank, case)).backward()
 
     train()
     optimizer.zero_grad()
@@ -197,100 +177,70 @@ def real_and_virtual(rank: int, case: Case) -> tuple[Counter[int], Counter[int],
     return sent[0], sent[1], same
 
 
-@pytest.mark.every_value
-@pytest.mark.parametrize(("world_size", "ep_size"), LAYOUTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_virtual_step_sends_what_a_real_one_sends(
-    ranks: Pools, name: str, world_size: int, ep_size: int
-) -> None:
-    case = case_of(name, world_size=world_size, ep_size=ep_size, capacity_factor=1.25)
-    for real, virtual, same in ranks(world_size).run(real_and_virtual, case):
-        assert same
-        assert real == virtual
-        assert real.total() > 0
-
-
-@pytest.mark.parametrize("ep_size", [pytest.param(4, marks=pytest.mark.soak), 2])
-def test_a_virtual_step_sends_what_a_sharded_optimiser_sends(ranks: Pools, ep_size: int) -> None:
-    case = replace(case_of("penstock", ep_size=ep_size, capacity_factor=1.25), sharded=True)
-    for real, virtual, same in ranks(4).run(real_and_virtual, case):
-        assert same
-        assert real == virtual
-
-
-@pytest.mark.every_value
-@pytest.mark.parametrize("degrees", [(1, 2), (2, 3), (4, 2)])
-@pytest.mark.parametrize("name", ["fsmoe", "lina"])
-def test_other_chunks_on_the_way_back(ranks: Pools, name: str, degrees: tuple[int, int]) -> None:
-    chunks, backward = degrees
-    case = case_of(name, capacity_factor=1.25)
-    case = replace(case, schedule=replace(case.schedule, chunks=chunks, backward_chunks=backward))
-    for real, virtual, same in ranks(4).run(real_and_virtual, case):
-        assert same
-        assert real == virtual
-    uneven = replace(case, moe=replace(case.moe, capacity_factor=None))
-    for result in ranks(4).run(run_virtual, uneven):
-        check_ran(result)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_alone(name: str) -> None:
     check_ran(run_virtual(0, case_of(name, world_size=1, ep_size=1)))
 
 
-# ---- ranks that share attention and experts ----------------------------------------------------------------
+# ---- every step --------------------------------------------------------------------------------------------
 
-SHARED = [
-    {"tp_size": 2, "etp_size": 2, "ep_size": 2},
-    {"tp_size": 2, "etp_size": 1, "ep_size": 2},
-    {"tp_size": 1, "etp_size": 2, "ep_size": 2},
-    {"tp_size": 4, "etp_size": 2, "ep_size": 1},
-    {"tp_size": 2, "etp_size": 4, "ep_size": 1},
-]
-FORMS = ["fsmoe", "parm_s1", "parm_s2", "baseline_esp"]
-
-
-def shared_case(name: str, layout: dict[str, Any], tokens: TokenLayout, **moe: Any) -> Case:
-    case = case_of(name, **({"aux_loss_group": "sequence"} | moe))
-    model = replace(case.model, num_heads=4, vocab_size=16, seq_len=8, ffn_hidden_size=16)
-    node_size = 2 if max(layout.values()) == 2 else None
-    return replace(case, model=model, node_size=node_size, tokens=tokens, **layout)
+SAME = ("layout", "form", "dispatch", "schedule", "degrees", "group", "tokens", "moe_layers", "sharded")
+AXES: dict[str, Any] = {
+    **{axis: cases.AXES[axis] for axis in SAME},
+    "order": ("index", "sort"),
+    "shared_ffn_hidden_size": (0, 6),
+    "comm_dtype": (None, "int8"),
+    "seq_len": (5, 8),
+}
+"""What a virtual step can differ in. order: with slots, which every rank fills, or dropless and uneven."""
 
 
-@pytest.mark.every_value
-@pytest.mark.parametrize("tokens", ["split", "replicated"])
-@pytest.mark.parametrize("layout", SHARED, ids=lambda each: "-".join(map(str, each.values())))
-@pytest.mark.parametrize("name", [*FORMS, "flowmoe", "penstock"])
-def test_sharing_virtual_ranks_send_what_real_ones_send(
-    ranks: Pools, name: str, layout: dict[str, Any], tokens: TokenLayout
+def fits(known: Mapping[str, Any]) -> bool:
+    """Whether there is such a step; some values may be missing."""
+    rounded, layout = known.get("comm_dtype") is not None, known.get("layout", "four ranks")
+    if rounded and (known.get("dispatch") == cases.JOINED or cases.LAYOUTS[layout][3] > 1):
+        return False
+    return cases.fits(known)
+
+
+@valuewise(fits, **AXES)
+def test_a_virtual_step_is_sent_as_a_real_one(
+    ranks: Pools,
+    layout: str,
+    form: str,
+    dispatch: str,
+    schedule: str,
+    degrees: tuple[int, int | None],
+    group: str,
+    tokens: str,
+    moe_layers: tuple[int, ...] | None,
+    sharded: bool,
+    order: str,
+    shared_ffn_hidden_size: int,
+    comm_dtype: str | None,
+    seq_len: int,
 ) -> None:
-    case = shared_case(name, layout, tokens, capacity_factor=1.25)
-    for real, virtual, same in ranks(4).run(real_and_virtual, case):
+    """The same bytes to the same ranks, by the same plan; where routing is uneven, in the planned order.
+
+    Every rank works out for itself what its partners send: another number would never arrive.
+    """
+    known = {name: value for name, value in locals().items() if name in cases.AXES}
+    case = step_of(known, comm_dtype=comm_dtype, seq_len=seq_len).case
+    case, pool = replace(case, double=False), ranks(case.world_size)
+    if order == "sort" or dispatch == cases.JOINED:  # how many rows are joined is up to the routing
+        assert all(pool.run(run_uneven, case))
+        return
+    for real, virtual, same in pool.run(real_and_virtual, case):
         assert same
         assert real == virtual
-        assert real.total() > 0
+        assert (real.total() > 0) == (case.world_size > 1)
 
 
 def run_uneven(rank: int, case: Case) -> bool:
     """Whether a dropless virtual step has run as planned."""
     stack = virtual_of(rank, case)
     stack.step(3)
-    records = sorted(stack.records(), key=lambda record: record.start_s)
-    lanes = stack.plan.schedule.lanes
-    return all([r.task for r in records if r.lane is lane] == list(order) for lane, order in lanes.items())
-
-
-@pytest.mark.every_value
-@pytest.mark.parametrize("length", [8, 7])
-@pytest.mark.parametrize("layout", SHARED, ids=lambda each: "-".join(map(str, each.values())))
-@pytest.mark.parametrize("name", FORMS)
-def test_sharing_ranks_agree_on_uneven_routing(
-    ranks: Pools, name: str, layout: dict[str, Any], length: int
-) -> None:
-    """Every rank works out for itself what its partners send; another number would never arrive."""
-    case = shared_case(name, layout, "split")
-    case = replace(case, model=replace(case.model, seq_len=length))
-    assert all(ranks(4).run(run_uneven, case))
+    return in_order(stack)
 
 
 # ---- steps -------------------------------------------------------------------------------------------------

@@ -14,27 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad, parameters_to_vector, vector_to_parameters
 
-from penstock.decision import ScheduleConfig
 from penstock.mesh import Axes
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime import ParameterMismatchError, PipelinedStack, ShardedAdamW, clip
 from penstock.runtime.groups import GlooTransport
 from penstock.topology import CommunicationError
 from tests.runtime.features.sharded_optimizer.steps import Habits, build, loss_of
-from tests.support.layouts import layout_case
+from tests.support.layouts import layout_case, tiny_case
 from tests.support.parity import Case, stack_of
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
-CASE = Case(
-    world_size=2,
-    ep_size=2,
-    schedule=ScheduleConfig(name="flowmoe", microbatches=2),
-    model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
-    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=6, gate="sigmoid", expert_bias_rate=0.01),
-    batch=2,
-)
+CASE = tiny_case(2, moe_ffn_hidden_size=6, gate="sigmoid", expert_bias_rate=0.01)
 REPLICAS = replace(CASE, ep_size=1)
 PARTS = replace(layout_case((4, 2, 2, 1), "flowmoe", "gather"), double=False)
 LATE = 5

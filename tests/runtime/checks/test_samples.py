@@ -8,24 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.moe.routers import SequenceBalance
 from penstock.runtime import PipelinedStack
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.layouts import tiny_case
+from tests.support.parity import Case, batch_of, own_batch, stack_of
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
-CASE = Case(
-    world_size=4,
-    tp_size=2,
-    ep_size=2,
-    schedule=ScheduleConfig(name="flowmoe", microbatches=2),
-    model=ModelConfig(num_layers=1, hidden_size=8, num_heads=2, seq_len=5, vocab_size=12),
-    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=6),
-    batch=3,
-)
+CASE = tiny_case(4, num_layers=1, vocab_size=12, moe_ffn_hidden_size=6, tp_size=2, ep_size=2, batch=3)
 
 
 def stepped(rank: int, case: Case, what: str | None, only: int) -> str:
@@ -76,7 +66,7 @@ def asked_otherwise(rank: int, case: Case) -> list[str]:
     """The errors of steps in which rank 1 minimises something else than others do, and of one of them all."""
     stack, said = stack_of(rank, case), []
     moe, balance = stack.moe, stack.balance
-    tokens, labels = (each[case.mine(rank)] for each in batch_of(case))
+    tokens, labels = own_batch(rank, case)
     for change in (*TERMS.values(), lambda _: None):
         stack.minimise(moe, balance)
         if rank == 1:

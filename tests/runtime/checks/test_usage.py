@@ -13,24 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from tests.steps import PLAIN
+from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 
 
 def case(name: str = "flowmoe", world_size: int = 1) -> Case:
-    return Case(
-        world_size=world_size,
-        ep_size=world_size,
-        schedule=ScheduleConfig(name=name, microbatches=2),
-        model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=6, vocab_size=16),
-        moe=MoEConfig(num_experts=4, top_k=2, moe_ffn_hidden_size=8),
-        batch=4,
-    )
+    return tiny_case(world_size, name, seq_len=6, vocab_size=16, top_k=2, batch=4)
 
 
 @pytest.mark.parametrize("name", ["sequential", "penstock"])

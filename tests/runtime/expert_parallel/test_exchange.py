@@ -1,21 +1,26 @@
-"""The MoE layer with ExpertParallel under DistributedDataParallel: real steps against one process."""
+"""The MoE layer with ExpertParallel in steps by PyTorch, on real ranks, against one process."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock import clip_grad_norm_, expert_parameters
 from penstock.features.dispatch import DISPATCHES
 from penstock.moe import update_expert_biases
-from penstock.moe.config import BalanceGroup
 from penstock.runtime.expert_parallel.exchange import ignore_experts
 from tests.support.exchange import (
     IN,
@@ -31,104 +36,112 @@ from tests.support.exchange import (
     numbers,
     rank_loss,
 )
+from tests.support.pairwise import covering
 from tests.support.ranks import Pools
 
-LEARNING_RATE = 0.1
+LEARNING_RATE, LIMIT = 0.1, 0.02
 TOLERANCE = 1e-10
-
-ACCEPTED = [
-    *product(["softmax", "sigmoid"], ["sort", "merged", "index", "einsum"]),
-    ("expert_choice", "index"),
-    ("expert_choice", "einsum"),
-]
-
-
 JOINED = "node_once"
-
-
-def dispatches(gate: str, order: str) -> list[str]:
-    """Those that can take the order's rows; one copy per node makes one of several."""
-    joins = gate != "expert_choice" and order in ("merged", "index")
-    return [name for name in DISPATCHES if joins or name != JOINED]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step left, by names that do not depend on the layout; experts as `name.EXPERT`."""
+    """What training left, by names that do not depend on the layout; experts as `name.EXPERT`.
+
+    gradients: of the last step. norms: of all steps, before clipping.
+    """
 
     loss: float
     gradients: Tensors
     parameters: Tensors
     bias: list[float]
+    norms: list[float]
 
 
-# On the ranks
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def train_step(rank: int, case: Case) -> Step:
-    model = model_of(case, exchange_of(case.ep_size, case.node))
-    if case.prepare is not None:
-        model = case.prepare(model)
-    wrapped = DistributedDataParallel(ignore_experts(model))
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
-    total = 0.0
-    for turn in range(case.passes):
-        last = turn == case.passes - 1
-        with wrapped.no_sync() if case.no_sync and not last else nullcontext():
-            loss = rank_loss(wrapped, batch(case, turn, rank))
-            loss.backward()
-        total += loss.item()
-        if case.passes > 1:
-            evaluate(wrapped, batch(case, 7, rank))
-    optimizer.step()
-    return finished(model, total)
-
-
-def evaluate(model: nn.Module, data: tuple[Tensor, Tensor, Tensor]) -> None:
-    model.eval()
-    with torch.no_grad():
-        model(data[0])
-    model.train()
-
-
-def finished(model: Model, loss: float) -> Step:
-    """What is left behind `optimizer.step()`; moves the bias."""
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    update_expert_biases(model)
+def trained(
+    model: Model, case: Case, backward: Callable[[int, bool], float], clip: Callable[[], Tensor]
+) -> Step:
+    """Steps of a model. backward: runs a pass, of which it is told whether it is the last of its step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    total, norms = 0.0, list[float]()
+    for step in range(2 if case.clip else 1):
+        optimizer.zero_grad()
+        for turn in range(case.passes):
+            total += backward(step * case.passes + turn, turn == case.passes - 1)
+        if case.clip:
+            norms.append(float(clip()))
+        optimizer.step()
+        update_expert_biases(model)
     bias = model.layer.gate.bias
     return Step(
-        loss,
-        logical(model, {name: gradient.clone() for name, gradient in gradients.items()}),
-        logical(model, {name: p.detach().clone() for name, p in model.named_parameters()}),
+        total,
+        logical(model, {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}),
+        logical(model, {name: whole(p) for name, p in model.named_parameters()}),
         [] if bias is None else bias.value_E.tolist(),
+        norms,
     )
 
 
-# The reference
+def train_on_ranks(rank: int, case: Case) -> Step:
+    """Train one rank's part of the model, with evaluation between accumulated passes."""
+    model = model_of(case, exchange_of(case.ep_size, case.node))
+    if case.prepare is not None:
+        model = case.prepare(model)
+    wrapped: Any = ignore_experts(model)
+    if case.wrap == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        fully_shard(model, ignored_params=expert_parameters(model))
+
+    def backward(turn: int, last: bool) -> float:
+        with wrapped.no_sync() if case.no_sync and not last else nullcontext():
+            loss = rank_loss(wrapped, batch(case, turn, rank))
+            loss.backward()
+        if case.passes > 1 and case.wrap == "ddp":  # FSDP would leave its parameters gathered
+            wrapped.eval()
+            with torch.no_grad():
+                wrapped(batch(case, 7, rank)[0])
+            wrapped.train()
+        return loss.item()
+
+    def clip() -> Tensor:
+        parameters = list(wrapped.parameters())
+        random.Random(rank if case.clip == "shuffled" else 0).shuffle(parameters)
+        given: nn.Module | Iterable[Tensor] = wrapped if case.clip == "module" else parameters
+        return clip_grad_norm_(given, LIMIT, case.norm_type)
+
+    return trained(model, case, backward, clip)
 
 
-def reference(case: Case) -> Step:
-    """A step of one process that holds all experts, sees the batch of every rank, and trains on their mean.
+def train_alone(case: Case) -> Step:
+    """Train one process that holds all experts, sees the batch of every rank, and trains on their mean.
 
     It runs the layer alone, which tests/moe/test_alone.py compares with loops.
     """
     model = model_of(replace(case, dispatch="flat"), None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    total = 0.0
-    for turn in range(case.passes):
+
+    def backward(turn: int, last: bool) -> float:
+        del last
         loss = mean_loss(model, case, [batch(case, turn, rank) for rank in range(case.world)])
         loss.backward()
-        total += loss.item()
-    for parameter in model.parameters():
-        if parameter.grad is None:  # a module expert without rows
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    return finished(model, total)
+        for parameter in model.parameters():
+            if parameter.grad is None:  # a module expert without rows
+                parameter.grad = torch.zeros_like(parameter)
+        return loss.item()
+
+    def clip() -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT, case.norm_type)
+
+    return trained(model, case, backward, clip)
 
 
-def check(ranks: Pools, case: Case) -> list[Step]:
-    """Compare with the reference; what several ranks hold must be equal to the bit."""
-    steps, wanted = ranks(case.world).run(train_step, case), reference(case)
+def check(ranks: Pools, case: Case) -> None:
+    """Compare with one process; what several ranks hold must be equal to the bit."""
+    steps, wanted = ranks(case.world).run(train_on_ranks, case), train_alone(case)
     assert sum(step.loss for step in steps) / case.world == pytest.approx(wanted.loss, rel=TOLERANCE)
     for what in ("gradients", "parameters"):
         found: Tensors = {}
@@ -142,102 +155,13 @@ def check(ranks: Pools, case: Case) -> list[Step]:
             assert difference <= TOLERANCE * max(float(tensor.norm()), 1e-6), (
                 f"{what} of {name}: {difference}"
             )
-    assert all(step.bias == wanted.bias for step in steps)
-    return steps
+    assert all((step.bias, step.norms) == (wanted.bias, steps[0].norms) for step in steps)
+    assert bool(wanted.bias) == (case.gate == "sigmoid")
+    assert steps[0].norms == pytest.approx(wanted.norms, rel=TOLERANCE)
+    assert all(norm > LIMIT for norm in wanted.norms), "nothing was clipped"
 
 
-# Training steps
-
-
-@pytest.mark.every_value
-@pytest.mark.slow
-@pytest.mark.parametrize(("gate", "order", "dispatch"), [(*p, d) for p in ACCEPTED for d in dispatches(*p)])
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_step_equals_one_process(ranks: Pools, world: int, gate: str, order: str, dispatch: str) -> None:
-    check(ranks, Case(world=world, node=world // 2, gate=gate, order=order, dispatch=dispatch))
-
-
-@pytest.mark.every_value
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "ep_size", "node"), [(2, 1, None), (4, 2, None), (4, 2, 1), (4, 1, None)])
-@pytest.mark.parametrize(("gate", "order"), ACCEPTED)
-def test_replicas_of_experts(
-    ranks: Pools, gate: str, order: str, world: int, ep_size: int, node: int | None
-) -> None:
-    """`check` sees to it that replicas have the same gradients and parameters."""
-    for dispatch in dispatches(gate, order) if node else ("flat",):
-        check(ranks, Case(world=world, ep_size=ep_size, node=node, gate=gate, order=order, dispatch=dispatch))
-
-
-@pytest.mark.every_value
-@pytest.mark.slow
-@pytest.mark.parametrize("balance", ["global", "sequence", "microbatch"])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("ep_size", [4, 2])
-def test_balance_is_judged_over_its_group(
-    ranks: Pools, ep_size: int, padded: bool, balance: BalanceGroup
-) -> None:
-    for gate, order in (("softmax", "sort"), ("sigmoid", "merged"), ("softmax", "index")):
-        case = Case(world=4, ep_size=ep_size, gate=gate, order=order, balance=balance, padded=padded)
-        check(ranks, case)
-
-
-@pytest.mark.every_value
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", ["swiglu", "module"])
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("ep_size", [4, 2])
-def test_other_experts_and_hooks(ranks: Pools, ep_size: int, hooked: bool, experts: str) -> None:
-    for order in ("sort", "einsum") if hooked else ("sort", "merged", "einsum"):
-        check(ranks, Case(world=4, ep_size=ep_size, order=order, experts=experts, hooked=hooked))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", ["gelu", "module"])
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_experts_that_idle_on_one_rank_do_not_stop_the_others(
-    ranks: Pools, ep_size: int, experts: str
-) -> None:
-    """A replica without a row takes part in the sum over replicas all the same."""
-    for order in ("sort", "merged"):
-        check(ranks, Case(world=2, ep_size=ep_size, order=order, experts=experts, idle=(0,)))
-
-
-@pytest.mark.every_value
-@pytest.mark.slow
-@pytest.mark.parametrize("samples", [(3, 1, 2, 1), (2, 0, 1, 0)])
-@pytest.mark.parametrize("ep_size", [4, 2])
-@pytest.mark.parametrize("order", ["sort", "merged"])
-def test_ranks_may_have_different_numbers_of_tokens(
-    ranks: Pools, order: str, ep_size: int, samples: tuple[int, ...]
-) -> None:
-    """Or none at all."""
-    for dispatch in dispatches("softmax", order) if ep_size == 4 else ("flat",):
-        check(
-            ranks,
-            Case(world=4, ep_size=ep_size, node=2, order=order, dispatch=dispatch, samples=samples),
-        )
-
-
-@pytest.mark.every_value
-@pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(("ep_size", "experts"), [(4, "gelu"), (2, "module")])
-def test_checkpoint_around_the_layer(ranks: Pools, ep_size: int, experts: str, reentrant: bool) -> None:
-    for gate, order in ACCEPTED:
-        case = Case(world=4, ep_size=ep_size, gate=gate, order=order, experts=experts, reentrant=reentrant)
-        check(ranks, case)
-
-
-@pytest.mark.every_value
-@pytest.mark.slow
-@pytest.mark.parametrize("no_sync", [False, True])
-@pytest.mark.parametrize("ep_size", [4, 2])
-def test_accumulated_passes_and_evaluation_between(ranks: Pools, ep_size: int, no_sync: bool) -> None:
-    """The bias moves by what all ranks trained on; DDP, which hands out buffers, must leave the counts."""
-    for gate in ("softmax", "sigmoid"):
-        steps = check(ranks, Case(world=4, ep_size=ep_size, gate=gate, passes=3, no_sync=no_sync))
-        assert (len(set(steps[0].bias)) > 1) == (gate == "sigmoid")
+# ---- what a step can differ in -----------------------------------------------------------------------------
 
 
 def copied(model: Model) -> Model:
@@ -259,14 +183,75 @@ def from_nowhere(model: Model) -> Model:
     return model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prepare", [copied, assigned, from_nowhere])
-def test_other_parameter_objects_train_alike(ranks: Pools, prepare: Callable[[Model], Model]) -> None:
-    for ep_size in (4, 2):
-        check(ranks, Case(world=4, ep_size=ep_size, prepare=prepare))
+AXES: dict[str, tuple[Any, ...]] = {
+    "layout": ((2, None), (4, None), (4, 2), (4, 1), (2, 1), (1, None)),
+    "router": (
+        *product(["softmax", "sigmoid"], ["sort", "merged", "index", "einsum"]),
+        ("expert_choice", "index"),
+        ("expert_choice", "einsum"),
+    ),
+    "dispatch": tuple(DISPATCHES),
+    "wrap": ("ddp", "fully_shard"),
+    "reentrant": (None, False, True),
+    "passes": (1, 3),
+    "no_sync": (False, True),
+    "prepare": (None, copied, assigned, from_nowhere),
+    "clip": ("", "module", "list", "shuffled"),
+    "norm_type": (2.0, 1.0, math.inf),
+    "experts": ("gelu", "swiglu", "module"),
+    "balance": ("global", "sequence", "microbatch"),
+    "samples": ((), (3, 1, 2, 1), (2, 0, 1, 0)),
+    "hooked": (False, True),
+    "alike": (False, True),
+    "padded": (False, True),
+}
+"""layout: ranks, and over how many of them experts are spread. router: the gate and the order of rows.
+
+Ranks may have different numbers of tokens, or none; replicas of an expert without a row take part in sums.
+"""
+
+
+def fits(known: Mapping[str, Any]) -> bool:  # noqa: PLR0911 - a table of what there is not
+    """Whether there is a step of these values; some may be missing."""
+    gate, order = known.get("router", ("softmax", "index"))
+    joined = known.get("dispatch") == JOINED
+    if joined and (order not in ("merged", "index") or gate == "expert_choice"):
+        return False
+    if known.get("dispatch", "flat") != "flat" and known.get("layout") in ((4, 1), (2, 1), (1, None)):
+        return False
+    if known.get("wrap") == "fully_shard" and (
+        known.get("no_sync")
+        or known.get("reentrant") is not None
+        or known.get("prepare") in (assigned, from_nowhere)
+    ):
+        return False
+    if known.get("no_sync") and known.get("passes") == 1:
+        return False
+    if known.get("norm_type", 2.0) != 2.0 and not known.get("clip", "list"):
+        return False
+    if known.get("samples") and order not in ("sort", "merged"):
+        return False  # with a capacity ranks need equally many tokens
+    if known.get("hooked") and (joined or order == "merged"):
+        return False  # what is bent are sums over the experts of a rank
+    return not (known.get("alike") and gate == "expert_choice")  # which of equal tokens is chosen is open
+
+
+def case_of(values: Mapping[str, Any]) -> Case:
+    """The step of a value for every axis, or the first."""
+    known = {axis: each[0] for axis, each in AXES.items()} | dict(values)
+    (world, ep_size), (gate, order) = known.pop("layout"), known.pop("router")
+    node = None if known["dispatch"] == "flat" else 1 if ep_size else world // 2
+    samples = known.pop("samples")[:world]
+    return Case(world=world, ep_size=ep_size, node=node, gate=gate, order=order, samples=samples, **known)
+
+
+def named(values: Mapping[str, Any]) -> str:
+    """The values that are not the first of their axis."""
+    others = [value for axis, value in values.items() if value != AXES[axis][0]]
+    return "-".join(getattr(value, "__name__", str(value)) for value in others)
 
 
 @pytest.mark.slow
-def test_one_rank_alone_in_its_group(ranks: Pools) -> None:
-    for gate, order in ACCEPTED:
-        check(ranks, Case(world=1, gate=gate, order=order))
+@pytest.mark.parametrize("values", [*covering(AXES, fits)], ids=named)
+def test_training_is_that_of_one_process(ranks: Pools, values: Mapping[str, Any]) -> None:
+    check(ranks, case_of(values))

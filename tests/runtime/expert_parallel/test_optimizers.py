@@ -14,9 +14,6 @@ import transformers
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, check_optimizer, mark_experts
 from penstock.runtime.transport import LocalTransport
@@ -24,7 +21,7 @@ from penstock.topology import Layout
 from tests.runtime.features.sharded_optimizer.steps import Habits, build, loss_of
 from tests.support.exchange import Case as LayerCase
 from tests.support.exchange import batch, exchange_of, model_of, rank_loss
-from tests.support.layouts import layout_case
+from tests.support.layouts import layout_case, tiny_case
 from tests.support.parity import Case, stack_of
 from tests.support.ranks import Pools
 
@@ -106,14 +103,7 @@ def test_an_optimizer_is_known_by_its_name_and_that_of_its_base(name: str) -> No
 
 # ---- real ranks --------------------------------------------------------------------------------------------
 
-SPREAD = Case(
-    world_size=2,
-    ep_size=2,
-    schedule=ScheduleConfig(name="flowmoe", microbatches=2),
-    model=ModelConfig(num_layers=1, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
-    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=6),
-    batch=2,
-)
+SPREAD = tiny_case(2, num_layers=1, moe_ffn_hidden_size=6)
 PARTS = replace(layout_case((2, 2, 1, 1), "flowmoe", "gather"), double=False)
 
 Made = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

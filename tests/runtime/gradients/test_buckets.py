@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime.buckets import FlatGradients, GradientBucket
 from tests.support.close import check_close
-from tests.support.parity import Case, batch_of, logical, stack_of
+from tests.support.layouts import tiny_case
+from tests.support.parity import Case, batch_of, gradients_of, logical, stack_of
 from tests.support.ranks import Pools
 
 shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=5)
@@ -189,15 +187,7 @@ def test_a_parameter_converted_between_forward_and_backward_is_refused() -> None
         bucket.check()
 
 
-CASE = Case(
-    world_size=2,
-    ep_size=2,
-    schedule=ScheduleConfig(name="flowmoe", microbatches=2, all_reduce_chunk_bytes=512),
-    model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, seq_len=5, vocab_size=11),
-    moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8, aux_loss_coeff=0.1),
-    batch=3,
-    double=True,
-)
+CASE = tiny_case(2, all_reduce_chunk_bytes=512, aux_loss_coeff=0.1, batch=3, double=True)
 
 
 def accumulate(rank: int, case: Case, seeds: list[int]) -> dict[str, Tensor]:
@@ -207,7 +197,7 @@ def accumulate(rank: int, case: Case, seeds: list[int]) -> dict[str, Tensor]:
     for seed in seeds:
         tokens, labels = batch_of(replace(case, seed=seed))
         stack(tokens[mine], labels[mine]).backward()
-    found = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+    found = gradients_of(stack.model)
     return logical(stack, found)
 
 

@@ -9,14 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.topology import Layout
 from penstock.train.assemble import gradient_bytes
 from penstock.train.history import total_parameters
 from tests.steps import PLAIN
 from tests.support.draws import draws
+from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools
 from tests.support.sharing import check_steps, plain_steps, shared_stack, steps
@@ -39,13 +37,17 @@ PARTS = [
 
 
 def case_of(world_size: int, ep_size: int, schedule: str = "flowmoe") -> Case:
-    return Case(
-        world_size=world_size,
+    return tiny_case(
+        world_size,
+        schedule,
+        chunks=2,
+        all_reduce_chunk_bytes=512,
+        num_layers=3,
+        seq_len=4,
+        moe_ffn_hidden_size=6,
+        shared_ffn_hidden_size=5,
+        aux_loss_coeff=0.1,
         ep_size=ep_size,
-        schedule=ScheduleConfig(name=schedule, microbatches=2, chunks=2, all_reduce_chunk_bytes=512),
-        model=ModelConfig(num_layers=3, hidden_size=8, num_heads=2, seq_len=4, vocab_size=11),
-        moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=6, shared_ffn_hidden_size=5, aux_loss_coeff=0.1),
-        batch=2,
         double=True,
     )
 

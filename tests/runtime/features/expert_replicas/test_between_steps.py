@@ -27,7 +27,7 @@ from tests.runtime.features.expert_replicas.test_moving import small
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.checkpoints import CASE, IDENTITY, bare, check_equal, state_of, train
 from tests.support.close import check_close
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.parity import Case, batch_of, gradients_of, stack_of
 from tests.support.ranks import Pools
 from tests.support.reference_moe import Weights
 from tests.support.replicas import RandomReplicas, replicate_randomly, stack_with_replicas
@@ -57,18 +57,14 @@ class Run:
         """What a step leaves."""
         stack.zero_grad()
         self.forward(stack).backward()
-        return left(stack)
+        return gradients_of(stack.model)
 
     def check(self, stack: PipelinedStack, what: str, times: int = 1) -> None:
         """The gradients in `stack` are those of the stack without replicas, `times` over."""
-        found, wanted = left(stack), self.gradients(self.plain)
+        found, wanted = gradients_of(stack.model), self.gradients(self.plain)
         assert found.keys() == wanted.keys(), what
         for name, gradient in wanted.items():
             check_close(found[name], times * gradient, 1e-10, f"{what}: {name}")
-
-
-def left(stack: PipelinedStack) -> Weights:
-    return {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
 
 
 def judged(run: Run) -> None:

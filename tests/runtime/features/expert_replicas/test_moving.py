@@ -19,7 +19,7 @@ from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
 from penstock.runtime.features.expert_replicas.manager import ExpertMoving, Plans, loads_of_group
 from tests.features.problems import costs_of
 from tests.support.cases import ROUTINGS, hosting_case
-from tests.support.parity import Case, batch_of
+from tests.support.parity import Case, own_batch
 from tests.support.ranks import Pools
 from tests.support.replicas import RandomReplicas, check_hosted, stack_with_replicas
 
@@ -151,15 +151,13 @@ def hosted_and_computed(rank: int, case: Case, hosts: RandomReplicas) -> tuple[l
     """After two steps: digests of the present replications next, and whether ranks have replicas. A step's
     loads have the replicas that it ran with."""
     stack = stack_with_replicas(rank, case, hosts)
-    tokens, labels = batch_of(case)
-    mine = case.mine(rank)
     for _ in range(2):
         found = [
             replication
             for replication in stack.of(ExpertReplicas).manager.replications
             if replication is not None
         ]
-        stack(tokens[mine], labels[mine]).backward()
+        stack(*own_batch(rank, case)).backward()
         assert stack.loads.replications == tuple(found)
     found = [
         replication
@@ -181,10 +179,8 @@ def disagreeing(rank: int, case: Case) -> str:
     stack = stack_with_replicas(rank, case, RandomReplicas(moving=small(2, "least_loaded")))
     if rank:
         stack.of(ExpertReplicas).manager.moving = None
-    tokens, labels = batch_of(case)
-    mine = case.mine(rank)
     try:
-        stack(tokens[mine], labels[mine]).backward()
+        stack(*own_batch(rank, case)).backward()
     except TaskError as error:
         return str(error)
     return "nothing"

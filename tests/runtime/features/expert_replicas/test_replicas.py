@@ -17,7 +17,7 @@ from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas, c
 from penstock.step import StepShape
 from penstock.topology import Layout as Place
 from tests.support.cases import ROUTINGS, hosting_case
-from tests.support.parity import Case, batch_of
+from tests.support.parity import Case, batch_of, own_batch
 from tests.support.ranks import Pools
 from tests.support.replicas import RandomReplicas, replicate_randomly, stack_with_replicas
 
@@ -37,10 +37,8 @@ def rows_computed(rank: int, case: Case, limit: int | None) -> int:
         if isinstance(module, SwiGLUExperts) and module.num_local_experts == 4:  # no shared ones
             rows.append(len(out))
 
-    tokens, labels = batch_of(case)
-    mine = case.mine(rank)
     hook = register_module_forward_hook(count)
-    stack(tokens[mine], labels[mine])
+    stack(*own_batch(rank, case))
     hook.remove()
     return sum(rows)
 

@@ -15,7 +15,7 @@ from penstock.graph import Phase
 from penstock.runtime.features.recompute import Kept, KeptSlice, Replay
 from penstock.step.shape import Recompute
 from tests.support.cases import small_case as case
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.parity import Case, own_batch, stack_of
 from tests.support.ranks import Pools
 
 WHATS: tuple[Recompute, ...] = ("experts", "blocks")
@@ -39,7 +39,7 @@ def kept_and_sent(rank: int, step: Case) -> tuple[int, Counter[int], int]:
     """Of one step: bytes kept from forward to backward, by autograd or to run again; bytes sent to every
     rank; tasks that ran again."""
     stack = stack_of(rank, step)
-    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    tokens, labels = own_batch(rank, step)
     weights = {p.untyped_storage().data_ptr() for p in stack.model.parameters()}
     before, kept = stack.machinery.transports.traffic.copy(), dict[int, int]()
 

@@ -20,7 +20,7 @@ from penstock.runtime import TaskError
 from tests.runtime.test_layout_bytes import really_sent
 from tests.support.cases import moving_case as case
 from tests.support.close import check_close
-from tests.support.parity import Case, batch_of, merge, reference_step, run_step, stack_of
+from tests.support.parity import Case, batch_of, merge, own_batch, reference_step, run_step, stack_of
 from tests.support.placers import Eager, RandomHomes, Rotated
 from tests.support.ranks import Pools
 
@@ -43,7 +43,7 @@ def test_masks_and_compressed_rows_are_those_of_samples_that_stay(
 def evaluated(rank: int, step: Case) -> float:
     """The loss in evaluation, where half of the plan runs."""
     stack = stack_of(rank, step).eval()
-    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    tokens, labels = own_batch(rank, step)
     return float(stack(tokens, labels))
 
 
@@ -101,7 +101,7 @@ def homes_of_steps(rank: int, step: Case) -> list[list[int]]:
     """The homes in all layers of three steps."""
     HOMES.clear()
     stack = stack_of(rank, replace(step, placer=Noting()))
-    tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+    tokens, labels = own_batch(rank, step)
     for _ in range(3):
         stack(tokens, labels).backward()
     return list(HOMES)
@@ -174,7 +174,7 @@ def refused(rank: int, step: Case, lengths: tuple[int, ...] = ()) -> str:
     """Why a step fails."""
     try:
         stack = stack_of(rank, step)
-        tokens, labels = (whole[step.mine(rank)] for whole in batch_of(step))
+        tokens, labels = own_batch(rank, step)
         length = lengths[rank] if lengths else tokens.shape[1]
         stack(tokens[:, :length], labels[:, :length])
     except (ValueError, TaskError) as error:
