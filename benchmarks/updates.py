@@ -32,7 +32,7 @@ from penstock.trace import occupation
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.config import RunConfig
 from penstock.train.logs import telling
-from penstock.train.update import Update, build_update
+from penstock.train.optimizer import Update, build_update
 
 PLAIN, SHARDED = "AdamW", "sharded"
 MIB: Final = 1 << 20

@@ -27,8 +27,7 @@ from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_si
 from penstock.topology.faults import give_up, reason
 from penstock.topology.join import ALONE, joined
 from penstock.train.assemble import build_machinery, build_stack, on_device
-from penstock.train.config import RunConfig
-from penstock.train.consistency import resolved_for_all
+from penstock.train.config import RunConfig, resolved_for_all
 from penstock.train.logs import show_unless_told
 from penstock.train.pilot import Ranks
 

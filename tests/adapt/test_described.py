@@ -20,7 +20,7 @@ import penstock
 from penstock.cli import main
 from penstock.cli.failing import BAD_USAGE
 from penstock.config import ConfigError
-from penstock.families.limits import DEEPEST
+from penstock.families.described import DEEPEST
 from tests.support.adapted import small
 from tests.support.runs import refused
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import EMPTY, ExpertPlacement, Replication
-from penstock.train.load_figures import (
+from penstock.train.measuring import (
     LoadFigures,
     RowsOfReplicas,
     max_over_mean,

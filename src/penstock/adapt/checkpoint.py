@@ -19,23 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from penstock.adapt.engine import Engine
-from penstock.adapt.folder import AsWhole
-from penstock.adapt.saving import ModelNaming, check_names, close_model, model_state, numbered
+from penstock.adapt.saving import AsWhole, ModelNaming, check_names, close_model, model_state, numbered
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, plain_class, saved_together
 from penstock.checkpoint.folder import DamagedError
-from penstock.checkpoint.saving import Saving, of_rank
 from penstock.checkpoint.storage import (
     SUFFIX,
     Files,
     Outgoing,
+    Saving,
     State,
     Stored,
     misfits,
+    of_rank,
 )
 from penstock.config import UNSET, ConfigError, read_json
-from penstock.dtensors import part_of
 from penstock.families.described import refuse_cut_off
 from penstock.models.qwen3_moe import CONFIG
+from penstock.partial_state import part_of
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizers import watch_optimizer
 from penstock.topology import Control

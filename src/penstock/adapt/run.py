@@ -15,21 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.adapt.build import pieces_of, spread_parts
+from penstock.adapt.build import pieces_of, read_share, skeleton, spread_parts
 from penstock.adapt.decoder import Decoder, Inputs
-from penstock.adapt.engine import BalanceOverLayers
-from penstock.adapt.loading import read_share, skeleton
+from penstock.adapt.engine import BalanceOverLayers, check_unchanged
 from penstock.adapt.saving import ModelNaming
 from penstock.adapt.tensor import TensorShares, check_can_narrow
-from penstock.adapt.unchanged import check_unchanged
 from penstock.config import ConfigError
 from penstock.decision import Decision, PlacementConfig
 from penstock.device import device_of
 from penstock.families.described import GENERATION, quiet, read_generation
 from penstock.families.inspection import Found
-from penstock.families.model_folder import ModelFolder
 from penstock.families.sections import coefficient_of, described_in
-from penstock.families.weights import quantized_in
+from penstock.families.weights import ModelFolder, quantized_in
 from penstock.models.qwen3_moe import CONFIG
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
@@ -38,9 +35,9 @@ from penstock.runtime.features.sample_placement.moving import NetMoE, SampleMovi
 from penstock.schedule import StepPlan
 from penstock.topology import Layout
 from penstock.train.assemble import stack_of_run
+from penstock.train.checkpoint import COPY, same_files
 from penstock.train.config import RunConfig
 from penstock.train.model import Files, RunModel, decoder_of
-from penstock.train.pretrained import COPY, same_files
 
 
 def model_of_run(

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from penstock.adapt.cut import Inside, is_foreign
 from penstock.config import ConfigError
 from penstock.families.adapters import core_of
-from penstock.families.gradients import DENSE_COLUMN, DENSE_ROWS
 from penstock.families.inspection import Found
+from penstock.families.sections import DENSE_COLUMN, DENSE_ROWS
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard, held_rows

@@ -15,11 +15,10 @@ from torch import nn
 
 from penstock.decision import Decision
 from penstock.families.adapters import around, check_adapters, core_of
-from penstock.families.attention import attention_of, matrices_of
 from penstock.families.described import setting_of
 from penstock.families.experts import Shares, check_experts
-from penstock.families.family import Family
-from penstock.families.sizes import ModelSizes
+from penstock.families.known import Family
+from penstock.families.sizes import ModelSizes, attention_of, matrices_of
 from penstock.moe import MoEConfig
 from penstock.moe.experts import ExpertShard
 from penstock.placement import ExpertPlacement

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.config import ConfigError
 from penstock.mesh import Group
@@ -28,6 +30,34 @@ from penstock.moe.layer import LogicalNames
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.cross_entropy import cross_entropy_sum
 from penstock.sharding import Shard, Sharding, shardings_of
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out the functions that fill new parameters.
+
+    There is nothing to fill, and for random numbers on the meta device torch would load its compiler: a
+    second.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Put new tensors on the meta device, inside this context, and leave parameters unfilled."""
+    with torch.device("meta"), _Unfilled():
+        yield
 
 
 def fill_normal(tensor: Tensor, name: str, seed: int, std: float, sharding: Sharding | None = None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.models.meta import on_meta
+from penstock.models.decoder import on_meta
 from penstock.moe import (
     ExpertBias,
     ExpertGroups,

@@ -41,8 +41,7 @@ from penstock.topology.faults import (
     underlying,
     watch,
 )
-from penstock.topology.gpu_groups import prepare
-from penstock.topology.groups import TransportName
+from penstock.topology.groups import TransportName, prepare
 from penstock.topology.meeting_point import (
     SPARE_S,
     VARIABLE,

@@ -21,7 +21,7 @@ from penstock import __version__
 from penstock.cost.cluster_file import Machine
 from penstock.device import device_of
 from penstock.topology import Control
-from penstock.train.memory_check import device_bytes
+from penstock.train.assemble import device_bytes
 
 CONFIDENCE = 0.95
 NARROW = 0.05

@@ -24,8 +24,7 @@ from penstock.runtime import Machinery, PipelinedStack
 from penstock.topology import Layout, find_node_size
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.config import OutputConfig, Precision, RunConfig, TrainConfig
-from penstock.train.optimizer import OptimizerConfig, set_learning_rate
-from penstock.train.update import build_update
+from penstock.train.optimizer import OptimizerConfig, build_update, set_learning_rate
 
 MODEL: Final = ModelConfig(
     num_layers=2, hidden_size=32, num_heads=4, num_key_value_heads=2, seq_len=8, vocab_size=64

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from penstock.dtensors import part_of
-from penstock.partial_state import KEY, ShareError, ShareMark, check_share, share_of, torch_callers
+from penstock.partial_state import KEY, ShareError, ShareMark, check_share, part_of, share_of, torch_callers
 from penstock.runtime.expert_parallel.ranks import MARK, ExpertRanks, Whole
 from penstock.runtime.expert_parallel.ranks import share_of as expert_share_of
 from penstock.sharding import sharding_of
