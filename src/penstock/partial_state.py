@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 KEY = "penstock_share"
 """Last part of the name of a mark in a state dict; also the attribute of a marked module with the words."""
 
+INSIDE = "penstock_inside"
+"""Attribute of a marked module with the beginnings of names of what belongs to the share."""
+
 REMEDY = (
     "Save state_dict() by torch.save on every rank, each in a file of its own, and load it on a rank that "
     "holds the same share. A model of transformers is saved by torch.distributed.checkpoint, too, or whole "
@@ -125,8 +128,9 @@ def mark_share(module: nn.Module, share: str, inside: Sequence[str] = ("",)) -> 
     is_marked = hasattr(module, KEY)
     setattr(module, KEY, share)  # torch looks up the entries of a state dict as attributes
     if not is_marked:
-        module.register_state_dict_post_hook(_Write(inside))
-        module.register_load_state_dict_pre_hook(_Check(inside))
+        setattr(module, INSIDE, tuple(inside))
+        module.register_state_dict_post_hook(_write_mark)
+        module.register_load_state_dict_pre_hook(_check_mark)
 
 
 def unmark_share(module: nn.Module) -> None:
@@ -155,37 +159,26 @@ def refuse_pickle(what: str) -> NoReturn:
     )
 
 
-class _Hook:
-    """A hook on a module's state dicts; a class, as torch marks hooks, and hooks are copied with a module."""
-
-    def __init__(self, inside: Sequence[str]) -> None:
-        self.inside = tuple(inside)
-
-
-class _Write(_Hook):
-    """Adds the mark to a state dict."""
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        del metadata
-        if share := getattr(module, KEY):
-            state[prefix + KEY] = ShareMark.of(share)
+def _write_mark(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Add the mark to a state dict."""
+    del metadata
+    if share := getattr(module, KEY):
+        state[prefix + KEY] = ShareMark.of(share)
 
 
-class _Check(_Hook):
-    """Takes the mark out of a state dict that is loaded; raises ShareError if it is of another share."""
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-        del others
-        here, mark = getattr(module, KEY), state.pop(prefix + KEY, None)
-        if not any(name.startswith(tuple(prefix + each for each in self.inside)) for name in state):
-            return
-        if mark is None and here:
-            raise ShareError(
-                f"this rank holds a share of a model, {here}, and the state dict that is loaded does "
-                f"not say of which share it is: it is that of a whole model, or {prefix + KEY} was left "
-                f"out. {REMEDY}"
-            )
-        check_share("" if mark is None else share_of(mark), here)
+def _check_mark(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Take the mark out of a state dict that is loaded; raise ShareError for that of another share."""
+    del others
+    here, mark = getattr(module, KEY), state.pop(prefix + KEY, None)
+    if not any(name.startswith(tuple(prefix + each for each in getattr(module, INSIDE))) for name in state):
+        return
+    if mark is None and here:
+        raise ShareError(
+            f"this rank holds a share of a model, {here}, and the state dict that is loaded does "
+            f"not say of which share it is: it is that of a whole model, or {prefix + KEY} was left "
+            f"out. {REMEDY}"
+        )
+    check_share("" if mark is None else share_of(mark), here)
 
 
 def check_share(found: str, here: str) -> None:
@@ -303,31 +296,27 @@ def spread_states(module: nn.Module, parts: Mapping[str, Sharding], meshes: Rank
     if marked := parts.keys() - boxes.keys():
         mark_share(module, "; ".join(sorted({parts[name].in_words for name in marked})), [*marked])
     if not hasattr(module, PARTS):
-        module.register_state_dict_post_hook(_Spread())
-        module.register_load_state_dict_pre_hook(_Take())
+        module.register_state_dict_post_hook(_spread)
+        module.register_load_state_dict_pre_hook(_take)
     setattr(module, PARTS, boxes)
     for name, part in boxes.items():
         setattr(module.get_parameter(name), PART, part)
 
 
-class _Spread:
-    """Makes DTensors of parts in a state dict; a class, as hooks are copied with a module."""
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        del metadata
-        for name, part in getattr(module, PARTS).items():
-            if (held := state.get(prefix + name)) is not None and not held.requires_grad:
-                state[prefix + name] = part.spread(held)
+def _spread(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Make DTensors of parts in a state dict."""
+    del metadata
+    for name, part in getattr(module, PARTS).items():
+        if (held := state.get(prefix + name)) is not None and not held.requires_grad:
+            state[prefix + name] = part.spread(held)
 
 
-class _Take:
-    """Takes this rank's parts out of what is loaded."""
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-        del others
-        for name, part in getattr(module, PARTS).items():
-            if isinstance(given := state.get(prefix + name), Tensor):
-                state[prefix + name] = part.of(prefix + name, given)
+def _take(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Take this rank's parts out of what is loaded."""
+    del others
+    for name, part in getattr(module, PARTS).items():
+        if isinstance(given := state.get(prefix + name), Tensor):
+            state[prefix + name] = part.of(prefix + name, given)
 
 
 def taken_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

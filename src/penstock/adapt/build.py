@@ -28,7 +28,7 @@ from penstock.adapt.decoder import (
 from penstock.adapt.engine import Engine
 from penstock.adapt.guess import EpPlan, brought_by, check, check_ep_plan, check_spread, coefficient_of, guess
 from penstock.adapt.passes import JoinAdapters, NarrowSpread, Passes, Spread, TakeAdapters
-from penstock.adapt.planning import choice_of, moving_of, planner_of
+from penstock.adapt.planning import Planner, choice_of, moving_of
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, plain_class, saved_together, schedule
 from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.decision import Decision
@@ -139,7 +139,7 @@ def scheduled(
     tensor: its part of attention, where ranks share that. updating: see `parallelize`.
     """
     layout = machinery.layout
-    planner = planner_of(plan, found.sizes, layout, parallel)
+    planner = Planner.asked(plan, found.sizes, layout, parallel)
     with pieces_of(found, layout, tensor) as pieces:
         decoder = pieces.decoder
         stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)

@@ -10,7 +10,7 @@ Shapes: B samples (of a microbatch), L tokens per sample, E experts, Y MoE layer
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as _modules
 
-from penstock.adapt.cut import READERS, RouterUse, is_foreign
+from penstock.adapt.cut import READERS, is_foreign
 from penstock.adapt.decoder import CutLayer, Decoder, Inputs
 from penstock.adapt.passes import Passes
 from penstock.adapt.planning import Planner
@@ -67,22 +67,18 @@ NO_LABEL = -100
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepInputs:
+class StepInputs(Inputs):
     """Arguments of a call of the model, as a step needs them.
 
     labels_BL: as transformers takes them, at the places of the tokens; or shift_labels_BL, of the following
-    tokens; neither where the caller makes a loss. packed: further arguments of a batch of one row. valid:
-    divisor of the sum of token losses, over all ranks; None: the number of these tokens.
+    tokens; neither where the caller makes a loss. valid: divisor of the sum of token losses, over all ranks;
+    None: the number of these tokens.
     """
 
     tokens_BL: Tensor
     labels_BL: Tensor | None
     shift_labels_BL: Tensor | None
-    mask_BL: Tensor | None
-    positions_BL: Tensor | None
-    packed: Mapping[str, Any]
     valid: float | None
-    routers: RouterUse
 
     @property
     def targets(self) -> Tensor:
@@ -193,9 +189,7 @@ class Engine:
 
     def _begin(self, given: StepInputs) -> Tensor:
         """Begin the forward pass of a step on these samples; return their numbers."""
-        self.decoder.begin(
-            Inputs(self._first, given.mask_BL, given.positions_BL, given.routers, given.packed)
-        )
+        self.decoder.begin(replace(given, first=self._first))
         return torch.arange(self._first, self._first + len(given.tokens_BL))
 
     def warn_if_different(self) -> None:

@@ -96,16 +96,7 @@ class ModelStack(PipelinedStack):
 
     parts: Decoder
 
-    def forward(
-        self,
-        tokens_BL: Tensor,
-        labels_BL: Tensor,
-        sample_ids_B: Tensor | None = None,
-        valid_BL: Tensor | None = None,
-        *,
-        largest_batch: int | None = None,
-        documents_BL: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return the loss of the whole batch of all ranks; see `PipelinedStack.forward`.
 
         Raises ValueError if the model has been changed in a way that a step would miss.
@@ -113,14 +104,7 @@ class ModelStack(PipelinedStack):
         balances = self.moe.aux_loss_coeff > 0
         check_unchanged(self.parts, balances=balances)
         self.parts.begin(Inputs(routers="balanced" if balances else "unused"))
-        loss: Tensor = super().forward(
-            tokens_BL,
-            labels_BL,
-            sample_ids_B,
-            valid_BL,
-            largest_batch=largest_batch,
-            documents_BL=documents_BL,
-        )
+        loss: Tensor = super().forward(*given, **named)
         self.parts.calls.end_with(loss)
         return loss
 

@@ -40,7 +40,7 @@ from penstock.checkpoint.storage import (
     together,
     write_index,
 )
-from penstock.families.adapters import ExpertAxis, InTurn, axes_of
+from penstock.families.adapters import ExpertAxis, axes_of
 from penstock.families.described import FORMER, FORMER_CHECKPOINT, quiet
 from penstock.families.experts import sharding_of_experts
 from penstock.families.weights import EXPERT, Place, cut_in_file, places_of, saved_tensors
@@ -112,7 +112,7 @@ class ModelNaming:
         axis, layout, each = self._axes.get(name), self._layout, each or self._shardings.get(name)
         if axis is None:
             return tensor, each
-        if not isinstance(axis, InTurn):
+        if axis.dim == 0:
             return tensor, sharding_of_experts(tensor.shape, each, layout)
         tensor = tensor.unflatten(1, (axis.rank, -1))
         if layout.ep_size == 1:

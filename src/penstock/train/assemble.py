@@ -403,7 +403,9 @@ def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
     shared_copies = config.optimizer.shared_copies
     whole = COPIES - shared_copies
     copies, expert_copies = whole + shared_copies / layout.dp_size, whole + shared_copies / layout.edp_size
-    ends, layers, experts = _bytes(model, moe, layout)
+    held = gradient_bytes(model, moe, layout, sharded=True)
+    matrices, row_bytes = 1 if model.tie_word_embeddings else 2, model.hidden_size * FLOAT32_BYTES
+    ends = matrices * model.vocab_size * row_bytes // layout.tp_size
     tokens = min(split_sizes(model.seq_len, layout.tp_size)) if layout.tokens == "split" else model.seq_len
     heads = (model.attention_size + model.key_value_size) // layout.tp_size
     kept = KEPT_COPIES * model.hidden_size + KEPT_HEADS * heads
@@ -412,34 +414,11 @@ def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
     mask_bytes = batch * model.seq_len**2 * SMALLEST_ELEMENT_BYTES if config.data.separate_documents else 0
     return RankMemory(
         vocabulary_bytes=int(copies * ends),
-        layers_bytes=int(copies * layers),
-        experts_bytes=int(expert_copies * experts),
+        layers_bytes=int(copies * (sum(held.replicated) + sum(held.partial) - ends)),
+        experts_bytes=int(expert_copies * sum(held.experts)),
         activations_bytes=model.num_layers * batch * tokens * token_bytes,
         masks_bytes=model.num_layers * mask_bytes,
     )
-
-
-def _bytes(model: ModelConfig, moe: MoEConfig, layout: Layout) -> tuple[int, int, int]:
-    """Return a rank's weight bytes of the vocabulary, of all layers but their experts, and of all experts.
-
-    They are read from the real model, with one and two layers, built without memory for its weights.
-    """
-    if model.of_transformers:
-        held = gradient_bytes(model, moe, layout, sharded=True)
-        matrices = 1 if model.tie_word_embeddings else 2
-        ends = matrices * model.vocab_size * model.hidden_size * FLOAT32_BYTES // layout.tp_size
-        return ends, sum(held.replicated) + sum(held.partial) - ends, sum(held.experts)
-    sizes = []
-    for layers, with_experts in ((1, 1), (2, 2), (2, 1)):
-        small = replace(model, preset=None, num_layers=layers, moe_layers=tuple(range(with_experts)))
-        with on_meta():
-            parts = model_of(small, moe, layout)
-        sizes.append(sum(p.nbytes for layer in range(layers) for p in parts.replicated_parameters(layer)))
-    one, two, mixed = sizes
-    experts = sum(p.nbytes for p in parts.expert_parameters(0))
-    moe_layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
-    others = moe_layers * (two - one) + (model.num_layers - moe_layers) * (mixed - one)
-    return 2 * one - two, others, moe_layers * experts
 
 
 def check_run(config: RunConfig, layout: Layout, *, there_bytes: int, sharing: int = 1) -> None:

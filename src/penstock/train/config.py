@@ -20,7 +20,7 @@ from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
-from penstock.models.config import QWEN3_MOE
+from penstock.models.config import QWEN3_MOE, experts_of_preset, sizes_of_preset
 from penstock.models.qwen3_moe import model_type_of, sections_of
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import FIXED, REPLAY, PlanConfig
@@ -199,15 +199,15 @@ class RunConfig:
         try:
             return replace(
                 self,
-                model=_laid_under(self.model, preset.model_sizes()),
-                moe=_laid_under(self.moe, preset.moe_sizes(world_size)),
-                data=_laid_under(self.data, {"batch_per_device": preset.batch_per_device}),
+                model=_laid_under(self.model, sizes_of_preset(preset)),
+                moe=_laid_under(self.moe, experts_of_preset(preset, world_size)),
+                data=_laid_under(self.data, {"batch_per_device": preset.batch}),
             )
         except ConfigError as error:
-            if preset.experts_per_rank * world_size >= preset.top_k:
+            if preset.experts_per_device * world_size >= preset.top_k:
                 raise  # not the number of ranks, but something that the user set beside the preset
-            experts = f"{preset.experts_per_rank * world_size} experts on {world_size} processes"
-            least = -(-preset.top_k // preset.experts_per_rank)
+            experts = f"{preset.experts_per_device * world_size} experts on {world_size} processes"
+            least = -(-preset.top_k // preset.experts_per_device)
             why = f"has {experts}, and there {error}"
             hint = f"Start {least} processes or more (parallel.processes)."
             raise ConfigError("model.preset", self.model.preset, why.rstrip("."), hint) from None
