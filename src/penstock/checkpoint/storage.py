@@ -286,24 +286,20 @@ def write_shard(path: Path, tensors: Iterable[Outgoing]) -> str:
     digest = hashlib.sha256()
     with replacing(path, durable=True) as file:
         numbers = (each.box.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for each in ordered)
-        pieces: Iterable[Buffer] = chain([_header(ordered)], numbers)
+        offsets = {each.name: {SAVED_OFFSETS_KEY: each.offsets} for each in ordered}
+        about = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
+        table: dict[str, Any] = {"__metadata__": {FORMAT_KEY: FORMAT_VALUE, **about}}
+        end = 0
+        for name, _, box in ordered:
+            start, end = end, end + box.nbytes
+            table[name] = {"dtype": CODES[box.dtype], "shape": list(box.shape), "data_offsets": [start, end]}
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        pieces: Iterable[Buffer] = chain([len(text).to_bytes(LENGTH_BYTES, "little") + text], numbers)
         for data in pieces:
             digest.update(data)
             file.write(data)
     return digest.hexdigest()
-
-
-def _header(tensors: Sequence[Outgoing]) -> bytes:
-    offsets = {each.name: {SAVED_OFFSETS_KEY: each.offsets} for each in tensors}
-    about = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
-    table: dict[str, Any] = {"__metadata__": {FORMAT_KEY: FORMAT_VALUE, **about}}
-    end = 0
-    for name, _, box in tensors:
-        start, end = end, end + box.nbytes
-        table[name] = {"dtype": CODES[box.dtype], "shape": list(box.shape), "data_offsets": [start, end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def write_index(folder: Path, names: Iterable[str]) -> None:

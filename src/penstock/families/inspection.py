@@ -198,7 +198,14 @@ def look(model: Any, family: Family) -> Found:
             f"{type(model).__name__}: some layers are, or have the experts of, another one, and where "
             "they call them cannot be told apart. Give each a module of its own; parameters may be shared"
         )
-    _check_settings(model, family)
+    config = model.config.get_text_config()
+    for setting, wanted, why in family.only:
+        value = setting_of(config, setting, wanted)
+        if value != wanted:
+            raise ValueError(
+                f"{type(model).__name__}: {setting} = {value} cannot be scheduled, since {why}; set "
+                f"config.{setting} = {wanted}"
+            )
     sizes: set[int] = set()
     for number, block in enumerate(blocks):
         if block is not None:
@@ -241,17 +248,6 @@ def _only(numbers: set[int], what: str, model: Any) -> int:
             "needs the same number in all layers that have any"
         )
     return numbers.pop()
-
-
-def _check_settings(model: Any, family: Family) -> None:
-    config = model.config.get_text_config()
-    for setting, wanted, why in family.only:
-        value = setting_of(config, setting, wanted)
-        if value != wanted:
-            raise ValueError(
-                f"{type(model).__name__}: {setting} = {value} cannot be scheduled, since {why}; set "
-                f"config.{setting} = {wanted}"
-            )
 
 
 def _top_k(block: Any, family: Family) -> int:

@@ -65,36 +65,32 @@ def sections_of(path: Path) -> Sections:
     """
     found = described_in(path)
     try:
-        return _sections(found)
+        sizes, coefficient, config = found.sizes, coefficient_of(found), found.config
+        return {
+            "model": {
+                **sizes.model_settings([block is not None for block in found.blocks]),
+                "model_type": found.family.name,
+                "config_sha256": digest_of(found),
+                "tie_word_embeddings": bool(found.model.config.tie_word_embeddings),
+                "rms_norm_eps": setting_of(config, "rms_norm_eps", 1e-6) or 1e-6,
+            },
+            "moe": {
+                "num_experts": found.num_experts,
+                "top_k": found.top_k,
+                "moe_ffn_hidden_size": sizes.moe.moe_ffn_hidden_size,
+                "expert": "swiglu" if sizes.expert_matrices == 3 else "gelu",
+                "shared_ffn_hidden_size": sizes.shared_width,
+                "norm_topk_prob": False,
+                "aux_loss_coeff": 0.0 if coefficient is None else coefficient,
+                "z_loss_coeff": 0.0,
+            },
+            "family": {
+                "router_loss": coefficient is not None,
+                "positions": setting_of(config, "max_position_embeddings"),
+            },
+        }
     except (TypeError, ValueError) as error:
         raise ConfigError("model.config", str(path), in_one_line(error)) from error
-
-
-def _sections(found: Found) -> Sections:
-    sizes, coefficient, config = found.sizes, coefficient_of(found), found.config
-    return {
-        "model": {
-            **sizes.model_settings([block is not None for block in found.blocks]),
-            "model_type": found.family.name,
-            "config_sha256": digest_of(found),
-            "tie_word_embeddings": bool(found.model.config.tie_word_embeddings),
-            "rms_norm_eps": setting_of(config, "rms_norm_eps", 1e-6) or 1e-6,
-        },
-        "moe": {
-            "num_experts": found.num_experts,
-            "top_k": found.top_k,
-            "moe_ffn_hidden_size": sizes.moe.moe_ffn_hidden_size,
-            "expert": "swiglu" if sizes.expert_matrices == 3 else "gelu",
-            "shared_ffn_hidden_size": sizes.shared_width,
-            "norm_topk_prob": False,
-            "aux_loss_coeff": 0.0 if coefficient is None else coefficient,
-            "z_loss_coeff": 0.0,
-        },
-        "family": {
-            "router_loss": coefficient is not None,
-            "positions": setting_of(config, "max_position_embeddings"),
-        },
-    }
 
 
 def described_in(path: Path) -> Found:

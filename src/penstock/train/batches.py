@@ -384,12 +384,25 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
     counts = control.gather(mine if control.rank == 0 else None, "sharing what was found")
     scanned = counts[0]
     assert scanned is not None, "rank 0 has read the text"
-    return Source(
-        corpora=corpora,
-        stream=stream,
-        scanned=scanned,
-        identity=_identity(config, layout, stream, corpora, digests),
-    )
+    share = held_out_share(config.data.held_out_fraction)
+    identity: dict[str, object] = {
+        "train.seed": config.train.seed,
+        "model.seq_len": config.model.seq_len,
+        "data.held_out_fraction": config.data.held_out_fraction,
+        GLOBAL_BATCH: config.data.batch_per_device * layout.dp_size,
+    }
+    if len(corpora) == 1:
+        identity["data.path (sha256 of the text)"] = digests[0]
+    else:
+        identity["data.mixture (sha256 of the texts)"] = list(digests)
+        identity["data.mixture (shares)"] = [corpus.share for corpus in corpora]
+    if share.numerator > 1:
+        identity[HELD_OUT_BLOCKS] = [share.numerator, share.denominator]
+    if config.data.separate_documents:
+        identity["data.separate_documents"] = True
+    if not stream.is_listed:
+        identity["order of the samples of a long text"] = "computed"
+    return Source(corpora=corpora, stream=stream, scanned=scanned, identity=identity)
 
 
 def _prepare(config: RunConfig) -> Iterator[None]:
@@ -492,31 +505,3 @@ def _check_vocabulary(config: RunConfig, vocabulary: int, source: str) -> None:
     if config.model.vocab_size < vocabulary:
         why = f"the text ({source}) has {vocabulary:,} different tokens"
         raise ConfigError("model.vocab_size", config.model.vocab_size, why, f"Use {vocabulary} or more.")
-
-
-def _identity(
-    config: RunConfig,
-    layout: Layout,
-    stream: BatchStream,
-    corpora: Sequence[Corpus],
-    digests: Sequence[str],
-) -> dict[str, object]:
-    share = held_out_share(config.data.held_out_fraction)
-    found: dict[str, object] = {
-        "train.seed": config.train.seed,
-        "model.seq_len": config.model.seq_len,
-        "data.held_out_fraction": config.data.held_out_fraction,
-        GLOBAL_BATCH: config.data.batch_per_device * layout.dp_size,
-    }
-    if len(corpora) == 1:
-        found["data.path (sha256 of the text)"] = digests[0]
-    else:
-        found["data.mixture (sha256 of the texts)"] = list(digests)
-        found["data.mixture (shares)"] = [corpus.share for corpus in corpora]
-    if share.numerator > 1:
-        found[HELD_OUT_BLOCKS] = [share.numerator, share.denominator]
-    if config.data.separate_documents:
-        found["data.separate_documents"] = True
-    if not stream.is_listed:
-        found["order of the samples of a long text"] = "computed"
-    return found

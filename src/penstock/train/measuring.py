@@ -26,7 +26,6 @@ from penstock.features.expert_replicas.planners import overlap
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import ExpertPlacement, Replication
 from penstock.runtime import PipelinedStack
-from penstock.runtime.loads import SampleLoads
 from penstock.topology import Control, Layout
 from penstock.trace import TaskRecord, occupation
 from penstock.train.batches import Batch
@@ -355,7 +354,13 @@ class RoutingFile:
         """Record the step; with samples this costs an exchange of all their loads."""
         listed = None
         if self._samples:
-            mine = [_of_layer(layer) for layer in stack.loads.of_samples]
+            mine = [
+                (
+                    np.concatenate([each.ids_B.cpu().numpy() for each in layer]),
+                    np.concatenate([each.chosen_BE.cpu().numpy() for each in layer]),
+                )
+                for layer in stack.loads.of_samples
+            ]
             everyone = self._control.gather(mine, "collecting how samples were routed")
             listed = [sample.tolist() for sample in _joined(everyone)]
         if self._recorder is not None:
@@ -369,13 +374,6 @@ class RoutingFile:
     def __exit__(self, *failure: object) -> None:
         if self._recorder is not None:
             self._recorder.close()
-
-
-def _of_layer(microbatches: Sequence[SampleLoads]) -> Known:
-    return (
-        np.concatenate([each.ids_B.cpu().numpy() for each in microbatches]),
-        np.concatenate([each.chosen_BE.cpu().numpy() for each in microbatches]),
-    )
 
 
 def _joined(everyone: Sequence[Sequence[Known]]) -> Counts:
