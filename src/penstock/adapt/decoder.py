@@ -25,7 +25,7 @@ from penstock.adapt.tensor import SharedLayer, TensorShares
 from penstock.families.inspection import code_of, in_parts
 from penstock.families.known import Family
 from penstock.moe import MoELayer, SampleKeys
-from penstock.runtime.cross_entropy import cross_entropy_sum
+from penstock.runtime.statistics import cross_entropy_sum
 from penstock.sharding import shardings_of
 
 HOOKED = "_output_capturing_hooks_installed"

@@ -29,7 +29,7 @@ from penstock.device import device_of
 from penstock.families.adapters import around
 from penstock.families.inspection import code_of, is_patched, patched
 from penstock.moe import MoEConfig
-from penstock.moe.balance import GlobalBalance
+from penstock.moe.routers import GlobalBalance
 from penstock.runtime import ParameterMismatchError, PipelinedStack
 from penstock.runtime.endings import RankLoss, StepStates, TokenLoss
 from penstock.runtime.handlers import Ending

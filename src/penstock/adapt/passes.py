@@ -24,8 +24,8 @@ from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.permute.sort import SortPermutation
 from penstock.runtime import Machinery
-from penstock.runtime.checks.agree import Turns
-from penstock.runtime.transport.legs import Later, exchange_counts, send_home, send_out
+from penstock.runtime.consistency import Turns
+from penstock.runtime.transport import Later, exchange_counts, send_home, send_out
 from penstock.topology import Control
 
 T = TypeVar("T")

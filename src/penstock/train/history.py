@@ -27,7 +27,7 @@ from penstock.placement import ExpertPlacement
 from penstock.report import RunSummary
 from penstock.report.loads import NUMBERS, LoadCourse
 from penstock.runtime import PipelinedStack
-from penstock.runtime.gradients.assignment import assign
+from penstock.runtime.gradients import assign
 from penstock.sharding import shardings_of
 from penstock.timing import lower_bound, simulate
 from penstock.trace import TaskRecord, compare, write_chrome_trace, write_comparison
