@@ -6,9 +6,10 @@ The one spreads a model that all ranks have whole; of what the other reads, a ra
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,6 @@ from penstock.adapt.decoder import (
     Calls,
     CutLayer,
     Decoder,
-    Layers,
     SharedCutLayer,
     SharedDenseLayer,
     WholeLayer,
@@ -140,8 +140,7 @@ def scheduled(
     """
     layout = machinery.layout
     planner = Planner.asked(plan, found.sizes, layout, parallel)
-    with pieces_of(found, layout, tensor) as pieces:
-        decoder = pieces.decoder
+    with pieces_of(found, layout, tensor) as decoder:
         stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
         stack.timed = False  # nothing reads when tasks ran
         stack.replica_manager.moving = moving_of(found.choice, found.sizes, stack)
@@ -150,11 +149,10 @@ def scheduled(
         if tensor is not None:
             tensor.ranks.open(machinery)
     stack.mark_experts()
-    spread_parts(pieces, machinery)
+    spread_parts(decoder, machinery)
     passes = Passes(machinery.control, stack.turns)
-    for layer, cut in pieces.cuts.items():
-        moe = decoder.parts[layer].moe
-        assert moe is not None, "it is cut where it has experts"
+    for part in decoder.cut_layers:
+        cut, moe = part.cut, part.experts
         if layout.ep_size * layout.etp_size > 1:
             width = found.family.form.entering(core_of(cut.experts))
             spread = Spread if layout.etp_size == 1 else NarrowSpread
@@ -208,14 +206,11 @@ def _checked(found: Found, changed: Sequence[str] = ()) -> Found:
             "pieces of such a model are compared with the whole by their logits over a vocabulary, for which "
             "get_output_embeddings() has no weights. Use a family in penstock.adapt.FAMILIES"
         )
-    cuts, calls = _cuts(found), Calls()
-    layers = _layers(found, cuts, calls)
-    try:
-        decoder = Decoder(model, found.family, layers, calls, type(model).forward)
+    with pieces_of(found) as decoder:
         check(model, decoder, changed)
         family = replace(found.family, coefficient=coefficient_of(model, decoder))
-    finally:
-        _undo(cuts)
+    for part in decoder.cut_layers:
+        part.cut.undo()
     return replace(found, family=family)
 
 
@@ -240,8 +235,7 @@ def shared_as(
 def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.device) -> Iterator[Machinery]:
     """Join the ranks that a launcher started, and yield what runs steps on them.
 
-    All ranks enter this context.
-    The machinery is closed where the work inside fails.
+    All ranks enter this context. The machinery is closed where the work inside fails.
     """
     info, node_size = joined(parallel.timeout_s, device, parallel.transport), None
     if info.launcher != "alone" and parallel.ranks_per_node is None:
@@ -256,42 +250,70 @@ def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.devi
         raise
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """A model in the pieces that a step runs. cuts: of its layers with experts, by number."""
-
-    decoder: Decoder
-    cuts: Mapping[int, Cut]
-
-
 @contextmanager
-def pieces_of(found: Found, layout: Layout, tensor: TensorShares | None) -> Iterator[Pieces]:
+def pieces_of(found: Found, layout: Layout = ALONE, tensor: TensorShares | None = None) -> Iterator[Decoder]:
     """Cut a model, which has its share of experts; where what is inside fails, it is as it was.
 
     tensor: its part of attention, where ranks share that.
     """
-    calls, cuts = Calls(None if tensor is None else tensor.ranks.inside), _cuts(found)
+    calls = Calls(None if tensor is None else tensor.ranks.inside)
+    layers, cuts = list[CutLayer | WholeLayer](), list[Cut]()
     try:
         if find_dispatch(found.choice.dispatch).needs_table:
             layout.require_nodes("plan.dispatch", found.choice.dispatch)
-        layers = _layers(found, cuts, calls, layout, tensor)
-        for each in cuts.values():
-            each.ranks, each.holds_share = layout.world_size, layout.ep_size * layout.etp_size > 1
-        yield Pieces(
-            Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor), cuts
-        )
+        for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
+            shared = None if tensor is None else tensor.layers[number]
+            if block is None:
+                layers.append(
+                    WholeLayer(layer, number, calls)
+                    if shared is None
+                    else SharedDenseLayer(layer, number, calls, found.family, shared)
+                )
+                continue
+            cut = Cut(block, found.family, shared=found.shared_of(block), top_k=found.top_k)
+            cuts.append(cut)
+            cut.ranks, cut.holds_share = layout.world_size, layout.ep_size * layout.etp_size > 1
+            moe = _moe_layer(found, cut, layout)
+            layers.append(
+                CutLayer(layer, number, moe, cut, calls, found.family)
+                if shared is None
+                else SharedCutLayer(layer, number, moe, cut, calls, found.family, shared)
+            )
+        yield Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor)
     except BaseException:
-        _undo(cuts)
+        for cut in cuts:
+            cut.undo()
         raise
 
 
-def spread_parts(pieces: Pieces, machinery: Machinery) -> None:
+def _moe_layer(found: Found, cut: Cut, layout: Layout) -> MoELayer:
+    """Return the experts of a cut layer as the engine runs them: this rank's share."""
+    config, ep_size, ep_rank = found.moe, layout.ep_size, layout.ep_rank
+    placement = ExpertPlacement.even(found.num_experts, ep_size)
+    shard = ExpertShard(layout.etp_rank, layout.etp_size)
+    cut.rows = ModelExperts(cut.experts, placement.slots, found.family.form, shard)
+    moe = MoELayer(
+        gate=CutGate(found.num_experts, cut),
+        permutation=build_permutation(config, ep_size, ep_rank=ep_rank, node_size=layout.ep_node_size),
+        expert=cut.rows,
+        dispatch=config.dispatch,
+        hooks=build_hooks(found.family.form.entering(core_of(cut.experts)), config),
+        shared=None if cut.shared is None else SharedPart(cut.block, found.family),
+        ep_size=ep_size,
+        ep_rank=ep_rank,
+        placement=placement,
+    )
+    moe.hooks.to(dtype=next(found.model.parameters()).dtype)
+    return moe
+
+
+def spread_parts(decoder: Decoder, machinery: Machinery) -> None:
     """Let state dicts say which part of experts, and of what ranks share beside them, a rank has."""
     layout = machinery.layout
     if layout.ep_size * layout.etp_size * layout.tp_size == 1:
         return
-    cores = [core_of(cut.experts) for cut in pieces.cuts.values()]
-    for module in pieces.decoder.model.modules():
+    cores = [core_of(part.cut.experts) for part in decoder.cut_layers]
+    for module in decoder.model.modules():
         parts: dict[str, Sharding] = getattr(module, "shardings", {})
         if any(module is core for core in cores):
             found = (
@@ -303,74 +325,15 @@ def spread_parts(pieces: Pieces, machinery: Machinery) -> None:
             spread_states(module, parts, machinery.meshes)
 
 
-def _undo(cuts: Mapping[int, Cut]) -> None:
-    for cut in cuts.values():
-        cut.undo()
-
-
-def _cuts(found: Found) -> dict[int, Cut]:
-    """Return the cuts of the layers with experts, by the layers' numbers."""
-    return {
-        number: Cut(block, found.family, shared=found.shared_of(block), top_k=found.top_k)
-        for number, block in enumerate(found.blocks)
-        if block is not None
-    }
-
-
-def _layers(
-    found: Found,
-    cuts: Mapping[int, Cut],
-    calls: Calls,
-    layout: Layout = ALONE,
-    tensor: TensorShares | None = None,
-) -> Layers:
-    """Return the layers as the engine runs them; of the experts this rank has its share."""
-    layers: list[CutLayer | WholeLayer] = []
-    ep_size, ep_rank = layout.ep_size, layout.ep_rank
-    placement = ExpertPlacement.even(found.num_experts, ep_size)
-    config, node_size = found.moe, layout.ep_node_size
-    for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
-        cut, shared = cuts.get(number), None if tensor is None else tensor.layers[number]
-        if cut is None:
-            layers.append(
-                WholeLayer(layer, number, calls)
-                if shared is None
-                else SharedDenseLayer(layer, number, calls, found.family, shared)
-            )
-            continue
-        shard = ExpertShard(layout.etp_rank, layout.etp_size)
-        cut.rows = ModelExperts(cut.experts, placement.slots, found.family.form, shard)
-        moe = MoELayer(
-            gate=CutGate(found.num_experts, cut),
-            permutation=build_permutation(config, ep_size, ep_rank=ep_rank, node_size=node_size),
-            expert=cut.rows,
-            dispatch=config.dispatch,
-            hooks=build_hooks(found.family.form.entering(core_of(cut.experts)), config),
-            shared=None if found.shared_of(block) is None else SharedPart(block, found.family),
-            ep_size=ep_size,
-            ep_rank=ep_rank,
-            placement=placement,
-        )
-        moe.hooks.to(dtype=next(found.model.parameters()).dtype)
-        layers.append(
-            CutLayer(layer, number, moe, cut, calls, found.family)
-            if shared is None
-            else SharedCutLayer(layer, number, moe, cut, calls, found.family, shared)
-        )
-    return layers
-
-
 class SharedPart(nn.Module):
     """The output of a block's shared experts, which is added to that of its routed experts."""
 
     def __init__(self, block: Any, family: Family) -> None:
         super().__init__()
-        # Not as a submodule, as the block has the routed experts, too.
-        self.__dict__.update(block=block, family=family)
+        self.output = partial(family.shared_output, block)  # no submodule: the block has routed experts, too
 
     def forward(self, x_TM: Tensor) -> Tensor:
-        family: Family = self.__dict__["family"]
-        return family.shared_output(self.__dict__["block"], x_TM)
+        return self.output(x_TM)
 
 
 ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"

@@ -47,11 +47,6 @@ class Inputs:
     routers: RouterUse = "unused"
     packed: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def stay(self) -> bool:
-        """Whether samples have to stay where they are, as something is given for each of them."""
-        return self.mask_BL is not None or self.positions_BL is not None or bool(self.packed)
-
     def of(self, keys: SampleKeys) -> dict[str, Any]:
         """Return the inputs of the samples of a microbatch, as the model takes them."""
         found: dict[str, Any] = dict(self.packed)
@@ -184,6 +179,7 @@ class CutLayer(_Apart):
     def __init__(self, layer: Any, index: int, moe: MoELayer, cut: Cut, calls: Calls, family: Family) -> None:
         self.layer, self.index, self.cut, self._calls, self._family = layer, index, cut, calls, family
         self.moe: MoELayer | None = moe
+        self.experts = moe
         self.code = {each: code_of(each) for each in in_parts(layer, cut.block, family)}
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
@@ -194,10 +190,9 @@ class CutLayer(_Apart):
 
     def nothing(self, h_BLM: Tensor) -> tuple[Tensor, Tensor]:
         """Return what `attend` does where there are no tokens, on which the layer itself cannot run."""
-        assert self.moe is not None
         x_TM = h_BLM.flatten(0, 1)
         none_Tk = x_TM.new_empty(0, self.cut.top_k)
-        caught = Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.moe.num_experts))
+        caught = Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.experts.num_experts))
         self.cut.put(replace(caught, routers=self._calls.routers))
         return h_BLM, x_TM
 
@@ -213,10 +208,9 @@ class CutLayer(_Apart):
 
     def here(self) -> Tensor:
         """Return the MoE block's output for the tokens of `attend`, with all experts on this rank, [T, M]."""
-        assert self.moe is not None
         caught = self.cut.take()
-        out_TM = self.cut.run(caught)
-        return out_TM if self.moe.shared is None else out_TM + self.moe.shared(caught.x_TM)
+        out_TM, shared = self.cut.run(caught), self.experts.shared
+        return out_TM if shared is None else out_TM + shared(caught.x_TM)
 
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
         del keys
@@ -288,7 +282,9 @@ class Decoder:
     def begin(self, inputs: Inputs) -> None:
         """Begin the forward pass of a step on these samples."""
         self._inputs = inputs
-        self.calls.make = None if inputs.stay else self._calls_for
+        # Samples have to stay where they are, if something is given for each of them.
+        stay = inputs.mask_BL is not None or inputs.positions_BL is not None or bool(inputs.packed)
+        self.calls.make = None if stay else self._calls_for
         self.calls.routers = inputs.routers
         self.calls.begin()
         self.left.clear()
@@ -377,6 +373,11 @@ class Decoder:
             found |= {id(p): p for p in module._parameters.values() if p is not None}
             modules += [each for each in module._modules.values() if each not in (None, layers)]
         return list(found.values())
+
+    @property
+    def cut_layers(self) -> list[CutLayer]:
+        """The layers with experts."""
+        return [part for part in self.parts if isinstance(part, CutLayer)]
 
     def changed(self) -> Iterator[nn.Module]:
         """Yield modules that ranks share, and that run other code now than what they share them by."""

@@ -58,17 +58,10 @@ class _Watched:
     last: list[Tensor]
 
 
-@dataclass(frozen=True)
-class Chain:
-    """The calls of the layers in a forward pass. broken: in what they are no chain; None: in nothing."""
-
-    calls: list[WatchedCall]
-    broken: str | None
-
-
 @torch.no_grad()
-def chain_of(decoder: Decoder, tokens_BL: Tensor) -> Chain:
-    """Return the calls of the layers when the whole model, in evaluation mode, runs these tokens.
+def chain_of(decoder: Decoder, tokens_BL: Tensor) -> tuple[list[WatchedCall], str | None]:
+    """Return the calls of the layers when the whole model, in evaluation mode, runs these tokens, and in what
+    they are no chain; None: in nothing.
 
     Raises ValueError where the model's own code does not run.
     """
@@ -81,7 +74,7 @@ def chain_of(decoder: Decoder, tokens_BL: Tensor) -> Chain:
         with naming(decoder.model, "where its layers only record how they are called"):
             decoder.embed(tokens_BL, keys)
         broken = _unlike_recorded(watched.calls, decoder.calls.of(keys).layers)
-    return Chain(watched.calls, broken)
+    return watched.calls, broken
 
 
 @contextmanager
@@ -321,10 +314,10 @@ def check(model: Any, decoder: Decoder, changed: Sequence[str] = ()) -> None:
     if recomputes:
         model.gradient_checkpointing_disable()
     try:
-        chain = chain_of(decoder, _tokens(model.eval()))
-        if chain.broken is not None:
-            raise ValueError(_refusal(model, chain.broken, changed, NO_CHAIN))
-        different = _compare_layers(decoder, chain.calls)
+        calls, broken = chain_of(decoder, _tokens(model.eval()))
+        if broken is not None:
+            raise ValueError(_refusal(model, broken, changed, NO_CHAIN))
+        different = _compare_layers(decoder, calls)
         for training in (False, True):
             different = different or _compare(model.train(training), decoder)
         if different is not None:
@@ -412,8 +405,8 @@ def _compare_losses(decoder: Decoder, tokens_BL: Tensor, trained: Sequence[Tenso
 
 def _compare_experts(decoder: Decoder, caught: Sequence[Caught]) -> str | None:
     """Compare the experts' own code with that of steps, which sorts rows by expert."""
-    cuts = [part.cut for part in decoder.parts if isinstance(part, CutLayer)]
-    for cut, call in zip(cuts, caught, strict=True):
+    for part, call in zip(decoder.cut_layers, caught, strict=True):
+        cut = part.cut
         trained = [p for p in cut.experts.parameters() if p.requires_grad]
         given = replace(call, x_TM=call.x_TM.detach().requires_grad_(), weights_Tk=call.weights_Tk.detach())
         with torch.enable_grad():
@@ -456,7 +449,7 @@ def coefficient_of(model: Any, decoder: Decoder) -> str | None:
         logits_TE = torch.cat(
             [each.logits_TE for each in found]
         ).float()  # of all layers, one below the other
-        top_k = next(part.cut.top_k for part in decoder.parts if isinstance(part, CutLayer))
+        top_k = decoder.cut_layers[0].cut.top_k
         chosen_TE = torch.zeros_like(logits_TE).scatter(1, logits_TE.topk(top_k, dim=1).indices, 1)
         aux = logits_TE.shape[1] * (chosen_TE.mean(0) * logits_TE.softmax(dim=1).mean(0)).sum()
         limit = _limit(decoder.dtype)

@@ -26,7 +26,7 @@ from penstock.device import device_of
 from penstock.families.described import GENERATION, quiet, read_generation
 from penstock.families.inspection import Found
 from penstock.families.sections import coefficient_of, described_in
-from penstock.families.weights import ModelFolder, quantized_in
+from penstock.families.weights import QUANTIZED, ModelFolder
 from penstock.models.qwen3_moe import CONFIG
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
@@ -61,12 +61,12 @@ def model_of_run(
     # For dropout and random routers, until a checkpoint is loaded; ranks that share attention draw alike.
     torch.manual_seed(config.train.seed + layout.dp_rank)
     tensor = TensorShares.of(found, layout)
-    with pieces_of(found, layout, tensor) as pieces:
+    with pieces_of(found, layout, tensor) as decoder:
         samples = sample_moving_of(config.placement)
         stack = stack_of_run(
             ModelStack,
             found.model,
-            pieces.decoder,
+            decoder,
             found.moe,
             config,
             machinery,
@@ -76,7 +76,7 @@ def model_of_run(
         )
         if tensor is not None:
             tensor.ranks.open(machinery)
-    spread_parts(pieces, machinery)
+    spread_parts(decoder, machinery)
     if tensor is not None:
         tensor.settle()
     stack.minimise(
@@ -85,7 +85,7 @@ def model_of_run(
     stack.train()  # from_pretrained leaves a model in evaluation mode
     return RunModel(
         stack=stack,
-        naming=partial(ModelNaming, layout, pieces.decoder),
+        naming=partial(ModelNaming, layout, decoder),
         files=partial(_files, found.model),
         repeats_late=False,  # what backward needs of a step's inputs is freed with its loss
     )
@@ -132,7 +132,8 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
                 found = _drawn(path, config.train.seed, layout)
             else:
                 opened = ModelFolder.open(path)
-                if (name := quantized_in(opened.tensors)) is not None:
+                kinds = ((name, each.kind.partition("_")[0]) for name, each in opened.tensors.items())
+                if (name := next((name for name, kind in kinds if kind in QUANTIZED), None)) is not None:
                     why = f"{name} has numbers of a type in which no model computes"
                     raise ConfigError("model.config", str(path), why, COPY)
                 found = read_share(skeleton(opened), opened, layout, torch.float32, machinery.device)

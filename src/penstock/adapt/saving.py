@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.adapt.decoder import CutLayer, Decoder
+from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine
 from penstock.checkpoint.folder import INDEX, ONE
 from penstock.checkpoint.storage import (
@@ -62,7 +62,7 @@ class ModelNaming:
     def __init__(self, layout: Layout, decoder: Decoder, model: nn.Module, *, original: bool = True) -> None:
         self._layout, self._model, self._original = layout, model, original
         self._shardings, self._axes = shardings_of(model), expert_axes(model, decoder)
-        placement = next(part.moe.placement for part in decoder.parts if part.moe is not None)
+        placement = decoder.cut_layers[0].experts.placement
         self._first = placement.held(layout.ep_rank)[0]
         self._places: Mapping[str, tuple[Place, Sharding | None]] | None = None
 
@@ -128,7 +128,7 @@ def _is_of_one(name: str) -> bool:
 
 def expert_axes(model: nn.Module, decoder: Decoder) -> dict[str, ExpertAxis]:
     """Return how experts lie in all parameters of experts, adapters too, by name."""
-    cuts = [part.cut for part in decoder.parts if isinstance(part, CutLayer)]
+    cuts = [part.cut for part in decoder.cut_layers]
     for cut in cuts:
         cut.follow()  # adapters may have been put on since the last pass
     axes = {p: axis for cut in cuts for p, axis in axes_of(cut.experts).items()}

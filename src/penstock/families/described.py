@@ -7,7 +7,6 @@ out, and for no code.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from penstock.config import UNSET, ConfigError, read_text, shorten
+from penstock.config import UNSET, ConfigError, read_json, shorten
 from penstock.models.qwen3_moe import CONFIG
 from penstock.topology.local import free_memory_bytes
 from penstock.words import gib
@@ -317,11 +316,7 @@ def read_generation(folder: Path) -> Any:
 
 def read_table(file: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ConfigError about the file for anything else."""
-    text = read_text(file, str(file), f"{COPY}.", most_bytes)
-    try:
-        table = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(str(file), UNSET, f"is not JSON: {in_one_line(error)}", f"{COPY}.") from error
+    table = read_json(file, f"{COPY}.", most_bytes)
     if not isinstance(table, dict):
         raise ConfigError(str(file), UNSET, f"holds {type(table).__name__}, and no JSON object", f"{COPY}.")
     return table

@@ -361,7 +361,9 @@ class _Times:
             each for wrapper in self.around if wrapper.parameter_name == name for each in active(wrapper)
         ]
         weight: Tensor = attrgetter(name)(self.experts)
-        out_RH = self._by(rows_RM, weight if weight.dim() == 3 else self._apart(weight), turned)
+        if weight.dim() != 3:  # they lie one below the other
+            weight = weight.unflatten(0, (len(self.sizes), -1))
+        out_RH = self._by(rows_RM, weight, turned)
         for left, right, scale in adapters:
             first, second = (right, left) if turned else (left, right)
             inner_Rr = scale * self._by(rows_RM, first, turned)
@@ -370,21 +372,6 @@ class _Times:
 
     def _by(self, rows_RM: Tensor, weight_EMH: Tensor, turned: bool) -> Tensor:
         return self.product(rows_RM, weight_EMH.transpose(1, 2) if turned else weight_EMH, self.sizes)
-
-    def _apart(self, weight: Tensor) -> Tensor:
-        """Separate weights that lie one below the other."""
-        apart: Tensor = weight.unflatten(0, (len(self.sizes), -1))
-        return apart
-
-
-def check_experts(experts: nn.Module, num_experts: int, rows: int, where: str) -> None:
-    """Raise ValueError unless every parameter has `rows` rows for each of the experts."""
-    for name, parameter in experts.named_parameters():
-        if len(parameter) != num_experts * rows:
-            raise ValueError(
-                f"{where}: {name} {list(parameter.shape)} is not stacked by the router's {num_experts} "
-                "experts. Load the model whole, and let parallelize spread it"
-            )
 
 
 class Shares:

@@ -16,7 +16,7 @@ from torch import nn
 from penstock.decision import Decision
 from penstock.families.adapters import around, check_adapters, core_of
 from penstock.families.described import setting_of
-from penstock.families.experts import Shares, check_experts
+from penstock.families.experts import Shares
 from penstock.families.known import Family
 from penstock.families.sizes import ModelSizes, attention_of, matrices_of
 from penstock.moe import MoEConfig
@@ -115,11 +115,6 @@ class Found:
         return self.model.config.get_text_config()
 
     @property
-    def block(self) -> Any:
-        """One of the MoE blocks, which are alike."""
-        return next(block for block in self.blocks if block is not None)
-
-    @property
     def experts(self) -> list[Any]:
         """The experts of all layers that have experts."""
         return [self.family.experts_of(block) for block in self.blocks if block is not None]
@@ -213,7 +208,12 @@ def look(model: Any, family: Family) -> Found:
             experts = core_of(family.experts_of(block))
             family.form.check(experts, f"layer {number}")
             count = family.form.count(experts)
-            check_experts(experts, count, family.form.rows(experts), f"layer {number}")
+            for name, each in experts.named_parameters():
+                if len(each) != count * family.form.rows(experts):
+                    raise ValueError(
+                        f"layer {number}: {name} {list(each.shape)} is not stacked by the router's {count} "
+                        "experts. Load the model whole, and let parallelize spread it"
+                    )
             sizes.add(count)
     chosen = {_top_k(block, family) for block in blocks if block is not None}
     found = Found(

@@ -88,16 +88,6 @@ class StoredTensor:
         return read
 
 
-def quantized_in(tensors: Mapping[str, StoredTensor]) -> str | None:
-    """Return the name of a tensor with numbers of a byte or less, as weights are only stored; or None."""
-    return next((n for n, each in tensors.items() if each.kind.partition("_")[0] in QUANTIZED), None)
-
-
-def held_by(tensors: Mapping[str, StoredTensor]) -> Held:
-    """Return how much the weights of a folder are."""
-    return Held(len(tensors), sum(file.stat().st_size for file in {each.file for each in tensors.values()}))
-
-
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return all tensors of a folder, by name; of a model that also sees or hears, those of its text part.
 
@@ -313,7 +303,8 @@ class ModelFolder:
         if pipe := next((file for file in path.iterdir() if file.is_fifo()), None):  # reading would wait
             raise ConfigError(str(pipe), UNSET, "is a pipe, not a file", f"{COPY}.")
         tensors = stored_tensors(path)
-        held = held_by(tensors)
+        files = {each.file for each in tensors.values()}
+        held = Held(len(tensors), sum(each.stat().st_size for each in files))
         file = path / CONFIG
         model = empty_model(file, config_of(file, table, held), held, kind)
         return cls(path, model, tensors)

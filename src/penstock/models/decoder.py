@@ -357,7 +357,8 @@ class MoEDecoder(nn.Module):
     ) -> None:
         super().__init__()
         if make_moe is None:
-            make_moe = partial(_layer_of, config.hidden_size, moe, ep_size, ep_rank, node_size, expert_shard)
+            given = {"ep_size": ep_size, "ep_rank": ep_rank, "node_size": node_size, "shard": expert_shard}
+            make_moe = partial(_moe_layer, config.hidden_size, moe, given)
         self.config, self.moe, self.shard = config, moe, shard
         self.model = Trunk(config, make_moe, shard)
         self.embedding_dropout = CounterDropout(config.dropout, place=0)
@@ -463,15 +464,5 @@ def _function(method: object) -> object:
     return getattr(method, "__func__", None)
 
 
-def _layer_of(
-    hidden_size: int,
-    moe: MoEConfig,
-    ep_size: int,
-    ep_rank: int,
-    node_size: int,
-    shard: ExpertShard,
-    layer: int,
-) -> MoELayer:
-    return build_layer(
-        hidden_size, moe, ep_size=ep_size, ep_rank=ep_rank, node_size=node_size, layer=layer, shard=shard
-    )
+def _moe_layer(hidden_size: int, moe: MoEConfig, given: Mapping[str, Any], layer: int) -> MoELayer:
+    return build_layer(hidden_size, moe, layer=layer, **given)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -113,7 +112,7 @@ def load_figures(stack: PipelinedStack) -> dict[str, Any]:
             share = replica_rows.share(layout.mesh, layout.rank)
             everyone = stack.machinery.control.gather(share, "adding up what replicas compute")
             replica_rows = RowsOfReplicas.joined(everyone)
-    found = LoadFigures.of(
+    return figures_of(
         loads_PYE,
         [part.moe.placement for part in stack.parts.parts if part.moe is not None],
         layout.mesh,
@@ -121,7 +120,6 @@ def load_figures(stack: PipelinedStack) -> dict[str, Any]:
         replica_rows=replica_rows,
         before_PYE=stack.loads[-2] if len(stack.loads) > 1 else None,
     )
-    return vars(found)
 
 
 CONFIDENCE = 0.95
@@ -218,55 +216,47 @@ class RowsOfReplicas(NamedTuple):
         return RowsOfReplicas(np.stack(rows), np.sum(away, axis=0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadFigures:
-    """Figures of one step, each by MoE layer, named as in `StepMetrics`.
+def figures_of(
+    loads_PYE: npt.NDArray[np.int32],
+    placements: Sequence[ExpertPlacement],
+    mesh: Mesh,
+    node_size: int,
+    *,
+    replica_rows: RowsOfReplicas | None = None,
+    before_PYE: npt.NDArray[np.int32] | None = None,
+) -> dict[str, tuple[float, ...] | None]:
+    """Return figures of one step, each by MoE layer, named as in `StepMetrics`.
 
     expert_load_max_over_mean, rank_load_max_over_mean: the busiest expert's or rank's rows over the mean; 1 =
     balance. expert_load_entropy: of the experts' shares, over that of equal ones: 1 = balance, 0 = one expert
     has all. rank_rows_max_over_mean: of what ranks compute, rows of their replicas included.
     rows_crossing_nodes: the share of rows that another node computes; None with one node. loads_in_common:
     with the step before, as `overlap` defines it; None where there is none.
+
+    Args:
+        loads_PYE: Of the step.
+        placements: By MoE layer.
+        mesh: Of all ranks.
+        node_size: Consecutive ranks in one node; 0 = unknown.
+        replica_rows: Of all expert groups; None = no replicas.
+        before_PYE: The loads of the step before, if there was one.
     """
-
-    expert_load_max_over_mean: tuple[float, ...]
-    rank_load_max_over_mean: tuple[float, ...]
-    expert_load_entropy: tuple[float, ...]
-    rank_rows_max_over_mean: tuple[float, ...]
-    rows_crossing_nodes: tuple[float, ...] | None
-    loads_in_common: tuple[float, ...] | None = None
-
-    @staticmethod
-    def of(
-        loads_PYE: npt.NDArray[np.int32],
-        placements: Sequence[ExpertPlacement],
-        mesh: Mesh,
-        node_size: int,
-        *,
-        replica_rows: RowsOfReplicas | None = None,
-        before_PYE: npt.NDArray[np.int32] | None = None,
-    ) -> LoadFigures:
-        """Compute figures. placements: by MoE layer. node_size: consecutive ranks in one node; 0 = unknown.
-
-        replica_rows: of all expert groups; None = no replicas. before_PYE: the loads of the step before, if
-        there was one.
-        """
-        loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
-        owned_PY = rank_loads(loads, placements, mesh)
-        rows_PY, away_Y = replica_rows or (owned_PY, _away(loads, placements, mesh, nodes))
-        in_common = None
-        if before_PYE is not None:
-            pairs = zip(before_PYE.astype(np.int64).swapaxes(0, 1), loads.swapaxes(0, 1), strict=True)
-            in_common = tuple(overlap(before_PE, now_PE) for before_PE, now_PE in pairs)
-        crossing = _floats(away_Y / np.maximum(loads.sum(axis=(0, 2)), 1)) if len(set(nodes)) > 1 else None
-        return LoadFigures(
-            expert_load_max_over_mean=_floats(max_over_mean(loads.sum(axis=0))),
-            rank_load_max_over_mean=_floats(max_over_mean(owned_PY.T)),
-            expert_load_entropy=_floats(relative_entropy(loads.sum(axis=0))),
-            rank_rows_max_over_mean=_floats(max_over_mean(rows_PY.T)),
-            rows_crossing_nodes=crossing,
-            loads_in_common=in_common,
-        )
+    loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
+    owned_PY = rank_loads(loads, placements, mesh)
+    rows_PY, away_Y = replica_rows or (owned_PY, _away(loads, placements, mesh, nodes))
+    in_common = None
+    if before_PYE is not None:
+        pairs = zip(before_PYE.astype(np.int64).swapaxes(0, 1), loads.swapaxes(0, 1), strict=True)
+        in_common = tuple(overlap(before_PE, now_PE) for before_PE, now_PE in pairs)
+    crossing = _floats(away_Y / np.maximum(loads.sum(axis=(0, 2)), 1)) if len(set(nodes)) > 1 else None
+    return {
+        "expert_load_max_over_mean": _floats(max_over_mean(loads.sum(axis=0))),
+        "rank_load_max_over_mean": _floats(max_over_mean(owned_PY.T)),
+        "expert_load_entropy": _floats(relative_entropy(loads.sum(axis=0))),
+        "rank_rows_max_over_mean": _floats(max_over_mean(rows_PY.T)),
+        "rows_crossing_nodes": crossing,
+        "loads_in_common": in_common,
+    }
 
 
 def max_over_mean(loads: Counts | Numbers) -> Numbers:
