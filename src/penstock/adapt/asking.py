@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.adapt.checkpoint import ADAPTERS, refuse_adapters
+from penstock.adapt.checkpoint import ADAPTERS
 from penstock.checkpoint.folder import RECORD, SUMS, Record, all_checkpoints, is_complete
 from penstock.config import ConfigError, HintWarning
 from penstock.data.text import BYTES
@@ -307,7 +307,11 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
             )
         model = read_whole(path)
     else:
-        refuse_adapters(path)
+        if (path / ADAPTERS).is_file():
+            raise ValueError(
+                f"{path} holds adapters of peft, and not the model that they belong to: read them into it "
+                "with PeftModel.from_pretrained(model, folder), and save what merge_and_unload() returns"
+            )
         raise ValueError(
             f"{path} is neither a Hugging Face model folder (config.json), nor a checkpoint or an output "
             "folder of penstock train"

@@ -33,7 +33,7 @@ from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, plain_class,
 from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.decision import Decision
 from penstock.families.adapters import core_of
-from penstock.families.experts import ModelExperts, Shares, keep_shares, sharding_of_experts
+from penstock.families.experts import ModelExperts, Shares, sharding_of_experts
 from penstock.families.inspection import Found, look
 from penstock.families.known import FAMILIES, Family, family_inside, family_of
 from penstock.families.weights import ModelFolder, folder_of, share_of_experts
@@ -401,7 +401,7 @@ def read_share(
     def begin(self: Any, *arguments: Any, **named: Any) -> None:
         """Begin a model with these experts alone: transformers makes it without memory."""
         plain.__init__(self, *arguments, **named)
-        keep_shares(look(self, found.family).experts, held, found.num_experts)
+        Shares(look(self, found.family).experts, held, found.num_experts).settle()
 
     own = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__init__": begin}
     with _one_after_the_other():

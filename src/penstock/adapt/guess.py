@@ -455,22 +455,17 @@ def coefficient_of(model: Any, decoder: Decoder) -> str | None:
         limit = _limit(decoder.dtype)
         if not (aux - out.aux_loss).abs() <= limit * aux:
             return None
-        for path, weight in _weights(model):
-            expected = weight * aux
-            rounding = ROUNDING * out.loss.abs()  # `added` is the difference of two losses
-            if (added - expected).abs() <= limit * expected.abs() + rounding:
-                return path
+        rounding = ROUNDING * out.loss.abs()  # `added` is the difference of two losses
+        # What may weigh the router loss: numbers of the model, then of its text configuration.
+        config, text = model.config, model.config.get_text_config()
+        of_text = next((f"config.{name}." for name, part in vars(config).items() if part is text), "config.")
+        for path, holder in (("", model), (of_text, text)):
+            for name, weight in vars(holder).items():
+                if COEFFICIENT.search(name) and isinstance(weight, int | float):
+                    expected = weight * aux
+                    if (added - expected).abs() <= limit * expected.abs() + rounding:
+                        return f"{path}{name}"
     return None
-
-
-def _weights(model: Any) -> Iterator[tuple[str, float]]:
-    """Yield what may weigh the router loss, by path: numbers of the model, then of its text configuration."""
-    config, text = model.config, model.config.get_text_config()
-    of_text = next((f"config.{name}." for name, part in vars(config).items() if part is text), "config.")
-    for path, holder in (("", model), (of_text, text)):
-        for name, weight in vars(holder).items():
-            if COEFFICIENT.search(name) and isinstance(weight, int | float):
-                yield f"{path}{name}", weight
 
 
 def _tokens(model: Any) -> Tensor:

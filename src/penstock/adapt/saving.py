@@ -43,7 +43,7 @@ from penstock.checkpoint.storage import (
 from penstock.families.adapters import ExpertAxis, axes_of
 from penstock.families.described import FORMER, FORMER_CHECKPOINT, quiet
 from penstock.families.experts import sharding_of_experts
-from penstock.families.weights import EXPERT, Place, cut_in_file, places_of, saved_tensors
+from penstock.families.weights import EXPERT, Place, places_of, saved_tensors
 from penstock.mesh import Group
 from penstock.partial_state import ShareError, check_marks, local_state, taken_state, without_marks
 from penstock.sharding import Sharding, shardings_of
@@ -89,8 +89,11 @@ class ModelNaming:
         for name, place in here.items():
             each = self._shardings.get(place.source)
             if each is not None and place.source in cut:
-                shapes_of_one = (at.shape[0 if _is_of_one(name) else 1 :] for at in (place, whole[name]))
-                each = cut_in_file(each, *shapes_of_one)
+                shape, of_all = (at.shape[0 if _is_of_one(name) else 1 :] for at in (place, whole[name]))
+                if (shape, of_all) != (each.part_shape, each.shape):
+                    sizes = enumerate(zip(shape, of_all, strict=True))
+                    (dim,) = (dim for dim, (part, all_) in sizes if part < all_)
+                    each = Sharding.along(dim, of_all, each.axes, each.index, each.count)
             found[name] = place, each
         return found
 

@@ -429,11 +429,6 @@ class Shares:
             wrapper.num_experts = num_experts
 
 
-def keep_shares(modules: Sequence[nn.Module], held: Sequence[int], num_experts: int) -> None:
-    """Keep in every module only the experts `held`, which are consecutive, in memory of their own."""
-    Shares(modules, held, num_experts).settle()
-
-
 def sharding_of_experts(shape: Sequence[int], each: Sharding | None, layout: Layout) -> Sharding | None:
     """Return which part of a parameter of all experts a rank has; None: all of it.
 

@@ -36,7 +36,6 @@ from penstock.families.described import (
     refuse_cut_off,
 )
 from penstock.models.qwen3_moe import CONFIG
-from penstock.sharding import Sharding
 from penstock.words import some_of
 
 TEXT = "language_model."
@@ -169,22 +168,6 @@ def share_of_experts(
     return wanted
 
 
-def refuse_incompatible(folder: Path, told: Mapping[str, Any]) -> None:
-    """Raise ValueError if transformers reports tensors that are missing, unexpected or misshapen."""
-    misshapen = [
-        f"{name} ({list(stored)} there, {list(wanted)} by {CONFIG})"
-        for name, stored, wanted in told["mismatched_keys"]
-    ]
-    unexpected = [name for name in told["unexpected_keys"] if not name.startswith(BESIDE_TEXT)]
-    found = {"missing": told["missing_keys"], "unexpected": unexpected, "misshapen": misshapen}
-    problems = [f"{what}: {some_of(sorted(map(str, names)))}" for what, names in found.items() if names]
-    if problems:
-        raise ValueError(
-            f"{folder} does not hold the model of its {CONFIG}: {'; '.join(problems)}. Copy the weights and "
-            f"{CONFIG} from one place"
-        )
-
-
 @dataclass(frozen=True)
 class Place:
     """Where a tensor of a file lies.
@@ -252,17 +235,6 @@ def _box(source: Tensor, place: Place) -> ChunkStorageMetadata | None:
             sizes[dim] = ways.get(source.stride(dim), 1)
     box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
     return box if box.sizes.numel() == prod(place.shape) else None
-
-
-def cut_in_file(cut: Sharding, shape: Sequence[int], whole: Sequence[int]) -> Sharding:
-    """Return which part of a file's tensor a rank has that lies in its part of a parameter.
-
-    cut: of the parameter, of one expert. shape, whole: of the file's tensor of one expert, here and in all.
-    """
-    if (tuple(shape), tuple(whole)) == (cut.part_shape, cut.shape):
-        return cut
-    (dim,) = (dim for dim, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] < sizes[1])
-    return Sharding.along(dim, whole, cut.axes, cut.index, cut.count)
 
 
 class _InPlace(TorchFunctionMode):
@@ -340,7 +312,18 @@ class ModelFolder:
             raise
         except Exception as error:  # whatever a model's own code raises
             raise ValueError(f"{self.path}: its model cannot be read: {in_one_line(error)}") from error
-        refuse_incompatible(self.path, loading)
+        misshapen = [
+            f"{name} ({list(stored)} there, {list(wanted)} by {CONFIG})"
+            for name, stored, wanted in loading["mismatched_keys"]
+        ]
+        unexpected = [name for name in loading["unexpected_keys"] if not name.startswith(BESIDE_TEXT)]
+        found = {"missing": loading["missing_keys"], "unexpected": unexpected, "misshapen": misshapen}
+        problems = [f"{what}: {some_of(sorted(map(str, names)))}" for what, names in found.items() if names]
+        if problems:
+            raise ValueError(
+                f"{self.path} does not hold the model of its {CONFIG}: {'; '.join(problems)}. Copy the "
+                f"weights and {CONFIG} from one place"
+            )
         model.config._name_or_path = str(self.path)
         if generation is not None:
             model.generation_config = generation
