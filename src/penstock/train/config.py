@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from penstock.config import ConfigError, Within, check_bounds, check_name, to_dict
-from penstock.config.bounds import MOST_STEPS, FilePath, Items, Name, Seed, Steps
+from penstock.config.bounds import MOST_STEPS, FilePath, Items, Name, Seed, Steps, by_key
 from penstock.config.error import shown
-from penstock.config.kinds import by_key
 from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
