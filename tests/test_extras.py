@@ -15,8 +15,7 @@ from penstock.config import ConfigError, load
 from penstock.data.tokenizer import open_tokenizer
 from penstock.extras import EXTRAS, install, is_there, needs
 from penstock.train.config import RunConfig
-from penstock.train.curves import open_logs
-from penstock.train.metrics import JsonLines
+from penstock.train.metrics import JsonLines, open_logs
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +26,7 @@ from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_si
 from penstock.topology.faults import give_up, reason
 from penstock.topology.join import ALONE, joined
 from penstock.train.assemble import build_machinery, build_stack, on_device
-from penstock.train.config import RunConfig
-from penstock.train.consistency import resolved_for_all
+from penstock.train.config import RunConfig, resolved_for_all
 from penstock.train.logs import show_unless_told
 from penstock.train.pilot import Ranks
 
@@ -88,7 +86,12 @@ def session(
     Raises ConfigError for a setting that cannot be used or that differs between ranks, ValueError for
     settings beside a RunConfig.
     """
-    read = _read(config, settings)
+    if not isinstance(config, RunConfig):
+        read: RunConfig = load(RunConfig, None if config is None else Path(config), given_schedule(settings))
+    elif settings:
+        raise ValueError(f"{settings[0]}: a RunConfig has all settings. Change it with dataclasses.replace")
+    else:
+        read = config
     started = detect(os.environ) or ALONE
     device = pick_device(started.local_rank)
     joins = not dist.is_initialized()
@@ -135,14 +138,6 @@ def _close(machinery: Machinery | None, *, leaves: bool, aborts: bool) -> None:
             leave(aborts=aborts)
 
 
-def _read(config: RunConfig | str | Path | None, settings: Sequence[str]) -> RunConfig:
-    if not isinstance(config, RunConfig):
-        return load(RunConfig, None if config is None else Path(config), given_schedule(settings))
-    if settings:
-        raise ValueError(f"{settings[0]}: a RunConfig has all settings. Change it with dataclasses.replace")
-    return config
-
-
 def _chosen(config: RunConfig, info: ProcessInfo, device: torch.device) -> tuple[RunConfig, Ranks]:
     """Return the configuration with its layout chosen, and the ranks that run it."""
     show_unless_told(sys.stderr, shown=info.rank == 0)
@@ -164,11 +159,10 @@ def _built(config: RunConfig, machinery: Machinery, make_moe: MakeLayer | None) 
         why = f"its layers are those of {config.model.model_type}, and make_moe makes other ones"
         raise ConfigError("model.config", str(config.model.config), why, "Give one of the two.")
     else:  # other layers may have other tasks: of the plan only the choice holds
-        make = partial(_layer, make_moe, layout)
-        stack = build_stack(pilot.config, machinery, moving=pilot.moving, make_moe=make, begins=True)
+
+        def layer(number: int) -> MoELayer:
+            return make_moe(number, layout.ep_size, layout.ep_rank)
+
+        stack = build_stack(pilot.config, machinery, moving=pilot.moving, make_moe=layer, begins=True)
     stack.timed = False  # nothing here reads when tasks ran
     return Session(model=stack, config=pilot.config, layout=layout, device=machinery.device)
-
-
-def _layer(make_moe: MakeLayer, layout: Layout, number: int) -> MoELayer:
-    return make_moe(number, layout.ep_size, layout.ep_rank)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.mesh import Axes, Group
-from penstock.partial_state import mark_share
 
 MARK = "penstock_sharding"
 
@@ -257,16 +256,6 @@ def shardings_of(model: nn.Module) -> dict[str, Sharding]:
         for name, sharding in getattr(module, "shardings", {}).items():
             found[f"{prefix}.{name}" if prefix else name] = sharding
     return found
-
-
-def mark_states_of_shards(model: nn.Module) -> None:
-    """Mark the state dicts of every module of `model` that declares shardings, see `mark_share`."""
-    for module in model.modules():
-        shardings: dict[str, Sharding] = getattr(module, "shardings", {})
-        if shardings:
-            mark_share(
-                module, "; ".join(sorted({each.in_words for each in shardings.values()})), [*shardings]
-            )
 
 
 def mark_shards(model: nn.Module) -> None:

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.adapt import asking
-from penstock.adapt.asking import Opened, Sampling, Telling, generate, judge
-from penstock.adapt.words import ByteWords
+from penstock.adapt.asking import ByteWords, Opened, Sampling, Telling, generate, judge
 from tests.support.adapted import small
 
 LENGTH, VOCABULARY = 8, 256

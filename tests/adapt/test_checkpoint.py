@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import penstock
-from penstock.adapt.folder import AsWhole
-from penstock.adapt.saving import close_model
+from penstock.adapt.saving import AsWhole, close_model
 from penstock.adapt.scheduled import stack_of
 from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError
@@ -136,7 +135,7 @@ def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
 ) -> None:
     """Where names cannot be exchanged, a moment without either is told, and ended by the next save."""
     if not at_once:
-        monkeypatch.setattr("penstock.adapt.folder.exchange", lambda first, second: False)
+        monkeypatch.setattr("penstock.adapt.saving.exchange", lambda first, second: False)
     model = penstock.parallelize(small("mixtral"))
     optimizer = optimizer_of(model)
     parent, folder = tmp_path / "parent", tmp_path / "parent" / "saved"

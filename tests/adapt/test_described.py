@@ -20,7 +20,7 @@ import penstock
 from penstock.cli import main
 from penstock.cli.run import BAD_USAGE
 from penstock.config import ConfigError
-from penstock.families.limits import DEEPEST
+from penstock.families.described import DEEPEST
 from tests.support.adapted import small
 from tests.support.runs import refused
 
@@ -81,7 +81,7 @@ BOTH: list[tuple[Change, str]] = [
         indexed('{"weight_map": {"lm_head.weight": "../gone"}}'),
         r"\.json: names \.\./gone: .* lead nowhere else",
     ),
-    (holding("config.json", "{"), r"config\.json: is not JSON"),
+    (holding("config.json", "{"), r"config\.json: is not valid JSON"),
     (holding("config.json", "{}"), r"config\.json: model_type: is not there"),
     (saying(model_type="nonsense"), r"config\.json describes no model that transformers knows: .*nonsense"),
 ]

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.adapt.folder import UNFINISHED_MODEL, InPlace
-from penstock.adapt.saving import close_model
+from penstock.adapt.saving import UNFINISHED_MODEL, InPlace, close_model
 from penstock.checkpoint.storage import CheckpointError
 from penstock.families.described import FORMER
 from tests.support.adapted import DIVISIBLE, small
@@ -147,7 +146,7 @@ def save_and_lose(rank: int, world: int, folder: str) -> str:
     model.save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         if rank:
-            patch.setattr("penstock.checkpoint.saving.write_shard", lambda path, tensors: "")
+            patch.setattr("penstock.checkpoint.storage.write_shard", lambda path, tensors: "")
         with pytest.raises(CheckpointError) as caught:
             model.save_pretrained(folder)
     return str(caught.value)

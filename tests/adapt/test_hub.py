@@ -8,7 +8,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 import penstock
-from penstock.families import model_folder
+from penstock.families import weights
 from tests.support.adapted import small
 from tests.support.forked import run_text
 from tests.support.hub import hub_of
@@ -76,4 +76,4 @@ def test_a_folder_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match=rf"{NAME} holds no config\.json"):
         penstock.load_pretrained(NAME)
     for named in (tmp_path / "nothing", "./nothing", "a/b/c", Path("some/one")):
-        assert model_folder.folder_of(named) == Path(named)
+        assert weights.folder_of(named) == Path(named)

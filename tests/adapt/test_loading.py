@@ -15,7 +15,7 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 import penstock
 from penstock.adapt import FAMILIES
 from penstock.adapt.asking import read_whole
-from penstock.dtensors import local_state
+from penstock.partial_state import local_state
 from tests.support.adapted import DIVISIBLE, Batch, distance, grads_of, part_of, small
 from tests.support.memory import give_back_what_is_freed
 from tests.support.ranks import Pools, RankPool

@@ -11,7 +11,7 @@ import torch
 
 import penstock
 from penstock.adapt.engine import Engine
-from penstock.adapt.planning import GivenPlan, SearchedPlan, stand_in
+from penstock.adapt.planning import stand_in
 from penstock.adapt.scheduled import engine_of
 from penstock.cost import Attention, ClusterFile
 from penstock.decision import Decision, GradientBytes
@@ -29,10 +29,7 @@ CLUSTER = ClusterFile(name="assumed", nodes=1, ranks_per_node=1)
 def estimated(model: Any) -> MemoryEstimate:
     """For a search by the model's engine; a process by itself searches for none."""
     engine: Engine = model.__dict__["_penstock"]
-    given = engine._planner
-    assert isinstance(given, GivenPlan)
-    searched = SearchedPlan(given, ParallelConfig())
-    return estimate_memory(searched.problem(engine.stack, CLUSTER, 4, 12), Decision())
+    return estimate_memory(engine._planner.problem(engine.stack, CLUSTER, 4, 12), Decision())
 
 
 def whole(model: Any) -> Any:
@@ -87,9 +84,7 @@ def by_all_ways(rank: int, world: int) -> tuple[tuple[str, ...], float]:
     model = penstock.parallelize(small("qwen3_moe"), plan="flowmoe", ranks_per_node=2)
     engine = engine_of(model)
     stack, given = engine.stack, engine._planner
-    assert isinstance(given, GivenPlan)
-    searched = SearchedPlan(given, ParallelConfig())
-    ways = searched.problem(stack, replace(CLUSTER, nodes=2, ranks_per_node=2), 2, 12).dispatches
+    ways = given.problem(stack, replace(CLUSTER, nodes=2, ranks_per_node=2), 2, 12).dispatches
     tokens_BL = torch.arange(24).reshape(2, 12) + rank
     found = []
     for way in (*ways, ways[0]):
@@ -113,9 +108,7 @@ def test_a_search_may_let_rows_travel_by_other_ways(ranks: Pools) -> None:
 def test_steps_of_at_most_one_sample_are_measured(samples: int) -> None:
     """Fine-tuning often has one sample on each process, and a first batch may be empty on all."""
     engine: Engine = penstock.parallelize(small("mixtral")).__dict__["_penstock"]
-    given = engine._planner
-    assert isinstance(given, GivenPlan)
-    like = stand_in(given.sizes, engine.stack.base_shape, ParallelConfig(), samples, 12 * samples)
+    like = stand_in(engine._planner.sizes, engine.stack.base_shape, ParallelConfig(), samples, 12 * samples)
     assert like.data.batch_per_device == 1
 
 

@@ -28,8 +28,7 @@ from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_optimizer, gradient_bytes
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.config import RunConfig, TrainConfig
-from penstock.train.optimizer import OptimizerConfig, build_adamw
-from penstock.train.update import build_update
+from penstock.train.optimizer import OptimizerConfig, build_adamw, build_update
 from tests.support.adapted import DIVISIBLE, DrawnFromScores, exactly, small
 from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools

@@ -21,8 +21,7 @@ from penstock.adapt.run import model_of_run
 from penstock.autotune.choose.layouts import run_subject
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
-from penstock.train.assemble import build_machinery
-from penstock.train.memory_check import COPIES, memory_of
+from penstock.train.assemble import COPIES, build_machinery, memory_of
 from tests.adapt.test_run import LENGTH, Case, Trained, folder_of, text
 from tests.support.adapted import DIVISIBLE
 from tests.support.forked import run_forked

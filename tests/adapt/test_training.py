@@ -14,7 +14,7 @@ import penstock
 from penstock.adapt import FAMILIES
 from penstock.adapt.scheduled import engine_of
 from penstock.config import ConfigError
-from penstock.families.experts import keep_shares
+from penstock.families.experts import Shares
 from penstock.sharding import sharding_of
 from tests.support.adapted import (
     DIVISIBLE,
@@ -348,7 +348,7 @@ def test_a_share_of_experts_is_the_parameter_that_was_whole() -> None:
     one, other = (layer.mlp.experts for layer in small("mixtral").model.layers)
     other.down_proj = one.down_proj
     whole, before = one.down_proj.detach().clone(), dict(one.named_parameters())
-    keep_shares((one, other), [2, 3], 8)
+    Shares((one, other), [2, 3], 8).settle()
     assert all(parameter is before[name] for name, parameter in one.named_parameters())
     assert other.down_proj is one.down_proj and one.down_proj.equal(whole[[2, 3]])
 

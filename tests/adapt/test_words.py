@@ -12,8 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from penstock.adapt.asking import open_model
-from penstock.adapt.words import FileWords, FolderWords, Words
+from penstock.adapt.asking import FileWords, FolderWords, Words, open_model
 from tests.support.adapted import small
 
 WORDS = ("?", "<s>", "</s>", "a", "b", "</", "s", ">")

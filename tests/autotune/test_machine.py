@@ -11,7 +11,7 @@ import torch
 
 from penstock.autotune.profile.sample import memory_bytes
 from penstock.topology import Control
-from penstock.train.memory_check import host_bytes
+from penstock.train.assemble import host_bytes
 from tests.support.ranks import Pools, RankPool
 
 GROUPS = Path("/sys/fs/cgroup/memory/penstock-test"), Path("/sys/fs/cgroup/penstock-test")

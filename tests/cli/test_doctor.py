@@ -11,8 +11,8 @@ from penstock.autotune.choose.layouts import least_memory
 from penstock.cli.main import main
 from penstock.config import ConfigError, load
 from penstock.topology import Layout
+from penstock.train.assemble import memory_of
 from penstock.train.config import RunConfig
-from penstock.train.memory_check import memory_of
 from penstock.words import gib
 from tests.support.forked import run_forked
 

@@ -39,7 +39,7 @@ if rank == "0":
 
 @pytest.mark.parametrize("command", ["train", "profile"])
 def test_a_machine_with_less_memory_than_the_others(tmp_path: Path, command: str) -> None:
-    small = "import penstock.train.memory_check as found\nif rank == '1':\n    found.host_bytes = lambda: 1"
+    small = "import penstock.train.assemble as found\nif rank == '1':\n    found.host_bytes = lambda: 1"
     more = [write_config(tmp_path)] if command == "train" else ["--out", tmp_path / "cluster.json"]
     done = run(tmp_path, small, command, *more)
     assert done.returncode == 2

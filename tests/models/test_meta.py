@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.models.meta import on_meta
+from penstock.models.decoder import on_meta
 
 
 def test_nothing_is_held_and_nothing_filled() -> None:

@@ -42,14 +42,14 @@ def test_parameter_counts(name: str) -> None:
     The published counts hold biases and norms (under 0.4 %) and leave the gate out of some rows (1.6 %).
     """
     preset, model = PRESETS[name], on_meta(name)
-    layers, width, experts = preset.num_layers, preset.hidden_size, preset.experts_per_rank * RANKS
+    layers, width, experts = preset.num_layers, preset.hidden_size, preset.experts_per_device * RANKS
     named = list(model.model.layers.named_parameters())
     attention = count([p for n, p in named if ".self_attn." in n and "norm" not in n])
     gate = count([p for n, p in named if n.endswith("gate.weight")])
     expert = count([p for n, p in named if ".experts." in n])
     assert attention == layers * 4 * width**2
     assert gate == layers * width * experts
-    assert expert == layers * experts * 2 * width * preset.moe_ffn_hidden_size
+    assert expert == layers * experts * 2 * width * preset.ffn_hidden_size
     dense_published, expert_published = PUBLISHED[name]
     closest = min((attention, attention + gate), key=lambda n: abs(n / 1e6 - dense_published))
     assert closest / 1e6 == pytest.approx(dense_published, rel=4e-3)
@@ -66,4 +66,4 @@ def test_sixteen_ranks_share_the_experts(name: str) -> None:
         assert count(whole.replicated_parameters(layer)) == count(share.replicated_parameters(layer))
     moe = share.parts[0].moe
     assert moe is not None
-    assert moe.num_local_experts == PRESETS[name].experts_per_rank
+    assert moe.num_local_experts == PRESETS[name].experts_per_device

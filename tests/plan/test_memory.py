@@ -25,7 +25,7 @@ from penstock.step.shape import FORM_TOKENS, ExpertForm, Sharing, TokenLayout
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.config import RunConfig
-from penstock.train.update import build_update
+from penstock.train.optimizer import build_update
 from penstock.workloads import RoutingConfig
 from tests.plan.problems import problem, with_sharing
 from tests.support.card import MEMORY, CardDevice, install

@@ -9,8 +9,7 @@ import pytest
 from penstock.cli import main
 from penstock.cost.model_flops import PASSES, ModelFlops
 from penstock.decision import GradientBytes
-from penstock.families.gradients import gradient_bytes_of
-from penstock.families.sections import described_in
+from penstock.families.sections import described_in, gradient_bytes_of
 from penstock.plan.models import MODELS, open_models
 from penstock.step import StepShape
 from penstock.topology import Layout

@@ -12,7 +12,6 @@ from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.clusters import find_cluster, names
 from penstock.cost.devices import Computing
 from penstock.decision import Decision
-from penstock.models import PRESETS
 from penstock.ops import Op
 from penstock.plan import MODELS, estimate_memory, evaluate, published_problem
 from penstock.plan.subject import Overrides
@@ -100,13 +99,6 @@ def test_overrides_win() -> None:
     expert = 2 * 256 * 512 * 4
     assert work.expert_all_reduce_bytes == (2 * expert,) * 3, "two experts per rank have replicas"
     assert any("link times are extrapolated from the 2 x 8 devices" in note for note in subject.notes)
-
-
-def test_one_table_for_planner_and_trainer() -> None:
-    for name, preset in PRESETS.items():
-        model = MODELS[name]
-        assert (preset.num_layers, preset.hidden_size) == (model.num_layers, model.hidden_size)
-        assert (preset.batch_per_device, preset.experts_per_rank) == (model.batch, model.experts_per_device)
 
 
 def one_rank() -> ClusterFile:

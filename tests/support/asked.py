@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import stops
-from penstock.checkpoint.saving import Saving
+from penstock.checkpoint.storage import Saving
 from penstock.cli import main, train_rank
 from penstock.models import MoEDecoder
 from penstock.stops import STOPS

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
 from penstock.adapt.planning import UNKNOWN
-from penstock.families.family import Family
+from penstock.families.known import Family
 
 YES, NO = "yes", "no"
 SEVERAL_ROWS = "parameters have several rows for each expert"

@@ -13,7 +13,7 @@ from penstock.runtime.recorded.gpu import recorded
 from penstock.runtime.recorded.hazards import Hazard, Issued, calls_of, find_hazards
 from penstock.runtime.recorded.recorder import Entry, Launch
 from penstock.train.assemble import build_optimizer
-from penstock.train.update import build_update
+from penstock.train.optimizer import build_update
 from tests.support.card import CardDevice, Wait, counted, install
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.reference_moe import Weights

@@ -23,7 +23,6 @@ from penstock.topology import (
     Layout,
     ParallelConfig,
     faults,
-    gpu_groups,
     groups,
     lane_groups,
 )
@@ -36,15 +35,15 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 def test_variables_are_set_where_they_are_unset() -> None:
     environ = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
-    gpu_groups.prepare(CUDA, environ)
+    groups.prepare(CUDA, environ)
     assert environ == {
         "NCCL_LAUNCH_ORDER_IMPLICIT": "0",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }
     environ = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}
-    gpu_groups.prepare(CUDA, environ)
+    groups.prepare(CUDA, environ)
     assert "PYTORCH_ALLOC_CONF" not in environ, "the one that is set means the same"
-    gpu_groups.prepare(CPU, environ := {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    groups.prepare(CPU, environ := {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     assert list(environ) == ["CUDA_DEVICE_MAX_CONNECTIONS"]
 
 
@@ -52,10 +51,10 @@ def test_variables_are_set_where_they_are_unset() -> None:
 def test_one_queue_for_all_streams_is_refused(connections: str, refused: bool) -> None:
     environ = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     if not refused:
-        gpu_groups.prepare(CUDA, environ)
+        groups.prepare(CUDA, environ)
         return
     with pytest.raises(ConfigError) as caught:
-        gpu_groups.prepare(CUDA, environ)
+        groups.prepare(CUDA, environ)
     assert (caught.value.key, caught.value.value) == ("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert caught.value.hint
 
@@ -73,10 +72,10 @@ def test_one_queue_for_all_streams_is_refused(connections: str, refused: bool) -
 def test_nccl_ends_the_process_unless_ranks_watch(
     monkeypatch: pytest.MonkeyPatch, watched: bool, own: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(gpu_groups, "is_watched", lambda: watched)
+    monkeypatch.setattr(groups, "is_watched", lambda: watched)
     environ = dict(own)
     by_user = bool(own) and "TORCHELASTIC_RUN_ID" not in own  # torchrun sets it to 1 where nobody has
-    with gpu_groups.left_to_the_watch(CUDA, environ):
+    with groups.left_to_the_watch(CUDA, environ):
         changed = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if watched and not by_user else {}
         assert environ == own | changed
     assert environ == own, "groups that others make are as before"

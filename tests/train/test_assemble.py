@@ -11,7 +11,7 @@ from penstock.config import ConfigError
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.device import Cpu, using
 from penstock.models import ModelConfig
-from penstock.models.meta import on_meta
+from penstock.models.decoder import on_meta
 from penstock.moe import MoEConfig
 from penstock.runtime.checks import shape_of, sharing_of
 from penstock.runtime.gradients import sizes_bytes
@@ -22,6 +22,7 @@ from penstock.train.assemble import (
     build_machinery,
     build_stack,
     check_devices,
+    device_bytes,
     first_plan,
     gradient_bytes,
     model_of,
@@ -29,7 +30,6 @@ from penstock.train.assemble import (
     workload,
 )
 from penstock.train.config import Precision, RunConfig, TrainConfig
-from penstock.train.memory_check import device_bytes
 from tests.support.ranks import Pools
 
 CONFIG = RunConfig(

@@ -35,11 +35,11 @@ def test_a_preset_sets_the_published_sizes(name: str) -> None:
     assert found.model.num_layers == preset.num_layers
     assert found.model.hidden_size == preset.hidden_size
     assert found.model.seq_len == preset.seq_len
-    assert found.moe.num_experts == 8 * preset.experts_per_rank
+    assert found.moe.num_experts == 8 * preset.experts_per_device
     assert found.moe.top_k == preset.top_k
     assert found.moe.expert == "gelu"
     assert found.moe.capacity_factor == preset.capacity_factor
-    assert found.data.batch_per_device == preset.batch_per_device
+    assert found.data.batch_per_device == preset.batch
     assert found.resolved(8) == found
 
 
@@ -72,7 +72,7 @@ def test_without_a_preset_nothing_changes() -> None:
 def test_too_few_ranks_for_a_preset(name: str) -> None:
     """It names the least number of processes, and that number works."""
     preset = PRESETS[name]
-    least = -(-preset.top_k // preset.experts_per_rank)
+    least = -(-preset.top_k // preset.experts_per_device)
     assert with_preset(name).resolved(least).moe.num_experts >= preset.top_k
     for world_size in range(1, least):
         with pytest.raises(ConfigError, match=rf"model\.preset.*Start {least} processes or more"):

@@ -9,8 +9,7 @@ import pytest
 import penstock
 from penstock.config import ConfigError, load
 from penstock.topology import Control
-from penstock.train.config import RunConfig
-from penstock.train.consistency import check_same_settings
+from penstock.train.config import RunConfig, check_same_settings
 from tests.support.forked import run_forked
 from tests.support.ranks import Pools
 from tests.support.runs import write_config

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config import ConfigError, load
 from penstock.train.config import RunConfig
-from penstock.train.curves import ID_FILE, _id_in
+from penstock.train.metrics import ID_FILE, _id_in
 from tests.support.runs import refused, write_config
 
 

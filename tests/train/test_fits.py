@@ -12,9 +12,16 @@ from penstock.models import ModelConfig
 from penstock.models.decoder import Attention, Rotary
 from penstock.moe import MoEConfig
 from penstock.topology import Layout
-from penstock.train.assemble import model_of
+from penstock.train.assemble import (
+    COPIES,
+    RANK_BYTES,
+    check_processes,
+    check_run,
+    host_bytes,
+    memory_of,
+    model_of,
+)
 from penstock.train.config import RunConfig
-from penstock.train.memory_check import COPIES, RANK_BYTES, check_processes, check_run, host_bytes, memory_of
 from penstock.train.optimizer import OptimizerConfig
 
 TWO = Layout(world_size=2, ep_size=2, rank=0)

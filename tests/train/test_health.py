@@ -16,11 +16,11 @@ from penstock.cli.train_rank import EXPECTED
 from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
 from penstock.runtime.buckets import has_gradient
+from penstock.train import optimizer as update_module
 from penstock.train import run_state
-from penstock.train import update as update_module
 from penstock.train.metrics import StepMetrics
+from penstock.train.optimizer import DivergedError
 from penstock.train.trainer import Trainer
-from penstock.train.update import DivergedError
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
 from tests.support.training import Told, train_on

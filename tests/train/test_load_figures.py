@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,20 +12,18 @@ from hypothesis import strategies as st
 
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import EMPTY, ExpertPlacement, Replication
-from penstock.train.load_figures import (
-    LoadFigures,
-    RowsOfReplicas,
-    max_over_mean,
-    rank_loads,
-    relative_entropy,
-)
+from penstock.train.measuring import RowsOfReplicas, figures_of, max_over_mean, rank_loads, relative_entropy
+
+
+def figures(*given: Any, **named: Any) -> SimpleNamespace:
+    return SimpleNamespace(**figures_of(*given, **named))
 
 
 def test_written_out() -> None:
     """Two nodes of two ranks, an expert each: rank 0 sends all to its own expert, the others to rank 3's."""
     loads = np.zeros((4, 1, 4), dtype=np.int32)
     loads[0, 0, 0], loads[1:, 0, 3] = 8, 8
-    found = LoadFigures.of(loads, [ExpertPlacement.even(4, 4)], Mesh(world_size=4, ep_size=4), 2)
+    found = figures(loads, [ExpertPlacement.even(4, 4)], Mesh(world_size=4, ep_size=4), 2)
     assert found.expert_load_max_over_mean == found.rank_load_max_over_mean == (3.0,)
     assert found.rows_crossing_nodes == (0.25,), "rank 1's"
     assert found.expert_load_entropy == pytest.approx(
@@ -40,11 +41,11 @@ def test_rows_count_where_replicas_compute_them_and_loads_are_compared_with_thos
     replicas = [Replication.local(even, [[EMPTY], [3], [EMPTY], [EMPTY]])]
     mesh = Mesh(world_size=4, ep_size=4)
     hosted = RowsOfReplicas.of_group(loads, replicas, mesh, 2, 0)
-    found = LoadFigures.of(loads, [even], mesh, 2, replica_rows=hosted, before_PYE=before)
+    found = figures(loads, [even], mesh, 2, replica_rows=hosted, before_PYE=before)
     assert (found.rank_load_max_over_mean, found.rank_rows_max_over_mean) == ((3.0,), (2.0,))
     assert found.rows_crossing_nodes == (0.0,) and found.loads_in_common == (0.75,)
     nobody = RowsOfReplicas.of_group(loads, [Replication.none(even, 1)], mesh, 2, 0)
-    alone = LoadFigures.of(loads, [even], mesh, 2, replica_rows=nobody)
+    alone = figures(loads, [even], mesh, 2, replica_rows=nobody)
     assert alone.rank_rows_max_over_mean == alone.rank_load_max_over_mean == (3.0,)
     assert alone.rows_crossing_nodes == (0.25,) and alone.loads_in_common is None
 
@@ -60,15 +61,15 @@ def test_every_expert_group_has_replicas_of_its_own() -> None:
         for rank in range(4)
     ]
     assert [part.shape for share in shares for part in share] == [(1,)] * 8, "nobody tells others' rows"
-    found = LoadFigures.of(loads, [even], mesh, 1, replica_rows=RowsOfReplicas.joined(shares))
+    found = figures(loads, [even], mesh, 1, replica_rows=RowsOfReplicas.joined(shares))
     assert (found.rank_rows_max_over_mean, found.rows_crossing_nodes) == ((2.0,), (0.25,))
-    alone = LoadFigures.of(loads, [even], mesh, 1)
+    alone = figures(loads, [even], mesh, 1)
     assert (alone.rank_rows_max_over_mean, alone.rows_crossing_nodes) == ((2.0,), (0.5,))
 
 
 def test_one_node_has_no_rows_that_leave_it() -> None:
     even = np.full((2, 3, 4), 5, dtype=np.int32)
-    found = LoadFigures.of(even, [ExpertPlacement.even(4, 2)] * 3, Mesh(world_size=2, ep_size=2), 0)
+    found = figures(even, [ExpertPlacement.even(4, 2)] * 3, Mesh(world_size=2, ep_size=2), 0)
     assert found.rows_crossing_nodes is None
     assert found.expert_load_max_over_mean == found.rank_load_max_over_mean == (1.0,) * 3
     assert found.expert_load_entropy == pytest.approx([1.0] * 3)
@@ -102,7 +103,7 @@ def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
             for rank in mesh.members(source, Group.EXPERT_SHARDS):
                 ranks[rank] += loads[source, 0, expert] * (mesh.place(rank, Group.EXPERT) == place)
     assert (rank_loads(loads.astype(np.int64), [placement], mesh)[:, 0] == ranks).all()
-    found = LoadFigures.of(loads, [placement], mesh, 4)
+    found = figures(loads, [placement], mesh, 4)
     assert found.rows_crossing_nodes == pytest.approx([away / loads.sum()])
     replicas = [
         Replication.local(placement, [[EMPTY], *[[EMPTY]] * (mesh.ep_size - 2), [placement.held(0)[0]]])
@@ -110,6 +111,6 @@ def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
     hosted = RowsOfReplicas.joined(
         [RowsOfReplicas.of_group(loads, replicas, mesh, 4, rank).share(mesh, rank) for rank in range(8)]
     )
-    found = LoadFigures.of(loads, [placement], mesh, 4, replica_rows=hosted)
+    found = figures(loads, [placement], mesh, 4, replica_rows=hosted)
     assert found.rows_crossing_nodes is not None and found.rows_crossing_nodes[0] <= away / loads.sum()
     assert hosted.rows_PY.sum() == ranks.sum()

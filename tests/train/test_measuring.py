@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.mesh import Mesh
-from penstock.train.load_figures import RowsOfReplicas, max_over_mean
-from penstock.train.measuring import load_figures
+from penstock.train.measuring import RowsOfReplicas, load_figures, max_over_mean
 from tests.runtime.features.expert_replicas.test_moving import small
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.parity import Case, own_batch

@@ -16,8 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.curves import TensorBoard, WeightsAndBiases
-from penstock.train.metrics import JsonLines, MetricsWriter, StepMetrics, read_metrics
+from penstock.train.metrics import (
+    JsonLines,
+    MetricsWriter,
+    StepMetrics,
+    TensorBoard,
+    WeightsAndBiases,
+    read_metrics,
+)
 from tests.support.metrics import EXAMPLE, step
 
 LAYERS = (1, 3)

@@ -15,7 +15,7 @@ from penstock.train.assemble import build_machinery, build_optimizer, build_stac
 from penstock.train.batches import Batch
 from penstock.train.config import RunConfig
 from penstock.train.measuring import evaluate
-from penstock.train.update import build_update
+from penstock.train.optimizer import build_update
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow

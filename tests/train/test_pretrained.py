@@ -16,7 +16,7 @@ from penstock.config import ConfigError
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.qwen3_moe import sections_of
 from penstock.moe import MoEConfig
-from penstock.train.pretrained import begin_with, files_of, read_weights
+from penstock.train.checkpoint import begin_with, files_of, read_weights
 from tests.support.adapted import small
 from tests.support.close import check_close
 from tests.support.joining import joined

@@ -61,7 +61,7 @@ def said_by(folder: Path, *overrides: str) -> tuple[list[str], Trainer]:
     """What a run that is continued says, and the run itself, at its end."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.train.progress._Silence.say", lambda self, message: said.append(message))
+        patch.setattr("penstock.train.progress.Progress.say", lambda self, message: said.append(message))
         going_on = trainer(folder, "train.resume=true", *overrides)
         going_on.run()
     return said, going_on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.train.routing_file import _joined
+from penstock.train.measuring import _joined
 
 ONE, TWO = np.array([[1, 0]]), np.array([[0, 2]])
 

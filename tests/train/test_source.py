@@ -14,9 +14,9 @@ from penstock.data import DataConfig
 from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.topology import Control, Layout
+from penstock.train.batches import HELD_OUT_BLOCKS, check_source, open_source
 from penstock.train.config import RunConfig, TrainConfig
 from penstock.train.logs import telling
-from penstock.train.source import HELD_OUT_BLOCKS, check_source, open_source
 from tests.support.ranks import Pools
 
 LONELY = Layout(world_size=1, ep_size=1, rank=0)

@@ -15,8 +15,8 @@ from penstock.runtime import PipelinedStack
 from penstock.timing import simulate
 from penstock.trace import TaskRecord
 from penstock.trace.step_file import StepFile
+from penstock.train.history import StepAnalysis, analyse, span_s
 from penstock.train.pilot import Forecast
-from penstock.train.tracing import StepAnalysis, analyse, span_s
 from tests.steps import PLAIN
 from tests.support.layouts import tiny_case
 from tests.support.parity import Case, own_batch, stack_of

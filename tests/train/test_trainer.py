@@ -25,6 +25,7 @@ from penstock.report import RunSummary
 from penstock.topology.join import ALONE
 from penstock.train.batches import Batch
 from penstock.train.config import RunConfig
+from penstock.train.logs import show
 from penstock.train.metrics import StepMetrics, read_metrics
 from penstock.train.output import OutputError, OutputFolder
 from penstock.train.trainer import Trainer
@@ -378,9 +379,8 @@ def said_while_losing(folder: Path, lose: Callable[[Path], object], *overrides: 
             lose(folder / "run")
 
     losing.on_step = after
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.train.progress._Silence.say", lambda self, message: said.append(message))
-        losing.run()
+    show(said.append)
+    losing.run()
     return said
 
 

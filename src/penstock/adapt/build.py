@@ -1,32 +1,42 @@
-"""`penstock.parallelize`: a model of transformers whose training steps run by a schedule."""
+"""`penstock.parallelize`, `penstock.load_pretrained`: models of transformers whose steps run by a schedule.
+
+The one spreads a model that all ranks have whole; of what the other reads, a rank reads what it will hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from penstock.adapt.cut import Cut, CutGate
-from penstock.adapt.decoder import Calls, CutLayer, Decoder, Layers, WholeLayer
+from penstock.adapt.decoder import (
+    Calls,
+    CutLayer,
+    Decoder,
+    SharedCutLayer,
+    SharedDenseLayer,
+    WholeLayer,
+)
 from penstock.adapt.engine import Engine
 from penstock.adapt.guess import EpPlan, brought_by, check, check_ep_plan, check_spread, coefficient_of, guess
-from penstock.adapt.passes import Passes
-from penstock.adapt.planning import choice_of, moving_of, planner_of
-from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together, schedule
-from penstock.adapt.shared import SharedCutLayer, SharedDenseLayer
-from penstock.adapt.spread import JoinAdapters, NarrowSpread, Spread, TakeAdapters
+from penstock.adapt.passes import JoinAdapters, NarrowSpread, Passes, Spread, TakeAdapters
+from penstock.adapt.planning import Planner, choice_of, moving_of
+from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, plain_class, saved_together, schedule
 from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.decision import Decision
-from penstock.dtensors import spread_states
 from penstock.families.adapters import core_of
-from penstock.families.experts import ModelExperts, sharding_of_experts
-from penstock.families.family import Family
+from penstock.families.experts import ModelExperts, Shares, sharding_of_experts
 from penstock.families.inspection import Found, look
-from penstock.families.known import family_inside, family_of
+from penstock.families.known import FAMILIES, Family, family_inside, family_of
+from penstock.families.weights import ModelFolder, folder_of, share_of_experts
 from penstock.features.dispatch import find_dispatch
 from penstock.graph import Lane
 from penstock.mesh import Group
@@ -34,6 +44,7 @@ from penstock.moe import MoELayer
 from penstock.moe.build import build_hooks, build_permutation
 from penstock.moe.experts import ExpertShard
 from penstock.moe.permute.sort import SortPermutation
+from penstock.partial_state import local_state, spread_states
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.clip import follow_torch
@@ -129,9 +140,8 @@ def scheduled(
     tensor: its part of attention, where ranks share that. updating: see `parallelize`.
     """
     layout = machinery.layout
-    planner = planner_of(plan, found.sizes, layout, parallel)
-    with pieces_of(found, layout, tensor) as pieces:
-        decoder = pieces.decoder
+    planner = Planner.asked(plan, found.sizes, layout, parallel)
+    with pieces_of(found, layout, tensor) as decoder:
         stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
         stack.timed = False  # nothing reads when tasks ran
         stack.of(ExpertReplicas).manager.moving = moving_of(found.choice, found.sizes, stack)
@@ -140,11 +150,10 @@ def scheduled(
         if tensor is not None:
             tensor.ranks.open(machinery)
     stack.mark_experts()
-    spread_parts(pieces, machinery)
+    spread_parts(decoder, machinery)
     passes = Passes(machinery.control, stack.turns)
-    for layer, cut in pieces.cuts.items():
-        moe = decoder.parts[layer].moe
-        assert moe is not None, "it is cut where it has experts"
+    for part in decoder.cut_layers:
+        cut, moe = part.cut, part.experts
         if layout.ep_size * layout.etp_size > 1:
             width = found.family.form.entering(core_of(cut.experts))
             spread = Spread if layout.etp_size == 1 else NarrowSpread
@@ -198,14 +207,11 @@ def _checked(found: Found, changed: Sequence[str] = ()) -> Found:
             "pieces of such a model are compared with the whole by their logits over a vocabulary, for which "
             "get_output_embeddings() has no weights. Use a family in penstock.adapt.FAMILIES"
         )
-    cuts, calls = _cuts(found), Calls()
-    layers = _layers(found, cuts, calls)
-    try:
-        decoder = Decoder(model, found.family, layers, calls, type(model).forward)
+    with pieces_of(found) as decoder:
         check(model, decoder, changed)
         family = replace(found.family, coefficient=coefficient_of(model, decoder))
-    finally:
-        _undo(cuts)
+    for part in decoder.cut_layers:
+        part.cut.undo()
     return replace(found, family=family)
 
 
@@ -230,8 +236,7 @@ def shared_as(
 def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.device) -> Iterator[Machinery]:
     """Join the ranks that a launcher started, and yield what runs steps on them.
 
-    All ranks enter this context.
-    The machinery is closed where the work inside fails.
+    All ranks enter this context. The machinery is closed where the work inside fails.
     """
     info, node_size = joined(parallel.timeout_s, device, parallel.transport), None
     if info.launcher != "alone" and parallel.ranks_per_node is None:
@@ -246,42 +251,70 @@ def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.devi
         raise
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """A model in the pieces that a step runs. cuts: of its layers with experts, by number."""
-
-    decoder: Decoder
-    cuts: Mapping[int, Cut]
-
-
 @contextmanager
-def pieces_of(found: Found, layout: Layout, tensor: TensorShares | None) -> Iterator[Pieces]:
+def pieces_of(found: Found, layout: Layout = ALONE, tensor: TensorShares | None = None) -> Iterator[Decoder]:
     """Cut a model, which has its share of experts; where what is inside fails, it is as it was.
 
     tensor: its part of attention, where ranks share that.
     """
-    calls, cuts = Calls(None if tensor is None else tensor.ranks.inside), _cuts(found)
+    calls = Calls(None if tensor is None else tensor.ranks.inside)
+    layers, cuts = list[CutLayer | WholeLayer](), list[Cut]()
     try:
         if find_dispatch(found.choice.dispatch).needs_table:
             layout.require_nodes("plan.dispatch", found.choice.dispatch)
-        layers = _layers(found, cuts, calls, layout, tensor)
-        for each in cuts.values():
-            each.ranks, each.holds_share = layout.world_size, layout.ep_size * layout.etp_size > 1
-        yield Pieces(
-            Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor), cuts
-        )
+        for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
+            shared = None if tensor is None else tensor.layers[number]
+            if block is None:
+                layers.append(
+                    WholeLayer(layer, number, calls)
+                    if shared is None
+                    else SharedDenseLayer(layer, number, calls, found.family, shared)
+                )
+                continue
+            cut = Cut(block, found.family, shared=found.shared_of(block), top_k=found.top_k)
+            cuts.append(cut)
+            cut.ranks, cut.holds_share = layout.world_size, layout.ep_size * layout.etp_size > 1
+            moe = _moe_layer(found, cut, layout)
+            layers.append(
+                CutLayer(layer, number, moe, cut, calls, found.family)
+                if shared is None
+                else SharedCutLayer(layer, number, moe, cut, calls, found.family, shared)
+            )
+        yield Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor)
     except BaseException:
-        _undo(cuts)
+        for cut in cuts:
+            cut.undo()
         raise
 
 
-def spread_parts(pieces: Pieces, machinery: Machinery) -> None:
+def _moe_layer(found: Found, cut: Cut, layout: Layout) -> MoELayer:
+    """Return the experts of a cut layer as the engine runs them: this rank's share."""
+    config, ep_size, ep_rank = found.moe, layout.ep_size, layout.ep_rank
+    placement = ExpertPlacement.even(found.num_experts, ep_size)
+    shard = ExpertShard(layout.etp_rank, layout.etp_size)
+    cut.rows = ModelExperts(cut.experts, placement.slots, found.family.form, shard)
+    moe = MoELayer(
+        gate=CutGate(found.num_experts, cut),
+        permutation=build_permutation(config, ep_size, ep_rank=ep_rank, node_size=layout.ep_node_size),
+        expert=cut.rows,
+        dispatch=config.dispatch,
+        hooks=build_hooks(found.family.form.entering(core_of(cut.experts)), config),
+        shared=None if cut.shared is None else SharedPart(cut.block, found.family),
+        ep_size=ep_size,
+        ep_rank=ep_rank,
+        placement=placement,
+    )
+    moe.hooks.to(dtype=next(found.model.parameters()).dtype)
+    return moe
+
+
+def spread_parts(decoder: Decoder, machinery: Machinery) -> None:
     """Let state dicts say which part of experts, and of what ranks share beside them, a rank has."""
     layout = machinery.layout
     if layout.ep_size * layout.etp_size * layout.tp_size == 1:
         return
-    cores = [core_of(cut.experts) for cut in pieces.cuts.values()]
-    for module in pieces.decoder.model.modules():
+    cores = [core_of(part.cut.experts) for part in decoder.cut_layers]
+    for module in decoder.model.modules():
         parts: dict[str, Sharding] = getattr(module, "shardings", {})
         if any(module is core for core in cores):
             found = (
@@ -293,71 +326,141 @@ def spread_parts(pieces: Pieces, machinery: Machinery) -> None:
             spread_states(module, parts, machinery.meshes)
 
 
-def _undo(cuts: Mapping[int, Cut]) -> None:
-    for cut in cuts.values():
-        cut.undo()
-
-
-def _cuts(found: Found) -> dict[int, Cut]:
-    """Return the cuts of the layers with experts, by the layers' numbers."""
-    return {
-        number: Cut(block, found.family, shared=found.shared_of(block), top_k=found.top_k)
-        for number, block in enumerate(found.blocks)
-        if block is not None
-    }
-
-
-def _layers(
-    found: Found,
-    cuts: Mapping[int, Cut],
-    calls: Calls,
-    layout: Layout = ALONE,
-    tensor: TensorShares | None = None,
-) -> Layers:
-    """Return the layers as the engine runs them; of the experts this rank has its share."""
-    layers: list[CutLayer | WholeLayer] = []
-    ep_size, ep_rank = layout.ep_size, layout.ep_rank
-    placement = ExpertPlacement.even(found.num_experts, ep_size)
-    config, node_size = found.moe, layout.ep_node_size
-    for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
-        cut, shared = cuts.get(number), None if tensor is None else tensor.layers[number]
-        if cut is None:
-            layers.append(
-                WholeLayer(layer, number, calls)
-                if shared is None
-                else SharedDenseLayer(layer, number, calls, found.family, shared)
-            )
-            continue
-        shard = ExpertShard(layout.etp_rank, layout.etp_size)
-        cut.rows = ModelExperts(cut.experts, placement.slots, found.family.form, shard)
-        moe = MoELayer(
-            gate=CutGate(found.num_experts, cut),
-            permutation=build_permutation(config, ep_size, ep_rank=ep_rank, node_size=node_size),
-            expert=cut.rows,
-            dispatch=config.dispatch,
-            hooks=build_hooks(found.family.form.entering(core_of(cut.experts)), config),
-            shared=None if found.shared_of(block) is None else SharedPart(block, found.family),
-            ep_size=ep_size,
-            ep_rank=ep_rank,
-            placement=placement,
-        )
-        moe.hooks.to(dtype=next(found.model.parameters()).dtype)
-        layers.append(
-            CutLayer(layer, number, moe, cut, calls, found.family)
-            if shared is None
-            else SharedCutLayer(layer, number, moe, cut, calls, found.family, shared)
-        )
-    return layers
-
-
 class SharedPart(nn.Module):
     """The output of a block's shared experts, which is added to that of its routed experts."""
 
     def __init__(self, block: Any, family: Family) -> None:
         super().__init__()
-        # Not as a submodule, as the block has the routed experts, too.
-        self.__dict__.update(block=block, family=family)
+        self.output = partial(family.shared_output, block)  # no submodule: the block has routed experts, too
 
     def forward(self, x_TM: Tensor) -> Tensor:
-        family: Family = self.__dict__["family"]
-        return family.shared_output(self.__dict__["block"], x_TM)
+        return self.output(x_TM)
+
+
+ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Environment variable that keeps transformers' threads from reading ahead, which needs memory twice."""
+
+
+def load_pretrained(
+    folder: str | Path,
+    *,
+    ep_size: int | None = None,
+    plan: str | Decision = "auto",
+    tp_size: int | None = None,
+    etp_size: int | None = None,
+    mesh: Meshes | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    ranks_per_node: int | None = None,
+    timeout_s: float = 60.0,
+    transport: TransportName = "direct",
+    bound_factor: float | None = None,
+    updating: Updating | None = None,
+) -> Any:
+    """Read a model of transformers from a folder and parallelize it; returns it, in training mode.
+
+    Of the experts a rank reads its share only, tensor by tensor, so that it needs memory for what it will
+    hold and for one layer's experts; what ranks share (`tp_size`, `etp_size`) each reads whole first. All
+    ranks call this together. folder: configuration and safetensors, as save_pretrained writes them, or the
+    name of a model on the Hugging Face hub. dtype: of the weights; None = as the configuration says. Other
+    parameters: see `parallelize`. Raises ValueError for a family that is not known, or if a tensor is
+    missing, of another shape, not finite, or not the model's, ConfigError for sizes that do not fit.
+    """
+    opened = ModelFolder.open(folder_of(folder))
+    found = replace(skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
+    settings = ParallelConfig(ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport)
+    sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, etp_size=etp_size)
+    parallel = shared_as(settings, sizes, mesh, found, torch.device(device))
+    with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
+        layout, kind = machinery.layout, dtype or opened.config.dtype or torch.float32
+        share: list[Found] = []  # what one rank finds in what it reads, all must learn
+        machinery.control.agreed(
+            lambda: share.append(read_share(found, opened, layout, kind, device)), f"reading {folder}"
+        )
+        (found,) = share
+        tensor = TensorShares.of(found, layout)
+        scheduled(found, machinery, parallel, plan, tensor, updating)
+        if tensor is not None:
+            tensor.settle()
+        return found.model.train()
+
+
+def read_share(
+    found: Found, opened: ModelFolder, layout: Layout, dtype: torch.dtype, device: torch.device | str
+) -> Found:
+    """Return the parts of a model with this rank's share of experts, read from its folder.
+
+    Experts that ranks share are read whole, and cut afterwards.
+    """
+    held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
+    ids = {id(p) for experts in found.experts for p in experts.parameters()}
+    named = found.model.named_parameters(remove_duplicate=False)
+    rows = {name: len(p) // found.num_experts for name, p in named if id(p) in ids}
+    tensors = share_of_experts(opened.tensors, found.model, rows, held, found.num_experts)
+    plain: Any = type(found.model)
+
+    def begin(self: Any, *arguments: Any, **named: Any) -> None:
+        """Begin a model with these experts alone: transformers makes it without memory."""
+        plain.__init__(self, *arguments, **named)
+        Shares(look(self, found.family).experts, held, found.num_experts).settle()
+
+    own = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__init__": begin}
+    with _one_after_the_other():
+        model = opened.read(type(plain.__name__, (plain,), own), tensors, dtype)
+    model.__class__ = plain
+    for name, parameter in found.model.named_parameters():  # transformers unfreezes what it reads
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
+    found, shard = found.of(model.to(device)), ExpertShard(layout.etp_rank, layout.etp_size)
+    Shares(found.experts, range(len(held)), len(held), shard, found.family.form).settle()
+    return found
+
+
+def reload(model: Any, folder: str | Path) -> None:
+    """Give a scheduled model the weights in a folder; a rank holds its share twice while they are read.
+
+    Raises ValueError if the folder holds another model.
+    """
+    opened, dtype = ModelFolder.open(Path(folder), plain_class(model)), next(model.parameters()).dtype
+    read = read_share(skeleton(opened), opened, engine_of(model).layout, dtype, "cpu").model.state_dict()
+    mine = local_state(model.state_dict())
+    if {name: tensor.shape for name, tensor in mine.items()} != {name: read[name].shape for name in read}:
+        raise ValueError(f"{folder} holds another model than {type(model).__name__} is here")
+    with torch.no_grad():
+        for name, tensor in mine.items():
+            tensor.copy_(read[name])
+
+
+def skeleton(opened: ModelFolder) -> Found:
+    """Return the parts of the model in a folder, without its weights."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    model = opened.model
+    family = family_of(model)
+    if family is None:
+        guess(model, brought_by(model))  # where there is nothing to spread, parallelize would refuse it, too
+        raise ValueError(
+            f"{type(model).__name__} is of no family that Penstock knows ({', '.join(FAMILIES)}), and is "
+            "looked at with its numbers: load it with from_pretrained, and call parallelize"
+        )
+    found = look(model, family)
+    if (changed := found.changed_code()) and family.name in CONFIG_MAPPING_NAMES:
+        raise ValueError(
+            f"{', '.join(changed)} is not the function that transformers defines for {family.name}, and only "
+            "with the model's numbers can it be seen whether steps compute the same: load the model with "
+            "from_pretrained, and call parallelize"
+        )
+    return found
+
+
+@contextmanager
+def _one_after_the_other() -> Iterator[None]:
+    """Let transformers read only what it needs next, inside this context, and not ahead with threads."""
+    before = os.environ.get(ASYNC)
+    os.environ[ASYNC] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ASYNC]
+        else:
+            os.environ[ASYNC] = before

@@ -19,23 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from penstock.adapt.engine import Engine
-from penstock.adapt.folder import AsWhole
-from penstock.adapt.saving import ModelNaming, check_names, close_model, model_state, numbered
+from penstock.adapt.saving import AsWhole, ModelNaming, check_names, close_model, model_state, numbered
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, plain_class, saved_together
 from penstock.checkpoint.folder import DamagedError
-from penstock.checkpoint.saving import Saving, of_rank
 from penstock.checkpoint.storage import (
     SUFFIX,
     Files,
     Outgoing,
+    Saving,
     State,
     Stored,
     misfits,
+    of_rank,
 )
 from penstock.config import UNSET, ConfigError, read_json
-from penstock.dtensors import part_of
 from penstock.families.described import refuse_cut_off
-from penstock.models.qwen3_moe import CONFIG
+from penstock.partial_state import part_of
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.ranks import watch_optimizer
 from penstock.topology import Control
@@ -186,15 +185,6 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
         names = ", ".join(differing) or "the same ones, in other groups or another order"
         raise ValueError(f"{path} has the state of an optimizer of other parameters: {names}")
     states.take(path, saved)
-
-
-def refuse_adapters(folder: Path) -> None:
-    """Raise ValueError for a folder with adapters and no model."""
-    if (folder / ADAPTERS).is_file() and not (folder / CONFIG).is_file():
-        raise ValueError(
-            f"{folder} holds adapters of peft, and not the model that they belong to: read them into it with "
-            "PeftModel.from_pretrained(model, folder), and save what merge_and_unload() returns"
-        )
 
 
 @dataclass(frozen=True)

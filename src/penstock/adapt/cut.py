@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.families.adapters import check_adapters, core_of, settle
-from penstock.families.experts import ModelExperts
-from penstock.families.family import Family
-from penstock.families.forms import RouterCall
+from penstock.families.experts import ModelExperts, RouterCall
+from penstock.families.known import Family
 from penstock.moe.choices import RouterSums, TokenChoice, Tokens, count_choices, sum_by_sample
 from penstock.moe.routers import Router
 

@@ -1,6 +1,10 @@
 """A model of transformers in the pieces that the engine schedules, cut where its layers call their experts.
 
-Shapes: B samples, L tokens per sample, M hidden size, V vocabulary, T = B * L tokens.
+Where ranks share attention, a layer's own code runs twice: its attention on the tokens of all ranks, for this
+rank's heads, and then the layer on this rank's tokens, with what the ranks' heads have added up to in place
+of its attention.
+Shapes: B samples, L tokens per sample (of all ranks, or this rank's), M hidden size, V vocabulary,
+T = B * L tokens.
 """
 
 from __future__ import annotations
@@ -10,22 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.adapt.cut import Caught, Cut, Inside, RouterUse
-from penstock.families.family import Family
+from penstock.adapt.tensor import SharedLayer, TensorShares
 from penstock.families.inspection import code_of, in_parts
+from penstock.families.known import Family
 from penstock.moe import MoELayer, SampleKeys
 from penstock.runtime.statistics import cross_entropy_sum
 from penstock.sharding import shardings_of
-
-if TYPE_CHECKING:
-    from penstock.adapt.tensor import TensorShares
-
 
 HOOKED = "_output_capturing_hooks_installed"
 """Whether a decoder of transformers has the hooks by which it returns what inner modules have computed."""
@@ -45,11 +46,6 @@ class Inputs:
     positions_BL: Tensor | None = None
     routers: RouterUse = "unused"
     packed: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def stay(self) -> bool:
-        """Whether samples have to stay where they are, as something is given for each of them."""
-        return self.mask_BL is not None or self.positions_BL is not None or bool(self.packed)
 
     def of(self, keys: SampleKeys) -> dict[str, Any]:
         """Return the inputs of the samples of a microbatch, as the model takes them."""
@@ -183,6 +179,7 @@ class CutLayer(_Apart):
     def __init__(self, layer: Any, index: int, moe: MoELayer, cut: Cut, calls: Calls, family: Family) -> None:
         self.layer, self.index, self.cut, self._calls, self._family = layer, index, cut, calls, family
         self.moe: MoELayer | None = moe
+        self.experts = moe
         self.code = {each: code_of(each) for each in in_parts(layer, cut.block, family)}
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
@@ -193,10 +190,9 @@ class CutLayer(_Apart):
 
     def nothing(self, h_BLM: Tensor) -> tuple[Tensor, Tensor]:
         """Return what `attend` does where there are no tokens, on which the layer itself cannot run."""
-        assert self.moe is not None
         x_TM = h_BLM.flatten(0, 1)
         none_Tk = x_TM.new_empty(0, self.cut.top_k)
-        caught = Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.moe.num_experts))
+        caught = Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.experts.num_experts))
         self.cut.put(replace(caught, routers=self._calls.routers))
         return h_BLM, x_TM
 
@@ -212,10 +208,9 @@ class CutLayer(_Apart):
 
     def here(self) -> Tensor:
         """Return the MoE block's output for the tokens of `attend`, with all experts on this rank, [T, M]."""
-        assert self.moe is not None
         caught = self.cut.take()
-        out_TM = self.cut.run(caught)
-        return out_TM if self.moe.shared is None else out_TM + self.moe.shared(caught.x_TM)
+        out_TM, shared = self.cut.run(caught), self.experts.shared
+        return out_TM if shared is None else out_TM + shared(caught.x_TM)
 
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
         del keys
@@ -287,7 +282,9 @@ class Decoder:
     def begin(self, inputs: Inputs) -> None:
         """Begin the forward pass of a step on these samples."""
         self._inputs = inputs
-        self.calls.make = None if inputs.stay else self._calls_for
+        # Samples have to stay where they are, if something is given for each of them.
+        stay = inputs.mask_BL is not None or inputs.positions_BL is not None or bool(inputs.packed)
+        self.calls.make = None if stay else self._calls_for
         self.calls.routers = inputs.routers
         self.calls.begin()
         self.left.clear()
@@ -377,6 +374,11 @@ class Decoder:
             modules += [each for each in module._modules.values() if each not in (None, layers)]
         return list(found.values())
 
+    @property
+    def cut_layers(self) -> list[CutLayer]:
+        """The layers with experts."""
+        return [part for part in self.parts if isinstance(part, CutLayer)]
+
     def changed(self) -> Iterator[nn.Module]:
         """Yield modules that ranks share, and that run other code now than what they share them by."""
         return iter(()) if self._shares is None else self._shares.changed()
@@ -463,3 +465,106 @@ def _instead(base: nn.Module, hidden_BLM: Tensor) -> Iterator[None]:
         yield
     finally:
         del base.forward
+
+
+class _Heads:
+    """A layer of which this rank has some heads: their attention, and the layer after attention."""
+
+    layer: Any
+    index: int
+    _calls: Calls
+    _shared: SharedLayer
+
+    def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
+        """Return what this rank's heads add to the residual stream of all tokens."""
+        if not h_BLM.numel():
+            return h_BLM
+        call, norm = self._calls.of(keys).layers[self.index], self._shared.norm
+        assert not call.arguments, "families whose attention is cut name what they give a layer"
+        with self._calls.inside.step():
+            normed_BLM = h_BLM if norm is None else norm(h_BLM)
+            attended: Tensor = self._shared.attention.module(hidden_states=normed_BLM, **call.named)[0]
+        return attended
+
+    @contextmanager
+    def _attended(self, attended_BLM: Tensor) -> Iterator[None]:
+        """Let the layer, inside this context, take this for what its attention returns."""
+        self._shared.attention.attended_BLM = attended_BLM
+        try:
+            yield
+        finally:
+            self._shared.attention.attended_BLM = None
+
+    def partial_parameters(self) -> list[nn.Parameter]:
+        attention, norm = self._shared.attention.module, self._shared.norm
+        cut: dict[str, object] = getattr(attention, "shardings", {})
+        found = [p for name, p in attention.named_parameters() if name not in cut]
+        return found if norm is None else [*found, *norm.parameters()]
+
+    def _others(self, *apart: nn.Module) -> list[nn.Parameter]:
+        """Return the layer's parameters outside of attention, the norm before it, and modules `apart`."""
+        norm = [] if self._shared.norm is None else [self._shared.norm]
+        known = {id(p) for each in (self._shared.attention.module, *norm, *apart) for p in each.parameters()}
+        return [p for p in self.layer.parameters() if id(p) not in known]
+
+
+class SharedCutLayer(_Heads, CutLayer):
+    """A layer with experts. Shared experts, router and norms are whole, and work on this rank's tokens."""
+
+    def __init__(
+        self,
+        layer: Any,
+        index: int,
+        moe: MoELayer,
+        cut: Cut,
+        calls: Calls,
+        family: Family,
+        shared: SharedLayer,
+    ) -> None:
+        super().__init__(layer, index, moe, cut, calls, family)
+        self._shared = shared
+
+    def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        if not h_BLM.numel():
+            return self.nothing(h_BLM + attended_BLM)
+        called = self._calls.of(keys)
+        attended_T = called.attended_T
+        if attended_T is not None:
+            here = slice(keys.first_token, keys.first_token + h_BLM.shape[1])
+            attended_T = attended_T.view(len(h_BLM), -1)[:, here].flatten()
+        with self._attended(attended_BLM):
+            return self.until_experts(h_BLM, called, attended_T)
+
+    def token_parameters(self) -> list[nn.Parameter]:
+        return self._others(self.cut.experts)
+
+
+class SharedDenseLayer(_Heads, WholeLayer):
+    """A layer without experts, whose feed-forward part is cut by its width."""
+
+    def __init__(self, layer: Any, index: int, calls: Calls, family: Family, shared: SharedLayer) -> None:
+        super().__init__(layer, index, calls)
+        assert shared.dense is not None, "a layer without experts has a dense part"
+        self._shared, self._dense, self._family = shared, shared.dense, family
+
+    def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        if not h_BLM.numel():
+            residual_BLM = h_BLM + attended_BLM
+            return residual_BLM, residual_BLM.flatten(0, 1)
+        call = self._calls.of(keys).layers[self.index]
+        with self._attended(attended_BLM), self._dense.skipping() as entered:
+            residual_BLM = run(self.layer, h_BLM, call, self._calls.inside)
+        return residual_BLM, entered[0].flatten(0, 1)
+
+    def dense(self, x_TM: Tensor) -> Tensor:
+        with self._calls.inside.step():
+            out_TM: Tensor = self._dense.plain(x_TM)
+        return out_TM
+
+    def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
+        del keys
+        out_BLM = out_TM.unflatten(0, residual_BLM.shape[:2]).to(residual_BLM.dtype)
+        return self._family.finish(self.layer, residual_BLM, out_BLM)
+
+    def token_parameters(self) -> list[nn.Parameter]:
+        return self._others(self._dense.module)

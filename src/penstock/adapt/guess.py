@@ -1,6 +1,9 @@
 """Models of unknown families: their parts are found by structure, and checked before they are used.
 
-Shapes: B samples, L tokens per sample, V vocabulary.
+A step hands hidden states from layer to layer, each layer's output to the next, and nothing else; what else a
+layer is called with is recorded before the first one runs. So it is looked at, on some tokens, whether a
+decoder is such a chain.
+Shapes: B samples, L tokens per sample, M hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,21 +11,170 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from penstock.adapt.chain import WatchedCall, chain_of, naming
 from penstock.adapt.cut import Caught
-from penstock.adapt.decoder import CutLayer, Decoder, Inputs, WholeLayer
+from penstock.adapt.decoder import CutLayer, Decoder, Inputs, LayerCall, WholeLayer
 from penstock.config import ConfigError
 from penstock.families.adapters import core_of
-from penstock.families.family import Family
-from penstock.families.forms import TRAITS
+from penstock.families.described import in_one_line
+from penstock.families.experts import TRAITS
+from penstock.families.known import Family
 from penstock.moe import SampleKeys
+
+SHOWN = 8
+"""Most layers whose order a message shows."""
+
+
+@dataclass(frozen=True)
+class WatchedCall:
+    """A call of a layer in a forward pass of the whole model.
+
+    entered: the first argument. others: all other arguments.
+    """
+
+    layer: int
+    entered: Any
+    others: LayerCall
+    returned: Any
+
+    @property
+    def left(self) -> Tensor:
+        """Hidden states after the layer."""
+        left: Tensor = self.returned[0] if isinstance(self.returned, tuple) else self.returned
+        return left
+
+
+@dataclass(frozen=True)
+class _Watched:
+    calls: list[WatchedCall]
+    normed: list[tuple[Tensor, Tensor]]
+    last: list[Tensor]
+
+
+@torch.no_grad()
+def chain_of(decoder: Decoder, tokens_BL: Tensor) -> tuple[list[WatchedCall], str | None]:
+    """Return the calls of the layers when the whole model, in evaluation mode, runs these tokens, and in what
+    they are no chain; None: in nothing.
+
+    Raises ValueError where the model's own code does not run.
+    """
+    with _hooked(decoder) as watched, naming(decoder.model, "on random tokens"):
+        decoder.plain(decoder.model, input_ids=tokens_BL, use_cache=False)
+    broken = _unlike_a_chain(decoder, watched, tokens_BL)
+    if broken is None:
+        keys = SampleKeys(0, torch.arange(len(tokens_BL)))
+        decoder.begin(Inputs())
+        with naming(decoder.model, "where its layers only record how they are called"):
+            decoder.embed(tokens_BL, keys)
+        broken = _unlike_recorded(watched.calls, decoder.calls.of(keys).layers)
+    return watched.calls, broken
+
+
+@contextmanager
+def naming(model: nn.Module, when: str) -> Iterator[None]:
+    """Turn what a model's own code raises inside this context into a ValueError that names the model."""
+    try:
+        yield
+    except Exception as error:  # foreign code may raise anything
+        raise ValueError(
+            f"{type(model).__name__} cannot be scheduled: {when} its own code raises {in_one_line(error)}"
+        ) from error
+
+
+@contextmanager
+def _hooked(decoder: Decoder) -> Iterator[_Watched]:
+    """Record, inside this context, calls of layers, of the norm after them and of the decoder."""
+    watched, hooks = _Watched([], [], []), []
+    for number, layer in enumerate(decoder.layers):
+
+        def note(_: Any, given: Any, named: dict[str, Any], returned: Any, number: int = number) -> None:
+            others = dict(named)
+            entered = given[0] if given else others.pop("hidden_states", None)  # as a `_Recorder` takes them
+            watched.calls.append(WatchedCall(number, entered, LayerCall(given[1:], others), returned))
+
+        hooks.append(layer.register_forward_hook(note, with_kwargs=True))
+
+    def note_norm(_: Any, given: Any, named: dict[str, Any], returned: Any) -> None:
+        watched.normed.append(((*given, *named.values())[0], returned))
+
+    def note_last(_: Any, given: Any, returned: Any) -> None:
+        del given
+        watched.last.append(returned[0])
+
+    norm = decoder.base.get_submodule(decoder.family.norm)
+    hooks.append(norm.register_forward_hook(note_norm, with_kwargs=True))
+    hooks.append(decoder.base.register_forward_hook(note_last))
+    try:
+        yield watched
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _unlike_a_chain(decoder: Decoder, watched: _Watched, tokens_BL: Tensor) -> str | None:
+    """Return in what a forward pass was none of a chain of layers; None if it was one."""
+    calls, count = watched.calls, len(decoder.layers)
+    order = [call.layer for call in calls]
+    if order != list(range(count)):
+        shown = ", ".join(map(str, order[:SHOWN])) + (", ..." if len(order) > SHOWN else "")
+        return f"its decoder calls its {count} layers in the order {shown or 'none'}, and not each once"
+    for call, following in zip(calls, [*calls[1:], None], strict=True):
+        alone = _unlike_a_link(
+            call, type(decoder.layers[call.layer]).__name__, (*tokens_BL.shape, decoder.hidden_size)
+        )
+        if alone is not None:
+            return alone
+        if following is not None and not _same(call.left, following.entered):
+            return f"its decoder changes hidden states between layers {call.layer} and {following.layer}"
+    norm = decoder.family.norm
+    if not watched.normed or not _same(calls[-1].left, watched.normed[-1][0]):
+        return f"its decoder changes hidden states between its last layer and {norm}"
+    if not watched.last or not _same(watched.normed[-1][1], watched.last[-1]):
+        return f"its decoder changes hidden states after {norm}"
+    return None
+
+
+def _unlike_a_link(call: WatchedCall, kind: str, shape: tuple[int, ...]) -> str | None:
+    """Return why a layer is no link of a chain; None if it is one. shape: of hidden states."""
+    if isinstance(call.returned, tuple) and len(call.returned) > 1:
+        return f"{kind} returns {len(call.returned)} values, more than hidden states"
+    left: Any = call.left
+    for found in (call.entered, left):
+        if not isinstance(found, Tensor) or found.shape != shape:
+            what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            return f"{kind} works on hidden states {what}, where {list(shape)} are expected"
+    return None
+
+
+def _unlike_recorded(calls: Sequence[WatchedCall], recorded: Sequence[LayerCall]) -> str | None:
+    """Return which argument of a layer depends on what earlier layers have computed; None if none does."""
+    for call, before in zip(calls, recorded, strict=True):
+        found, wanted = (_leaves(each) for each in (call.others, before))
+        for place in found.keys() | wanted.keys():
+            if not _same(found.get(place), wanted.get(place)):
+                return f"layer {call.layer} gets what earlier layers have computed, in its argument {place}"
+    return None
+
+
+def _leaves(call: LayerCall) -> dict[str, Any]:
+    """Return tensors among arguments, also inside dictionaries and the like, by place."""
+    named: dict[str, Any] = {str(number + 1): each for number, each in enumerate(call.arguments)}
+    pairs, _ = tree_flatten_with_path({**named, **call.named})
+    return {keystr(path): leaf for path, leaf in pairs if isinstance(leaf, Tensor)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return one is other
+    return one.shape == other.shape and torch.equal(one.to(other).nan_to_num(), other.nan_to_num())
+
 
 EpPlan = Mapping[str, str]
 """Paths in the decoder, with `*` for the number of a layer, and the style of the module at each."""
@@ -162,10 +314,10 @@ def check(model: Any, decoder: Decoder, changed: Sequence[str] = ()) -> None:
     if recomputes:
         model.gradient_checkpointing_disable()
     try:
-        chain = chain_of(decoder, _tokens(model.eval()))
-        if chain.broken is not None:
-            raise ValueError(_refusal(model, chain.broken, changed, NO_CHAIN))
-        different = _compare_layers(decoder, chain.calls)
+        calls, broken = chain_of(decoder, _tokens(model.eval()))
+        if broken is not None:
+            raise ValueError(_refusal(model, broken, changed, NO_CHAIN))
+        different = _compare_layers(decoder, calls)
         for training in (False, True):
             different = different or _compare(model.train(training), decoder)
         if different is not None:
@@ -253,8 +405,8 @@ def _compare_losses(decoder: Decoder, tokens_BL: Tensor, trained: Sequence[Tenso
 
 def _compare_experts(decoder: Decoder, caught: Sequence[Caught]) -> str | None:
     """Compare the experts' own code with that of steps, which sorts rows by expert."""
-    cuts = [part.cut for part in decoder.parts if isinstance(part, CutLayer)]
-    for cut, call in zip(cuts, caught, strict=True):
+    for part, call in zip(decoder.cut_layers, caught, strict=True):
+        cut = part.cut
         trained = [p for p in cut.experts.parameters() if p.requires_grad]
         given = replace(call, x_TM=call.x_TM.detach().requires_grad_(), weights_Tk=call.weights_Tk.detach())
         with torch.enable_grad():
@@ -297,28 +449,23 @@ def coefficient_of(model: Any, decoder: Decoder) -> str | None:
         logits_TE = torch.cat(
             [each.logits_TE for each in found]
         ).float()  # of all layers, one below the other
-        top_k = next(part.cut.top_k for part in decoder.parts if isinstance(part, CutLayer))
+        top_k = decoder.cut_layers[0].cut.top_k
         chosen_TE = torch.zeros_like(logits_TE).scatter(1, logits_TE.topk(top_k, dim=1).indices, 1)
         aux = logits_TE.shape[1] * (chosen_TE.mean(0) * logits_TE.softmax(dim=1).mean(0)).sum()
         limit = _limit(decoder.dtype)
         if not (aux - out.aux_loss).abs() <= limit * aux:
             return None
-        for path, weight in _weights(model):
-            expected = weight * aux
-            rounding = ROUNDING * out.loss.abs()  # `added` is the difference of two losses
-            if (added - expected).abs() <= limit * expected.abs() + rounding:
-                return path
+        rounding = ROUNDING * out.loss.abs()  # `added` is the difference of two losses
+        # What may weigh the router loss: numbers of the model, then of its text configuration.
+        config, text = model.config, model.config.get_text_config()
+        of_text = next((f"config.{name}." for name, part in vars(config).items() if part is text), "config.")
+        for path, holder in (("", model), (of_text, text)):
+            for name, weight in vars(holder).items():
+                if COEFFICIENT.search(name) and isinstance(weight, int | float):
+                    expected = weight * aux
+                    if (added - expected).abs() <= limit * expected.abs() + rounding:
+                        return f"{path}{name}"
     return None
-
-
-def _weights(model: Any) -> Iterator[tuple[str, float]]:
-    """Yield what may weigh the router loss, by path: numbers of the model, then of its text configuration."""
-    config, text = model.config, model.config.get_text_config()
-    of_text = next((f"config.{name}." for name, part in vars(config).items() if part is text), "config.")
-    for path, holder in (("", model), (of_text, text)):
-        for name, weight in vars(holder).items():
-            if COEFFICIENT.search(name) and isinstance(weight, int | float):
-                yield f"{path}{name}", weight
 
 
 def _tokens(model: Any) -> Tensor:

@@ -25,22 +25,20 @@ class StepOutput(MoeCausalLMOutputWithPast):
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        return _logits(super().__getattribute__("loss")) if name == "logits" and found is None else found
+        if name != "logits" or found is not None:
+            return found
+        make, asked = LOGITS.get(super().__getattribute__("loss"), (None, None))
+        if make is None:
+            return None
+        logits_BLV: Tensor = make()
+        if asked is None:
+            return logits_BLV
+        return logits_BLV[:, -asked:] if isinstance(asked, int) else logits_BLV[:, asked]
 
     def __getitem__(self, key: Any) -> Any:
         if key == "logits" and (found := self.logits) is not None:
             return found
         return super().__getitem__(key)
-
-
-def _logits(loss: Tensor | None) -> Tensor | None:
-    make, asked = LOGITS.get(loss, (None, None))
-    if make is None:
-        return None
-    logits_BLV: Tensor = make()
-    if asked is None:
-        return logits_BLV
-    return logits_BLV[:, -asked:] if isinstance(asked, int) else logits_BLV[:, asked]
 
 
 class LastOnly(Sequence[Tensor]):

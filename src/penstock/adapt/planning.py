@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Protocol, get_args
+from typing import get_args
 
 from penstock.autotune.choose.start import find
 from penstock.autotune.planned import Order, decided_slowly
@@ -71,12 +71,37 @@ def stand_in(
     )
 
 
-class Planner(Protocol):
-    """Makes the plan of a model's steps."""
+@dataclass(frozen=True)
+class Planner:
+    """Makes the plan of a model's steps: that of a decision, or the best one for the cluster.
+
+    A decision is ordered by assumed costs. For a search the cluster is measured at the first step: links
+    directly, computation on a decoder of Penstock's own with the sizes of the model.
+
+    Attributes:
+        choice: The decision; where a plan is searched for, that of steps before.
+        searches: Whether one is.
+        measured: Clusters by the sizes of the steps with which they were measured.
+    """
+
+    choice: Decision
+    sizes: ModelSizes
+    layout: Layout
+    parallel: ParallelConfig
+    searches: bool
+    measured: dict[object, ClusterFile] = field(default_factory=dict)
+
+    @staticmethod
+    def asked(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel: ParallelConfig) -> Planner:
+        """Return the planner that `plan` asks for: "auto", a schedule's name, a decision."""
+        searches = plan == AUTO and layout.world_size > 1
+        if searches:
+            show_unless_told(sys.stdout, shown=layout.rank == 0, width=lambda line: folded(line, LINE))
+        return Planner(choice_of(plan, layout.world_size), sizes, layout, parallel, searches)
 
     def first(self, shape: StepShape, gradients: GradientBytes) -> StepPlan:
         """Return a plan before any step, and whenever the stack itself asks for one."""
-        ...
+        return self._given(self.choice, shape, gradients, 1, FIRST_LENGTH)
 
     def of(
         self, stack: PipelinedStack, batch: int, length: int, recompute: Recompute | None = None
@@ -85,56 +110,12 @@ class Planner(Protocol):
 
         recompute: what is recomputed in backward; None = as the plan says.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class GivenPlan:
-    """The plan of a decision, in the order that assumed costs give it."""
-
-    choice: Decision
-    sizes: ModelSizes
-    layout: Layout
-
-    def first(self, shape: StepShape, gradients: GradientBytes) -> StepPlan:
-        return self._made(self.choice, shape, gradients, 1, FIRST_LENGTH)
-
-    def of(
-        self, stack: PipelinedStack, batch: int, length: int, recompute: Recompute | None = None
-    ) -> StepPlan:
-        choice = self.choice if recompute is None else replace(self.choice, recompute=recompute)
-        return self._made(choice, stack.base_shape, stack.gradients.sizes_bytes, batch, length)
-
-    def _made(
-        self, choice: Decision, shape: StepShape, gradients: GradientBytes, batch: int, length: int
-    ) -> StepPlan:
-        workload = self.sizes.workload(self.layout, gradients, batch, length)
-        return plan_step(choice, shape, gradients, lambda cut: StepCost(cut, workload, ClusterConfig()))
-
-
-@dataclass(frozen=True)
-class SearchedPlan:
-    """The best plan for the cluster as it is measured at the first step.
-
-    Links are measured directly, computation on a decoder of Penstock's own with the sizes of the model.
-    measured: clusters by the sizes of the steps with which they were measured.
-    """
-
-    meanwhile: GivenPlan
-    parallel: ParallelConfig
-    measured: dict[object, ClusterFile] = field(default_factory=dict)
-
-    def first(self, shape: StepShape, gradients: GradientBytes) -> StepPlan:
-        return self.meanwhile.first(shape, gradients)
-
-    def of(
-        self, stack: PipelinedStack, batch: int, length: int, recompute: Recompute | None = None
-    ) -> StepPlan:
-        layout, machinery = self.meanwhile.layout, stack.machinery
-        key = replace(stack.base_shape, dispatch=FLAT), batch, length
+        if not self.searches:
+            choice = self.choice if recompute is None else replace(self.choice, recompute=recompute)
+            return self._given(choice, stack.base_shape, stack.gradients.sizes_bytes, batch, length)
+        machinery, key = stack.machinery, (replace(stack.base_shape, dispatch=FLAT), batch, length)
         if key not in self.measured:
-            like = self._like(stack, batch, length)
-            self.measured[key] = profile_run(like, stack.machinery, budget_s=PROFILE_S)
+            self.measured[key] = profile_run(self._like(stack, batch, length), machinery, budget_s=PROFILE_S)
         file = self.measured[key]
         problem = self.problem(stack, file, batch, length, recompute)
 
@@ -144,7 +125,7 @@ class SearchedPlan:
 
         order, lines = decided_slowly(machinery.control, decide, "choosing a plan", self.parallel.timeout_s)
         stack.send_by(order.choice.dispatch)
-        if layout.rank == 0:
+        if self.layout.rank == 0:
             logger.info("\n".join(lines))
         return order.plan
 
@@ -157,27 +138,24 @@ class SearchedPlan:
         recompute: Recompute | None = None,
     ) -> Problem:
         """Return the planning problem on this cluster, with weights as they are now; see also `of`."""
-        sizes, layout, gradients = self.meanwhile.sizes, self.meanwhile.layout, stack.gradients
+        gradients = stack.gradients
         return Problem(
             shape=stack.base_shape,
-            workload=sizes.workload(layout, gradients.sizes_bytes, batch, length, gradients.held),
+            workload=self.sizes.workload(self.layout, gradients.sizes_bytes, batch, length, gradients.held),
             cluster=ProfiledCluster.build(file),
-            dispatches=tuple(candidates(self._like(stack, batch, length), layout)),
+            dispatches=tuple(candidates(self._like(stack, batch, length), self.layout)),
             slowness=file.slowness,
             recompute=get_args(Recompute) if recompute is None else (recompute,),
         )
 
+    def _given(
+        self, choice: Decision, shape: StepShape, gradients: GradientBytes, batch: int, length: int
+    ) -> StepPlan:
+        workload = self.sizes.workload(self.layout, gradients, batch, length)
+        return plan_step(choice, shape, gradients, lambda cut: StepCost(cut, workload, ClusterConfig()))
+
     def _like(self, stack: PipelinedStack, batch: int, length: int) -> RunConfig:
-        return stand_in(self.meanwhile.sizes, stack.base_shape, self.parallel, batch, length)
-
-
-def planner_of(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel: ParallelConfig) -> Planner:
-    """Return the planner that `plan` asks for: "auto", a schedule's name, a decision."""
-    given = GivenPlan(choice_of(plan, layout.world_size), sizes, layout)
-    if plan != AUTO or layout.world_size == 1:
-        return given
-    show_unless_told(sys.stdout, shown=layout.rank == 0, width=lambda line: folded(line, LINE))
-    return SearchedPlan(given, parallel)
+        return stand_in(self.sizes, stack.base_shape, self.parallel, batch, length)
 
 
 def moving_of(choice: Decision, sizes: ModelSizes, stack: PipelinedStack) -> ExpertMoving | None:

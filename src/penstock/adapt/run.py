@@ -15,21 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.adapt.build import pieces_of, spread_parts
+from penstock.adapt.build import pieces_of, read_share, skeleton, spread_parts
 from penstock.adapt.decoder import Decoder, Inputs
-from penstock.adapt.engine import BalanceOverLayers
-from penstock.adapt.loading import read_share, skeleton
+from penstock.adapt.engine import BalanceOverLayers, check_unchanged
 from penstock.adapt.saving import ModelNaming
 from penstock.adapt.tensor import TensorShares, check_can_narrow
-from penstock.adapt.unchanged import check_unchanged
 from penstock.config import ConfigError
 from penstock.decision import Decision, PlacementConfig
 from penstock.device import device_of
 from penstock.families.described import GENERATION, quiet, read_generation
 from penstock.families.inspection import Found
-from penstock.families.model_folder import ModelFolder
 from penstock.families.sections import coefficient_of, described_in
-from penstock.families.weights import quantized_in
+from penstock.families.weights import QUANTIZED, ModelFolder
 from penstock.models.qwen3_moe import CONFIG
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
@@ -38,9 +35,9 @@ from penstock.runtime.features.sample_placement import NetMoE, SampleMoving
 from penstock.schedule import StepPlan
 from penstock.topology import Layout
 from penstock.train.assemble import stack_of_run
+from penstock.train.checkpoint import COPY, same_files
 from penstock.train.config import RunConfig
 from penstock.train.model import Files, RunModel, decoder_of
-from penstock.train.pretrained import COPY, same_files
 
 
 def model_of_run(
@@ -64,12 +61,12 @@ def model_of_run(
     # For dropout and random routers, until a checkpoint is loaded; ranks that share attention draw alike.
     torch.manual_seed(config.train.seed + layout.dp_rank)
     tensor = TensorShares.of(found, layout)
-    with pieces_of(found, layout, tensor) as pieces:
+    with pieces_of(found, layout, tensor) as decoder:
         samples = sample_moving_of(config.placement)
         stack = stack_of_run(
             ModelStack,
             found.model,
-            pieces.decoder,
+            decoder,
             found.moe,
             config,
             machinery,
@@ -79,7 +76,7 @@ def model_of_run(
         )
         if tensor is not None:
             tensor.ranks.open(machinery)
-    spread_parts(pieces, machinery)
+    spread_parts(decoder, machinery)
     if tensor is not None:
         tensor.settle()
     stack.minimise(
@@ -88,7 +85,7 @@ def model_of_run(
     stack.train()  # from_pretrained leaves a model in evaluation mode
     return RunModel(
         stack=stack,
-        naming=partial(ModelNaming, layout, pieces.decoder),
+        naming=partial(ModelNaming, layout, decoder),
         files=partial(_files, found.model),
         repeats_late=False,  # what backward needs of a step's inputs is freed with its loss
     )
@@ -99,16 +96,7 @@ class ModelStack(PipelinedStack):
 
     parts: Decoder
 
-    def forward(
-        self,
-        tokens_BL: Tensor,
-        labels_BL: Tensor,
-        sample_ids_B: Tensor | None = None,
-        valid_BL: Tensor | None = None,
-        *,
-        largest_batch: int | None = None,
-        documents_BL: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return the loss of the whole batch of all ranks; see `PipelinedStack.forward`.
 
         Raises ValueError if the model has been changed in a way that a step would miss.
@@ -116,14 +104,7 @@ class ModelStack(PipelinedStack):
         balances = self.moe.aux_loss_coeff > 0
         check_unchanged(self.parts, balances=balances)
         self.parts.begin(Inputs(routers="balanced" if balances else "unused"))
-        loss: Tensor = super().forward(
-            tokens_BL,
-            labels_BL,
-            sample_ids_B,
-            valid_BL,
-            largest_batch=largest_batch,
-            documents_BL=documents_BL,
-        )
+        loss: Tensor = super().forward(*given, **named)
         self.parts.calls.end_with(loss)
         return loss
 
@@ -151,7 +132,8 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
                 found = _drawn(path, config.train.seed, layout)
             else:
                 opened = ModelFolder.open(path)
-                if (name := quantized_in(opened.tensors)) is not None:
+                kinds = ((name, each.kind.partition("_")[0]) for name, each in opened.tensors.items())
+                if (name := next((name for name, kind in kinds if kind in QUANTIZED), None)) is not None:
                     why = f"{name} has numbers of a type in which no model computes"
                     raise ConfigError("model.config", str(path), why, COPY)
                 found = read_share(skeleton(opened), opened, layout, torch.float32, machinery.device)

@@ -1,15 +1,21 @@
 """Models of transformers, written by all ranks together: each writes views of what it holds.
 
 What ranks hold in parts and a file stores whole (shared attention, and the experts of some families) becomes
-whole on one of these ranks, which take turns. `ModelNaming` says how checkpoints name what a rank has.
+whole on one of these ranks, which take turns. `ModelNaming` says how checkpoints name what a rank has. Old
+files of a folder stay until all new ones are on disk.
 """
 
 from __future__ import annotations
 
 import copy
+import errno
+import os
+import re
 import secrets
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.adapt.decoder import CutLayer, Decoder
+from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine
-from penstock.adapt.folder import InPlace
-from penstock.checkpoint.folder import ONE
-from penstock.checkpoint.saving import Saving
+from penstock.checkpoint.folder import INDEX, ONE
 from penstock.checkpoint.storage import (
     CODES,
     MODEL,
@@ -29,23 +33,23 @@ from penstock.checkpoint.storage import (
     Named,
     Outgoing,
     Part,
+    Saving,
     State,
     joined,
     make_whole,
     together,
     write_index,
 )
-from penstock.dtensors import local_state, taken_state
-from penstock.families.adapters import ExpertAxis, InTurn, axes_of
-from penstock.families.described import quiet
+from penstock.families.adapters import ExpertAxis, axes_of
+from penstock.families.described import FORMER, FORMER_CHECKPOINT, quiet
 from penstock.families.experts import sharding_of_experts
-from penstock.families.weights import EXPERT, Place, cut_in_file, places_of, saved_tensors
+from penstock.families.weights import EXPERT, Place, places_of, saved_tensors
 from penstock.mesh import Group
-from penstock.partial_state import ShareError, check_marks, without_marks
+from penstock.partial_state import ShareError, check_marks, local_state, taken_state, without_marks
 from penstock.sharding import Sharding, shardings_of
 from penstock.topology import Control, Layout
 from penstock.words import some_of
-from penstock.writing import write_whole
+from penstock.writing import UNFINISHED, exchange, make_durable, remove_tree, write_whole
 
 
 class ModelNaming:
@@ -58,7 +62,7 @@ class ModelNaming:
     def __init__(self, layout: Layout, decoder: Decoder, model: nn.Module, *, original: bool = True) -> None:
         self._layout, self._model, self._original = layout, model, original
         self._shardings, self._axes = shardings_of(model), expert_axes(model, decoder)
-        placement = next(part.moe.placement for part in decoder.parts if part.moe is not None)
+        placement = decoder.cut_layers[0].experts.placement
         self._first = placement.held(layout.ep_rank)[0]
         self._places: Mapping[str, tuple[Place, Sharding | None]] | None = None
 
@@ -85,8 +89,11 @@ class ModelNaming:
         for name, place in here.items():
             each = self._shardings.get(place.source)
             if each is not None and place.source in cut:
-                shapes_of_one = (at.shape[0 if _is_of_one(name) else 1 :] for at in (place, whole[name]))
-                each = cut_in_file(each, *shapes_of_one)
+                shape, of_all = (at.shape[0 if _is_of_one(name) else 1 :] for at in (place, whole[name]))
+                if (shape, of_all) != (each.part_shape, each.shape):
+                    sizes = enumerate(zip(shape, of_all, strict=True))
+                    (dim,) = (dim for dim, (part, all_) in sizes if part < all_)
+                    each = Sharding.along(dim, of_all, each.axes, each.index, each.count)
             found[name] = place, each
         return found
 
@@ -108,7 +115,7 @@ class ModelNaming:
         axis, layout, each = self._axes.get(name), self._layout, each or self._shardings.get(name)
         if axis is None:
             return tensor, each
-        if not isinstance(axis, InTurn):
+        if axis.dim == 0:
             return tensor, sharding_of_experts(tensor.shape, each, layout)
         tensor = tensor.unflatten(1, (axis.rank, -1))
         if layout.ep_size == 1:
@@ -124,7 +131,7 @@ def _is_of_one(name: str) -> bool:
 
 def expert_axes(model: nn.Module, decoder: Decoder) -> dict[str, ExpertAxis]:
     """Return how experts lie in all parameters of experts, adapters too, by name."""
-    cuts = [part.cut for part in decoder.parts if isinstance(part, CutLayer)]
+    cuts = [part.cut for part in decoder.cut_layers]
     for cut in cuts:
         cut.follow()  # adapters may have been put on since the last pass
     axes = {p: axis for cut in cuts for p, axis in axes_of(cut.experts).items()}
@@ -345,3 +352,135 @@ def _check_names(model: Any, plain: Any, own: Mapping[str, Tensor], saved: Mappi
             f"{some_of(unexpected)}. Adapters of peft: merge them first (merge_and_unload), or "
             "save them alone (save_pretrained of the PeftModel)"
         )
+
+
+UNFINISHED_MODEL = ".unfinished-model"
+"""Subfolder for files that are being written."""
+
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+ENTRANCES = (INDEX, ONE)
+"""Files without which a folder holds no model: when they are there, so are the files that they name."""
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """Files of a model that are moved into its folder. Others in there stay, as does the folder itself.
+
+    If a process ends meanwhile, the former files are in their place or in the hidden folder `FORMER`, from
+    where the next save takes them back. close: writes what names the files of ranks, given their names.
+    """
+
+    path: Path
+    close: Callable[[Path, Collection[str]], None]
+
+    @property
+    def work(self) -> Path:
+        return self.path / UNFINISHED_MODEL
+
+    @property
+    def former(self) -> Path:
+        return self.path / FORMER
+
+    def begin(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.give_up()
+        for each in (self.work, self.former):  # the latter, too, before everything has been written
+            each.mkdir()
+
+    def finish(self, digests: Mapping[str, str]) -> None:
+        self.close(self.work, digests)
+        files = list(self.work.iterdir())
+        for each in (*files, self.work):
+            make_durable(each)
+        new = {path.name for path in files}
+        _move(self.path, self.former, lambda name: name in new or bool(WEIGHTS.fullmatch(name)))
+        for each in (self.former, self.path):
+            make_durable(each)
+        _move(self.work, self.path)
+        make_durable(self.path)
+        with suppress(OSError):  # all is in place; the next save removes the rest
+            self.give_up()
+
+    def give_up(self) -> None:
+        cut_off = not any((self.path / name).exists() for name in ENTRANCES)
+        if cut_off and self.former.is_dir() and not self.former.is_symlink():
+            _move(self.former, self.path)
+        for left in (self.work, self.former):
+            remove_tree(left)
+
+
+def _move(source: Path, target: Path, chosen: Callable[[str], bool] = lambda name: True) -> None:
+    """Move files; those without which a folder holds no model leave first and arrive last."""
+    files = [path for path in source.iterdir() if chosen(path.name)]
+    out_of_use = target.name in (FORMER, UNFINISHED_MODEL)
+    for path in sorted(files, key=lambda path: (path.name in ENTRANCES) != out_of_use):
+        path.rename(target / path.name)
+
+
+@dataclass(frozen=True)
+class AsWhole:
+    """A folder that takes the place of another one of its name, of which files stay that are not its `own`.
+
+    At every moment there is one of the two folders; where the system cannot exchange names, both are without
+    theirs for a moment, and `refuse_cut_off` says where the older one is. own: tells by the name of an older
+    folder's file and those in the new one whether the former goes. close: see `InPlace`.
+    """
+
+    path: Path
+    close: Callable[[Path, Collection[str]], None]
+    own: Callable[[str, Collection[str]], bool]
+
+    @property
+    def work(self) -> Path:
+        return self.path.with_name(f"{UNFINISHED}{self.path.name}")
+
+    @property
+    def former(self) -> Path:
+        """The place of the older folder until the new one has its name."""
+        return self.path.with_name(f"{FORMER_CHECKPOINT}{self.path.name}")
+
+    def begin(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path))
+        self.give_up()
+        self.work.mkdir(parents=True)
+
+    def finish(self, digests: Mapping[str, str]) -> None:
+        self.close(self.work, digests)
+        for each in (*self.work.iterdir(), self.work):
+            make_durable(each)
+        if self.path.exists():
+            with suppress(OSError):  # folders, and file systems without links: these files follow below
+                for each in self._others(self.path, self.work):
+                    (self.work / each.name).hardlink_to(each)
+            self.work.rename(self.former)
+            if not exchange(self.former, self.path):
+                self.former.rename(self.work)
+                self.path.rename(self.former)
+                self.work.rename(self.path)
+            self._take_others()
+        else:
+            self.work.rename(self.path)
+        make_durable(self.path.parent)
+        with suppress(OSError):  # the new one is in place; the next save removes the rest
+            remove_tree(self.former)
+
+    def give_up(self) -> None:
+        if self.former.is_dir() and not self.former.is_symlink():
+            if self.path.exists():
+                self._take_others()
+            else:
+                self.former.rename(self.path)
+        for left in (self.former, self.work):
+            remove_tree(left)
+
+    def _take_others(self) -> None:
+        for each in self._others(self.former, self.path):
+            each.rename(self.path / each.name)
+
+    def _others(self, older: Path, newer: Path) -> list[Path]:
+        """Return the files of the older folder that belong to no checkpoint and are not in the newer one."""
+        new = {each.name for each in newer.iterdir()}
+        left = (UNFINISHED_MODEL, FORMER)  # by a save that ended early
+        names = [each.name for each in older.iterdir() if each.name not in new and each.name not in left]
+        return [older / name for name in names if not self.own(name, new)]

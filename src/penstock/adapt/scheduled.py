@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo
 from penstock.adapt.cut import RouterUse
 from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine, StepInputs, refuse_sharing
-from penstock.adapt.passes import together_from
+from penstock.adapt.passes import TOGETHER
 from penstock.adapt.saving import expert_axes, save_model
 from penstock.checkpoint.storage import together
 from penstock.partial_state import refuse_pickle
@@ -56,20 +56,13 @@ LIBRARIES: list[Callable[[], None]] = []
 
 def schedule(model: nn.Module, engine: Engine) -> Engine:
     """Let `engine` run the training steps of `model`; returns it. The model's class keeps its name."""
-    plain: Any = type(model)
-
-    @wraps(plain._apply)
-    def apply(self: Any, *given: Any, **named: Any) -> Any:
-        _tell_libraries()  # Lightning, which is loaded by now, moves a model before it wraps one
-        return plain._apply(self, *given, **named)
-
     _change(
         model,
         {
-            "forward": _forward(plain),
-            **(together_from(plain) if hasattr(plain, "generate") else {}),
-            "save_pretrained": _save_pretrained(plain),
-            "num_parameters": _num_parameters(plain),
+            "forward": _forward,
+            **(TOGETHER if hasattr(model, "generate") else {}),
+            "save_pretrained": _save_pretrained,
+            "num_parameters": _num_parameters,
             "device_mesh": property(lambda self: engine_of(self).stack.machinery.meshes),
             "__reduce_ex__": _reduced,
             "gradient_checkpointing_enable": _recompute,
@@ -77,13 +70,13 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
             # Refused at the first access; next it would copy rank 0's experts.
             "_ddp_params_and_buffers_to_ignore": property(lambda self: refuse_data_parallel()),
             "is_distributed_loading_by_transformers": property(_asked_by_trainer),
-            "_apply": apply,
+            "_apply": _apply,
         },
     )
     _tell_libraries()
     base = engine.decoder.base
     if base is not model:
-        _change(base, {"forward": _decode(type(base)), "__reduce_ex__": _part_reduced})
+        _change(base, {"forward": _decode, "__reduce_ex__": _part_reduced})
         base.__dict__["_penstock_model"] = Whole(model)
     model.__dict__["_penstock"] = engine
     return engine
@@ -102,10 +95,31 @@ def _asked_by_trainer(self: Any) -> bool:
 
 
 def _change(module: nn.Module, own: dict[str, Any]) -> None:
-    """Give a module a class of the same name that has these functions of its own."""
+    """Give a module a class of the same name that has these functions of its own.
+
+    Each function gets the one in whose place it is, then what that would get.
+    """
     plain: Any = type(module)
     named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    module.__class__ = type(plain.__name__, (plain,), {**named, **own})
+    functions = {name: _around(plain, name, each) if callable(each) else each for name, each in own.items()}
+    module.__class__ = type(plain.__name__, (plain,), {**named, **functions})
+
+
+def _around(kind: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method of this name for a class below `kind`."""
+    plain = getattr(kind, name)
+
+    @wraps(plain)
+    def method(self: Any, *given: Any, **named: Any) -> Any:
+        return own(plain, self, *given, **named)
+
+    # The marker does not load the compiler, which would look into the whole schedule.
+    return _disable_dynamo(method) if name == "forward" else method
+
+
+def _apply(plain: Any, model: Any, *given: Any, **named: Any) -> Any:
+    _tell_libraries()  # Lightning, which is loaded by now, moves a model before it wraps one
+    return plain(model, *given, **named)
 
 
 class Whole:
@@ -161,25 +175,20 @@ def stack_of(model: Any) -> PipelinedStack:
     return engine_of(model).stack
 
 
-def _forward(plain: Any) -> Callable[..., Any]:
-    @_disable_dynamo  # a marker that does not load the compiler, which would look into the whole schedule
-    @wraps(plain.forward)
-    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
-        if arguments:
-            named.update(zip(DECODED, arguments, strict=False))
-            if len(arguments) > len(DECODED):
-                raise ValueError(f"give all but {', '.join(DECODED)} by their names")
-        engine = engine_of(self)
-        labelled = named.get("labels") is not None or named.get("shift_labels") is not None
-        if self.training and labelled and engine.decoder.computes_loss:
-            return _step(self, engine, named)
-        if self.training and torch.is_grad_enabled():
-            return _with_logits(self, plain, engine, named)
-        with torch.no_grad() if engine.layout.world_size > 1 else nullcontext(), engine.passes.one():
-            out = plain.forward(self, **named)
-        return out if named.get("labels") is None else _only_evaluated(self, out)
-
-    return forward
+def _forward(plain: Any, model: Any, /, *arguments: Any, **named: Any) -> Any:
+    if arguments:
+        named.update(zip(DECODED, arguments, strict=False))
+        if len(arguments) > len(DECODED):
+            raise ValueError(f"give all but {', '.join(DECODED)} by their names")
+    engine = engine_of(model)
+    labelled = named.get("labels") is not None or named.get("shift_labels") is not None
+    if model.training and labelled and engine.decoder.computes_loss:
+        return _step(model, engine, named)
+    if model.training and torch.is_grad_enabled():
+        return _with_logits(model, plain, engine, named)
+    with torch.no_grad() if engine.layout.world_size > 1 else nullcontext(), engine.passes.one():
+        out = plain(model, **named)
+    return out if named.get("labels") is None else _only_evaluated(model, out)
 
 
 def _with_logits(model: Any, plain: Any, engine: Engine, named: dict[str, Any]) -> Any:
@@ -193,7 +202,7 @@ def _with_logits(model: Any, plain: Any, engine: Engine, named: dict[str, Any]) 
     if balances:
         named = {**named, "output_router_logits": False}
     with engine.balancing(balances) as found:
-        out = plain.forward(model, **named)
+        out = plain(model, **named)
     if balances and isinstance(out, dict):
         out["aux_loss"] = found.balance
         if out.get("loss") is not None and found.balance is not None:
@@ -201,32 +210,25 @@ def _with_logits(model: Any, plain: Any, engine: Engine, named: dict[str, Any]) 
     return out
 
 
-def _decode(plain: Any) -> Callable[..., Any]:
-    """Return the forward pass of a decoder of class `plain`: in training the forward half of a step."""
-
-    @_disable_dynamo
-    @wraps(plain.forward)
-    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
-        engine = None if (whole := self.__dict__["_penstock_model"]) is None else whole.engine
-        if engine is None or engine.decoder.calls.inside.depth:
-            return plain.forward(self, *arguments, **named)
-        if torch.is_grad_enabled() and (self.training or engine.balance_request is not None):
-            named.update(zip(DECODED, arguments, strict=False))
-            arguments = ()
-            if any(p.requires_grad for p in self.parameters()):
-                return _hidden_states(self, engine, named)
-            engine.watch_outside()
-            embeds = named.get("inputs_embeds")
-            if engine.layout.world_size > 1 and embeds is not None and embeds.requires_grad:
-                raise ValueError(
-                    "inputs_embeds with gradients (prompt tuning): frozen layers run without them on several "
-                    "ranks. Adapt the layers (LoRA), or train on one rank"
-                )
-        alone = engine.layout.world_size == 1
-        with nullcontext() if alone else torch.no_grad(), engine.passes.one():
-            return plain.forward(self, *arguments, **named)
-
-    return forward
+def _decode(plain: Any, base: Any, /, *arguments: Any, **named: Any) -> Any:
+    """Run the forward pass of a decoder: in training the forward half of a step."""
+    engine = None if (whole := base.__dict__["_penstock_model"]) is None else whole.engine
+    if engine is None or engine.decoder.calls.inside.depth:
+        return plain(base, *arguments, **named)
+    if torch.is_grad_enabled() and (base.training or engine.balance_request is not None):
+        named.update(zip(DECODED, arguments, strict=False))
+        arguments = ()
+        if any(p.requires_grad for p in base.parameters()):
+            return _hidden_states(base, engine, named)
+        engine.watch_outside()
+        embeds = named.get("inputs_embeds")
+        if engine.layout.world_size > 1 and embeds is not None and embeds.requires_grad:
+            raise ValueError(
+                "inputs_embeds with gradients (prompt tuning): frozen layers run without them on several "
+                "ranks. Adapt the layers (LoRA), or train on one rank"
+            )
+    with nullcontext() if engine.layout.world_size == 1 else torch.no_grad(), engine.passes.one():
+        return plain(base, *arguments, **named)
 
 
 def _hidden_states(base: Any, engine: Engine, named: dict[str, Any]) -> Any:
@@ -362,57 +364,47 @@ def _balances(model: Any, named: dict[str, Any], decoder: Decoder) -> bool:
     return bool(balances) and decoder.has_balance_loss
 
 
-def _save_pretrained(plain: Any) -> Callable[..., Any]:
-    @wraps(plain.save_pretrained)
-    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
-        given = named.pop("state_dict", None)
-        save_model(self, plain, engine_of(self), Path(save_directory), given, **named)
-
-    return save_pretrained
+def _save_pretrained(plain: Any, model: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
+    del plain
+    given = named.pop("state_dict", None)
+    save_model(model, plain_class(model), engine_of(model), Path(save_directory), given, **named)
 
 
-def _num_parameters(plain: Any) -> Callable[..., int]:
-    """Return the method that counts the parameters of the whole model, every expert once."""
-
-    @wraps(plain.num_parameters)
-    def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        engine = engine_of(self)
-        spread = expert_axes(self, engine.decoder).keys()
-        counted = [(n, p) for n, p in self.named_parameters() if p.requires_grad or not only_trainable]
-        left_out = self.get_input_embeddings().weight if exclude_embeddings else None
-        total: int = plain.num_parameters(self, only_trainable, exclude_embeddings)
-        for name, parameter in counted:
+def _num_parameters(
+    plain: Any, model: Any, only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    """Count the parameters of the whole model, every expert once."""
+    engine = engine_of(model)
+    spread = expert_axes(model, engine.decoder).keys()
+    left_out = model.get_input_embeddings().weight if exclude_embeddings else None
+    total: int = plain(model, only_trainable, exclude_embeddings)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or not only_trainable:
             cut = None if parameter is left_out else sharding_of(parameter)
             parts = (1 if cut is None else cut.count) * (engine.layout.ep_size if name in spread else 1)
             total += parameter.numel() * (parts - 1)
-        return total
-
-    return num_parameters
+    return total
 
 
 def saved_together(adapted: Any) -> Any:
     """Make all ranks save a model of peft around a scheduled model together, rank 0 its files; returns it."""
-    plain = type(adapted)
-    if getattr(plain.save_pretrained, "__wrapped__", None) is None:
-
-        @wraps(plain.save_pretrained)
-        def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
-            engine = engine_of(self)
-            engine.warn_if_different()
-            state = (
-                self.state_dict()
-            )  # all ranks join the adapters of their experts, even if a state was given
-            if named.get("state_dict") is None:
-                named["state_dict"] = state
-            named["is_main_process"] = True
-
-            def save() -> None:
-                plain.save_pretrained(self, save_directory, **named)
-
-            together(engine.stack.machinery.control, f"saving {save_directory}", save, rank=0)
-
-        _change(adapted, {"save_pretrained": save_pretrained})
+    if getattr(type(adapted).save_pretrained, "__wrapped__", None) is None:
+        _change(adapted, {"save_pretrained": _save_adapters})
     return adapted
+
+
+def _save_adapters(plain: Any, adapted: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
+    engine = engine_of(adapted)
+    engine.warn_if_different()
+    state = adapted.state_dict()  # all ranks join the adapters of their experts, even if a state was given
+    if named.get("state_dict") is None:
+        named["state_dict"] = state
+    named["is_main_process"] = True
+
+    def save() -> None:
+        plain(adapted, save_directory, **named)
+
+    together(engine.stack.machinery.control, f"saving {save_directory}", save, rank=0)
 
 
 class _State(dict[str, Any]):
@@ -433,19 +425,19 @@ class _State(dict[str, Any]):
         return {"_penstock": copy.deepcopy(self["_penstock"], memo)}
 
 
-def _reduced(self: Any, protocol: Any) -> Any:
+def _reduced(plain: Any, model: Any, protocol: Any) -> Any:
     """Return the reduction of a model for copies.
 
     A `__deepcopy__` would also be found by a model of peft around it, which passes on names.
     """
-    del protocol
-    return _empty, (_Copied(type(self)),), _State(self)
+    del plain, protocol
+    return _empty, (_Copied(type(model)),), _State(model)
 
 
-def _part_reduced(self: Any, protocol: Any) -> Any:
+def _part_reduced(plain: Any, base: Any, protocol: Any) -> Any:
     """Return the reduction of a model's decoder for copies."""
-    del protocol
-    return _empty, (_Copied(type(self)),), self.__dict__
+    del plain, protocol
+    return _empty, (_Copied(type(base)),), base.__dict__
 
 
 @dataclass(frozen=True)
@@ -468,7 +460,8 @@ def _empty(copied: _Copied) -> Any:
 
 
 def _recompute(
-    self: Any,
+    plain: Any,
+    model: Any,
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
     every_n_layers: int = 1,
     offload: bool = False,
@@ -478,12 +471,13 @@ def _recompute(
     The next step is planned so, whatever its plan was. `activation_checkpointing_enable` calls this, too.
     Raises ValueError for options that are not supported.
     """
-    del gradient_checkpointing_kwargs  # torch's way of recomputing is decided here
+    del plain, gradient_checkpointing_kwargs  # torch's way of recomputing is decided here
     if every_n_layers != 1 or offload:
         raise ValueError("a scheduled model computes all of its layers again, and moves nothing to the host")
-    engine_of(self).recompute("blocks")
+    engine_of(model).recompute("blocks")
 
 
-def _keep(self: Any) -> None:
+def _keep(plain: Any, model: Any) -> None:
     """Keep everything that backward needs."""
-    engine_of(self).recompute("none")
+    del plain
+    engine_of(model).recompute("none")

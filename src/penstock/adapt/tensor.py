@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from penstock.adapt.cut import Inside, is_foreign
 from penstock.config import ConfigError
 from penstock.families.adapters import core_of
-from penstock.families.gradients import DENSE_COLUMN, DENSE_ROWS
 from penstock.families.inspection import Found
+from penstock.families.sections import DENSE_COLUMN, DENSE_ROWS
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard, held_rows
@@ -82,22 +82,7 @@ class TensorRanks:
 
         The gradient of a part is the mean of those that all ranks make of the whole, each by its own loss.
         """
-        return part if self.inside.depth else cast(Tensor, _Joined.apply(self, part))
-
-    def join(self, part: Tensor) -> Tensor:
-        """Return all ranks' parts along the last dimension."""
-        columns = part.flatten(0, -2).t().contiguous()
-        every = self._connected.all_gather(columns, [len(columns)] * self.shard.size, Group.TENSOR)
-        whole: Tensor = every.t().unflatten(0, part.shape[:-1])
-        return whole
-
-    def mean_part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part, along the last dimension, of the mean of what all ranks have."""
-        columns, size = whole.flatten(0, -2).t().contiguous(), self.shard.size
-        sizes = [each.shape[0] for each in columns.chunk(size)]
-        mine = self._connected.reduce_scatter(columns, sizes, Group.TENSOR) / size
-        part: Tensor = mine.t().unflatten(0, whole.shape[:-1])
-        return part
+        return part if self.inside.depth else cast(Tensor, _Joined.apply(self.shard, self._connected, part))
 
     def total(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts."""
@@ -142,13 +127,19 @@ class _Joined(torch.autograd.Function):
     """Joins what ranks have along the last dimension; backward gives each its part of the mean gradient."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: TensorRanks, part: Tensor) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.join(part)
+    def forward(ctx: Any, shard: TensorShard, transport: Transport, part: Tensor) -> Tensor:
+        ctx.shard, ctx.transport = shard, transport
+        columns = part.flatten(0, -2).t().contiguous()
+        every = transport.all_gather(columns, [len(columns)] * shard.size, Group.TENSOR)
+        whole: Tensor = every.t().unflatten(0, part.shape[:-1])
+        return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.ranks.mean_part(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        columns, size = grad.flatten(0, -2).t().contiguous(), ctx.shard.size
+        sizes = [each.shape[0] for each in columns.chunk(size)]
+        mine = ctx.transport.reduce_scatter(columns, sizes, Group.TENSOR) / size
+        return None, None, mine.t().unflatten(0, grad.shape[:-1])
 
 
 class StandIn:
@@ -386,12 +377,19 @@ def check_can_share(found: Found, size: int) -> None:
     for name, number in sizes.items():
         if number % size:
             raise ConfigError(KEY, size, f"must divide {name} ({number}) of {what}", "Use a divisor of it.")
-    for layer in found.layers:
-        _check_plain(layer.get_submodule(cut.module), size)
-    for layer in dense:
-        _check_plain(layer.get_submodule(family.block), size)
-    for vocabulary in _vocabulary(found.model):
-        _check_plain(vocabulary, size)
+    attention = [layer.get_submodule(cut.module) for layer in found.layers]
+    parts = [layer.get_submodule(family.block) for layer in dense]
+    for shared in (*attention, *parts, *_vocabulary(found.model)):
+        for name, module in shared.named_modules():
+            hooks = (module._forward_hooks, module._backward_hooks, module._forward_pre_hooks)
+            for what, has in (
+                ("adapters", hasattr(module, "adapter_layer_names") or hasattr(module, "base_layer")),
+                ("hooks", any(is_foreign(hook) for each in hooks for hook in each.values())),
+                ("a forward of its own", "forward" in module.__dict__),
+            ):
+                if has:
+                    path = f"{type(shared).__name__}{name and '.'}{name}"
+                    raise ConfigError(KEY, size, f"{path} has {what}, which ranks cannot share", "Use 1.")
 
 
 def check_can_narrow(found: Found, size: int) -> None:
@@ -414,17 +412,3 @@ def check_can_narrow(found: Found, size: int) -> None:
             form.cut(core, ExpertShard(0, size))
         except ValueError as error:
             raise ConfigError("etp_size", size, str(error), whole) from error
-
-
-def _check_plain(shared: nn.Module, size: int) -> None:
-    """Raise ConfigError for adapters, hooks and replaced code in what ranks share."""
-    for name, module in shared.named_modules():
-        hooks = (module._forward_hooks, module._backward_hooks, module._forward_pre_hooks)
-        for what, has in (
-            ("adapters", hasattr(module, "adapter_layer_names") or hasattr(module, "base_layer")),
-            ("hooks", any(is_foreign(hook) for each in hooks for hook in each.values())),
-            ("a forward of its own", "forward" in module.__dict__),
-        ):
-            if has:
-                path = f"{type(shared).__name__}{name and '.'}{name}"
-                raise ConfigError(KEY, size, f"{path} has {what}, which ranks cannot share", "Use 1.")

@@ -30,8 +30,7 @@ from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.qwen3_moe import config_json, lack_of
 from penstock.moe import MoEConfig
 from penstock.topology import Control
-from penstock.train.checkpoint import open_stored, verify
-from penstock.train.pretrained import TYPES
+from penstock.train.checkpoint import TYPES, open_stored, verify
 from penstock.train.resume import check_sizes_given
 from penstock.train.run_state import DecoderNaming, of_model
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from penstock.adapt.build import reload
 from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_optimizer
 from penstock.adapt.engine import Engine, refuse_sharing
-from penstock.adapt.loading import reload
 from penstock.adapt.scheduled import engine_if_any, is_wrapped_by_peft
-from penstock.dtensors import part_of
+from penstock.partial_state import part_of
 from penstock.writing import replacing
 
 SCHEDULER = "scheduler.pt"

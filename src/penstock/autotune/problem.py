@@ -14,7 +14,7 @@ from penstock.decision.record import RowForm
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES, runnable
 from penstock.graph import RefusalError
-from penstock.models.meta import on_meta
+from penstock.models.decoder import on_meta
 from penstock.moe import MoEConfig, build_layer
 from penstock.moe.experts import ExpertShard
 from penstock.moe.permute.merged import MOST_EXPERTS_THERE

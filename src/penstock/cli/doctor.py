@@ -48,8 +48,8 @@ from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.topology import Layout, ProcessInfo, detect
 from penstock.topology.join import ALONE, meeting_place
+from penstock.train.assemble import memory_of
 from penstock.train.config import RunConfig
-from penstock.train.memory_check import memory_of
 from penstock.train.output import CLUSTER_FILE
 from penstock.words import terminal_width
 

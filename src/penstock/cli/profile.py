@@ -26,9 +26,8 @@ from penstock.extras import install, is_there, needs
 from penstock.plan.plan_config import PlanConfig
 from penstock.report.profile import draw_profile, profile_text
 from penstock.topology import Control, Layout, ProcessInfo, detect
-from penstock.train.assemble import build_machinery, on_device
+from penstock.train.assemble import build_machinery, check_run, device_bytes, host_bytes, on_device
 from penstock.train.config import RunConfig
-from penstock.train.memory_check import check_run, device_bytes, host_bytes
 from penstock.train.stopping import StopRequests
 from penstock.words import terminal_width
 

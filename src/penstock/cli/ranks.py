@@ -34,9 +34,9 @@ from penstock.topology.faults import give_up, is_first_to_say
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, local_processes
 from penstock.topology.meeting_point import check_interface
+from penstock.train.assemble import check_processes
 from penstock.train.config import RunConfig
 from penstock.train.launcher import LaunchOutcome, Place, launch
-from penstock.train.memory_check import check_processes
 
 T = TypeVar("T")
 

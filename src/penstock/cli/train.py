@@ -16,12 +16,12 @@ from penstock.stops import STOPS
 from penstock.topology import Layout, ProcessInfo, detect
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, limit_threads
+from penstock.train.assemble import check_run, host_bytes
+from penstock.train.batches import check_source
 from penstock.train.config import RunConfig
-from penstock.train.curves import check_wandb
 from penstock.train.launcher import Place
-from penstock.train.memory_check import check_run, host_bytes
+from penstock.train.metrics import check_wandb
 from penstock.train.output import check_output
-from penstock.train.source import check_source
 
 
 def train(

@@ -24,9 +24,9 @@ from penstock.topology.faults import give_up
 from penstock.train.config import RunConfig
 from penstock.train.logs import RankLog
 from penstock.train.model import decoder_of
+from penstock.train.optimizer import DivergedError
 from penstock.train.output import OutputError
 from penstock.train.trainer import Trainer
-from penstock.train.update import DivergedError
 from penstock.words import terminal_width
 from penstock.writing import write_whole
 

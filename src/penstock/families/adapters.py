@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,54 +25,33 @@ USE = (
 )
 
 
-class ExpertAxis(Protocol):
-    """The way in which experts lie in a tensor."""
+@dataclass(frozen=True)
+class ExpertAxis:
+    """The way in which experts lie in a tensor.
+
+    Attributes:
+        dim: The dimension that counts them: 0 in a stacked weight or in LoRA's A, [E * r, M], one expert
+            after the other; 1 in LoRA's B, [H, r * E].
+        rank: Experts lie in turn so many times: in a row of LoRA's B the first columns of all experts, then
+            the second.
+    """
+
+    dim: int = 0
+    rank: int = 1
 
     def part(self, whole: Tensor, place: int, ranks: int) -> Tensor:
         """Return the experts of the rank at `place` among `ranks`, from those of all ranks."""
-        ...
+        turns: Tensor = whole.unflatten(self.dim, (self.rank, ranks, -1))
+        return turns.select(self.dim + 1, place).flatten(self.dim, self.dim + 1)
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """Join the experts of all ranks, in the order of the ranks."""
-        ...
+        turns = [part.unflatten(self.dim, (self.rank, -1)) for part in parts]
+        return torch.cat(turns, dim=self.dim + 1).flatten(self.dim, self.dim + 1)
 
     def whole_shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
         """Return the shape of the tensor to which parts of this shape are joined."""
-        ...
-
-
-class AlongRows:
-    """Experts one after the other: rows of a stacked weight, or of LoRA's A, [E * r, M]."""
-
-    def part(self, whole: Tensor, place: int, ranks: int) -> Tensor:
-        part: Tensor = whole.unflatten(0, (ranks, -1))[place]
-        return part
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts)
-
-    def whole_shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-        return (shape[0] * ranks, *shape[1:])
-
-
-@dataclass(frozen=True)
-class InTurn:
-    """Experts in turn in LoRA's B, [H, r * E]: in a row the first columns of all experts, then the second."""
-
-    rank: int
-
-    def part(self, whole: Tensor, place: int, ranks: int) -> Tensor:
-        part: Tensor = whole.unflatten(1, (self.rank, ranks, -1))[:, :, place].flatten(1)
-        return part
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        return torch.cat([part.unflatten(1, (self.rank, -1)) for part in parts], dim=2).flatten(1)
-
-    def whole_shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-        return (shape[0], shape[1] * ranks)
-
-
-ALONG_ROWS = AlongRows()
+        return (*shape[: self.dim], shape[self.dim] * ranks, *shape[self.dim + 1 :])
 
 
 def core_of(experts: Any) -> Any:
@@ -101,10 +80,10 @@ def around(experts: Any) -> list[Any]:
 
 def axes_of(experts: Any) -> dict[nn.Parameter, ExpertAxis]:
     """Return how experts lie in every parameter of theirs and of their adapters."""
-    axes: dict[nn.Parameter, ExpertAxis] = dict.fromkeys(experts.parameters(), ALONG_ROWS)
+    axes: dict[nn.Parameter, ExpertAxis] = dict.fromkeys(experts.parameters(), ExpertAxis())
     for wrapper in wrappers(experts):
         for adapter, layer in wrapper.lora_B.items():
-            axes[layer.weight] = InTurn(wrapper.r[adapter])
+            axes[layer.weight] = ExpertAxis(1, wrapper.r[adapter])
     return axes
 
 

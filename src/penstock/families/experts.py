@@ -1,6 +1,7 @@
-"""A model's own experts, of which this rank keeps its share, run over rows that are sorted by expert.
+"""A model's own experts: how those of a family are called and multiply, and the share that this rank keeps.
 
-Shapes: R rows, M hidden size.
+Shapes: T tokens, M hidden size, H width of an expert, E experts (of this rank, where they multiply),
+k choices per token, R rows, sorted by expert, X = E * T rows, W = H or 2 * H.
 """
 
 from __future__ import annotations
@@ -8,18 +9,299 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.device import on_device
 from penstock.families.adapters import active, axes_of, core_of, wrappers
-from penstock.families.forms import STACKED, ExpertForm
 from penstock.mesh import Group
 from penstock.moe.experts import ONE_SHARD, Experts, ExpertShard, StackedExperts
 from penstock.moe.products import Product, grouped_product
 from penstock.partial_state import unmark_share
-from penstock.sharding import Sharding, StackedSharding
+from penstock.sharding import Shard, Sharding, StackedSharding
 from penstock.topology import Layout
+
+TRAITS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
+"""Attributes by which transformers describes experts with stacked weights (`use_experts_implementation`)."""
+
+Routed = tuple[Tensor, Tensor, Tensor]
+"""Tokens [T, M], choices [T, k], weights [T, k]."""
+
+
+@dataclass(frozen=True)
+class RouterCall:
+    """Arguments of a router's call, tokens [T, M] first, and the returned value."""
+
+    given: tuple[Any, ...]
+    returned: Any
+
+
+class Times(Protocol):
+    """Multiplies rows, sorted by expert, by one of the experts' weights. shard: the part of each that is
+    here."""
+
+    @property
+    def shard(self) -> Shard: ...
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Number of rows of every expert."""
+        ...
+
+    def __call__(self, rows_RM: Tensor, name: str, *, turned: bool = False) -> Tensor:
+        """Multiply rows [R, M] by the weight `name`: [E, M, H], [E, H, M] (turned), or [E * M, H]."""
+        ...
+
+
+class ExpertForm:
+    """Form of most families: weights stacked in one module, called with tokens, choices and weights.
+
+    Its router is called before the experts, and returns logits first, or nothing else. rebuilds: whether
+    what experts get is recomputed from the router's call, instead of taken from the experts' call. moves:
+    whether every parameter has one row for each expert, so that an expert can be brought to another rank.
+    narrows: whether ranks can share every expert, each a part of its width.
+    """
+
+    rebuilds = False
+    moves = True
+    narrows = True
+
+    def check(self, experts: nn.Module, where: str) -> None:
+        """Raise ValueError unless it is known how the experts multiply."""
+        missing = [trait for trait in TRAITS if not hasattr(experts, trait)]
+        if missing:
+            raise ValueError(
+                f"{where}: {type(experts).__name__} does not say how its experts multiply (it has no "
+                f"{', '.join(missing)}): only experts with stacked weights, as transformers 5 has them, can "
+                "be spread"
+            )
+        weights = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+        if not all(hasattr(experts, name) for name in weights):
+            raise ValueError(f"{where}: {type(experts).__name__} has no {' and '.join(weights)}")
+
+    def count(self, experts: Any) -> int:
+        """Return the number of experts, with all of them on this rank."""
+        return len(next(iter(experts.parameters())))
+
+    def rows(self, experts: Any) -> int:
+        """Return the number of rows of every parameter that belong to one expert."""
+        del experts
+        return 1
+
+    def width(self, experts: Any) -> int:
+        """Return the width of one whole expert between its matrices."""
+        cut = getattr(experts, "shardings", {}).get("down_proj")
+        shape = experts.down_proj.shape[1:] if cut is None else cut.shape
+        size: int = shape[0 if self.transposed(experts) else 1]
+        return size
+
+    def entering(self, experts: Any) -> int:
+        """Return the width of what experts get and return."""
+        size: int = experts.down_proj.shape[2 if self.transposed(experts) else 1]
+        return size
+
+    def transposed(self, experts: Any) -> bool:
+        """Return whether rows are multiplied by weights as they are, [M, H], and not turned, [H, M]."""
+        found: bool = experts.is_transposed
+        return found
+
+    def inward(self, experts: Any) -> str:
+        """Return the name of the weight that rows meet first."""
+        return "gate_up_proj" if experts.has_gate else "up_proj"
+
+    def activated(self, experts: Any, inner_RW: Tensor) -> Tensor:
+        """Return what the outward weight multiplies, [R, H], from the inward weight's product."""
+        found: Tensor = experts._apply_gate(inner_RW) if experts.has_gate else experts.act_fn(inner_RW)
+        return found
+
+    def cut(self, experts: Any, shard: Shard) -> dict[str, Sharding]:
+        """Return, by parameter, which part of every expert's a rank has where ranks share each expert.
+
+        A bias of outputs is cut, too: each rank adds its part to its own columns of the sum. Raises
+        ValueError where it is not understood how parts add up to the whole.
+        """
+        kind, inward = type(experts).__name__, self.inward(experts)
+        shapes = {name: tuple(each.shape[1:]) for name, each in experts.named_parameters()}
+        biases = {f"{name}_bias" for name in (inward, "down_proj")}
+        if others := shapes.keys() - {inward, "down_proj", *biases}:
+            raise ValueError(f"{kind} has more than weights and biases ({', '.join(sorted(others))})")
+        if getattr(experts, "has_post_expert_norm", False):
+            raise ValueError(f"{kind} norms what each expert returns, which has to be whole for that")
+        narrow = shard.cut(0, (self.width(experts),))
+        outputs = shard.cut(0, (self.entering(experts),)) if "down_proj_bias" in shapes else narrow
+        dim, wide = int(self.transposed(experts)), self._cut_of_inner(experts, shard)
+        found = {inward: (dim, wide), f"{inward}_bias": (0, wide)}
+        found |= {"down_proj": (1 - dim, narrow), "down_proj_bias": (0, outputs)}
+        return {name: _along(shard, shape, *found[name]) for name, shape in shapes.items()}
+
+    def _cut_of_inner(self, experts: Any, shard: Shard) -> Sharding:
+        """Return which part of what the activation gets belongs to a part of what it returns: gate and up may
+        lie one after the other, or in turn. Raises ValueError if it is none of them."""
+        weight = getattr(experts, self.inward(experts))
+        size, generator = weight.shape[1 + self.transposed(experts)], torch.Generator().manual_seed(0)
+        inner_RW = torch.randn(4, size, generator=generator)
+        with torch.no_grad():
+            whole_RH = self.activated(experts, inner_RW)
+            for view in ((size,), (2, size // 2)) if size % 2 == 0 else ((size,),):
+                cut = shard.cut(len(view) - 1, (size,), view)
+                given, wanted = (
+                    _along(shard, tuple(each.shape), 1, how).part(each)
+                    for each, how in ((inner_RW, cut), (whole_RH, shard.cut(0, whole_RH.shape[1:])))
+                )
+                found = self.activated(experts, given)
+                if found.shape == wanted.shape and torch.allclose(found, wanted):
+                    return cut
+        raise ValueError(f"{type(experts).__name__} makes of a part of its width no part of what all makes")
+
+    def matrices(self, experts: Any) -> int:
+        """Return the number of matrices that a row meets, a fused one counted as two."""
+        return 3 if experts.has_gate else 2
+
+    def logits(self, router: RouterCall) -> Tensor:
+        """Return the logits of all experts, [T, E]."""
+        found: Tensor = router.returned[0] if isinstance(router.returned, tuple) else router.returned
+        return found.flatten(0, -2)
+
+    def called(self, router: RouterCall, given: tuple[Tensor, ...]) -> Routed:
+        """Return tokens, choices and weights from the arguments of the experts' call."""
+        del router
+        x, experts_Tk, weights_Tk = given
+        return x.flatten(0, -2), experts_Tk, weights_Tk
+
+    def whole(self, experts: Any, routed: Routed) -> Tensor:
+        """Return what the experts' own `forward` computes, with all of them on this rank, [T, M]."""
+        out: Tensor = type(experts).forward(experts, *routed)
+        return out.view_as(routed[0])
+
+    def returned(self, out_TM: Tensor, given: tuple[Tensor, ...]) -> Tensor:
+        """Return the sum of experts' outputs for every token in the form that the experts' call returns."""
+        return out_TM.view_as(given[0])
+
+    def compute(self, experts: Any, rows_RM: Tensor, times: Times) -> Tensor:
+        """Return the experts' outputs for rows that are sorted by expert."""
+        inner_RW = _multiply(experts, self.inward(experts), rows_RM, times)
+        out_RM = _multiply(experts, "down_proj", self.activated(experts, inner_RW), times)
+        if experts.has_post_expert_norm:
+            return experts.post_expert_norm(out_RM)  # type: ignore[no-any-return]  # any module of theirs
+        return out_RM
+
+
+class FlatForm(ExpertForm):
+    """DBRX's form: three matrices of all experts one below the other, [E * H, M], in an inner module."""
+
+    moves = narrows = False
+
+    def check(self, experts: nn.Module, where: str) -> None:
+        if not all(hasattr(getattr(experts, "mlp", None), name) for name in ("w1", "v1", "w2")):
+            raise ValueError(f"{where}: {type(experts).__name__} has no mlp.w1, mlp.v1 and mlp.w2")
+
+    def count(self, experts: Any) -> int:
+        return len(experts.mlp.w1) // self.rows(experts)
+
+    def rows(self, experts: Any) -> int:
+        return self.width(experts)
+
+    def width(self, experts: Any) -> int:
+        size: int = experts.mlp.ffn_hidden_size
+        return size
+
+    def entering(self, experts: Any) -> int:
+        size: int = experts.mlp.w1.shape[1]
+        return size
+
+    def matrices(self, experts: Any) -> int:
+        del experts
+        return 3
+
+    def compute(self, experts: Any, rows_RM: Tensor, times: Times) -> Tensor:
+        gate_RH = experts.mlp.activation_fn(times(rows_RM, "mlp.w1", turned=True))
+        return times(gate_RH * times(rows_RM, "mlp.v1", turned=True), "mlp.w2")
+
+
+class WeighedForm(ExpertForm):
+    """Llama-4's form: every expert is called with all tokens, times their scores; a token chooses one.
+
+    The scores of the other experts are zero, for which experts return zeros: only the chosen rows need to
+    travel.
+    """
+
+    rebuilds = True
+
+    def check(self, experts: nn.Module, where: str) -> None:
+        if not all(hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "act_fn")):
+            raise ValueError(f"{where}: {type(experts).__name__} has no gate_up_proj, down_proj and act_fn")
+
+    def transposed(self, experts: Any) -> bool:
+        del experts
+        return True
+
+    def inward(self, experts: Any) -> str:
+        del experts
+        return "gate_up_proj"
+
+    def activated(self, experts: Any, inner_RW: Tensor) -> Tensor:
+        gate_RH, up_RH = inner_RW.chunk(2, dim=-1)
+        found: Tensor = up_RH * experts.act_fn(gate_RH)
+        return found
+
+    def matrices(self, experts: Any) -> int:
+        del experts
+        return 3
+
+    def logits(self, router: RouterCall) -> Tensor:
+        found: Tensor = router.returned[1]
+        return found
+
+    def called(self, router: RouterCall, given: tuple[Tensor, ...]) -> Routed:
+        x_TM, (scores_TE, logits_TE) = router.given[0], router.returned
+        experts_T1 = logits_TE.topk(1, dim=1).indices
+        if torch.is_grad_enabled():  # the gradient of what experts get would be as large as that, E * T rows
+            x_TM = x_TM * scores_TE.gather(1, experts_T1)
+        else:
+            x_ETM = given[0].view(scores_TE.shape[1], *x_TM.shape)
+            x_TM = x_ETM[experts_T1.squeeze(1), torch.arange(len(x_TM), device=x_TM.device)]
+        return x_TM, experts_T1, torch.ones_like(experts_T1, dtype=x_TM.dtype)
+
+    def whole(self, experts: Any, routed: Routed) -> Tensor:
+        x_TM, experts_T1, _ = routed
+        experts_E = torch.arange(self.count(core_of(experts)), device=experts_T1.device)
+        chosen_ET = experts_E.unsqueeze(1) == experts_T1.t()
+        given_XM = (x_TM * chosen_ET.unsqueeze(2)).flatten(0, 1)
+        out_XM: Tensor = type(experts).forward(experts, given_XM)
+        return out_XM.view(*chosen_ET.shape, -1).sum(0)
+
+    def returned(self, out_TM: Tensor, given: tuple[Tensor, ...]) -> Tensor:
+        zeros = torch.zeros_like(given[0][len(out_TM) :])  # the caller adds up what all experts return
+        return torch.cat([out_TM, zeros])
+
+    def compute(self, experts: Any, rows_RM: Tensor, times: Times) -> Tensor:
+        return times(self.activated(experts, times(rows_RM, "gate_up_proj")), "down_proj")
+
+
+STACKED = ExpertForm()
+
+
+def _along(shard: Shard, shape: tuple[int, ...], dim: int, numbers: Sharding) -> Sharding:
+    """Return the part of a tensor in which these numbers, and a part of them, are one dimension."""
+    view = (*shape[:dim], *numbers.view, *shape[dim + 1 :])
+    return shard.cut(dim + numbers.dim, shape, view)
+
+
+def _multiply(experts: Any, name: str, rows_RM: Tensor, times: Times) -> Tensor:
+    out_RH = times(rows_RM, name, turned=not experts.is_transposed)
+    if not experts.has_bias:
+        return out_RH
+    bias_EH = getattr(experts, f"{name}_bias")
+    if more := out_RH.shape[1] - bias_EH.shape[1]:  # where outputs are added up, each column is biased once
+        before = times.shard.rank * bias_EH.shape[1]
+        bias_EH = F.pad(bias_EH, (before, more - before))
+    times_E = on_device(times.sizes, bias_EH.device)
+    bias_RH = bias_EH.repeat_interleave(times_E, dim=0, output_size=len(rows_RM))
+    biased_RH: Tensor = out_RH + bias_RH.to(out_RH.dtype)
+    return biased_RH
 
 
 class ModelExperts(StackedExperts):
@@ -79,7 +361,9 @@ class _Times:
             each for wrapper in self.around if wrapper.parameter_name == name for each in active(wrapper)
         ]
         weight: Tensor = attrgetter(name)(self.experts)
-        out_RH = self._by(rows_RM, weight if weight.dim() == 3 else self._apart(weight), turned)
+        if weight.dim() != 3:  # they lie one below the other
+            weight = weight.unflatten(0, (len(self.sizes), -1))
+        out_RH = self._by(rows_RM, weight, turned)
         for left, right, scale in adapters:
             first, second = (right, left) if turned else (left, right)
             inner_Rr = scale * self._by(rows_RM, first, turned)
@@ -88,21 +372,6 @@ class _Times:
 
     def _by(self, rows_RM: Tensor, weight_EMH: Tensor, turned: bool) -> Tensor:
         return self.product(rows_RM, weight_EMH.transpose(1, 2) if turned else weight_EMH, self.sizes)
-
-    def _apart(self, weight: Tensor) -> Tensor:
-        """Separate weights that lie one below the other."""
-        apart: Tensor = weight.unflatten(0, (len(self.sizes), -1))
-        return apart
-
-
-def check_experts(experts: nn.Module, num_experts: int, rows: int, where: str) -> None:
-    """Raise ValueError unless every parameter has `rows` rows for each of the experts."""
-    for name, parameter in experts.named_parameters():
-        if len(parameter) != num_experts * rows:
-            raise ValueError(
-                f"{where}: {name} {list(parameter.shape)} is not stacked by the router's {num_experts} "
-                "experts. Load the model whole, and let parallelize spread it"
-            )
 
 
 class Shares:
@@ -158,11 +427,6 @@ class Shares:
         """Set the number of experts of peft's adapters."""
         for wrapper in self._around:
             wrapper.num_experts = num_experts
-
-
-def keep_shares(modules: Sequence[nn.Module], held: Sequence[int], num_experts: int) -> None:
-    """Keep in every module only the experts `held`, which are consecutive, in memory of their own."""
-    Shares(modules, held, num_experts).settle()
 
 
 def sharding_of_experts(shape: Sequence[int], each: Sharding | None, layout: Layout) -> Sharding | None:

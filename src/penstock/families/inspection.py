@@ -15,11 +15,10 @@ from torch import nn
 
 from penstock.decision import Decision
 from penstock.families.adapters import around, check_adapters, core_of
-from penstock.families.attention import attention_of, matrices_of
 from penstock.families.described import setting_of
-from penstock.families.experts import Shares, check_experts
-from penstock.families.family import Family
-from penstock.families.sizes import ModelSizes
+from penstock.families.experts import Shares
+from penstock.families.known import Family
+from penstock.families.sizes import ModelSizes, attention_of, matrices_of
 from penstock.moe import MoEConfig
 from penstock.moe.experts import ExpertShard
 from penstock.placement import ExpertPlacement
@@ -116,11 +115,6 @@ class Found:
         return self.model.config.get_text_config()
 
     @property
-    def block(self) -> Any:
-        """One of the MoE blocks, which are alike."""
-        return next(block for block in self.blocks if block is not None)
-
-    @property
     def experts(self) -> list[Any]:
         """The experts of all layers that have experts."""
         return [self.family.experts_of(block) for block in self.blocks if block is not None]
@@ -199,7 +193,14 @@ def look(model: Any, family: Family) -> Found:
             f"{type(model).__name__}: some layers are, or have the experts of, another one, and where "
             "they call them cannot be told apart. Give each a module of its own; parameters may be shared"
         )
-    _check_settings(model, family)
+    config = model.config.get_text_config()
+    for setting, wanted, why in family.only:
+        value = setting_of(config, setting, wanted)
+        if value != wanted:
+            raise ValueError(
+                f"{type(model).__name__}: {setting} = {value} cannot be scheduled, since {why}; set "
+                f"config.{setting} = {wanted}"
+            )
     sizes: set[int] = set()
     for number, block in enumerate(blocks):
         if block is not None:
@@ -207,7 +208,12 @@ def look(model: Any, family: Family) -> Found:
             experts = core_of(family.experts_of(block))
             family.form.check(experts, f"layer {number}")
             count = family.form.count(experts)
-            check_experts(experts, count, family.form.rows(experts), f"layer {number}")
+            for name, each in experts.named_parameters():
+                if len(each) != count * family.form.rows(experts):
+                    raise ValueError(
+                        f"layer {number}: {name} {list(each.shape)} is not stacked by the router's {count} "
+                        "experts. Load the model whole, and let parallelize spread it"
+                    )
             sizes.add(count)
     chosen = {_top_k(block, family) for block in blocks if block is not None}
     found = Found(
@@ -242,17 +248,6 @@ def _only(numbers: set[int], what: str, model: Any) -> int:
             "needs the same number in all layers that have any"
         )
     return numbers.pop()
-
-
-def _check_settings(model: Any, family: Family) -> None:
-    config = model.config.get_text_config()
-    for setting, wanted, why in family.only:
-        value = setting_of(config, setting, wanted)
-        if value != wanted:
-            raise ValueError(
-                f"{type(model).__name__}: {setting} = {value} cannot be scheduled, since {why}; set "
-                f"config.{setting} = {wanted}"
-            )
 
 
 def _top_k(block: Any, family: Family) -> int:

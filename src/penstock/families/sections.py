@@ -2,25 +2,43 @@
 
 Every rank and the command itself read the file, so that a run is refused before any process starts. The model
 is built for that, without memory for its weights: only transformers knows what a setting that is missing
-means.
+means. The bytes of its gradients are read off it, too: an attention of latent vectors, say, has a fraction of
+what one of as many heads would have.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
+from torch import nn
+
 from penstock.config import ConfigError, asked
+from penstock.decision import GradientBytes
 from penstock.extras import install, is_there, needs
-from penstock.families.described import config_of, empty_model, in_one_line, read_table, setting_of
+from penstock.families.adapters import core_of
+from penstock.families.described import (
+    Held,
+    check_code,
+    config_of,
+    empty_model,
+    in_one_line,
+    read_table,
+    setting_of,
+)
 from penstock.families.inspection import Found, look
-from penstock.families.known import FAMILIES, family_of
-from penstock.families.limits import Held, check_code
+from penstock.families.known import FAMILIES, AttentionCut, family_of
 from penstock.models.qwen3_moe import CONFIG
+from penstock.placement import ExpertPlacement
+from penstock.step import StepShape
+from penstock.step.shape import FORM_TOKENS
+from penstock.topology import Layout
 
 LARGEST: Final = Held(tensors=1024, bytes=1 << 44)
 """Weights beyond those of any model that is published: nothing bears out the sizes in a file by itself."""
@@ -47,36 +65,32 @@ def sections_of(path: Path) -> Sections:
     """
     found = described_in(path)
     try:
-        return _sections(found)
+        sizes, coefficient, config = found.sizes, coefficient_of(found), found.config
+        return {
+            "model": {
+                **sizes.model_settings([block is not None for block in found.blocks]),
+                "model_type": found.family.name,
+                "config_sha256": digest_of(found),
+                "tie_word_embeddings": bool(found.model.config.tie_word_embeddings),
+                "rms_norm_eps": setting_of(config, "rms_norm_eps", 1e-6) or 1e-6,
+            },
+            "moe": {
+                "num_experts": found.num_experts,
+                "top_k": found.top_k,
+                "moe_ffn_hidden_size": sizes.moe.moe_ffn_hidden_size,
+                "expert": "swiglu" if sizes.expert_matrices == 3 else "gelu",
+                "shared_ffn_hidden_size": sizes.shared_width,
+                "norm_topk_prob": False,
+                "aux_loss_coeff": 0.0 if coefficient is None else coefficient,
+                "z_loss_coeff": 0.0,
+            },
+            "family": {
+                "router_loss": coefficient is not None,
+                "positions": setting_of(config, "max_position_embeddings"),
+            },
+        }
     except (TypeError, ValueError) as error:
         raise ConfigError("model.config", str(path), in_one_line(error)) from error
-
-
-def _sections(found: Found) -> Sections:
-    sizes, coefficient, config = found.sizes, coefficient_of(found), found.config
-    return {
-        "model": {
-            **sizes.model_settings([block is not None for block in found.blocks]),
-            "model_type": found.family.name,
-            "config_sha256": digest_of(found),
-            "tie_word_embeddings": bool(found.model.config.tie_word_embeddings),
-            "rms_norm_eps": setting_of(config, "rms_norm_eps", 1e-6) or 1e-6,
-        },
-        "moe": {
-            "num_experts": found.num_experts,
-            "top_k": found.top_k,
-            "moe_ffn_hidden_size": sizes.moe.moe_ffn_hidden_size,
-            "expert": "swiglu" if sizes.expert_matrices == 3 else "gelu",
-            "shared_ffn_hidden_size": sizes.shared_width,
-            "norm_topk_prob": False,
-            "aux_loss_coeff": 0.0 if coefficient is None else coefficient,
-            "z_loss_coeff": 0.0,
-        },
-        "family": {
-            "router_loss": coefficient is not None,
-            "positions": setting_of(config, "max_position_embeddings"),
-        },
-    }
 
 
 def described_in(path: Path) -> Found:
@@ -135,3 +149,118 @@ def coefficient_of(found: Found) -> float | None:
     if name is None or not hasattr(found.model, name.partition(".")[0]):
         return None
     return float(attrgetter(name)(found.model))
+
+
+FLOAT32_BYTES = 4
+DENSE_ROWS, DENSE_COLUMN = ("gate_proj", "up_proj"), "down_proj"
+"""Linear layers of a dense part, which ranks that share attention cut by its width."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Bytes of the parameters of a layer, whole or on one rank.
+
+    Attributes:
+        cut: Of weights of which ranks that share attention have each a part.
+        inner: Of whole parameters that compute before shards of weights.
+        tokens: Of whole parameters that compute on tokens one by one after attention.
+        experts: Of experts.
+    """
+
+    cut: int
+    inner: int
+    tokens: int
+    experts: int
+
+
+def gradient_bytes_of(path: Path, layout: Layout, shape: StepShape, *, edp: bool) -> GradientBytes:
+    """Return the bytes of every layer's reduced gradients, by kind.
+
+    Args:
+        path: The `config.json`, or its folder.
+        layout: Of the ranks.
+        shape: The uncut shape of a step.
+        replicas: Whether experts are reduced, too.
+    """
+    found = described_in(path)
+    held, places = _held(found, layout), found.num_experts * layout.etp_size
+    layers = [  # of one rank
+        replace(each, cut=each.cut // layout.tp_size, experts=each.experts // places * held)
+        for each in _whole(found)
+    ]
+    forms = FORM_TOKENS if layout.tp_size > 1 else ()
+    whole = tuple(each.cut + each.inner + each.tokens for each in layers)
+    partial = _partial(layers, shape) if forms else (0,) * len(layers)
+    return GradientBytes(
+        tuple(all_ - part for all_, part in zip(whole, partial, strict=True)),
+        tuple(each.experts if edp else 0 for each in layers),
+        partial,
+        tuple((form, _partial(layers, replace(shape, expert_form=form))) for form in forms),
+        max(each.experts for each in layers) // _held(found, layout),
+    )
+
+
+def _held(found: Found, layout: Layout) -> int:
+    """Return how many experts of a layer a rank holds."""
+    return ExpertPlacement.even(found.num_experts, layout.ep_size).slots
+
+
+def _partial(layers: list[_Layer], shape: StepShape) -> tuple[int, ...]:
+    """Return the bytes to which every rank that shares attention adds a part, by layer."""
+    return tuple(
+        each.inner + each.tokens * (shape.tokens_of(number) == "split" or shape.copies_differ)
+        for number, each in enumerate(layers)
+    )
+
+
+@lru_cache(maxsize=4)  # planning asks for the same model in dozens of layouts
+def _whole(found: Found) -> list[_Layer]:
+    """Return the bytes of every layer, all of its experts included."""
+    seen: set[int] = set()
+
+    def fresh(parameters: Iterable[nn.Parameter]) -> int:
+        """Return the bytes of trained parameters that no layer has had before: a run's are float32 at
+        least."""
+        total = 0
+        for each in parameters:
+            size = max(FLOAT32_BYTES, each.element_size()) * each.numel()
+            total += size if each.requires_grad and id(each) not in seen else 0
+            seen.add(id(each))
+        return total
+
+    cut, model = found.family.attention, found.model
+    layers: list[_Layer] = []
+    for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
+        last, base = number == len(found.layers) - 1, found.family.decoder(model)
+        experts = [] if block is None else list(core_of(found.family.experts_of(block)).parameters())
+        of_experts = fresh(experts)
+        vocabulary = list(model.get_input_embeddings().parameters()) if number == 0 else []
+        vocabulary += model.get_output_embeddings().parameters() if last else []
+        parts = [] if cut is None else _cut(layer, block, cut, found.family.block)
+        shared = fresh([*parts, *vocabulary])
+        norm = list(base.get_submodule(found.family.norm).parameters()) if last else []
+        inner = fresh([*([] if cut is None else _inner(layer, cut)), *norm])
+        layers.append(_Layer(shared, inner, fresh(layer.parameters()), of_experts))
+    rest = fresh(model.parameters())  # what no layer uses is reduced with the first
+    layers[0] = replace(layers[0], tokens=layers[0].tokens + rest)
+    return layers
+
+
+def _cut(layer: Any, block: Any, cut: AttentionCut, dense: str) -> list[nn.Parameter]:
+    """Return the weights of a layer of which ranks that share attention have each a part."""
+    attention = layer.get_submodule(cut.module)
+    found = [attention.get_parameter(name) for name in cut.heads]
+    linear = [(attention, cut.rows, cut.columns)]
+    if block is None:
+        linear.append((layer.get_submodule(dense), DENSE_ROWS, (DENSE_COLUMN,)))
+    for module, rows, columns in linear:
+        for each in filter(None, (getattr(module, name, None) for name in rows)):
+            found += each.parameters()
+        found += [getattr(module, name).weight for name in columns]  # a bias is added once, and is whole
+    return found
+
+
+def _inner(layer: Any, cut: AttentionCut) -> list[nn.Parameter]:
+    """Return the whole parameters of attention, and of the norm before it."""
+    norm = [] if cut.norm is None else list(layer.get_submodule(cut.norm).parameters())
+    return [*layer.get_submodule(cut.module).parameters(), *norm]

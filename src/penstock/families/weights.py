@@ -2,7 +2,8 @@
 
 transformers stacks the experts of a layer when it reads a model, and takes them apart when it writes one.
 What it takes apart are views of the parameters, so a checkpoint reads and writes a model in place, by the
-names that its files have, and no tensor is in memory twice.
+names that its files have, and no tensor is in memory twice. transformers itself reads no file in a folder but
+config.json: adapters, code and settings that lead elsewhere are not followed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,18 @@ from torch.overrides import TorchFunctionMode
 from penstock.checkpoint.folder import INDEX, ONE, model_files
 from penstock.checkpoint.storage import NOT_FINITE, fills, first_not_finite
 from penstock.config import UNSET, ConfigError
-from penstock.families.described import refuse_cut_off
-from penstock.families.limits import COPY, Held
+from penstock.families.described import (
+    COPY,
+    Held,
+    config_of,
+    empty_model,
+    in_one_line,
+    quiet,
+    read_description,
+    read_generation,
+    refuse_cut_off,
+)
 from penstock.models.qwen3_moe import CONFIG
-from penstock.sharding import Sharding
 from penstock.words import some_of
 
 TEXT = "language_model."
@@ -76,16 +85,6 @@ class StoredTensor:
         if first_not_finite([(self.name, read)]) is not None:
             raise ConfigError(str(self.file), UNSET, f"{self.name} {NOT_FINITE}", f"{COPY}.")
         return read
-
-
-def quantized_in(tensors: Mapping[str, StoredTensor]) -> str | None:
-    """Return the name of a tensor with numbers of a byte or less, as weights are only stored; or None."""
-    return next((n for n, each in tensors.items() if each.kind.partition("_")[0] in QUANTIZED), None)
-
-
-def held_by(tensors: Mapping[str, StoredTensor]) -> Held:
-    """Return how much the weights of a folder are."""
-    return Held(len(tensors), sum(file.stat().st_size for file in {each.file for each in tensors.values()}))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -169,22 +168,6 @@ def share_of_experts(
     return wanted
 
 
-def refuse_incompatible(folder: Path, told: Mapping[str, Any]) -> None:
-    """Raise ValueError if transformers reports tensors that are missing, unexpected or misshapen."""
-    misshapen = [
-        f"{name} ({list(stored)} there, {list(wanted)} by {CONFIG})"
-        for name, stored, wanted in told["mismatched_keys"]
-    ]
-    unexpected = [name for name in told["unexpected_keys"] if not name.startswith(BESIDE_TEXT)]
-    found = {"missing": told["missing_keys"], "unexpected": unexpected, "misshapen": misshapen}
-    problems = [f"{what}: {some_of(sorted(map(str, names)))}" for what, names in found.items() if names]
-    if problems:
-        raise ValueError(
-            f"{folder} does not hold the model of its {CONFIG}: {'; '.join(problems)}. Copy the weights and "
-            f"{CONFIG} from one place"
-        )
-
-
 @dataclass(frozen=True)
 class Place:
     """Where a tensor of a file lies.
@@ -254,17 +237,6 @@ def _box(source: Tensor, place: Place) -> ChunkStorageMetadata | None:
     return box if box.sizes.numel() == prod(place.shape) else None
 
 
-def cut_in_file(cut: Sharding, shape: Sequence[int], whole: Sequence[int]) -> Sharding:
-    """Return which part of a file's tensor a rank has that lies in its part of a parameter.
-
-    cut: of the parameter, of one expert. shape, whole: of the file's tensor of one expert, here and in all.
-    """
-    if (tuple(shape), tuple(whole)) == (cut.part_shape, cut.shape):
-        return cut
-    (dim,) = (dim for dim, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] < sizes[1])
-    return Sharding.along(dim, whole, cut.axes, cut.index, cut.count)
-
-
 class _InPlace(TorchFunctionMode):
     """Leaves out copies: what transformers copies to write it stays a view."""
 
@@ -281,3 +253,105 @@ def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, each in (*model.named_parameters(), *model.named_buffers()):
         if name in kept:
             yield name, each
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The files of a model. model: without values, of its text part if it also sees or hears."""
+
+    path: Path
+    model: Any
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, path: Path, kind: Any = None) -> ModelFolder:
+        """Open a folder. kind: the model's class; None: a causal language model.
+
+        Raises ValueError, naming a file, if it holds no such model.
+        """
+        import transformers  # noqa: F401  # where it is missing, that is said first
+
+        table = read_description(path)
+        if pipe := next((file for file in path.iterdir() if file.is_fifo()), None):  # reading would wait
+            raise ConfigError(str(pipe), UNSET, "is a pipe, not a file", f"{COPY}.")
+        tensors = stored_tensors(path)
+        files = {each.file for each in tensors.values()}
+        held = Held(len(tensors), sum(each.stat().st_size for each in files))
+        file = path / CONFIG
+        model = empty_model(file, config_of(file, table, held), held, kind)
+        return cls(path, model, tensors)
+
+    @property
+    def config(self) -> Any:
+        """Configuration of the model."""
+        return self.model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the model by its configuration, or of its first tensor, or float32."""
+        found: torch.dtype | None = self.config.dtype or next(iter(self.tensors.values())).dtype
+        return torch.float32 if found is None else found
+
+    def read(self, kind: Any, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> Any:
+        """Return a model of this class with values of these tensors.
+
+        Raises ValueError if a tensor is missing, or is not the model's: transformers would draw it by chance.
+        """
+        generation = read_generation(self.path)
+        try:
+            with quiet():
+                model, loading = kind.from_pretrained(
+                    None,
+                    config=self.config,
+                    state_dict=dict(tensors),
+                    dtype=dtype,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are reported, and refused below
+                )
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a model's own code raises
+            raise ValueError(f"{self.path}: its model cannot be read: {in_one_line(error)}") from error
+        misshapen = [
+            f"{name} ({list(stored)} there, {list(wanted)} by {CONFIG})"
+            for name, stored, wanted in loading["mismatched_keys"]
+        ]
+        unexpected = [name for name in loading["unexpected_keys"] if not name.startswith(BESIDE_TEXT)]
+        found = {"missing": loading["missing_keys"], "unexpected": unexpected, "misshapen": misshapen}
+        problems = [f"{what}: {some_of(sorted(map(str, names)))}" for what, names in found.items() if names]
+        if problems:
+            raise ValueError(
+                f"{self.path} does not hold the model of its {CONFIG}: {'; '.join(problems)}. Copy the "
+                f"weights and {CONFIG} from one place"
+            )
+        model.config._name_or_path = str(self.path)
+        if generation is not None:
+            model.generation_config = generation
+        return model
+
+
+NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""Name of a model on the hub: its owner and its own."""
+
+WANTED = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja")
+"""Names of files that a model and its tokenizer are read from."""
+
+
+def folder_of(named: str | Path) -> Path:
+    """Return the folder that is named, or that of the files of a model on the hub, which is named as there.
+
+    They come from the library's cache (`HF_HOME`), where they are downloaded to if they are not there. Ranks
+    of a node wait for each other's files. Raises ValueError where the hub gives no such model.
+    """
+    path = Path(named)
+    if path.exists() or isinstance(named, Path) or not NAME.fullmatch(named):
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(named, allow_patterns=list(WANTED), ignore_patterns=["*/*"]))
+    except Exception as error:  # those of the library and of several libraries below it
+        raise ValueError(
+            f"{named} is no folder here, and the Hugging Face hub does not give a model of this name: "
+            f"{in_one_line(error)}"
+        ) from error

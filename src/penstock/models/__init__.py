@@ -1,6 +1,6 @@
 """Models that the engine can run."""
 
-from penstock.models.config import PRESETS, ModelConfig, Preset
+from penstock.models.config import PRESETS, ModelConfig
 from penstock.models.decoder import MoEDecoder
 
-__all__ = ["PRESETS", "MoEDecoder", "ModelConfig", "Preset"]
+__all__ = ["PRESETS", "MoEDecoder", "ModelConfig"]

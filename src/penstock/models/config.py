@@ -7,7 +7,7 @@ from typing import Annotated
 
 from penstock.config import ConfigError, Items, Within, check_bounds
 from penstock.config.bounds import FilePath, Name
-from penstock.plan.models import MODELS
+from penstock.plan.models import MODELS, PublishedModel
 
 QWEN3_MOE = "qwen3_moe"
 """Architecture of Penstock's own decoder, as transformers names it."""
@@ -133,50 +133,25 @@ HEAD_SIZE = 64
 STUDY = "flowmoe/"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """Sizes as published. experts_per_rank: the study scales the number of experts with the ranks."""
-
-    num_layers: int
-    batch_per_device: int
-    seq_len: int
-    hidden_size: int
-    moe_ffn_hidden_size: int
-    experts_per_rank: int
-    top_k: int
-    capacity_factor: float | None = 1.0
-
-    def model_sizes(self) -> dict[str, int]:
-        """Return the keys of [model]; heads have width 64, as the study does not give it."""
-        return {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "num_heads": self.hidden_size // HEAD_SIZE,
-            "seq_len": self.seq_len,
-        }
-
-    def moe_sizes(self, world_size: int) -> dict[str, int | float | str | None]:
-        """Return the keys of [moe] on `world_size` ranks."""
-        return {
-            "num_experts": self.experts_per_rank * world_size,
-            "top_k": self.top_k,
-            "moe_ffn_hidden_size": self.moe_ffn_hidden_size,
-            "expert": "gelu",
-            "capacity_factor": self.capacity_factor,
-        }
+PRESETS = {name: model for name, model in MODELS.items() if name.startswith(STUDY)}
 
 
-PRESETS: dict[str, Preset] = {
-    name: Preset(
-        num_layers=model.num_layers,
-        batch_per_device=model.batch,
-        seq_len=model.seq_len,
-        hidden_size=model.hidden_size,
-        moe_ffn_hidden_size=model.ffn_hidden_size,
-        experts_per_rank=model.experts_per_device,
-        top_k=model.top_k,
-        capacity_factor=model.capacity_factor,
-    )
-    for name, model in MODELS.items()
-    if name.startswith(STUDY)
-}
+def sizes_of_preset(preset: PublishedModel) -> dict[str, int]:
+    """Return the keys of [model]; heads have width 64, as the study does not give it."""
+    return {
+        "num_layers": preset.num_layers,
+        "hidden_size": preset.hidden_size,
+        "num_heads": preset.hidden_size // HEAD_SIZE,
+        "seq_len": preset.seq_len,
+    }
+
+
+def experts_of_preset(preset: PublishedModel, world_size: int) -> dict[str, int | float | str | None]:
+    """Return the keys of [moe]: the study scales the number of experts with the ranks."""
+    return {
+        "num_experts": preset.experts_per_device * world_size,
+        "top_k": preset.top_k,
+        "moe_ffn_hidden_size": preset.ffn_hidden_size,
+        "expert": preset.expert,
+        "capacity_factor": preset.capacity_factor,
+    }

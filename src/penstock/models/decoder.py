@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.config import ConfigError
 from penstock.mesh import Group
@@ -28,6 +30,34 @@ from penstock.moe.layer import LogicalNames
 from penstock.runtime.batch import check_vocabulary
 from penstock.runtime.statistics import cross_entropy_sum
 from penstock.sharding import Shard, Sharding, shardings_of
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out the functions that fill new parameters.
+
+    There is nothing to fill, and for random numbers on the meta device torch would load its compiler: a
+    second.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Put new tensors on the meta device, inside this context, and leave parameters unfilled."""
+    with torch.device("meta"), _Unfilled():
+        yield
 
 
 def fill_normal(tensor: Tensor, name: str, seed: int, std: float, sharding: Sharding | None = None) -> None:
@@ -327,7 +357,8 @@ class MoEDecoder(nn.Module):
     ) -> None:
         super().__init__()
         if make_moe is None:
-            make_moe = partial(_layer_of, config.hidden_size, moe, ep_size, ep_rank, node_size, expert_shard)
+            given = {"ep_size": ep_size, "ep_rank": ep_rank, "node_size": node_size, "shard": expert_shard}
+            make_moe = partial(_moe_layer, config.hidden_size, moe, given)
         self.config, self.moe, self.shard = config, moe, shard
         self.model = Trunk(config, make_moe, shard)
         self.embedding_dropout = CounterDropout(config.dropout, place=0)
@@ -433,15 +464,5 @@ def _function(method: object) -> object:
     return getattr(method, "__func__", None)
 
 
-def _layer_of(
-    hidden_size: int,
-    moe: MoEConfig,
-    ep_size: int,
-    ep_rank: int,
-    node_size: int,
-    shard: ExpertShard,
-    layer: int,
-) -> MoELayer:
-    return build_layer(
-        hidden_size, moe, ep_size=ep_size, ep_rank=ep_rank, node_size=node_size, layer=layer, shard=shard
-    )
+def _moe_layer(hidden_size: int, moe: MoEConfig, given: Mapping[str, Any], layer: int) -> MoELayer:
+    return build_layer(hidden_size, moe, layer=layer, **given)

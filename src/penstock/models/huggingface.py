@@ -7,14 +7,13 @@ Shapes: M hidden size, H expert hidden size, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.models.meta import on_meta
+from penstock.models.decoder import on_meta
 from penstock.moe import (
     ExpertBias,
     ExpertGroups,
@@ -55,7 +54,8 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
     if kind is None:
         raise ValueError(f"{type(block).__name__} cannot be taken over; supported: {', '.join(BLOCKS)}")
     source: Any = block
-    _check_tensors(block, kind.tensors)
+    tensors, make_gate = kind
+    _check_tensors(block, tensors)
     experts, hidden = source.gate.weight.shape
     width = source.experts.down_proj.shape[-1]
     for name, wanted in (
@@ -69,7 +69,7 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
                 "if the weights are packed or spread over ranks, load the model whole"
             )
     layer = MoELayer(
-        gate=kind.gate(source),
+        gate=make_gate(source),
         permutation=SortPermutation(len(source.gate.weight)),
         expert=_experts(source.experts, exchange),
         shared=_shared(source.shared_experts) if hasattr(source, "shared_experts") else None,
@@ -81,20 +81,15 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
 # ---- routers -----------------------------------------------------------------------------------------------
 
 
-def _mixtral_router(block: Any) -> TokenRouter:
-    """Return Mixtral's gate: softmax over all experts, top k, always renormalised."""
-    jitter = _setting(block, "jitter_noise")
-    if jitter:
+def _softmax_router(block: Any) -> TokenRouter:
+    """Return the gate of Mixtral, Qwen3-MoE and OLMoE: softmax over all experts, top k.
+
+    Mixtral's weights are always renormalised, the others' if norm_topk_prob says so.
+    """
+    router, is_mixtral = block.gate, type(block).__name__ == MIXTRAL
+    if is_mixtral and (jitter := _setting(block, "jitter_noise")):
         raise ValueError(f"jitter_noise = {jitter}: a layer has no multiplicative noise; set it to 0")
-    return _softmax_router(block.gate, renormalise=True)
-
-
-def _qwen_router(block: Any) -> TokenRouter:
-    """Return the gate of Qwen3-MoE and OLMoE: softmax, top k, renormalised if norm_topk_prob says so."""
-    return _softmax_router(block.gate, renormalise=bool(_setting(block.gate, "norm_topk_prob")))
-
-
-def _softmax_router(router: Any, *, renormalise: bool) -> TokenRouter:
+    renormalise = is_mixtral or bool(_setting(router, "norm_topk_prob"))
     experts, hidden = router.weight.shape
     with on_meta():
         gate = SoftmaxRouter(hidden, experts, _setting(router, "top_k"), renormalise=renormalise)
@@ -207,17 +202,11 @@ DEEPSEEK = ROUTED | {
 }
 
 
-@dataclass(frozen=True)
-class Block:
-    """A class of transformers: names of all its parameters and buffers, and what makes its gate."""
-
-    tensors: frozenset[str]
-    gate: Callable[[Any], TokenRouter]
-
-
-BLOCKS = {
-    "MixtralSparseMoeBlock": Block(ROUTED, _mixtral_router),
-    "Qwen3MoeSparseMoeBlock": Block(ROUTED, _qwen_router),
-    "OlmoeSparseMoeBlock": Block(ROUTED, _qwen_router),
-    "DeepseekV3MoE": Block(DEEPSEEK, _deepseek_router),
+MIXTRAL = "MixtralSparseMoeBlock"
+BLOCKS: dict[str, tuple[frozenset[str], Callable[[Any], TokenRouter]]] = {
+    MIXTRAL: (ROUTED, _softmax_router),
+    "Qwen3MoeSparseMoeBlock": (ROUTED, _softmax_router),
+    "OlmoeSparseMoeBlock": (ROUTED, _softmax_router),
+    "DeepseekV3MoE": (DEEPSEEK, _deepseek_router),
 }
+"""Classes of transformers, with the names of all their parameters and buffers, and what makes their gate."""

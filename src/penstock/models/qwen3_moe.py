@@ -8,8 +8,7 @@ such a `config.json` is the configuration of a decoder.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,56 +24,23 @@ EXPERT: Final = re.compile(r"(?P<experts>.*\.experts)\.w_(?P<matrix>gate|up|down
 ANYWAY: Final = "Every value is possible in training; only such a model cannot be one of transformers."
 
 
-@dataclass(frozen=True)
-class Lack:
-    """Something that Qwen3-MoE does not have. key: the setting. has: whether a decoder has it. why: what
-    Qwen3-MoE does instead."""
-
-    key: str
-    has: Callable[[MoEConfig], bool]
-    why: str
-
-    def value(self, moe: MoEConfig) -> object:
-        """Return the value of the setting."""
-        return getattr(moe, self.key.partition(".")[2])
-
-
-LACKS: Final = (
-    Lack("moe.gate", lambda moe: moe.gate != "softmax", "Qwen3-MoE's router is a softmax"),
-    Lack("moe.expert", lambda moe: moe.expert != "swiglu", "Qwen3-MoE's experts are SwiGLU"),
-    Lack(
-        "moe.shared_ffn_hidden_size",
-        lambda moe: moe.shared_ffn_hidden_size > 0,
-        "Qwen3-MoE has no shared experts",
-    ),
-    Lack(
-        "moe.num_groups",
-        lambda moe: moe.expert_groups is not None,
-        "Qwen3-MoE's tokens choose among all experts",
-    ),
-    Lack(
-        "moe.expert_bias_rate",
-        lambda moe: moe.expert_bias_rate > 0,
-        "Qwen3-MoE's experts have no bias in the choice",
-    ),
-    Lack(
-        "moe.routed_scaling_factor",
-        lambda moe: moe.routed_scaling_factor != 1.0,
-        "Qwen3-MoE does not scale weights",
-    ),
-    Lack(
-        "moe.capacity_factor",
-        lambda moe: moe.capacity_factor is not None,
-        "Qwen3-MoE drops no tokens, so that it would compute something else",
-    ),
-)
+LACKS: Final[Mapping[str, tuple[object, str]]] = {
+    "gate": ("softmax", "Qwen3-MoE's router is a softmax"),
+    "expert": ("swiglu", "Qwen3-MoE's experts are SwiGLU"),
+    "shared_ffn_hidden_size": (0, "Qwen3-MoE has no shared experts"),
+    "num_groups": (None, "Qwen3-MoE's tokens choose among all experts"),
+    "expert_bias_rate": (0.0, "Qwen3-MoE's experts have no bias in the choice"),
+    "routed_scaling_factor": (1.0, "Qwen3-MoE does not scale weights"),
+    "capacity_factor": (None, "Qwen3-MoE drops no tokens, so that it would compute something else"),
+}
+"""Settings of `[moe]` of which Qwen3-MoE has one value alone, and what it does instead of others."""
 
 
 def lack_of(moe: MoEConfig) -> ConfigError | None:
     """Return an error about the first setting that Qwen3-MoE lacks; None for a decoder that is one."""
-    for lack in LACKS:
-        if lack.has(moe):
-            return ConfigError(lack.key, lack.value(moe), lack.why, ANYWAY)
+    for name, (has, why) in LACKS.items():
+        if (value := getattr(moe, name)) != has:
+            return ConfigError(f"moe.{name}", value, why, ANYWAY)
     return None
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from penstock.device import device_of
-from penstock.dtensors import is_dtensor
 from penstock.mesh import Group
+from penstock.partial_state import is_dtensor
 from penstock.runtime.checks import living_stacks
 from penstock.runtime.expert_parallel.ranks import (
     ExpertRanks,

@@ -25,7 +25,7 @@ from penstock.moe.build import build_permutation
 from penstock.moe.config import MoEConfig
 from penstock.moe.layer import count_updates
 from penstock.moe.routers import BALANCES, Balance
-from penstock.partial_state import refuse_pickle
+from penstock.partial_state import mark_states_of_shards, refuse_pickle
 from penstock.runtime import ops as _ops  # noqa: F401  # registers handlers
 from penstock.runtime.batch import (
     NO_LABEL,
@@ -77,7 +77,7 @@ from penstock.runtime.parts import ModelParts, maker_of
 from penstock.runtime.statistics import LoadHistory, StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step, Taken
 from penstock.schedule import StepPlan
-from penstock.sharding import mark_shards, mark_states_of_shards
+from penstock.sharding import mark_shards
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS, Updating
 from penstock.trace import TaskRecord

@@ -189,12 +189,8 @@ def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:
     assert default is not None, "ranks have joined"
     if torch.device("cpu") in default._device_types:
         return default
-    if default not in _HOST_GROUPS:
-        _HOST_GROUPS[default] = _new_host_group(default, timeout_s)
-    return _HOST_GROUPS[default]
-
-
-def _new_host_group(default: ProcessGroup, timeout_s: float) -> ProcessGroup:
+    if (known := _HOST_GROUPS.get(default)) is not None:
+        return known
     store, here, ranks = _get_default_store(), f"penstock/host-group-{next(_ATTEMPTS)}", range(default.size())
 
     def make() -> ProcessGroup:
@@ -209,7 +205,8 @@ def _new_host_group(default: ProcessGroup, timeout_s: float) -> ProcessGroup:
 
     check_interface(os.environ)
     try:
-        return within(timeout_s + SPARE_S, make)
+        _HOST_GROUPS[default] = made = within(timeout_s + SPARE_S, make)
+        return made
     except RuntimeError as error:
         try:
             missing = within(ANSWER_S, absent)

@@ -85,11 +85,32 @@ def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: st
     purpose = "comparing device meshes"
     control.agreed(lambda: own.update(_ranks_by_name(given, control, device_type)), purpose)
     every = control.gather(own, purpose)
-    for rank, found in enumerate(every):
-        if found.keys() != every[0].keys():
-            why = f"rank {rank} has dimensions {_listed(found)}, and rank 0 has {_listed(every[0])}"
+    for rank, other in enumerate(every):
+        if other.keys() != every[0].keys():
+            why = f"rank {rank} has dimensions {_listed(other)}, and rank 0 has {_listed(every[0])}"
             raise ConfigError(KEY, _shape(own), why, "Give all ranks the same mesh.")
-    return _fitting(every, asked)
+    shape = _shape(every[0])
+    sizes = {name: size for name in vars(asked) if (size := getattr(asked, name)) is not None}
+    for name, ranks in every[0].items():
+        if name not in (*SIZES, *DATA, *ONE):
+            known = _listed((*SIZES, *DATA))
+            raise ConfigError(KEY, shape, f"no dimension is called {name!r}", f"There are {known}.")
+        if name in ONE and len(ranks) > 1:
+            raise ConfigError(KEY, shape, f"{name} = {len(ranks)}: {ONE[name]}", f"Use 1, and {FITTING}.")
+        if name in SIZES:
+            key, size = SIZES[name][0], len(ranks)
+            if sizes.setdefault(key, size) != size:
+                why = f"the mesh has {size} ranks along {name}"
+                raise ConfigError(key, sizes[key], why, f"Leave {key} out, or make the mesh so.")
+    found = GroupSizes(**sizes)
+    problem = _unlike(every, found)
+    # Ranks between two of `ep` that are one of `tp` share experts, too.
+    if problem and found.etp_size is None:
+        narrow = replace(found, etp_size=found.tp_size)
+        found, problem = (narrow, None) if not _unlike(every, narrow) else (found, problem)
+    if problem:
+        raise ConfigError(KEY, shape, *problem)
+    return found
 
 
 class RankMeshes(Mapping[str, DeviceMesh]):
@@ -186,35 +207,6 @@ def _members(name: object, along: object, rank: int) -> tuple[int, ...]:
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or ())
-
-
-# ---- judging -----------------------------------------------------------------------------------------------
-
-
-def _fitting(every: Sequence[Mapping[str, tuple[int, ...]]], asked: GroupSizes) -> GroupSizes:
-    """Return the sizes of the groups that all ranks have, by name, if they are those of a layout."""
-    shape = _shape(every[0])
-    sizes = {name: size for name in vars(asked) if (size := getattr(asked, name)) is not None}
-    for name, ranks in every[0].items():
-        if name not in (*SIZES, *DATA, *ONE):
-            known = _listed((*SIZES, *DATA))
-            raise ConfigError(KEY, shape, f"no dimension is called {name!r}", f"There are {known}.")
-        if name in ONE and len(ranks) > 1:
-            raise ConfigError(KEY, shape, f"{name} = {len(ranks)}: {ONE[name]}", f"Use 1, and {FITTING}.")
-        if name in SIZES:
-            key, size = SIZES[name][0], len(ranks)
-            if sizes.setdefault(key, size) != size:
-                why = f"the mesh has {size} ranks along {name}"
-                raise ConfigError(key, sizes[key], why, f"Leave {key} out, or make the mesh so.")
-    found = GroupSizes(**sizes)
-    problem = _unlike(every, found)
-    # Ranks between two of `ep` that are one of `tp` share experts, too.
-    if problem and found.etp_size is None:
-        narrow = replace(found, etp_size=found.tp_size)
-        found, problem = (narrow, None) if not _unlike(every, narrow) else (found, problem)
-    if problem:
-        raise ConfigError(KEY, shape, *problem)
-    return found
 
 
 def _unlike(every: Sequence[Mapping[str, tuple[int, ...]]], sizes: GroupSizes) -> tuple[str, str] | None:

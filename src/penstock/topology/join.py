@@ -41,8 +41,7 @@ from penstock.topology.faults import (
     underlying,
     watch,
 )
-from penstock.topology.gpu_groups import prepare
-from penstock.topology.groups import TransportName
+from penstock.topology.groups import TransportName, prepare
 from penstock.topology.meeting_point import (
     SPARE_S,
     VARIABLE,
@@ -92,8 +91,12 @@ def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
     if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         launcher: Launcher = "penstock" if environ.get("PENSTOCK_LAUNCHED") else "torchrun"
         return _identity(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", launcher)
-    if _is_slurm_task(environ):
-        return _identity(environ, "SLURM_PROCID", _slurm_size(environ), "SLURM_LOCALID", "slurm")
+    # A batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS, yet is one process: it has no step id.
+    is_script = environ.get("ENVIRONMENT") == "BATCH" and not environ.get("SLURM_STEP_ID")
+    size_name = _slurm_size(environ)
+    numbered = environ.get("SLURM_PROCID") and environ.get(size_name)
+    if not is_script and numbered and _whole(environ, size_name) > 1:
+        return _identity(environ, "SLURM_PROCID", size_name, "SLURM_LOCALID", "slurm")
     return None
 
 
@@ -251,17 +254,6 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
 def _slurm_size(environ: Mapping[str, str]) -> str:
     """Return the variable that counts tasks: the step's own count, since a step may be part of its job."""
     return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-
-
-def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Tell whether srun started this process as one of several tasks.
-
-    A batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS, too, yet is one process: it has no step id.
-    """
-    if environ.get("ENVIRONMENT") == "BATCH" and not environ.get("SLURM_STEP_ID"):
-        return False
-    size_name = _slurm_size(environ)
-    return bool(environ.get("SLURM_PROCID") and environ.get(size_name)) and _whole(environ, size_name) > 1
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

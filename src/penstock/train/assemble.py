@@ -1,8 +1,9 @@
-"""Builds the model of a configuration, which runs by a schedule on this rank."""
+"""Builds the model of a configuration, which runs by a schedule on this rank, if it fits into memory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,12 +18,12 @@ from penstock.device import device_of
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.planners import find_planner
 from penstock.models import ModelConfig, MoEDecoder
-from penstock.models.decoder import MakeLayer, TensorShard
-from penstock.models.meta import on_meta
+from penstock.models.decoder import MakeLayer, TensorShard, on_meta
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts import ExpertShard
 from penstock.plan.problem import replica_slack
+from penstock.routing.sizes import split_sizes
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
 from penstock.runtime.checks import shape_of, sharing_of
 from penstock.runtime.features.expert_replicas.manager import ExpertMoving
@@ -36,9 +37,10 @@ from penstock.step import StepShape
 from penstock.step.shape import Updating
 from penstock.topology import Control, Layout, ParallelConfig
 from penstock.topology.groups import TransportName
-from penstock.topology.local import STAGED, nothing_to_stage
+from penstock.topology.local import STAGED, memory_limit, nothing_to_stage
 from penstock.train.config import Precision, RunConfig
-from penstock.train.optimizer import OptimizerConfig, build_adamw, groups_of, initialise_state
+from penstock.train.optimizer import MOMENTS, OptimizerConfig, build_adamw, groups_of, initialise_state
+from penstock.words import gib
 
 Stack = TypeVar("Stack", bound=PipelinedStack)
 
@@ -113,7 +115,7 @@ def build_stack(
     model.to(device=machinery.device, dtype=dtype)
     model.initialise(config.train.seed)
     if begins:
-        from penstock.train.pretrained import begin_with  # reads checkpoints, which takes a second to load
+        from penstock.train.checkpoint import begin_with  # reads checkpoints, which takes a second to load
 
         with machinery.control.waiting(*config.parallel.at_checkpoints):
             begin_with(model, config.model.config, machinery.control)
@@ -302,7 +304,7 @@ def gradient_bytes(
     """
     edp, sharing = sharded or layout.edp_size > 1, sharing_of(layout, moe.aux_loss_group)
     if model.config is not None and model.of_transformers:
-        from penstock.families.gradients import gradient_bytes_of  # transformers takes seconds to load
+        from penstock.families.sections import gradient_bytes_of  # transformers takes seconds to load
 
         moe_layers = tuple(model.is_moe(layer) for layer in range(model.num_layers))
         shape = StepShape(moe_layers=moe_layers, sharing=sharing)
@@ -346,3 +348,134 @@ def _meant(precision: Precision, device: torch.device) -> Precision:
     if precision != "auto":
         return precision
     return "bfloat16" if device_of(device).computes_in_bfloat16() else "float32"
+
+
+COPIES = 4
+"""Copies of a weight: itself, its gradient and AdamW's two moments, all in float32."""
+
+KEPT_COPIES, KEPT_HEADS, KEPT_RECOMPUTED = 4, 3, 1
+"""Least number of hidden states kept per token and block from forward to backward, and of numbers for each of
+its heads' (of queries and of keys): all that attention saves; or the block's input alone where the block is
+recomputed. See `plan.memory`, which also counts what norms keep that are not one kernel."""
+
+SMALLEST_ELEMENT_BYTES, FLOAT32_BYTES = 2, 4
+
+RANK_BYTES = 160 << 20
+"""Memory of a process with torch before there is a model. Measured: 190 MiB."""
+
+SPARING = {
+    0: ", or share moments (optimizer.zero_stage = 1)",
+    MOMENTS: ", or share gradients (optimizer.zero_stage = 2)",
+}
+"""What else would help, by the number of copies that are shared already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Least bytes that one rank needs, by the setting with which they grow.
+
+    masks_bytes: where documents are separate, attention keeps in every block which tokens of a sample see
+    each other, one number for each pair of tokens.
+    """
+
+    vocabulary_bytes: int
+    layers_bytes: int
+    experts_bytes: int
+    activations_bytes: int
+    masks_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.state_bytes + self.activations_bytes + self.masks_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and optimizer state."""
+        return self.vocabulary_bytes + self.layers_bytes + self.experts_bytes
+
+
+def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
+    """Estimate the memory of one rank, in milliseconds for any size. Scratch memory is not counted.
+
+    config: `resolved`.
+    """
+    model, moe, batch = config.model, config.moe, config.data.batch_per_device
+    shared_copies = config.optimizer.shared_copies
+    whole = COPIES - shared_copies
+    copies, expert_copies = whole + shared_copies / layout.dp_size, whole + shared_copies / layout.edp_size
+    held = gradient_bytes(model, moe, layout, sharded=True)
+    matrices, row_bytes = 1 if model.tie_word_embeddings else 2, model.hidden_size * FLOAT32_BYTES
+    ends = matrices * model.vocab_size * row_bytes // layout.tp_size
+    tokens = min(split_sizes(model.seq_len, layout.tp_size)) if layout.tokens == "split" else model.seq_len
+    heads = (model.attention_size + model.key_value_size) // layout.tp_size
+    kept = KEPT_COPIES * model.hidden_size + KEPT_HEADS * heads
+    again = config.plan.may_repeat_blocks
+    token_bytes = SMALLEST_ELEMENT_BYTES * (KEPT_RECOMPUTED * model.hidden_size if again else kept)
+    mask_bytes = batch * model.seq_len**2 * SMALLEST_ELEMENT_BYTES if config.data.separate_documents else 0
+    return RankMemory(
+        vocabulary_bytes=int(copies * ends),
+        layers_bytes=int(copies * (sum(held.replicated) + sum(held.partial) - ends)),
+        experts_bytes=int(expert_copies * sum(held.experts)),
+        activations_bytes=model.num_layers * batch * tokens * token_bytes,
+        masks_bytes=model.num_layers * mask_bytes,
+    )
+
+
+def check_run(config: RunConfig, layout: Layout, *, there_bytes: int, sharing: int = 1) -> None:
+    """Raise ConfigError, naming the setting that takes most, if `sharing` ranks exceed `there_bytes`.
+
+    config: `resolved`.
+    """
+    need = memory_of(config, layout)
+    if sharing * need.total_bytes <= there_bytes:
+        return
+    parts: dict[str, tuple[object, int]] = {
+        "model.vocab_size": (config.model.vocab_size, need.vocabulary_bytes),
+        "model.hidden_size": (config.model.hidden_size, need.layers_bytes),
+        "moe.num_experts": (config.moe.num_experts, need.experts_bytes),
+        "data.batch_per_device": (config.data.batch_per_device, need.activations_bytes),
+        "data.separate_documents": (True, need.masks_bytes),
+    }
+    key = max(parts, key=lambda name: parts[name][1])
+    ranks = "a rank needs" if sharing == 1 else f"each of {sharing} ranks needs"
+    masks = f", masks of documents {gib(need.masks_bytes)}" if need.masks_bytes else ""
+    why = (
+        f"{ranks} {gib(need.total_bytes)} at the least (weights, gradients and optimizer state "
+        f"{gib(need.state_bytes)}, activations {gib(need.activations_bytes)}{masks}), and there are "
+        f"{gib(there_bytes)} in all"
+    )
+    spare = SPARING.get(config.optimizer.shared_copies, "")
+    spare += "" if config.plan.may_repeat_blocks else ", or compute blocks again (plan.recompute=blocks)"
+    hint = (
+        "Masks grow with the square of model.seq_len: lower it or data.batch_per_device, or leave it out."
+        if key == "data.separate_documents"
+        else "Make the model or the batch smaller, or share it among more devices (parallel.tp_size, "
+        f"ep_size, etp_size){spare}."
+    )
+    raise ConfigError(key, parts[key][0], why, hint)
+
+
+def check_processes(processes: int) -> None:
+    """Raise ConfigError for more local processes than this machine has memory for, even without a model."""
+    most = max(1, host_bytes() // RANK_BYTES)
+    if processes > most:
+        why = f"each takes {RANK_BYTES >> 20} MiB before there is a model, and there are {gib(host_bytes())}"
+        raise ConfigError("parallel.processes", processes, why, f"Use {most} or fewer.")
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine, or of the container in which this process runs, in bytes."""
+    machine, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
+    return machine if limit is None else min(machine, limit)
+
+
+def device_bytes(device: torch.device, control: Control) -> int:
+    """Return what this rank may have of the memory of its device, in bytes. All ranks call it together.
+
+    Of a GPU that is what is free, or this rank's part of it; of a machine all.
+    """
+    kind = device_of(device)
+    everyone = control.gather(kind.identity(device), "counting ranks on every GPU")
+    mine = everyone[control.rank]
+    own_bytes = kind.memory_bytes(device, everyone.count(mine) if mine else 1)
+    return host_bytes() if own_bytes is None else own_bytes

@@ -1,23 +1,29 @@
-"""The whole configuration of a training run. Every section lives beside what it configures."""
+"""The whole configuration of a training run. Every section lives beside what it configures.
+
+All ranks train by the same settings; otherwise each would silently train its own replica.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from penstock.config import ConfigError, Within, check_bounds, check_name
-from penstock.config.bounds import MOST_STEPS, FilePath, Items, Name, Seed, Steps
+from penstock.config import ConfigError, Within, check_bounds, check_name, to_dict
+from penstock.config.bounds import MOST_STEPS, FilePath, Items, Name, Seed, Steps, by_key
+from penstock.config.error import shown
 from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
-from penstock.models.config import QWEN3_MOE
+from penstock.models.config import QWEN3_MOE, experts_of_preset, sizes_of_preset
 from penstock.models.qwen3_moe import model_type_of, sections_of
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import FIXED, REPLAY, PlanConfig
-from penstock.topology import ParallelConfig
+from penstock.topology import Control, ParallelConfig
 from penstock.train.optimizer import OptimizerConfig
 from penstock.train.possible import check_movable, check_moves, check_sections, check_shares, moving_in
 
@@ -192,15 +198,15 @@ class RunConfig:
         try:
             return replace(
                 self,
-                model=_laid_under(self.model, preset.model_sizes()),
-                moe=_laid_under(self.moe, preset.moe_sizes(world_size)),
-                data=_laid_under(self.data, {"batch_per_device": preset.batch_per_device}),
+                model=_laid_under(self.model, sizes_of_preset(preset)),
+                moe=_laid_under(self.moe, experts_of_preset(preset, world_size)),
+                data=_laid_under(self.data, {"batch_per_device": preset.batch}),
             )
         except ConfigError as error:
-            if preset.experts_per_rank * world_size >= preset.top_k:
+            if preset.experts_per_device * world_size >= preset.top_k:
                 raise  # not the number of ranks, but something that the user set beside the preset
-            experts = f"{preset.experts_per_rank * world_size} experts on {world_size} processes"
-            least = -(-preset.top_k // preset.experts_per_rank)
+            experts = f"{preset.experts_per_device * world_size} experts on {world_size} processes"
+            least = -(-preset.top_k // preset.experts_per_device)
             why = f"has {experts}, and there {error}"
             hint = f"Start {least} processes or more (parallel.processes)."
             raise ConfigError("model.preset", self.model.preset, why.rstrip("."), hint) from None
@@ -210,3 +216,58 @@ def _laid_under(section: Section, sizes: Mapping[str, Any]) -> Section:
     """Return the section with `sizes` for every key that still has its default."""
     untouched = {f.name for f in fields(section) if getattr(section, f.name) == f.default}
     return replace(section, **{key: value for key, value in sizes.items() if key in untouched})
+
+
+OF_A_RANK: Final = (
+    "model.config",
+    "data.path",
+    "data.tokenizer",
+    "data.cache",
+    "output.dir",
+    "parallel.processes",
+    "parallel.send_buffer_bytes",
+)
+"""Settings that may differ between machines: locations, whose contents are compared instead, and two settings
+that concern one machine alone."""
+
+MIXTURE: Final = "data.mixture"
+NOTHING: Final = "nothing of that name"
+MOST_NAMED = 5
+HINT = "Start all ranks with the same configuration file, overrides and version."
+
+
+def resolved_for_all(config: RunConfig, control: Control) -> RunConfig:
+    """Return the run with the sizes that follow from others and from files, the same on all ranks.
+
+    Raises ConfigError, on all ranks, for settings that differ or that one cannot use.
+    """
+    check_same_settings(config, control)
+    control.agreed(lambda: config.resolved(control.world_size), "reading the settings")
+    found = config.resolved(control.world_size)
+    if found.model.config is not None:  # files of the same name may differ between machines
+        check_same_settings(found, control)
+    return found
+
+
+def check_same_settings(config: RunConfig, control: Control) -> None:
+    """Raise ConfigError, the same on all ranks, naming a setting that differs between ranks.
+
+    Costs one exchange of 64 bytes when all agree.
+    """
+    mine = {key: value for key, value in by_key(RunConfig, to_dict(config)).items() if key not in OF_A_RANK}
+    if config.data.mixture:  # the paths of texts, too, may differ between machines
+        mine[MIXTURE] = [weight for _, weight in config.data.mixture]
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    purpose = "comparing settings"
+    if len(set(control.gather(digest, purpose))) == 1:
+        return
+    first, *others = control.gather(mine, purpose)
+    for rank, other in enumerate(others, start=1):
+        different = [key for key in first | other if first.get(key, NOTHING) != other.get(key, NOTHING)]
+        if different:
+            key, *more = different
+            why = f"is so on rank 0, and on rank {rank} it is {shown(other.get(key, NOTHING))}"
+            if more:
+                named = ", ".join(more[:MOST_NAMED]) + (", ..." if len(more) > MOST_NAMED else "")
+                why += f" (also different: {named})"
+            raise ConfigError(key, first.get(key, NOTHING), why, HINT)

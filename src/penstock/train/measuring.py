@@ -1,6 +1,8 @@
-"""Makes the record of a step that has ended, and the loss on held-out text.
+"""Makes the record of a step that has ended, with figures of its loads, and the loss on held-out text.
 
-Shapes: P ranks, Y MoE layers, E experts.
+Loads are also written to `routing.jsonl`, for virtual devices and planners to replay.
+Shapes: B samples, P ranks, Y MoE layers, E experts, H ranks of an expert group. Loads [P, Y, E]: rows that
+every rank has for every expert.
 """
 
 from __future__ import annotations
@@ -8,21 +10,30 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from scipy.special import stdtrit
 
+from penstock.apportion import Counts
 from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
-from penstock.mesh import Group
+from penstock.features.expert_replicas.model import LayerLoad
+from penstock.features.expert_replicas.planners import overlap
+from penstock.mesh import Group, Mesh, node_of
+from penstock.placement import ExpertPlacement, Replication
 from penstock.runtime import PipelinedStack
+from penstock.topology import Control, Layout
 from penstock.trace import TaskRecord, occupation
 from penstock.train.batches import Batch
-from penstock.train.load_figures import LoadFigures, RowsOfReplicas
+from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics
+from penstock.train.output import written
 from penstock.train.pilot import Pilot
+from penstock.workloads import RecordedModel, RoutingRecorder
+from penstock.writing import LineFile
 
 PLAN_DIGITS = 8
 KIBIBYTE = 1024
@@ -101,7 +112,7 @@ def load_figures(stack: PipelinedStack) -> dict[str, Any]:
             share = replica_rows.share(layout.mesh, layout.rank)
             everyone = stack.machinery.control.gather(share, "adding up what replicas compute")
             replica_rows = RowsOfReplicas.joined(everyone)
-    found = LoadFigures.of(
+    return figures_of(
         loads_PYE,
         [part.moe.placement for part in stack.parts.parts if part.moe is not None],
         layout.mesh,
@@ -109,7 +120,6 @@ def load_figures(stack: PipelinedStack) -> dict[str, Any]:
         replica_rows=replica_rows,
         before_PYE=stack.loads[-2] if len(stack.loads) > 1 else None,
     )
-    return vars(found)
 
 
 CONFIDENCE = 0.95
@@ -160,3 +170,210 @@ def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> Evaluation:
         reach = float(stdtrit(len(losses) - 1, CONFIDENCE))
         noise = reach * float(np.std(losses, ddof=1)) / math.sqrt(len(losses))
     return Evaluation(sum(totals) / sum(counts), noise)
+
+
+Numbers = npt.NDArray[np.float64]
+
+
+class RowsOfReplicas(NamedTuple):
+    """Rows that every rank computes, including those of its replicas, and rows that another node computes."""
+
+    rows_PY: Numbers
+    away_Y: Numbers
+
+    @staticmethod
+    def of_group(
+        loads_PYE: npt.NDArray[np.int32],
+        replications: Sequence[Replication],
+        mesh: Mesh,
+        node_size: int,
+        rank: int,
+    ) -> RowsOfReplicas:
+        """Return the rows of ranks that share experts with `rank`; zeros for others, whose replicas differ.
+
+        replications: of these ranks, by MoE layer.
+        """
+        node_P, holders = np.array(_nodes(mesh, node_size)), mesh.size(Group.EXPERT)
+        rows_PY, away_Y = np.zeros(loads_PYE.shape[:2]), np.zeros(loads_PYE.shape[1])
+        ranks_HS = np.array(mesh.members(rank, Group.EXPERT_SHARDS)).reshape(holders, -1)
+        loads_HYE, node_H = loads_PYE[ranks_HS].sum(axis=1, dtype=np.int64), node_P[ranks_HS[:, 0]]
+        for layer, replication in enumerate(replications):
+            traffic_HH = LayerLoad.of(loads_HYE[:, layer], replication, node_H.tolist()).traffic
+            rows_PY[ranks_HS, layer] = traffic_HH.sum(axis=0)[:, None]
+            away_Y[layer] = traffic_HH[node_H[:, None] != node_H].sum()
+        return RowsOfReplicas(rows_PY, away_Y)
+
+    def share(self, mesh: Mesh, rank: int) -> tuple[Numbers, Numbers]:
+        """Return what `rank` tells all others: its own rows, [Y], and, if it is the first of its group, the
+        group's rows that cross nodes, [Y]."""
+        first = mesh.members(rank, Group.EXPERT_SHARDS)[0] == rank
+        return self.rows_PY[rank], self.away_Y * first
+
+    @staticmethod
+    def joined(shares: Sequence[tuple[Numbers, Numbers]]) -> RowsOfReplicas:
+        """Return the rows of all groups. shares: by rank."""
+        rows, away = zip(*shares, strict=True)
+        return RowsOfReplicas(np.stack(rows), np.sum(away, axis=0))
+
+
+def figures_of(
+    loads_PYE: npt.NDArray[np.int32],
+    placements: Sequence[ExpertPlacement],
+    mesh: Mesh,
+    node_size: int,
+    *,
+    replica_rows: RowsOfReplicas | None = None,
+    before_PYE: npt.NDArray[np.int32] | None = None,
+) -> dict[str, tuple[float, ...] | None]:
+    """Return figures of one step, each by MoE layer, named as in `StepMetrics`.
+
+    expert_load_max_over_mean, rank_load_max_over_mean: the busiest expert's or rank's rows over the mean; 1 =
+    balance. expert_load_entropy: of the experts' shares, over that of equal ones: 1 = balance, 0 = one expert
+    has all. rank_rows_max_over_mean: of what ranks compute, rows of their replicas included.
+    rows_crossing_nodes: the share of rows that another node computes; None with one node. loads_in_common:
+    with the step before, as `overlap` defines it; None where there is none.
+
+    Args:
+        loads_PYE: Of the step.
+        placements: By MoE layer.
+        mesh: Of all ranks.
+        node_size: Consecutive ranks in one node; 0 = unknown.
+        replica_rows: Of all expert groups; None = no replicas.
+        before_PYE: The loads of the step before, if there was one.
+    """
+    loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
+    owned_PY = rank_loads(loads, placements, mesh)
+    rows_PY, away_Y = replica_rows or (owned_PY, _away(loads, placements, mesh, nodes))
+    in_common = None
+    if before_PYE is not None:
+        pairs = zip(before_PYE.astype(np.int64).swapaxes(0, 1), loads.swapaxes(0, 1), strict=True)
+        in_common = tuple(overlap(before_PE, now_PE) for before_PE, now_PE in pairs)
+    crossing = _floats(away_Y / np.maximum(loads.sum(axis=(0, 2)), 1)) if len(set(nodes)) > 1 else None
+    return {
+        "expert_load_max_over_mean": _floats(max_over_mean(loads.sum(axis=0))),
+        "rank_load_max_over_mean": _floats(max_over_mean(owned_PY.T)),
+        "expert_load_entropy": _floats(relative_entropy(loads.sum(axis=0))),
+        "rank_rows_max_over_mean": _floats(max_over_mean(rows_PY.T)),
+        "rows_crossing_nodes": crossing,
+        "loads_in_common": in_common,
+    }
+
+
+def max_over_mean(loads: Counts | Numbers) -> Numbers:
+    """Return the largest load over the mean along the last axis; 0 without loads."""
+    found: Numbers = loads.max(axis=-1) / np.maximum(loads.mean(axis=-1), 1e-9)
+    return found
+
+
+def relative_entropy(loads: Counts) -> Numbers:
+    """Return the entropy of shares along the last axis, over its largest value; 1 for a single share."""
+    share = loads / np.maximum(loads.sum(axis=-1, keepdims=True), 1)
+    nats = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=-1)
+    most = np.log(loads.shape[-1])
+    found: Numbers = nats / most if most else np.ones_like(nats)
+    return found
+
+
+def rank_loads(loads_PYE: Counts, placements: Sequence[ExpertPlacement], mesh: Mesh) -> Counts:
+    """Return the rows that the experts of every rank get, [P, Y]: all shards of an expert get its rows."""
+    found, holders = np.zeros(loads_PYE.shape[:2], dtype=np.int64), mesh.size(Group.EXPERT)
+    for members in mesh.groups(Group.EXPERT_SHARDS):
+        together_YE = loads_PYE[list(members)].sum(axis=0)
+        places = [mesh.place(rank, Group.EXPERT) for rank in members]
+        for layer, placement in enumerate(placements):
+            by_place = np.bincount(placement.owners, together_YE[layer], minlength=holders)
+            found[list(members), layer] = by_place[places].astype(np.int64)
+    return found
+
+
+def _away(
+    loads_PYE: Counts, placements: Sequence[ExpertPlacement], mesh: Mesh, nodes: Sequence[int]
+) -> Counts:
+    """Return the rows whose expert is on another node than the rank that has them, [Y]."""
+    node_P = np.array(nodes)
+    owners_YE = np.array([placement.owners for placement in placements])
+    ranks_PH = np.array([mesh.members(rank, Group.EXPERT) for rank in range(len(nodes))])
+    abroad_PYE = node_P[ranks_PH][:, owners_YE] != node_P[:, None, None]
+    away_Y: Counts = (loads_PYE * abroad_PYE).sum(axis=(0, 2))
+    return away_Y
+
+
+def _nodes(mesh: Mesh, node_size: int) -> list[int]:
+    """Return the node of every rank; all the same where nodes are not known."""
+    return [node_of(rank, node_size) if node_size else 0 for rank in range(mesh.world_size)]
+
+
+def _floats(numbers: Numbers) -> tuple[float, ...]:
+    return tuple(map(float, numbers))
+
+
+ROUTING_FILE = "routing.jsonl"
+Known = tuple[Counts, Counts]
+"""Numbers of samples, and their loads [B, E]."""
+
+
+class RoutingFile:
+    """Writes, on rank 0, the loads of each step; with `routing_samples` also those of every sample.
+
+    Samples' loads are gathered outside the step. done: steps done before; records of later steps are dropped.
+    """
+
+    def __init__(self, config: RunConfig, control: Control, layout: Layout, done: int) -> None:
+        self._control = control
+        self._samples = config.output.routing_samples
+        self._recorder: RoutingRecorder | None = None
+        self.records: list[LineFile] = []
+        if layout.rank == 0:
+            model = RecordedModel(
+                moe_layers=sum(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
+                num_experts=config.moe.num_experts,
+                top_k=config.moe.top_k,
+                experts_choose=config.moe.kind == "expert",
+            )
+            path = config.output.dir / ROUTING_FILE
+            try:
+                self._recorder = RoutingRecorder(path, model, resume_step=done)
+            except ConfigError as error:
+                why = f"{path} cannot be continued: it {error.why}"
+                raise ConfigError(
+                    "output.routing", True, why, "Mend the line, or move the file away."
+                ) from error
+            self.records.append(self._recorder.file)
+
+    def record(self, step: int, stack: PipelinedStack) -> None:
+        """Record the step; with samples this costs an exchange of all their loads."""
+        listed = None
+        if self._samples:
+            mine = [
+                (
+                    np.concatenate([each.ids_B.cpu().numpy() for each in layer]),
+                    np.concatenate([each.chosen_BE.cpu().numpy() for each in layer]),
+                )
+                for layer in stack.loads.of_samples
+            ]
+            everyone = self._control.gather(mine, "collecting how samples were routed")
+            listed = [sample.tolist() for sample in _joined(everyone)]
+        if self._recorder is not None:
+            assert stack.statistics is not None, "a step has ended"
+            with written(self._recorder.file.path):
+                self._recorder.write(step, stack.statistics.chosen_YE.tolist(), listed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+def _joined(everyone: Sequence[Sequence[Known]]) -> Counts:
+    """Return the loads of all samples, [B, Y, E], in the order of ranks in the first layer.
+
+    Every layer may hold a sample on another rank, and several ranks may share it.
+    """
+    layers = [tuple(map(np.concatenate, zip(*ranks, strict=True))) for ranks in zip(*everyone, strict=True)]
+    place = {number: i for i, number in enumerate(dict.fromkeys(layers[0][0].tolist()))}
+    found = np.zeros((len(place), len(layers), layers[0][1].shape[1]), dtype=np.int64)
+    for layer, (ids_B, chosen_BE) in enumerate(layers):
+        np.add.at(found[:, layer], [place[number] for number in ids_B.tolist()], chosen_BE)
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -39,20 +39,8 @@ class RunModel:
     repeats_late: bool
 
 
-class MakeModel(Protocol):
-    """Builds the model of a run; all ranks call it together."""
-
-    def __call__(
-        self,
-        config: RunConfig,
-        machinery: Machinery,
-        *,
-        plan: StepPlan | None,
-        moving: ExpertMoving | None,
-        begins: bool,
-    ) -> RunModel:
-        """Return the model, with its first plan; see `build_stack`."""
-        ...
+MakeModel = Callable[..., RunModel]
+"""Builds the model of a run, with its first plan, as `decoder_of` does; all ranks call it together."""
 
 
 def decoder_of(

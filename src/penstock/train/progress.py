@@ -41,10 +41,8 @@ class Progress:
 
     def __init__(self, total_steps: int, *, every: int = 10, quiet: bool = False) -> None:
         self._total_steps, self._every = total_steps, every
-        self._display = _Silence()
-        if not quiet:
-            live = sys.stderr.isatty()
-            self._display = _LiveLine(total_steps) if live else _PlainLines(total_steps)
+        self._stream = None if quiet else sys.stderr
+        self._bar = _bar(total_steps) if self._stream is not None and self._stream.isatty() else None
         self._recent: deque[StepMetrics] = deque(maxlen=SHOWN_STEPS)
 
     def update(self, metrics: StepMetrics) -> None:
@@ -66,28 +64,43 @@ class Progress:
             words = describe(shown, left * shown.iteration_s)
             logger.debug(f"step {metrics.step}/{self._total_steps}  {words}")
         with self._unless_lost():
-            self._display.show(shown, left * shown.iteration_s, due=bool(due))
+            if self._bar is not None:  # the line changes with every step
+                (task,) = self._bar.tasks
+                width = self._bar.console.width - LEAST_BAR - 2 * len(f" {task.total}")
+                words = describe(shown, left * shown.iteration_s, width)
+                self._bar.update(task.id, completed=metrics.step, description=words)
+            elif due and self._stream is not None:
+                head = f"step {metrics.step}/{self._total_steps}  "
+                width = terminal_width(self._stream) - len(head)
+                words = describe(shown, left * shown.iteration_s, width)
+                print(head + words, file=self._stream, flush=True)
 
     def say(self, message: str) -> None:
         """Show a message that stays, above the line that changes."""
         with self._unless_lost():
-            self._display.say(message)
+            if self._bar is not None:
+                console = self._bar.console
+                console.print(folded(message, console.width), soft_wrap=True)
+            elif self._stream is not None:
+                print(folded(message, terminal_width(self._stream)), file=self._stream, flush=True)
 
     def __enter__(self) -> Self:
         with self._unless_lost():
-            self._display.start()
+            if self._bar is not None:
+                self._bar.start()
         return self
 
     def __exit__(self, *failure: object) -> None:
         with self._unless_lost():
-            self._display.stop()
+            if self._bar is not None:
+                self._bar.stop()
 
     @contextmanager
     def _unless_lost(self) -> Iterator[None]:
         try:
             yield
         except OSError:
-            self._display = _Silence()
+            self._bar = self._stream = None
             with suppress(OSError, ValueError):  # what Python still holds back would be an error at the end
                 mute(sys.stderr.fileno())
 
@@ -110,58 +123,17 @@ def describe(metrics: StepMetrics, eta_s: float, width: int = sys.maxsize) -> st
     return "  ".join([*parts, *more, *eta])
 
 
-class _Silence:
-    """Shows nothing; the others do more. Between `start` and `stop` they may own the terminal's last line."""
-
-    def start(self) -> None: ...
-
-    def show(self, metrics: StepMetrics, eta_s: float, *, due: bool) -> None: ...
-
-    def say(self, message: str) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-class _PlainLines(_Silence):
-    def __init__(self, total_steps: int) -> None:
-        self._total_steps, self._stream = total_steps, sys.stderr
-
-    def show(self, metrics: StepMetrics, eta_s: float, *, due: bool) -> None:
-        if due:
-            head = f"step {metrics.step}/{self._total_steps}  "
-            left = terminal_width(self._stream) - len(head)
-            print(head + describe(metrics, eta_s, left), file=self._stream, flush=True)
-
-    def say(self, message: str) -> None:
-        print(folded(message, terminal_width(self._stream)), file=self._stream, flush=True)
-
-
-class _LiveLine(_Silence):
-    def __init__(self, total_steps: int) -> None:
+def _bar(total_steps: int) -> RichProgress:
+    """Return the line of a terminal, for one task."""
+    bar = RichProgress(
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}", markup=False),
         # Markup is off: a message may contain brackets, and they are not styles.
-        self._console = Console(stderr=True, force_terminal=True, markup=False, highlight=False)
-        self._bar = RichProgress(
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=self._console,
-            expand=True,
-            refresh_per_second=4,  # drawn by a thread that takes time from training
-            redirect_stdout=False,  # printed results must not end up on standard error
-        )
-        self._task = self._bar.add_task("", total=total_steps)
-
-    def start(self) -> None:
-        self._bar.start()
-
-    def show(self, metrics: StepMetrics, eta_s: float, *, due: bool) -> None:
-        del due  # the line changes with every step
-        left = self._console.width - LEAST_BAR - 2 * len(f" {self._bar.tasks[self._task].total}")
-        words = describe(metrics, eta_s, left)
-        self._bar.update(self._task, completed=metrics.step, description=words)
-
-    def say(self, message: str) -> None:
-        self._console.print(folded(message, self._console.width), soft_wrap=True)
-
-    def stop(self) -> None:
-        self._bar.stop()
+        console=Console(stderr=True, force_terminal=True, markup=False, highlight=False),
+        expand=True,
+        refresh_per_second=4,  # drawn by a thread that takes time from training
+        redirect_stdout=False,  # printed results must not end up on standard error
+    )
+    bar.add_task("", total=total_steps)
+    return bar

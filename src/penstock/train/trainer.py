@@ -28,28 +28,28 @@ from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
-from penstock.train.assemble import build_machinery, build_optimizer, on_device
-from penstock.train.batches import ReadAhead
+from penstock.train.assemble import build_machinery, build_optimizer, check_run, device_bytes, on_device
+from penstock.train.batches import ReadAhead, open_source
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
-from penstock.train.config import RunConfig
-from penstock.train.consistency import resolved_for_all
-from penstock.train.curves import TensorBoard, check_wandb, open_logs
-from penstock.train.history import History, LoadBook, summarise
+from penstock.train.config import RunConfig, resolved_for_all
+from penstock.train.history import History, LoadBook, StepAnalysis, analyse, summarise
 from penstock.train.logs import RankLog, show
-from penstock.train.measuring import batch_loss, evaluate, measured
-from penstock.train.memory_check import check_run, device_bytes
-from penstock.train.metrics import METRICS_FILE, MetricsWriter, StepMetrics
+from penstock.train.measuring import RoutingFile, batch_loss, evaluate, measured
+from penstock.train.metrics import (
+    METRICS_FILE,
+    MetricsWriter,
+    StepMetrics,
+    TensorBoard,
+    check_wandb,
+    open_logs,
+)
 from penstock.train.model import MakeModel, decoder_of
-from penstock.train.optimizer import learning_rate, set_learning_rate
+from penstock.train.optimizer import ADVICE, DivergedError, build_update, learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
 from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
 from penstock.train.resume import changes, checkpoints_folder, find_resumption, restore
-from penstock.train.routing_file import RoutingFile
-from penstock.train.source import open_source
 from penstock.train.stopping import StopRequests
-from penstock.train.tracing import StepAnalysis, analyse
-from penstock.train.update import ADVICE, DivergedError, build_update
 from penstock.writing import LineFile
 
 logger = logging.getLogger(__name__)

@@ -30,9 +30,8 @@ from penstock.plan.plan_config import AUTO
 from penstock.plan.space import forced
 from penstock.plan.subject import precision_of, rate_notes
 from penstock.topology import Layout
-from penstock.train.assemble import build_machinery
+from penstock.train.assemble import RankMemory, build_machinery, check_run, memory_of
 from penstock.train.config import RunConfig
-from penstock.train.memory_check import RankMemory, check_run, memory_of
 from penstock.train.output import PLAN_FILE
 from penstock.train.pilot import Ranks, Resumption
 from penstock.train.possible import check_shares

@@ -22,7 +22,7 @@ from penstock.cost.cluster_file import Fit, Machine
 from penstock.cost.fit import LineFit, fit_line
 from penstock.device import device_of
 from penstock.topology import Control
-from penstock.train.memory_check import device_bytes
+from penstock.train.assemble import device_bytes
 
 CONFIDENCE = 0.95
 NARROW = 0.05

@@ -26,8 +26,7 @@ from penstock.runtime import Machinery, PipelinedStack
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.config import OutputConfig, Precision, RunConfig, TrainConfig
-from penstock.train.optimizer import OptimizerConfig, set_learning_rate
-from penstock.train.update import build_update
+from penstock.train.optimizer import OptimizerConfig, build_update, set_learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,7 @@ from penstock.train.assemble import (
     model_of,
 )
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
-from penstock.train.optimizer import build_adamw, initialise_state, set_learning_rate
-from penstock.train.update import Update, build_update
+from penstock.train.optimizer import Update, build_adamw, build_update, initialise_state, set_learning_rate
 
 
 @dataclass(frozen=True)

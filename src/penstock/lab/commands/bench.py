@@ -27,7 +27,7 @@ from penstock.lab.bench.virtual_field import VirtualField
 from penstock.lab.commands.emulate import Emulation
 from penstock.plan.plan_config import PlanConfig
 from penstock.topology import Control, Layout, ProcessInfo, detect
-from penstock.train.memory_check import check_run, host_bytes
+from penstock.train.assemble import check_run, host_bytes
 from penstock.train.possible import check_shares
 from penstock.words import terminal_width
 

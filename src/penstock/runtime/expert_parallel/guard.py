@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.dtensors import is_dtensor
 from penstock.mesh import Group
 from penstock.moe.experts import Experts
+from penstock.partial_state import is_dtensor
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
 from penstock.runtime.fingerprints import (
     MODULUS,

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from penstock.dtensors import part_of
 from penstock.mesh import Group
 from penstock.moe import MoELayer
-from penstock.partial_state import KEY, ShareError, ShareMark, check_share, torch_callers
+from penstock.partial_state import KEY, ShareError, ShareMark, check_share, part_of, torch_callers
 from penstock.partial_state import share_of as marked_share
 from penstock.runtime.transport import Transport
 from penstock.sharding import sharding_of

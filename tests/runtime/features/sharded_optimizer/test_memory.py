@@ -14,7 +14,7 @@ from penstock.plan import MemoryEstimate, estimate_memory
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.config import RunConfig
-from penstock.train.update import build_update
+from penstock.train.optimizer import build_update
 from tests.support.memory import give_back_what_is_freed
 from tests.support.ranks import RankPool
 
