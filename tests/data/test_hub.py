@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from penstock.config import ConfigError
-from penstock.data import listing
-from penstock.data.listing import parquet_of
+from penstock.data import files
+from penstock.data.files import parquet_of
 from tests.support.hub import hub_of
 from tests.support.patience import HANG_S
 from tests.support.runs import refused
@@ -41,7 +41,7 @@ for offline, name, folder in (line.split() for line in sys.stdin):
 @pytest.mark.slow
 def test_a_dataset_is_read_by_its_name_on_the_hub(tmp_path: Path) -> None:
     """Afterwards no hub is needed."""
-    folder, named = tmp_path / "data", f"{listing.PREFIX}{NAME}"
+    folder, named = tmp_path / "data", f"{files.PREFIX}{NAME}"
     folder.mkdir()
     for split, stories in (("train", STORIES), ("test", STORIES[:3])):
         lines = [json.dumps({"number": number, "text": text}) for number, text in enumerate(stories)]
@@ -70,18 +70,18 @@ def test_a_dataset_is_read_by_its_name_on_the_hub(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["", "a/b/c", "someone/stories?rows=3", "?split=train"])
 def test_what_names_no_dataset(path: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parquet_of(f"{listing.PREFIX}{path}")
-    assert caught.value.key == "path" and listing.FORM in str(caught.value)
+        parquet_of(f"{files.PREFIX}{path}")
+    assert caught.value.key == "path" and files.FORM in str(caught.value)
 
 
 def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "is_there", lambda module: module != "datasets")
+    monkeypatch.setattr(files, "is_there", lambda module: module != "datasets")
     with pytest.raises(ConfigError, match="datasets"):
-        parquet_of(f"{listing.PREFIX}{NAME}")
+        parquet_of(f"{files.PREFIX}{NAME}")
 
 
 @pytest.mark.slow
 def test_what_the_hub_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Here without a network; a name that is none, another split and no connection end alike."""
-    settings = [f"data.path={listing.PREFIX}{NAME}", f"output.dir={tmp_path / 'run'}"]
+    settings = [f"data.path={files.PREFIX}{NAME}", f"output.dir={tmp_path / 'run'}"]
     assert "data.path" in refused(capsys, "train", "configs/tiny.toml", *settings)

@@ -27,12 +27,20 @@ from tokenizers import models, pre_tokenizers, trainers
 from penstock.config import ConfigError
 from penstock.data import documents as documents_module
 from penstock.data import prepare as prepare_module
-from penstock.data.listing import files_of
+from penstock.data.files import files_of
 from penstock.data.prepare import Preparation
-from penstock.data.record import BLOCK_BYTES, UNFINISHED, WHOLE, Shard, width_of, write_record
 from penstock.data.text import TextError
 from penstock.data.tokenizer import Bytes, FileTokenizer, open_tokenizer
-from penstock.data.tokens import Tokens, first_damage
+from penstock.data.tokens import (
+    BLOCK_BYTES,
+    UNFINISHED,
+    WHOLE,
+    Shard,
+    Tokens,
+    first_damage,
+    width_of,
+    write_record,
+)
 from penstock.writing import DRAFT
 from tests.support.killed import left_by_kills
 

@@ -9,8 +9,7 @@ import pytest
 
 from penstock.cost.cluster_file import Fit, LinkModel
 from penstock.cost.clusters import find_cluster
-from penstock.report.profile import link_bandwidth, profile_text
-from penstock.report.profile_figure import draw_profile
+from penstock.report.profile import draw_profile, link_bandwidth, profile_text
 from tests.cost.test_clusters import MEASURED
 
 
