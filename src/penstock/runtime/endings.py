@@ -14,11 +14,10 @@ from torch import Tensor
 from penstock.device import device_of
 from penstock.graph import Lane, Task
 from penstock.mesh import Group
-from penstock.runtime.features.tensor_parallel import LossOverShards, gathered, scattered
 from penstock.runtime.handlers import AnySegment, Inputs, LossGradients, Outputs, StepContext, TensorPlace
 from penstock.runtime.ops import microbatch, present
 from penstock.runtime.statistics import HeadSums, StepStatistics
-from penstock.runtime.transport import Transport, Transports
+from penstock.runtime.transport import Transport, Transports, gathered, scattered
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class TokenLoss:
     """The mean cross-entropy of all ranks' tokens, which the step computes itself and returns."""
 
     tells_at_once = False
-    shards = LossOverShards()
 
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return the sums of a microbatch's token losses."""
@@ -191,11 +189,6 @@ class HiddenStates:
         self._router_grads: dict[int, tuple[Tensor, ...]] = {}
         self._ended = False
 
-    @property
-    def shards(self) -> HiddenStates:
-        """The same ending: hidden states of all tokens are left to the caller, whose head has shards."""
-        return self
-
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Keep the hidden states of a microbatch; return sums of no losses."""
         self._left[microbatch(task)] = inputs.one("hidden")
@@ -205,6 +198,8 @@ class HiddenStates:
         """Return the gradient of a microbatch's hidden states."""
         del context, inputs
         return {"hidden": self._grads[microbatch(task)]}
+
+    # Where ranks share the vocabulary, hidden states of all tokens are left to the caller, whose head is cut.
 
     def logits(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Keep the hidden states of a microbatch; return no logits, and peaks without a meaning."""

@@ -242,26 +242,6 @@ class LossGradients:
     alike: Tensor | None = None
 
 
-class SharedHead(Protocol):
-    """What happens at the head where every rank has a shard of the vocabulary, and all tokens."""
-
-    def logits(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return logits, for `loss`; peaks, which all ranks exchange, of one shape; and what is saved."""
-        ...
-
-    def logits_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return hidden: a gradient of all tokens, of which the sum over ranks is taken."""
-        ...
-
-    def loss(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return loss: sums of a microbatch; and what is saved."""
-        ...
-
-    def loss_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return logits: their gradient, for `logits_backward`."""
-        ...
-
-
 class Ending(Protocol):
     """What a step ends with; see `endings`.
 
@@ -270,11 +250,6 @@ class Ending(Protocol):
     """
 
     tells_at_once: bool
-
-    @property
-    def shards(self) -> SharedHead:
-        """What stands for `forward` and `backward` where ranks share the vocabulary."""
-        ...
 
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs: ...
 

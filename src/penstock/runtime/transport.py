@@ -218,9 +218,6 @@ def scattered_in_order(rows: Tensor, sizes: Sequence[int], group: Axes, transpor
 # ---- a transport that sends nothing: the same computation without a network, to measure it alone ----------
 
 
-# ---- a transport that sends nothing: the same computation without a network, to measure it alone ----------
-
-
 class SilentTransport(Unconnected):
     """Gives every rank rows of the right number, made from its own. Values are wrong, sizes and work are
     right.
@@ -372,3 +369,23 @@ def send_home(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
     for block, part in zip(leg.order, rows.split([leg.sizes[block] for block in leg.order]), strict=True):
         found[block].append(part)
     return torch.cat([summed(parts) for parts in found if parts])
+
+
+# ---- tokens of samples that several ranks share: B samples, L tokens per sample, M hidden size -------------
+
+
+def gathered(mine_BLM: Tensor, lengths: Sequence[int], transport: Transport, axes: Axes) -> Tensor:
+    """Return the tokens of all ranks, each of which has so many of every sample."""
+    samples, hidden = mine_BLM.shape[0], mine_BLM.shape[2]
+    rows = mine_BLM.reshape(samples * mine_BLM.shape[1], hidden)
+    sizes = [samples * length for length in lengths]
+    parts = zip(transport.all_gather(rows, sizes, axes).split(sizes), lengths, strict=True)
+    return torch.cat([part.view(samples, length, hidden) for part, length in parts], dim=1)
+
+
+def scattered(all_BLM: Tensor, lengths: Sequence[int], rank: int, transport: Transport, axes: Axes) -> Tensor:
+    """Return the sum over ranks of the tokens of this one."""
+    samples, _, hidden = all_BLM.shape
+    rows = torch.cat([part.reshape(-1, hidden) for part in all_BLM.split(list(lengths), dim=1)])
+    mine = transport.reduce_scatter(rows, [samples * length for length in lengths], axes)
+    return mine.view(samples, lengths[rank], hidden)

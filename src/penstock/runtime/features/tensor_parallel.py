@@ -6,21 +6,22 @@ L tokens, V vocabulary of this rank, P ranks that share attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.features.tensor_parallel import ops as tensor
 from penstock.graph import Phase, Task
-from penstock.mesh import Axes
 from penstock.ops import Op
 from penstock.runtime.batch import NO_LABEL, check_vocabulary
+from penstock.runtime.endings import HiddenStates
 from penstock.runtime.handlers import AnySegment, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops import SavedRoute, added, microbatch, present, route, route_gradients
 from penstock.runtime.statistics import HeadSums, StepStatistics, in_pieces
-from penstock.runtime.transport import Transport
+from penstock.runtime.transport import Transport, gathered, scattered
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 Move = Callable[[StepContext, Task, Tensor], Tensor]
@@ -39,23 +40,6 @@ def scatter(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
     """Return the sum over ranks of this rank's part of every sample's tokens."""
     lengths = context.tensor.lengths(all_BLM.shape[1])
     return scattered(all_BLM, lengths, context.tensor.rank, _transport(context, task), task.axes)
-
-
-def gathered(mine_BLM: Tensor, lengths: Sequence[int], transport: Transport, axes: Axes) -> Tensor:
-    """Return the tokens of all ranks, each of which has so many of every sample."""
-    samples, hidden = mine_BLM.shape[0], mine_BLM.shape[2]
-    rows = mine_BLM.reshape(samples * mine_BLM.shape[1], hidden)
-    sizes = [samples * length for length in lengths]
-    parts = zip(transport.all_gather(rows, sizes, axes).split(sizes), lengths, strict=True)
-    return torch.cat([part.view(samples, length, hidden) for part, length in parts], dim=1)
-
-
-def scattered(all_BLM: Tensor, lengths: Sequence[int], rank: int, transport: Transport, axes: Axes) -> Tensor:
-    """Return the sum over ranks of the tokens of this one."""
-    samples, _, hidden = all_BLM.shape
-    rows = torch.cat([part.reshape(-1, hidden) for part in all_BLM.split(list(lengths), dim=1)])
-    mine = transport.reduce_scatter(rows, [samples * length for length in lengths], axes)
-    return mine.view(samples, lengths[rank], hidden)
 
 
 def reduce(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
@@ -246,16 +230,22 @@ def _one_back(role: str, left: str, context: StepContext, task: Task, inputs: In
 # ---- the head, of which every rank has a shard of the vocabulary -------------------------------------------
 
 
+def _shards(context: StepContext) -> SharedHead:
+    """Return what stands for the ending's `forward` and `backward` where ranks share the vocabulary."""
+    ending = context.ending
+    return ending if isinstance(ending, HiddenStates) else LossOverShards()
+
+
 @handles(Op.LOGITS, F)
 def logits(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return logits and peaks, as the step's ending makes them of all tokens."""
-    return context.ending.shards.logits(context, task, inputs)
+    return _shards(context).logits(context, task, inputs)
 
 
 @handles(Op.LOGITS, B)
 def logits_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return hidden: a summand of the gradient of all tokens."""
-    return context.ending.shards.logits_backward(context, task, inputs)
+    return _shards(context).logits_backward(context, task, inputs)
 
 
 @handles(Op.PEAKS, F)
@@ -270,7 +260,7 @@ def peaks(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.LOSS, F)
 def loss(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return loss: sums of a microbatch, on the first of the ranks that have it; zeros on the others."""
-    found = context.ending.shards.loss(context, task, inputs)
+    found = _shards(context).loss(context, task, inputs)
     if not context.counts_once(task):
         sums = found["loss"]
         found = {**found, "loss": HeadSums(sums.loss * 0, sums.valid * 0, 0)}
@@ -280,7 +270,7 @@ def loss(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.LOSS, B)
 def loss_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return logits: their gradient."""
-    return context.ending.shards.loss_backward(context, task, inputs)
+    return _shards(context).loss_backward(context, task, inputs)
 
 
 # ---- the loss of labels where every rank has a shard of the vocabulary: logits stay where they are made
@@ -310,6 +300,26 @@ class SavedLoss:
     shard: ShardLogits
     total_T: Tensor
     counts_T: Tensor
+
+
+class SharedHead(Protocol):
+    """What happens at the head where every rank has a shard of the vocabulary, and all tokens."""
+
+    def logits(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        """Return logits, for `loss`; peaks, which all ranks exchange, of one shape; and what is saved."""
+        ...
+
+    def logits_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        """Return hidden: a gradient of all tokens, of which the sum over ranks is taken."""
+        ...
+
+    def loss(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        """Return loss: sums of a microbatch; and what is saved."""
+        ...
+
+    def loss_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        """Return logits: their gradient, for `logits_backward`."""
+        ...
 
 
 class LossOverShards:
