@@ -20,7 +20,7 @@ import penstock
 from penstock.cli import main
 from penstock.cli.run import BAD_USAGE
 from penstock.config import ConfigError
-from penstock.families.described import DEEPEST
+from penstock.families.described import DEEPEST, read_table
 from tests.support.adapted import small
 from tests.support.runs import refused
 
@@ -292,3 +292,9 @@ def test_nobody_is_asked_to_run_what_a_folder_brings(
 def check_line(said: str, words: str) -> None:
     assert "\n" not in said.strip() and said.startswith("penstock: "), said
     assert re.search(words, said), said
+
+
+def test_of_equal_keys_the_last_counts_as_in_transformers(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"hidden_size": 1, "hidden_size": 2}')
+    assert read_table(file) == {"hidden_size": 2}

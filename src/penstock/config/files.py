@@ -113,11 +113,14 @@ def read_text(path: Path, key: str, hint: str, most_bytes: int) -> str:
         raise ConfigError(key, UNSET, f"is not UTF-8 text (line {line})", "Save it as UTF-8.") from error
 
 
-def read_json(path: Path, hint: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """Return the content of a JSON file, by the strict rules of `parse_json`; errors begin with the path."""
+def read_json(path: Path, hint: str, most_bytes: int = MOST_JSON_BYTES, *, strict: bool = True) -> Any:
+    """Return the content of a JSON file; errors begin with the path.
+
+    strict: by the rules of `parse_json`; else the last of equal keys counts, as in other libraries.
+    """
     text = read_text(path, str(path), hint, most_bytes)
     try:
-        return parse_json(text)
+        return parse_json(text) if strict else _parsed(json.loads, text)
     except ValueError as error:
         raise ConfigError(str(path), UNSET, f"is not valid JSON: {error}", hint) from error
 

@@ -316,7 +316,7 @@ def read_generation(folder: Path) -> Any:
 
 def read_table(file: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ConfigError about the file for anything else."""
-    table = read_json(file, f"{COPY}.", most_bytes)
+    table = read_json(file, f"{COPY}.", most_bytes, strict=False)
     if not isinstance(table, dict):
         raise ConfigError(str(file), UNSET, f"holds {type(table).__name__}, and no JSON object", f"{COPY}.")
     return table
