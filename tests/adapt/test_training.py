@@ -91,7 +91,6 @@ def fine_tune(
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "families", "layout"),
     [
@@ -140,7 +139,6 @@ def ask_for_different_losses(rank: int, world: int) -> list[str]:
     return found
 
 
-@pytest.mark.slow
 def test_ranks_must_ask_for_the_same_loss(ranks: Pools) -> None:
     for said in ranks(2).run(ask_for_different_losses, 2):
         assert all("ranks were asked for different losses" in each for each in said)

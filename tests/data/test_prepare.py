@@ -26,15 +26,18 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from penstock.config import ConfigError
 from penstock.data import documents as documents_module
+from penstock.data import listing
 from penstock.data import prepare as prepare_module
-from penstock.data.listing import files_of
+from penstock.data.listing import files_of, parquet_of
 from penstock.data.prepare import Preparation
 from penstock.data.record import BLOCK_BYTES, UNFINISHED, WHOLE, Shard, width_of, write_record
 from penstock.data.text import TextError
 from penstock.data.tokenizer import Bytes, FileTokenizer, open_tokenizer
 from penstock.data.tokens import Tokens, first_damage
 from penstock.writing import DRAFT
+from tests.support.hub import hub_of
 from tests.support.killed import left_by_kills
+from tests.support.patience import HANG_S
 
 DOCUMENTS = [
     f"Water runs downhill, {number} times.\nÄnd “back” up 🌊 {number * number}." for number in range(40)
@@ -414,3 +417,63 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path, suffix: str) -> None
         [sys.executable, "-c", MEASURE, *arguments], check=True, capture_output=True, text=True
     )
     assert int(child.stdout) < GROWTH_BYTES
+
+
+# ---- the hub -----------------------------------------------------------------------------------------------
+
+
+NAME = "someone/stories"
+STORIES = [f"story {number} of several" for number in range(40)]
+
+
+def prepared_by_name(home: Path, name: str, **environ: str) -> list[int]:
+    """The tokens that `penstock prepare` makes of a dataset, in a process of its own."""
+    out = home / f"tokens-{len(list(home.iterdir()))}"
+    command = [sys.executable, "-m", "penstock", "prepare", f"{listing.PREFIX}{name}", "--out", str(out)]
+    given = {**os.environ, "HF_HOME": str(home / "hf"), **environ}
+    subprocess.run(command, env=given, capture_output=True, timeout=HANG_S, check=True)
+    found: list[int] = np.load(out / "tokens-00000.npy").tolist()
+    return found
+
+
+@pytest.mark.slow
+def test_a_dataset_is_read_by_its_name_on_the_hub(tmp_path: Path) -> None:
+    """Afterwards no hub is needed."""
+    folder, home = tmp_path / "data", tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    for split, stories in (("train", STORIES), ("test", STORIES[:3])):
+        lines = [json.dumps({"number": number, "text": text}) for number, text in enumerate(stories)]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    with hub_of(folder, NAME, "datasets") as address:
+        online = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        every = prepared_by_name(home, NAME, **online)
+        few = prepared_by_name(home, f"{NAME}?split=test", **online)
+    assert every == [byte for text in STORIES for byte in (*text.encode(), 255)]
+    assert few == [byte for text in STORIES[:3] for byte in (*text.encode(), 255)]
+    assert prepared_by_name(home, NAME, HF_HUB_OFFLINE="1") == every
+
+
+@pytest.mark.parametrize("path", ["", "a/b/c", "someone/stories?rows=3", "?split=train"])
+def test_what_names_no_dataset(path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parquet_of(f"{listing.PREFIX}{path}")
+    assert caught.value.key == "path" and listing.FORM in str(caught.value)
+
+
+def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "is_there", lambda module: module != "datasets")
+    with pytest.raises(ConfigError, match="datasets"):
+        parquet_of(f"{listing.PREFIX}{NAME}")
+
+
+@pytest.mark.slow
+def test_what_the_hub_does_not_have(tmp_path: Path) -> None:
+    """Here without a network; a name that is none, another split and no connection end alike."""
+    command = [sys.executable, "-m", "penstock", "train", "configs/tiny.toml"]
+    settings = [f"data.path={listing.PREFIX}{NAME}", f"output.dir={tmp_path / 'run'}"]
+    given = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, *settings], env=given, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert done.returncode == 2 and "data.path" in done.stderr and "Traceback" not in done.stderr

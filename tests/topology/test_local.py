@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock.config import ConfigError
@@ -13,64 +15,53 @@ def cores(number: int) -> Places:
     return Places(number=number, gpus=False)
 
 
+def gpus(number: int) -> Places:
+    return Places(number=number, gpus=True)
+
+
+SHARES, STAGED = {"tp_size": 4, "etp_size": 4}, {"transport": "staged"}
+
+
 @pytest.mark.parametrize(
     ("settings", "num_experts", "places", "processes"),
     [
-        ({"processes": 3}, 8, 16, 3),  # whoever says a number gets it
-        ({}, 8, 2, 2),
-        ({}, 8, 1, 2),  # one process has nothing to overlap
-        ({}, 8, 7, 4),  # the largest number below that shares 8 experts evenly
-        ({}, 64, 16, 16),
-        ({}, 8, 64, 8),
-        ({"tp_size": 4, "etp_size": 4}, 8, 2, 4),  # fewer cannot: the smallest number above
-        ({"ep_size": 2}, 8, 6, 6),  # three replicas of every expert
+        ({"processes": 3}, 8, cores(16), 3),  # whoever says a number gets it
+        ({}, 8, cores(2), 2),
+        ({}, 8, cores(1), 2),  # one process has nothing to overlap
+        ({}, 8, cores(7), 4),  # the largest number below that shares 8 experts evenly
+        ({}, 64, cores(16), 16),
+        ({}, 8, cores(64), 8),
+        (SHARES, 8, cores(2), 4),  # fewer cannot: the smallest number above
+        ({"ep_size": 2}, 8, cores(6), 6),  # three replicas of every expert
+        # A GPU takes one process. Where too few are there, whoever builds the run says so.
+        ({}, 8, gpus(1), 1),
+        ({}, 8, gpus(8), 8),
+        ({}, 8, gpus(7), 4),
+        ({"processes": 1}, 8, gpus(4), 1),
+        (SHARES, 8, gpus(2), 2),
+        # Processes share GPUs where tensors are staged.
+        (STAGED, 8, gpus(1), 2),
+        ({**STAGED, "processes": 4}, 8, gpus(1), 4),
+        (STAGED, 8, gpus(4), 4),
+        ({**STAGED, **SHARES}, 8, gpus(2), 4),
     ],
 )
 def test_one_for_each_place_as_far_as_experts_can_be_shared(
-    settings: dict[str, int], num_experts: int, places: int, processes: int
+    settings: dict[str, Any], num_experts: int, places: Places, processes: int
 ) -> None:
-    parallel = ParallelConfig(**settings)  # type: ignore[arg-type]  # a table of settings
+    parallel = ParallelConfig(**settings)
 
     def check(ranks: int) -> object:
         return Layout.build(parallel, ranks, 0, num_experts)
 
-    assert local_processes(parallel, cores(places), check) == processes
-
-
-@pytest.mark.parametrize(
-    ("settings", "places", "processes"),
-    [({}, 1, 1), ({}, 8, 8), ({}, 7, 4), ({"processes": 1}, 4, 1), ({"tp_size": 4, "etp_size": 4}, 2, 2)],
-)
-def test_a_gpu_takes_one_process(settings: dict[str, int], places: int, processes: int) -> None:
-    """On one of them nothing is sent. Where too few are there, whoever builds the run says so."""
-    parallel = ParallelConfig(**settings)  # type: ignore[arg-type]  # a table of settings
-
-    def check(ranks: int) -> object:
-        return Layout.build(parallel, ranks, 0, 8)
-
-    assert local_processes(parallel, Places(number=places, gpus=True), check) == processes
+    assert local_processes(parallel, places, check) == processes
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        local_processes(ParallelConfig(processes=2), Places(number=1, gpus=True), lambda _: None)
+        local_processes(ParallelConfig(processes=2), gpus(1), lambda _: None)
     assert caught.value.key == "parallel.processes"
     assert "parallel.transport=staged" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("settings", "places", "processes"),
-    [({}, 1, 2), ({"processes": 4}, 1, 4), ({}, 4, 4), ({"tp_size": 4, "etp_size": 4}, 2, 4)],
-)
-def test_processes_share_gpus_where_tensors_are_staged(
-    settings: dict[str, int], places: int, processes: int
-) -> None:
-    parallel = ParallelConfig(transport="staged", **settings)  # type: ignore[arg-type]  # a table of settings
-
-    def check(ranks: int) -> object:
-        return Layout.build(parallel, ranks, 0, 8)
-
-    assert local_processes(parallel, Places(number=places, gpus=True), check) == processes
 
 
 def test_nothing_is_staged_where_there_is_no_gpu() -> None:
@@ -88,6 +79,6 @@ def test_where_none_is_possible_whoever_builds_the_run_says_why() -> None:
 
 def test_places_are_described() -> None:
     assert cores(2).describe(2) == "2 processes on 2 processor cores, one thread each"
-    assert "which they share" in Places(number=1, gpus=True).describe(2)
-    assert "nothing is sent" in Places(number=1, gpus=True).describe(1)
+    assert "which they share" in gpus(1).describe(2)
+    assert "nothing is sent" in gpus(1).describe(1)
     assert Places.here().number >= 1
