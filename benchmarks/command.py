@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
+from benchmarks.launching import ProgramFailedError
 from benchmarks.progress import PROGRESS
 from benchmarks.stopping import Stop
 from penstock.cli.failing import INTERRUPTED
@@ -141,6 +142,9 @@ def run_alone(
             except KeyboardInterrupt:
                 stop.tell()
                 return INTERRUPTED
+            except ProgramFailedError as error:
+                print(f"{parser.prog}: {error}", file=sys.stderr)
+                return 1
         return print_result(found, render, options.json)
 
     take_signals()

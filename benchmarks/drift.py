@@ -25,7 +25,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from benchmarks.command import parser_of, run_alone
-from benchmarks.launching import launch_quietly
+from benchmarks.launching import ProgramFailedError, launch_quietly
 from benchmarks.progress import in_rows
 from penstock.lab.emulate import Cluster, EmulateConfig
 
@@ -213,10 +213,10 @@ def _watching(case: DriftCase, cluster: Cluster, metrics: Path, from_start: bool
 
 
 def _change(case: DriftCase, cluster: Cluster, reached: Callable[[], bool], ended: threading.Event) -> None:
-    """Raises RuntimeError if the run has ended before the change: there would be nothing to report."""
+    """Raises ProgramFailedError if the run has ended before the change: there would be nothing to report."""
     while not reached():
         if ended.wait(POLL_S):
-            raise RuntimeError(f"the run ended before step {case.change_after}, so nothing was changed")
+            raise ProgramFailedError(f"the run ended before step {case.change_after}, so nothing was changed")
     if case.change == "rate":
         cluster.set_rate(inter=case.rate_after)
         return

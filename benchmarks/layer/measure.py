@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.progress import PROGRESS
-from penstock.runtime.host_memory import keep_freed_memory
+from penstock.runtime.machinery import keep_freed_memory
 
 T = TypeVar("T")
 

@@ -86,6 +86,15 @@ def test_what_is_wrong_is_named_with_a_way_out(
     assert all(word in error for word in words), error
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="it emulates a cluster")
+def test_a_program_that_fails_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = said_here(capsys, "predictions", "--rates", "300mbit", "moe.top_k=99")
+    assert (code, out) == (1, "")
+    assert "penstock bench at 300mbit ended with 2" in error and "moe.top_k = 99" in error
+    assert "Traceback" not in error
+
+
 HOST_ALONE = ("planners", "solvers")
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from penstock.config import ConfigError
+from penstock.cost import ClusterConfig
 from penstock.decision import Decision, Field, register, unregister
 from penstock.plan import (
     Candidate,
@@ -23,7 +24,7 @@ from penstock.plan import (
 from penstock.plan import search as module
 from penstock.plan.effort import Effort
 from penstock.plan.published import PUBLISHED
-from penstock.plan.space import neighbours, space, valid
+from penstock.plan.space import neighbours, settled, space, valid
 from tests.plan.problems import problem, problems
 from tests.support.draws import draws
 
@@ -57,6 +58,22 @@ def test_no_choice_is_better_than_the_plan(each: Problem) -> None:
     everything = [evaluate(each, choice).predicted_s for choice in space(each)]
     assert found.best.predicted_s <= min(everything) * (1 + 1e-12)
     assert found.lower_bound_s <= found.best.predicted_s * (1 + 1e-12)
+
+
+@pytest.mark.slow
+def test_schedules_are_compared_by_the_dispatch_of_the_best() -> None:
+    """A search that its budget ends had simulated some with the slow dispatch only."""
+    slow_links = ClusterConfig(
+        flops_per_s=2e11, link_bytes_per_s=5e7, intra_bytes_per_s=5e9, task_overhead_s=2e-5
+    )
+    each = problem((True,) * 12, dispatches=("flat", "node_once"), cluster=slow_links)
+    found = find_plan(each, budget=0.3)
+    assert found.searched.stopped is not None and found.best.choice.dispatch == "node_once"
+    compared = {other.choice.schedule: other for other in reversed(found.others)}
+    assert {"sequential", "moe_pipeline", "flowmoe"} <= compared.keys() | {found.best.choice.schedule}
+    for other in compared.values():
+        same = settled(each, replace(other.choice, dispatch="node_once"))
+        assert other.predicted_s <= evaluate(each, same).predicted_s
 
 
 @pytest.mark.slow

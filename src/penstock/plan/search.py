@@ -28,6 +28,7 @@ from itertools import islice
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, Partition
+from penstock.decision.record import FIELDS
 from penstock.plan.bound import QuickBounds
 from penstock.plan.candidate import Candidate, check_prices, evaluate
 from penstock.plan.effort import Effort, Meter, OutOfBudgetError, Searched
@@ -35,7 +36,7 @@ from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget
 from penstock.plan.problem import QUICK, Problem
 from penstock.plan.published import fsmoe_choice, idle_only, planners
 from penstock.plan.room import NothingFitsError, Room, least_memory
-from penstock.plan.space import neighbours, settled, space, usual_chunk_bytes, valid
+from penstock.plan.space import CUTS, neighbours, settled, space, usual_chunk_bytes, valid
 from penstock.plan.successive_halving import SuccessiveHalving
 from penstock.schedule.flowmoe import FlowMoE
 from penstock.schedule.moe_pipeline import MoEPipeline
@@ -191,6 +192,7 @@ class _Search:
             self._compare_published,
             lambda: self._finish(orders=True),
             lambda: self._walk(everything),
+            self._try_as_the_best,
         ):
             try:
                 stage()
@@ -285,6 +287,26 @@ class _Search:
                 self._finish(orders=orders)
                 checked = meter.spent
         self._finish(orders=True)
+
+    def _try_as_the_best(self) -> None:
+        """Simulate every other schedule with what the best plan decides beside the cut, dispatch above all.
+
+        A search that ends early knows some schedules with another dispatch only, and a table of its plans
+        would show that as a difference of schedules. One simulation for each, whatever the budget.
+        """
+        self._stage = "other schedules as the best"
+        ranked = self._full.ranked()
+        if self._effort != "usual" or self._meter.late or not ranked:
+            return
+        shared = [name for name, field in FIELDS.items() if not field.cuts and name not in CUTS]
+        firsts = {choice.schedule: choice for choice in reversed(ranked)}
+        for first in firsts.values():
+            choice = first
+            for name in shared:
+                choice = choice.deciding(name, ranked[0].value(name))
+            fitting = self._room.with_least_recompute(settled(self._problem, choice))
+            if fitting is not None:
+                self._full.look(fitting, always=True)
 
     def _by_bounds(self, choices: list[Decision]) -> Iterator[tuple[float, int]]:
         """Yield bounds and places of choices, the least bound first.

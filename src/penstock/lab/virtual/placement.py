@@ -25,7 +25,7 @@ from penstock.features.expert_replicas.planners import find_planner
 from penstock.features.expert_replicas.problem import Slack
 from penstock.features.sample_placement.feature import SampleMoves
 from penstock.placement import Replication
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving, Plans
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving, Plans
 from penstock.step import StepShape
 from penstock.workloads import Routing
 
