@@ -24,6 +24,7 @@ from tests.support.hub import hub_of
 from tests.support.memory import give_back_what_is_freed
 from tests.support.ranks import Pools, RankPool
 
+Tensors = dict[str, torch.Tensor]
 MIB = 1 << 20
 SHARD_MIB = 12
 FORMS = ["gpt_oss", "granitemoe", "dbrx", "llama4_text", "mixtral"]
@@ -117,97 +118,81 @@ def test_reading_needs_memory_for_the_share_and_a_shard(tmp_path: Path) -> None:
         assert most < limit < 0.8 * whole, f"{most:.0f} MiB to hold {held:.0f} of {whole:.0f}"
 
 
-def without_a_tensor(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+STACKED = "model.layers.0.mlp.experts.down_proj"
 
 
-def with_another_tensor(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.update(other=torch.ones(1)))
+def of_expert_7(tensors: Tensors) -> list[str]:
+    """The names of what the last rank reads."""
+    return [name for name in tensors if ".experts.7." in name]
 
 
-def with_fewer_experts(folder: Path) -> None:
-    change_tensors(
-        folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".experts.7." in name]
-    )
+def with_more_experts(tensors: Tensors) -> None:
+    for name in of_expert_7(tensors):
+        tensors[name.replace(".experts.7.", ".experts.8.")] = tensors[name].clone()
 
 
-def with_more_experts(folder: Path) -> None:
-    change_tensors(
-        folder,
-        lambda tensors: tensors.update(
-            {
-                name.replace(".experts.7.", ".experts.8."): tensors[name].clone()
-                for name in list(tensors)
-                if ".experts.7." in name
-            }
-        ),
-    )
+CHANGES: dict[str, tuple[str, Callable[[Tensors], object]]] = {
+    "without a tensor": ("mixtral", lambda tensors: tensors.pop("model.norm.weight")),
+    "with another tensor": ("mixtral", lambda tensors: tensors.update(other=torch.ones(1))),
+    "with fewer experts": ("mixtral", lambda tensors: [tensors.pop(name) for name in of_expert_7(tensors)]),
+    "with more experts": ("mixtral", with_more_experts),
+    "with taller experts": (
+        "gpt_oss",
+        lambda tensors: tensors.update({STACKED: tensors[STACKED].repeat(2, 1, 1)}),
+    ),
+    "with a nan": ("mixtral", lambda tensors: tensors[of_expert_7(tensors)[0]][0, 0].fill_(torch.nan)),
+}
+"""A family, of which one stacks experts, and what becomes of its tensors."""
+
+DESCRIBED = {
+    "dense": {"model_type": "llama"},
+    "of no known family": {"model_type": "aria_text", "head_dim": 8},
+}
 
 
-def with_taller_experts(folder: Path) -> None:
-    """Of a family that stacks them."""
-    small("gpt_oss").save_pretrained(folder)
-    stacked = "model.layers.0.mlp.experts.down_proj"
-    change_tensors(folder, lambda tensors: tensors.update({stacked: tensors[stacked].repeat(2, 1, 1)}))
-
-
-def with_a_nan(folder: Path) -> None:
-    """In an expert that the last rank reads."""
-
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        last = next(name for name in tensors if ".experts.7." in name)
-        tensors[last][0, 0] = torch.nan
-
-    change_tensors(folder, spoil)
-
-
-def without_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def dense(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "llama"}))
-
-
-def of_no_known_family(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "aria_text", "head_dim": 8}))
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+def save_changed(folder: Path, change: str) -> None:
+    family, apply = CHANGES.get(change, ("mixtral", None))
+    small(family).save_pretrained(folder)
+    path, config = folder / "model.safetensors", folder / "config.json"
+    if apply is not None:
+        tensors = load_file(path)
+        apply(tensors)
+        save_file(tensors, path, {"format": "pt"})
+    elif change in DESCRIBED:
+        config.write_text(json.dumps(json.loads(config.read_text()) | DESCRIBED[change]))
+    else:
+        path.unlink()
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (without_a_tensor, "missing: model.norm.weight"),
-        (with_another_tensor, "unexpected: other"),
-        (with_fewer_experts, r"w[123]\.weight of all experts but 7"),
-        (with_more_experts, r"w[123]\.weight of expert 8"),
-        (with_taller_experts, r"layers\.0\.mlp\.experts\.down_proj \[16, 24, 32\]"),
-        (with_a_nan, r"experts\.7\.w\d\.weight holds numbers that are not finite"),
-        (without_weights, "holds neither model.safetensors nor"),
-        (dense, "LlamaForCausalLM has no experts"),
-        (of_no_known_family, "AriaTextForCausalLM is of no family .* load it with from_pretrained"),
+        ("without a tensor", "missing: model.norm.weight"),
+        ("with another tensor", "unexpected: other"),
+        ("with fewer experts", r"w[123]\.weight of all experts but 7"),
+        ("with more experts", r"w[123]\.weight of expert 8"),
+        ("with taller experts", r"layers\.0\.mlp\.experts\.down_proj \[16, 24, 32\]"),
+        ("with a nan", r"experts\.7\.w\d\.weight holds numbers that are not finite"),
+        ("without weights", "holds neither model.safetensors nor"),
+        ("dense", "LlamaForCausalLM has no experts"),
+        ("of no known family", "AriaTextForCausalLM is of no family .* load it with from_pretrained"),
     ],
 )
 @pytest.mark.slow
-def test_what_is_not_the_model_is_refused(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
-    small("mixtral").save_pretrained(tmp_path)
-    change(tmp_path)
+def test_what_is_not_the_model_is_refused(tmp_path: Path, change: str, words: str) -> None:
+    save_changed(tmp_path, change)
     with pytest.raises(ValueError, match=words):
         penstock.load_pretrained(tmp_path)
+
+
+OF_EXPERTS = ["with fewer experts", "with more experts", "with taller experts", "with a nan"]
 
 
 def refused_on(rank: int, world: int, folder: str) -> list[str]:
     """What a rank says to folders that lack experts of another rank, have some of none, or spoilt ones."""
     del rank
     found = []
-    for name in ("with_fewer_experts", "with_more_experts", "with_taller_experts", "with_a_nan"):
+    for name in OF_EXPERTS:
         with pytest.raises(ValueError) as caught:
             penstock.load_pretrained(f"{folder}/{name}", ep_size=world)
         found.append(str(caught.value))
@@ -217,9 +202,8 @@ def refused_on(rank: int, world: int, folder: str) -> list[str]:
 def test_every_rank_refuses_experts_that_are_missing_too_many_or_not_finite(
     ranks: Pools, tmp_path: Path
 ) -> None:
-    for change in (with_fewer_experts, with_more_experts, with_taller_experts, with_a_nan):
-        small("mixtral").save_pretrained(tmp_path / change.__name__)
-        change(tmp_path / change.__name__)
+    for change in OF_EXPERTS:
+        save_changed(tmp_path / change, change)
     first, second = ranks(2).run(refused_on, 2, str(tmp_path))
     assert first[:-1] == second[:-1]
     assert all("experts.7." in each[-1] for each in (first, second)) and "on rank 1, " in first[-1]

@@ -49,22 +49,6 @@ def test_a_layout_divides_or_the_nearest_one_is_named(
     assert not any(world_size % n == 0 and num_experts % n == 0 for n in nearer)
 
 
-@pytest.mark.parametrize(
-    ("ep_size", "text"),
-    [
-        (
-            3,
-            "parallel.ep_size = 3: must divide the number of ranks (4) and moe.num_experts (6).",
-        ),
-        (None, "moe.num_experts = 6: cannot be shared evenly by 4 ranks. Nearest valid: 8; or"),
-    ],
-)
-def test_the_error_says_what_must_divide(ep_size: int | None, text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Layout.build(ParallelConfig(ep_size=ep_size), 4, 0, 6)
-    assert str(caught.value).startswith(text)
-
-
 @given(layouts())
 def test_every_kind_of_group_partitions_the_world(layout: Layout) -> None:
     for group in (Group.ALONE, *Group.NAMES.values()):

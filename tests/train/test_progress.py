@@ -33,19 +33,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_step_in_words() -> None:
-    words = describe(step(3, eval_loss=2.75), 72.4, 100)
-    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  network hidden 93 %  eta 0:01:12"
-
-
-def test_a_step_in_words_stays_within_its_width() -> None:
-    words = describe(step(3, eval_loss=2.75), 72.4, 70)
-    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  eta 0:01:12"
-
-
-def test_one_process_has_no_network() -> None:
-    words = describe(replace(step(3), communication_s=0.0, exposed_communication_s=0.0), 72.4, 100)
-    assert words == "loss 2.500  12,346 tokens/s  eta 0:01:12"
+@pytest.mark.parametrize(
+    ("change", "width", "words"),
+    [
+        ({"eval_loss": 2.75}, 100, "held-out loss 2.750  12,346 tokens/s  network hidden 93 %  eta 0:01:12"),
+        ({"eval_loss": 2.75}, 70, "held-out loss 2.750  12,346 tokens/s  eta 0:01:12"),
+        ({"communication_s": 0.0, "exposed_communication_s": 0.0}, 100, "12,346 tokens/s  eta 0:01:12"),
+    ],
+)
+def test_a_step_in_words_stays_within_its_width(change: dict[str, float], width: int, words: str) -> None:
+    """One process has no network."""
+    assert describe(replace(step(3), **change), 72.4, width) == f"loss 2.500  {words}"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
