@@ -58,25 +58,6 @@ def test_all_to_all_costs_what_leaves_the_rank(size: int) -> None:
     assert 1e3 * model.beta_s_per_byte == pytest.approx(len(shares) / size)
 
 
-@given(ranks, st.integers(1, 10**12))
-def test_an_all_reduce_moves_twice_what_an_all_to_all_of_the_same_bytes_does(size: int, sent: int) -> None:
-    cluster = ClusterConfig()
-    once, twice = cluster.all_to_all(size).seconds(sent), cluster.all_reduce(size).seconds(sent)
-    assert twice == pytest.approx(2 * once)
-
-
-def test_seconds_are_the_link_s() -> None:
-    cluster = ClusterConfig(link_latency_s=1e-3, link_bytes_per_s=1e6)
-    assert cluster.all_to_all(4).seconds(8e6) == pytest.approx(3e-3 + 6.0)
-    assert cluster.all_reduce(4).seconds(8e6) == pytest.approx(6e-3 + 12.0)
-
-
-@given(st.integers(0, 10**12))
-def test_one_rank_has_nobody_to_send_to(size_bytes: int) -> None:
-    assert ClusterConfig().all_to_all(1).seconds(size_bytes) == 0.0
-    assert ClusterConfig().all_reduce(1).seconds(size_bytes) == 0.0
-
-
 def test_nothing_to_move_costs_nothing() -> None:
     model = AlphaBeta(alpha_s=1.0, beta_s_per_byte=1.0)
     assert (model.seconds(0), model.seconds(1)) == (0.0, 2.0)

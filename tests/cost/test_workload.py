@@ -45,14 +45,6 @@ def test_pieces_are_those_of_tensor_split(total: int, pieces: int) -> None:
     assert split_sizes(total, pieces) == tuple(len(piece) for piece in split)
 
 
-@given(st.integers(0, 10**12), counts)
-def test_pieces_are_nearly_equal_and_nothing_is_lost(total: int, pieces: int) -> None:
-    sizes = split_sizes(total, pieces)
-    assert (len(sizes), sum(sizes)) == (pieces, total)
-    assert sizes == tuple(sorted(sizes, reverse=True))
-    assert sizes[0] - sizes[-1] <= 1
-
-
 @given(st.integers(0, 10**5), counts, st.integers(1, 8), st.integers(1, 32), st.integers(0, 16))
 def test_capacity_is_the_share_of_an_expert_rounded_up(
     tokens: int, num_experts: int, top_k: int, eighths: int, minimum: int

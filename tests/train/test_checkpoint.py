@@ -276,21 +276,16 @@ def test_an_identity_that_says_less_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pattern", ["shard-*.safetensors", "model-*.safetensors", "SHA256SUMS", "checkpoint.json"]
 )
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_damaged_file_is_named_by_its_folder(tmp_path: Path, pattern: str, share: float) -> None:
+@pytest.mark.parametrize("share", [None, 0.0, 0.5])
+def test_a_damaged_file_is_named_by_its_folder(tmp_path: Path, pattern: str, share: float | None) -> None:
     run = trained(0, CASE, tmp_path)
     path = run.save(2)
     (damaged,) = path.glob(pattern)
-    damaged.write_bytes(damaged.read_bytes()[: int(damaged.stat().st_size * share)])
+    content = damaged.read_bytes()
+    damaged.unlink()
+    if share is not None:
+        damaged.write_bytes(content[: int(len(content) * share)])
     with pytest.raises(DamagedCheckpointError, match=rf"reading {path} failed"):
-        run.load(path)
-
-
-def test_a_missing_file_is_named_by_its_folder(tmp_path: Path) -> None:
-    run = trained(0, CASE, tmp_path)
-    path = run.save(2)
-    (path / "checkpoint.json").unlink()
-    with pytest.raises(DamagedCheckpointError, match=rf"{path} failed: checkpoint.json cannot be opened"):
         run.load(path)
 
 
@@ -374,9 +369,6 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
         write_sums(path, {**read_sums(path), RECORD: digest_of(path / RECORD)})
         with pytest.raises(CheckpointError, match=rf"is of format {version}, and this version of Penstock"):
             bare(0, CASE, tmp_path).load(path)
-
-
-# ---- what has changed, and what is not finite --------------------------------------------------------------
 
 
 # ---- what has changed since it was written -----------------------------------------------------------------

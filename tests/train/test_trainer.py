@@ -274,19 +274,6 @@ def test_a_longer_trace(tmp_path: Path) -> None:
 # ---- going on ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("flowmoe", marks=pytest.mark.soak), "penstock"])
-def test_a_continued_run_has_the_same_bits(tmp_path: Path, schedule: str) -> None:
-    """Metrics behind the checkpoint are dropped and made again; the order may be frozen at another step."""
-    settings = (f"schedule.name={schedule}", "train.checkpoint_every=3", "train.steps=8", "model.dropout=0.1")
-    whole = run(tmp_path, *settings)
-    expected = [(m.step, m.loss, m.grad_norm, m.learning_rate) for m in metrics(tmp_path)]
-    remove_checkpoint(tmp_path, 8)
-    again = run(tmp_path, *settings, "train.resume=true")
-    assert [(m.step, m.loss, m.grad_norm, m.learning_rate) for m in metrics(tmp_path)] == expected
-    assert (again.steps, again.eval_loss) == (whole.steps, whole.eval_loss)
-    assert not (tmp_path / "run.1").exists()
-
-
 def test_resume_without_a_checkpoint_starts_anew_only_when_asked_to(tmp_path: Path) -> None:
     run(tmp_path)
     remove_checkpoint(tmp_path, 6)
