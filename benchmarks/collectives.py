@@ -25,9 +25,8 @@ from benchmarks.progress import in_rows
 from benchmarks.uplinks import Uplinks, cluster_text, size_text
 from penstock.config import ConfigError
 from penstock.lab.bench import BenchConfig
-from penstock.lab.bench.result import Spread
-from penstock.lab.bench.summarise import busiest_uplink_bytes
-from penstock.lab.bench.table import markdown_table
+from penstock.lab.bench.compare import busiest_uplink_bytes
+from penstock.lab.bench.result import Spread, markdown_table
 from penstock.lab.emulate import EmulateConfig
 from penstock.mesh import Group
 from penstock.runtime.transport import Transport

@@ -17,14 +17,13 @@ import torch
 from benchmarks.launching import ProgramFailedError
 from benchmarks.progress import PROGRESS
 from benchmarks.stopping import Stop
-from penstock.cli.failing import INTERRUPTED
 from penstock.cli.ranks import (
     NOTHING_MEASURED,
     end_of_rank,
     measure_as_rank,
     on_ranks,
 )
-from penstock.cli.run import exit_code, parse
+from penstock.cli.run import INTERRUPTED, exit_code, parse
 from penstock.config import ConfigError, load
 from penstock.lab.bench import BenchConfig
 from penstock.lab.bench.config import processes_of_bench

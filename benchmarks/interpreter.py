@@ -19,7 +19,7 @@ from benchmarks.command import run_on_ranks
 from benchmarks.layer.measure import Band, in_turns, quiet_process, timed
 from penstock.decision import ScheduleConfig
 from penstock.lab.bench import BenchConfig
-from penstock.lab.bench.table import markdown_table
+from penstock.lab.bench.result import markdown_table
 from penstock.lab.emulate import EmulateConfig
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig, SampleKeys

@@ -23,7 +23,7 @@ from benchmarks.skewed import DRIFT, ROWS, costs, drifting_loads, expert_problem
 from penstock.features.expert_replicas.model import LayerLoad, LayerSeconds, seconds_of
 from penstock.features.expert_replicas.planners import PLANNERS, find_planner, overlap, pays
 from penstock.features.expert_replicas.problem import ExpertProblem
-from penstock.lab.bench.table import markdown_table
+from penstock.lab.bench.result import markdown_table
 from penstock.placement import Replication
 
 RANKS: Final = 16

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from benchmarks.command import parser_of, run_alone
 from benchmarks.launching import ProgramFailedError
-from penstock.lab.bench.table import markdown_table
+from penstock.lab.bench.result import markdown_table
 from penstock.lab.emulate.config import parse_rate
 
 RATES: Final = ("300mbit", "400mbit", "700mbit", "2gbit")

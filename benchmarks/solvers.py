@@ -23,7 +23,7 @@ from penstock.features.expert_replicas.planners import PLANNERS
 from penstock.features.sample_placement.assign import assign
 from penstock.features.sample_placement.rows import Nearness, SampleProblem, sample_problem
 from penstock.features.sample_placement.solvers import SOLVERS, prepare
-from penstock.lab.bench.table import markdown_table
+from penstock.lab.bench.result import markdown_table
 from penstock.placement import ExpertPlacement, Replication
 from penstock.words import counted
 

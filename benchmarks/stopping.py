@@ -20,8 +20,8 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NoReturn
 
 from benchmarks.progress import PROGRESS
-from penstock.cli.failing import INTERRUPTED
 from penstock.cli.ranks import NOTHING_MEASURED
+from penstock.cli.run import INTERRUPTED
 from penstock.stops import POLL_S, SAME_REQUEST_S, SIGNALS, Patience
 
 UNTIL_THEN: Final = "stopped; the table has what was measured until then"

@@ -16,7 +16,7 @@ from benchmarks.restore import restore
 from benchmarks.sft.result import SftResult
 from benchmarks.solvers import SolversResult, render_solvers
 from benchmarks.trained import TrainedResult, render_trained
-from penstock.lab.bench.table import render
+from penstock.lab.bench.result import render
 
 RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "collectives": lambda plain: render_collectives(CollectivesResult.from_dict(plain)),

@@ -20,9 +20,8 @@ from typing import Any, Final
 from benchmarks.command import parser_of, run_alone
 from benchmarks.launching import launch_quietly
 from benchmarks.mixed_text import write_texts
-from penstock.lab.bench.naming import Named
-from penstock.lab.bench.result import Spread
-from penstock.lab.bench.table import markdown_table
+from penstock.lab.bench.config import Named
+from penstock.lab.bench.result import Spread, markdown_table
 from penstock.lab.emulate import Cluster, EmulateConfig
 
 CONTENDERS: Final = (

@@ -265,7 +265,7 @@ FAULTS = (
     ),
     # ---- the MoE layer -------------------------------------------------------------------------------------
     Fault(
-        "moe/expert_slots.py",
+        "moe/experts.py",
         "weight_of_row_R % choice.weights.shape[1] == 0",
         "weight_of_row_R % choice.weights.shape[1] >= 0",
         "every choice of a token brings its residual",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.failing import NO_RESULT, NOT_BEGUN
+from penstock.cli.run import NO_RESULT, NOT_BEGUN
 from penstock.stops import NOT_YET
 from tests.support.patience import HANG_S, OWN_TIME
 from tests.support.runs import clean_environ

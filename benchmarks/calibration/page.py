@@ -11,7 +11,7 @@ from benchmarks.calibration.hardware import HARDWARE
 from benchmarks.calibration.held_out import Result
 from benchmarks.calibration.tasks import rows
 from penstock.cost.clusters import find_cluster
-from penstock.lab.bench.table import markdown_table
+from penstock.lab.bench.result import markdown_table
 
 HEAD: Final = """# Calibration
 

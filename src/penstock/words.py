@@ -140,13 +140,8 @@ def stacked(rows: Sequence[Sequence[str]], width: int, *, keep: int = 1) -> Iter
     columns = [list(column) for column in zip(*rows, strict=True)]
     head, part = columns[:keep], list[list[str]]()
     for column in columns[keep:]:
-        if part and markdown_width([*head, *part, column]) > width:
+        if part and 1 + sum(3 + max(map(len, each)) for each in (*head, *part, column)) > width:
             yield [list(row) for row in zip(*head, *part, strict=True)]
             part = []
         part.append(column)
     yield [list(row) for row in zip(*head, *part, strict=True)]
-
-
-def markdown_width(columns: Sequence[Sequence[str]]) -> int:
-    """Return how many columns of the terminal a Markdown table with these columns of cells takes."""
-    return 1 + sum(3 + max(map(len, column)) for column in columns)

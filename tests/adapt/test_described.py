@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import penstock
 from penstock.cli import main
-from penstock.cli.failing import BAD_USAGE
+from penstock.cli.run import BAD_USAGE
 from penstock.config import ConfigError
 from penstock.families.limits import DEEPEST
 from tests.support.adapted import small

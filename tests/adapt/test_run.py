@@ -23,6 +23,7 @@ from penstock.families.weights import saved_tensors
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
+from penstock.runtime.features.sample_placement import SamplePlacement
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_optimizer, gradient_bytes
 from penstock.train.checkpoint import Checkpoints
@@ -118,9 +119,11 @@ class Trained:
         planned = gradient_bytes(config.model, config.moe, layout, sharded=case.sharded)
         assert planned == self.stack.gradients.sizes_bytes
         if case.moves:  # wherever samples go, and not only where that pays
-            self.stack.sample_moving = replace(sample_moving_of(config.placement), placer=RandomHomes())
+            self.stack.of(SamplePlacement).moving = replace(
+                sample_moving_of(config.placement), placer=RandomHomes()
+            )
             self.stack.adopt(self.stack.plan)
-            assert self.stack.relocation is not None
+            assert self.stack.of(SamplePlacement).relocation is not None
         self.stack.model.to(dtype)
         with torch._C.DisableTorchFunction():  # steps are counted in float32
             self.optimizer = build_optimizer(self.stack, config.optimizer)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import penstock
 from penstock.adapt.build import ALONE
 from penstock.adapt.run import model_of_run
-from penstock.autotune.choose.subject import run_subject
+from penstock.autotune.choose.layouts import run_subject
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.train.assemble import build_machinery

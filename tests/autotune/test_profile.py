@@ -13,16 +13,10 @@ import pytest
 import torch
 
 from penstock.autotune.problem import run_problem
-from penstock.autotune.profile import (
-    measure_links,
-    measure_tasks,
-    profile_run,
-    profile_schedules,
-    rates_with_links,
-)
-from penstock.autotune.profile.links import _groups, exchanges, make_pair
+from penstock.autotune.profile.links import _groups, exchanges, make_pair, measure_links
+from penstock.autotune.profile.measure import profile_run, profile_schedules, rates_with_links
 from penstock.autotune.profile.sample import GRACE_S, Budget, Limits, median_interval
-from penstock.autotune.profile.tasks import _apart, cuts, sample_of
+from penstock.autotune.profile.tasks import _apart, cuts, measure_tasks, sample_of
 from penstock.config import load
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import PAIR, LinkModel

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.autotune.choose.subject import run_subject
+from penstock.autotune.choose.layouts import run_subject
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.train.config import RunConfig

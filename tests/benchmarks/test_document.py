@@ -13,7 +13,7 @@ import pytest
 from benchmarks.document import ANSWERED, INTRODUCTION, LIMITS, READING, Section, write_document
 from benchmarks.machine import Machine, commit_of
 from benchmarks.restore import restore
-from penstock.lab.bench.table import render
+from penstock.lab.bench.result import render
 from tests.benchmarks.results import NINE, THREE, result
 
 MACHINE = Machine(

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.text import text_of
 from benchmarks.trained import CONTENDERS, TrainedResult, _summary, _Turn
-from penstock.lab.bench.naming import Named
+from penstock.lab.bench.config import Named
 
 
 def turn(seconds: float, loss: float = 2.0) -> _Turn:

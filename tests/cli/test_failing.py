@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from penstock.cli.failing import tell
+from penstock.cli.run import tell
 
 
 def test_torchrun_finds_why_a_rank_has_ended(

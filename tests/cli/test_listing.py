@@ -12,7 +12,7 @@ from penstock.cost.devices import DEVICES
 from penstock.plan.models import MODELS, open_models
 from penstock.schedule import SCHEDULES
 from penstock.workloads import RoutingConfig
-from penstock.workloads.config import READ_BY
+from penstock.workloads.catalogue import READ_BY
 
 
 def test_all_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

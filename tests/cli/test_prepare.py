@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.data.record import read_record
+from penstock.data.tokens import read_record
 from tests.support.forked import run_text
 
 

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from penstock.cli import ranks
-from penstock.cli.failing import NOT_BEGUN
+from penstock.cli.run import NOT_BEGUN
 from penstock.train import launcher
 from tests.support.launched import start_launcher
 from tests.support.patience import HANG_S

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.checkpoint.folder import complete_checkpoints
-from penstock.cli.failing import NOT_BEGUN
+from penstock.cli.run import NOT_BEGUN
 from tests.support import asked, little_room
 from tests.support.forked import run_forked
 from tests.support.runs import losses, write_config

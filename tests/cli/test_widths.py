@@ -9,7 +9,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.cost.clusters import find_cluster, names
-from penstock.lab.bench.table import render
+from penstock.lab.bench.result import render
 from penstock.report.profile import profile_text
 from penstock.schedule import SCHEDULES
 from penstock.train.progress import Progress

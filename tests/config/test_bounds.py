@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.config import ConfigError, Items, Within, check_bounds, from_dict, to_toml
-from penstock.config.bounds import Text
-from penstock.config.kinds import section_of, types_of
+from penstock.config.bounds import Text, section_of, types_of
 from penstock.cost import ClusterFile
 from penstock.lab.bench.config import BenchConfig
 from penstock.lab.emulate.config import EmulateConfig

@@ -255,7 +255,7 @@ def test_any_value_in_a_recording_is_taken_or_refused_by_line(tmp_path: Path, da
 
 
 def settings_of(cls: Any) -> list[str]:
-    from penstock.config.kinds import leaves
+    from penstock.config.bounds import leaves
 
     return [key for key, _ in leaves(cls)]
 

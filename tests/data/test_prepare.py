@@ -26,14 +26,22 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from penstock.config import ConfigError
 from penstock.data import documents as documents_module
-from penstock.data import listing
+from penstock.data import files as files_module
 from penstock.data import prepare as prepare_module
-from penstock.data.listing import files_of, parquet_of
+from penstock.data.files import files_of, parquet_of
 from penstock.data.prepare import Preparation
-from penstock.data.record import BLOCK_BYTES, UNFINISHED, WHOLE, Shard, width_of, write_record
 from penstock.data.text import TextError
 from penstock.data.tokenizer import Bytes, FileTokenizer, open_tokenizer
-from penstock.data.tokens import Tokens, first_damage
+from penstock.data.tokens import (
+    BLOCK_BYTES,
+    UNFINISHED,
+    WHOLE,
+    Shard,
+    Tokens,
+    first_damage,
+    width_of,
+    write_record,
+)
 from penstock.writing import DRAFT
 from tests.support.hub import hub_of
 from tests.support.killed import left_by_kills
@@ -446,7 +454,7 @@ for offline, name, folder in (line.split() for line in sys.stdin):
 @pytest.mark.slow
 def test_a_dataset_is_read_by_its_name_on_the_hub(tmp_path: Path) -> None:
     """Afterwards no hub is needed."""
-    folder, named = tmp_path / "data", f"{listing.PREFIX}{NAME}"
+    folder, named = tmp_path / "data", f"{files_module.PREFIX}{NAME}"
     folder.mkdir()
     for split, stories in (("train", STORIES), ("test", STORIES[:3])):
         lines = [json.dumps({"number": number, "text": text}) for number, text in enumerate(stories)]
@@ -475,18 +483,18 @@ def test_a_dataset_is_read_by_its_name_on_the_hub(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["", "a/b/c", "someone/stories?rows=3", "?split=train"])
 def test_what_names_no_dataset(path: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parquet_of(f"{listing.PREFIX}{path}")
-    assert caught.value.key == "path" and listing.FORM in str(caught.value)
+        parquet_of(f"{files_module.PREFIX}{path}")
+    assert caught.value.key == "path" and files_module.FORM in str(caught.value)
 
 
 def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "is_there", lambda module: module != "datasets")
+    monkeypatch.setattr(files_module, "is_there", lambda module: module != "datasets")
     with pytest.raises(ConfigError, match="datasets"):
-        parquet_of(f"{listing.PREFIX}{NAME}")
+        parquet_of(f"{files_module.PREFIX}{NAME}")
 
 
 @pytest.mark.slow
 def test_what_the_hub_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Here without a network; a name that is none, another split and no connection end alike."""
-    settings = [f"data.path={listing.PREFIX}{NAME}", f"output.dir={tmp_path / 'run'}"]
+    settings = [f"data.path={files_module.PREFIX}{NAME}", f"output.dir={tmp_path / 'run'}"]
     assert "data.path" in refused(capsys, "train", "configs/tiny.toml", *settings)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.moe import Experts, ModuleExperts, SwiGLUExperts
-from penstock.moe.expert_slots import OwnAndReplicas, Spread
+from penstock.moe.experts import OwnAndReplicas, Spread
 from penstock.placement import SPLIT, Part
 
 DEVICE = torch.device("cpu")

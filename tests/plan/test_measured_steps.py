@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.autotune.choose.subject import run_subject
+from penstock.autotune.choose.layouts import run_subject
 from penstock.cost import StateTypes
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision

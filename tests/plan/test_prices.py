@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
-from penstock.config.kinds import types_of
+from penstock.config.bounds import types_of
 from penstock.cost import ClusterConfig, ProfiledCluster
 from penstock.plan import explain, find_plan, reasons
 from tests.plan.problems import FILE, problem

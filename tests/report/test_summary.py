@@ -16,8 +16,7 @@ from penstock.plan import evaluate
 from penstock.report import RunSummary
 from penstock.report.loads import CELL, COLD, EVEN, HOT, NUMBERS, LoadCourse, colours, draw_loads
 from penstock.report.plan import _table
-from penstock.report.profile import link_bandwidth, profile_text
-from penstock.report.profile_figure import draw_profile
+from penstock.report.profile import draw_profile, link_bandwidth, profile_text
 from penstock.trace.analysis import Straggler
 from tests.cost.test_clusters import MEASURED
 from tests.plan.problems import problem

@@ -31,6 +31,7 @@ from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.placement import SPLIT, ExpertPlacement, Replication
 from penstock.runtime.executor import Programs
+from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
 from penstock.runtime.groups import GroupTransport
 from penstock.runtime.handlers import HANDLERS, Handlers, Inputs, Outputs
 from penstock.schedule import StepPlan
@@ -126,7 +127,9 @@ def real_step(rank: int, case: Case, hosts: bool) -> tuple[Told, StepPlan]:
     stack = stack_with_replicas(rank, case, RandomReplicas(steps=1)) if hosts else stack_of(rank, case)
     if hosts:
         found = iter(replications_of(case, hosts))
-        stack.set_replicas([None if layer is None else next(found) for layer in stack.moe_layers])
+        stack.of(ExpertReplicas).use(
+            [None if layer is None else next(found) for layer in stack.moe_layers], stack
+        )
     tokens, labels = batch_of(case)
     sent: Sent = defaultdict(list)
     mine, rows = case.mine(rank), dict[Task, Counts]()

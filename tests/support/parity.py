@@ -21,7 +21,7 @@ from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW, clip_grad_norm_
 from penstock.runtime.bounds import Passes, RowBounds
-from penstock.runtime.features.sample_placement import Placer, SampleMoving
+from penstock.runtime.features.sample_placement import Placer, SampleMoving, SamplePlacement
 from penstock.runtime.machinery import build_lanes
 from penstock.schedule import StepPlan
 from penstock.sharding import Sharding, shardings_of
@@ -316,7 +316,7 @@ def stack_of(rank: int, case: Case) -> PipelinedStack:
         if not case.carried:
             stack.adopt(apart(stack, case))
     if case.placer is not None:
-        stack.sample_moving = SampleMoving(case.placer, case.prediction)
+        stack.of(SamplePlacement).moving = SampleMoving(case.placer, case.prediction)
         stack.adopt(stack.plan)
     prepare(stack, case)
     return stack

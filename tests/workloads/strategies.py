@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from penstock.cost import ClusterConfig, Workload, routing_sizes
 from penstock.step import StepShape
 from penstock.workloads import RecordedModel, Recording, Routing, RoutingConfig, RoutingSizes, routing_of
-from penstock.workloads.catalogue import GENERATED
-from penstock.workloads.config import READ_BY
+from penstock.workloads.catalogue import GENERATED, READ_BY
 from penstock.workloads.recorded import RecordedRouting
 from tests.steps import shapes
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from penstock.apportion import Counts, apportion
 from penstock.workloads import Routing, RoutingConfig, RoutingSizes, routing_of
 from penstock.workloads.catalogue import GENERATED
-from penstock.workloads.preferences import gini_of, inclusion
 from penstock.workloads.recorded import RecordedRouting
-from penstock.workloads.routing import GeneratedRouting
+from penstock.workloads.routing import GeneratedRouting, gini_of, inclusion
 from tests.workloads.strategies import generated, recording_of, recordings, routings, sizes
 
 BATCH = RoutingSizes(groups=4, samples=8, seq_len=256, moe_layers=3, num_experts=16, top_k=2, holders=4)

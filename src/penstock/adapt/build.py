@@ -37,6 +37,7 @@ from penstock.moe.permute.sort import SortPermutation
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.clip import follow_torch
+from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
 from penstock.sharding import Sharding
 from penstock.step.shape import Updating
 from penstock.topology import (
@@ -133,7 +134,7 @@ def scheduled(
         decoder = pieces.decoder
         stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
         stack.timed = False  # nothing reads when tasks ran
-        stack.replica_manager.moving = moving_of(found.choice, found.sizes, stack)
+        stack.of(ExpertReplicas).manager.moving = moving_of(found.choice, found.sizes, stack)
         if layout.ep_size * layout.etp_size > 1:
             machinery.transports.open([(Lane.INTER, Group.EXPERT), (Lane.INTER, Group.SHARDS)])
         if tensor is not None:

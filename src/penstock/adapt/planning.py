@@ -10,7 +10,7 @@ from typing import Protocol, get_args
 from penstock.autotune.choose.start import find
 from penstock.autotune.planned import Order, decided_slowly
 from penstock.autotune.problem import candidates
-from penstock.autotune.profile import profile_run
+from penstock.autotune.profile.measure import profile_run
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost
 from penstock.data import DataConfig

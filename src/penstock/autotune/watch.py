@@ -15,7 +15,8 @@ from statistics import median, median_high, median_low
 from penstock.autotune.choose.start import find
 from penstock.autotune.planned import Order, Planned, decided_slowly
 from penstock.autotune.problem import hierarchical_among, run_problem
-from penstock.autotune.profile import measure_links, rates_with_links
+from penstock.autotune.profile.links import measure_links
+from penstock.autotune.profile.measure import rates_with_links
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import LinkModel
 from penstock.cost.measured import Kind

@@ -7,13 +7,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from penstock.cli.failing import BAD_USAGE, say
-from penstock.cli.out import add_overrides, config_and_settings, user_path
-from penstock.cli.run import exit_code
+from penstock.cli.out import add, add_overrides, config_and_settings, user_path
+from penstock.cli.run import BAD_USAGE, exit_code, say
 from penstock.config import ConfigError, load, to_dict
+from penstock.config.bounds import by_key, leaves
 from penstock.config.described import help_text, json_schema, page
 from penstock.config.error import shorten, toml_value
-from penstock.config.kinds import by_key, leaves
 from penstock.config.load import sources
 from penstock.stops import STOPS
 from penstock.words import terminal_width
@@ -32,11 +31,9 @@ def add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     actions = config.add_subparsers(required=True, metavar="ACTION")
     show = actions.add_parser("show", help="print every setting, its value, and where that comes from")
-    show.add_argument(
-        "config", nargs="?", metavar="FILE", help="TOML, YAML or JSON (default: defaults alone)"
-    )
+    add(show, "config FILE", "TOML, YAML or JSON (default: defaults alone)", nargs="?")
     add_overrides(show, "FILE")
-    show.add_argument("--format", choices=("toml", "yaml", "json"), default="toml", help="(default: toml)")
+    add(show, "--format", "(default: toml)", choices=("toml", "yaml", "json"), default="toml")
     show.set_defaults(run=_show)
     validate = actions.add_parser("validate", help="print everything that is wrong with files; code 2 if so")
     validate.add_argument("files", nargs="+", type=user_path, metavar="FILE")

@@ -1,28 +1,49 @@
-"""`penstock doctor`: checks a cluster before a job, and says what has to be fixed."""
+"""`penstock doctor`: checks a cluster before a job, and says what has to be fixed.
+
+With `--gpu` it runs real steps in stages instead.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.failing import FAILED, tell, tell_torchrun
-from penstock.cli.ranks import Emulated, on_ranks, processes_of
-from penstock.config import ConfigError, load
+from penstock.cli.out import check_out, config_and_settings, save_out
+from penstock.cli.ranks import Emulated, on_ranks, ranks_of
+from penstock.cli.run import FAILED, tell, tell_torchrun
+from penstock.config import ConfigError, check_name, load
 from penstock.cost import ClusterFile
+from penstock.cost.cluster_file import write_json
 from penstock.cost.clusters import find_cluster
-from penstock.doctor import Check, Examination, Wanted, examine, judge
-from penstock.doctor.findings import why_unreachable
+from penstock.device import best_kind, count_gpus, device_of
+from penstock.doctor import Check, Wanted, examine, judge
+from penstock.doctor.checks import why_unreachable
+from penstock.doctor.gpu.outcome import Verdict
+from penstock.doctor.gpu.run import (
+    Crew,
+    Met,
+    OneRank,
+    Result,
+    last_line,
+    report_of,
+    result_text,
+    run_stages,
+    worst_of,
+)
+from penstock.doctor.gpu.stages import STAGES, Stage
 from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.topology import Layout, ProcessInfo, detect
@@ -40,128 +61,94 @@ REPORT_S: Final = 180.0
 """Seconds for the rank that reports, which may still wait for ranks that have gone."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's options. cluster: the one whose link rates are compared; wait_s: for ranks to come."""
-
-    cluster: str | None
-    wait_s: float
-    json: bool
-
-    def __post_init__(self) -> None:
-        if not 0 < self.wait_s < math.inf:
-            raise ConfigError("--wait", self.wait_s, "ranks take some time to come", "Use 60.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The request. config: of the run for which there should be room; None if none was given."""
-
-    config: RunConfig | None
-    options: Options
-
-
-def doctor(
-    path: Path | None,
-    overrides: Sequence[str],
-    given: Sequence[str],
-    options: Options,
-    emulate: Emulated | None,
-) -> int:
+def doctor(options: argparse.Namespace, given: Sequence[str], emulate: Emulated | None) -> int:
     """Examine the cluster and return the exit code; one rank prints the table, or one JSON object."""
+    if not 0 < options.wait < math.inf:
+        raise ConfigError("--wait", options.wait, "ranks take some time to come", "Use 60.")
+    path, overrides = config_and_settings(options)
+    if options.gpu:
+        return _gpu_doctor(path, overrides, options, given, emulate)
     config = load(RunConfig, path, given_schedule(overrides))
-    asked = Asked(config=config if path is not None or overrides else None, options=options)
-    info = detect(os.environ)
-    wanted = _wanted(asked, _ranks(config, info, emulate))
-    ranks = 1 if info is not None else _ranks(config, info, emulate)
+    ranks = ranks_of(config, detect(os.environ), emulate)
+    wanted = _wanted(config if path is not None or overrides else None, options.cluster, ranks)
 
-    def work(rank: ProcessInfo) -> int:
-        return _be_rank(rank, asked, wanted)
+    def report(info: ProcessInfo, host: str, meeting: Meeting) -> int:
+        """Examine, print what was found on the rank that has it, and return the exit code of all ranks."""
+        found = examine(meeting, info, host, [Path(wanted.disk)], options.wait)
+        if found is None:
+            end = meeting.told(END, time.monotonic() + REPORT_S)
+            meeting.close(())
+            return FAILED if end is None else int(end["code"])
+        checks = judge(found, wanted)
+        code = 0 if all(check.passed for check in checks) else FAILED
+        meeting.announce(END, {"code": code})
+        if code:
+            mended = (finding.text for check in checks for finding in check.findings if finding.mend)
+            tell_torchrun(" ".join(["penstock doctor found something to fix:", *mended]))
+        plain = {
+            "ok": not code,
+            "checks": [{**asdict(check), "passed": check.passed} for check in checks],
+            "examination": {**asdict(found), "missing": found.missing, "nodes": found.nodes},
+        }
+        print(json.dumps(plain) if options.json else doctor_text(checks, terminal_width()), flush=True)
+        meeting.close([rank for rank in found.facts if rank not in found.gone])
+        return code
 
-    return on_ranks("penstock doctor", given, ranks, asked.options.wait_s, emulate, work, reports=True)
+    def work(info: ProcessInfo) -> int:
+        return _met(info, options.wait, partial(report, info))
+
+    return on_ranks("penstock doctor", given, ranks, options.wait, emulate, work, reports=True)
 
 
-def _ranks(config: RunConfig, info: ProcessInfo | None, emulate: Emulated | None) -> int:
-    if info is not None:
-        return info.world_size
-    return processes_of(config) if emulate is None else emulate.ranks
+def _met(info: ProcessInfo, wait_s: float, work: Callable[[str, Meeting], int]) -> int:
+    """Meet the other ranks and work with them; return the exit code, also where they cannot be reached.
+
+    work: takes the host at which ranks meet, and the meeting.
+    """
+    host, port = ("127.0.0.1", 0) if info == ALONE else meeting_place(info, os.environ)
+    serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        meeting = Meeting(info, host, port, serves=serves, wait_s=wait_s)
+    except MeetingError as error:
+        tell(why_unreachable(info, host, port, str(error)))
+        return FAILED
+    try:
+        return work(host, meeting)
+    except MeetingError as error:
+        tell(f"rank {info.rank} gave up: {error}")
+        return FAILED
 
 
-def _wanted(asked: Asked, ranks: int) -> Wanted:
-    """Return the run's needs. Raises ConfigError for a file or a configuration that cannot be used."""
-    name, cluster = _assumed(asked)
-    if asked.config is None:
-        return Wanted(assumed=cluster, cluster_name=name)
-    config = asked.config.resolved(ranks)
+def _wanted(config: RunConfig | None, cluster: str | None, ranks: int) -> Wanted:
+    """Return the needs of the run for which there should be room, and the cluster of its plan.
+
+    cluster: as an option names it. Raises ConfigError for a file or a configuration that cannot be used.
+    """
+    name, plan, assumed = cluster or "", None if config is None else config.plan, None
+    if cluster is not None:
+        assumed = find_cluster(cluster)
+    elif plan is not None and plan.cluster is not None:
+        name, assumed = plan.cluster, find_cluster(plan.cluster)
+    elif plan is not None and plan.path is not None and (file := plan.path.parent / CLUSTER_FILE).exists():
+        name, assumed = str(file), ClusterFile.read(file)
+    if config is None:
+        return Wanted(assumed=assumed, cluster_name=name)
+    config = config.resolved(ranks)
     if config.plan.layout == AUTO:  # the estimate after which a run is refused
         from penstock.autotune.choose.layouts import least_memory
 
         need = least_memory(config, ranks)
     else:
         need = memory_of(config, Layout.build(config.parallel, ranks, 0, config.moe.num_experts))
-    alone = Layout(world_size=1, ep_size=1, rank=0)
-    whole = memory_of(config, alone)
+    whole = memory_of(config, Layout(world_size=1, ep_size=1, rank=0))
     kept = config.train.keep_checkpoints + 1  # an old checkpoint is removed once the new one is complete
     return Wanted(
-        assumed=cluster,
+        assumed=assumed,
         cluster_name=name,
         rank_bytes=need.total_bytes,
         disk_bytes=int(kept * CHECKPOINT_SHARE * whole.state_bytes),
         disk=str(config.output.dir),
     )
-
-
-def _assumed(asked: Asked) -> tuple[str, ClusterFile | None]:
-    """Return the name and the file of the cluster for which a plan was made, or is to be made."""
-    if asked.options.cluster is not None:
-        return asked.options.cluster, find_cluster(asked.options.cluster)
-    plan = None if asked.config is None else asked.config.plan
-    if plan is not None and plan.cluster is not None:
-        return plan.cluster, find_cluster(plan.cluster)
-    beside = None if plan is None or plan.path is None else plan.path.parent / CLUSTER_FILE
-    if beside is not None and beside.exists():
-        return str(beside), ClusterFile.read(beside)
-    return "", None
-
-
-# ---- a rank ------------------------------------------------------------------------------------------------
-
-
-def _be_rank(info: ProcessInfo, asked: Asked, wanted: Wanted) -> int:
-    host, port = ("127.0.0.1", 0) if info == ALONE else meeting_place(info, os.environ)
-    serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        meeting = Meeting(info, host, port, serves=serves, wait_s=asked.options.wait_s)
-    except MeetingError as error:
-        tell(why_unreachable(info, host, port, str(error)))
-        return FAILED
-    try:
-        folder = Path() if asked.config is None else asked.config.output.dir
-        found = examine(meeting, info, host, [folder], asked.options.wait_s)
-        return _report(meeting, found, asked, wanted)
-    except MeetingError as error:
-        tell(f"rank {info.rank} gave up: {error}")
-        return FAILED
-
-
-def _report(meeting: Meeting, found: Examination | None, asked: Asked, wanted: Wanted) -> int:
-    """Print the findings, on the rank that has them; return the exit code of all ranks."""
-    if found is None:
-        told = meeting.told(END, time.monotonic() + REPORT_S)
-        meeting.close(())
-        return FAILED if told is None else int(told["code"])
-    checks = judge(found, wanted)
-    code = 0 if all(check.passed for check in checks) else FAILED
-    meeting.announce(END, {"code": code})
-    if code:
-        mended = (finding.text for check in checks for finding in check.findings if finding.mend)
-        tell_torchrun(" ".join(["penstock doctor found something to fix:", *mended]))
-    print(
-        json.dumps(_plain(found, checks)) if asked.options.json else doctor_text(checks, terminal_width()),
-        flush=True,
-    )
-    meeting.close([rank for rank in found.facts if rank not in found.gone])
-    return code
 
 
 def doctor_text(checks: Sequence[Check], width: int) -> str:
@@ -186,9 +173,95 @@ def doctor_text(checks: Sequence[Check], width: int) -> str:
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
-def _plain(found: Examination, checks: Sequence[Check]) -> dict[str, Any]:
-    return {
-        "ok": all(check.passed for check in checks),
-        "checks": [{**asdict(check), "passed": check.passed} for check in checks],
-        "examination": {**asdict(found), "missing": found.missing, "nodes": found.nodes},
-    }
+# ---- by real steps on GPUs ---------------------------------------------------------------------------------
+
+
+ON_CPU: Final = (
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.seq_len=64",
+    "moe.moe_ffn_hidden_size=128",
+    "moe.capacity_factor=1.25",
+    "data.batch_per_device=4",
+    "parallel.processes=2",
+)
+"""The run for which curves and predictions are, where none is given: small on processors."""
+
+ON_GPUS: Final = (
+    "model.num_layers=4",
+    "model.hidden_size=2048",
+    "model.num_heads=16",
+    "model.seq_len=2048",
+    "moe.moe_ffn_hidden_size=4096",
+    "data.batch_per_device=4",
+)
+EXAMPLE: Final = "gpu.json"
+START_S: Final = 60.0
+"""Seconds for which ranks may go on after one has failed: a stage's children end by their own limits."""
+
+
+def _gpu_doctor(
+    path: Path | None,
+    overrides: Sequence[str],
+    options: argparse.Namespace,
+    given: Sequence[str],
+    emulate: Emulated | None,
+) -> int:
+    """Run the stages on all ranks and return the exit code: 1 if one has failed."""
+    if options.timeout is not None and not 0 < options.timeout < math.inf:
+        raise ConfigError("--timeout", options.timeout, "a stage takes some time", "Leave it out.")
+    stages, on_cpu = stages_of(options.stage), options.device == "cpu"
+    if on_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for all processes that are started from here
+    elif not count_gpus():
+        why = "this process sees no GPU"
+        hint = "Let it see one (CUDA_VISIBLE_DEVICES), or try the command itself with --device cpu."
+        raise ConfigError("--gpu", True, why, hint)
+    usual = () if path is not None else ON_CPU if on_cpu else ON_GPUS
+    config, info = load(RunConfig, path, [*usual, *overrides]), detect(os.environ)
+    ranks = ranks_of(config, info, emulate)
+    if info is None:
+        check_out(options.out, EXAMPLE)
+    if path is None:
+        config = load(RunConfig, None, [*usual, f"moe.num_experts={max(2, ranks)}", *overrides])
+    config.resolved(ranks)
+
+    def report(info: ProcessInfo, meeting: Meeting | None) -> int:
+        """Run the stages; the first rank prints each when it ends, and saves all. Return the exit code."""
+        results: list[Result] = []
+        crew: Crew = OneRank() if meeting is None else Met(meeting)
+        names, device = crew.names(), device_of(best_kind()).kind
+        for result in run_stages(stages, config, crew, options.timeout):
+            results.append(result)
+            if info.rank == 0 and not options.json:
+                of_stage = report_of([result], names, info.world_size, device)["doctor"]["stages"][0]
+                print(result_text(of_stage, terminal_width()), flush=True)
+        code = FAILED if worst_of(results) is Verdict.FAIL else 0
+        if info.rank == 0:
+            whole = report_of(results, names, info.world_size, device)
+            code = code if save_out(lambda path: write_json(path, whole), options.out) else FAILED
+            print(json.dumps(whole) if options.json else f"\n{last_line(whole)}; saved as {options.out}")
+        if meeting is not None:
+            meeting.close(range(info.world_size))
+        return code
+
+    def work(info: ProcessInfo) -> int:
+        if info == ALONE:
+            return report(info, None)
+        return _met(info, options.wait, lambda host, meeting: report(info, meeting))
+
+    return on_ranks("penstock doctor", given, ranks, START_S, emulate, work, reports=True)
+
+
+def stages_of(listed: str | None) -> tuple[Stage, ...]:
+    """Return the stages of a list such as `lanes,curves`, and those that they need, in order; None = all.
+
+    Raises ConfigError for a name that no stage has.
+    """
+    if listed is None:
+        return tuple(STAGES.values())
+    names = [name.strip() for name in listed.split(",")]
+    for name in names:
+        check_name("--stage", name, STAGES, "stage")
+    needed = {each for name in names for each in (name, *STAGES[name].needs)}
+    return tuple(stage for name, stage in STAGES.items() if name in needed)

@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli.out import add
 from penstock.cost.clusters import find_cluster
 from penstock.cost.clusters import names as cluster_names
 from penstock.cost.devices import DEVICES, Device
@@ -20,7 +21,7 @@ from penstock.plan.models import MODELS, open_models
 from penstock.schedule import SCHEDULES
 from penstock.schedule.system import System
 from penstock.words import terminal_width
-from penstock.workloads.config import ABOUT, READ_BY
+from penstock.workloads.catalogue import ABOUT, READ_BY
 
 Rows = Sequence[Mapping[str, str]]
 
@@ -49,8 +50,8 @@ def add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description="Lists the names that other commands take.",
         epilog="Example: penstock list clusters",
     )
-    listing.add_argument("what", nargs="?", choices=TAKEN_BY, help="one of them only")
-    listing.add_argument("--json", action="store_true", help="print one JSON object")
+    add(listing, "what", "one of them only", nargs="?", choices=TAKEN_BY)
+    add(listing, "--json", "print one JSON object")
     listing.set_defaults(run=lambda options, given: print_list(options.what, json_wanted=options.json))
 
 
@@ -135,15 +136,9 @@ def _table(rows: Rows, width: int) -> Table:
     """Make a table of at most `width` columns, wrapped between words; what does not fit so is left out."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     cells = {head: [head, *(row[head] for row in rows)] for head in rows[0]}
-    for head, columns in _widths(cells, width - SIDES).items():
-        table.add_column(head, no_wrap=head == "name", width=columns)
-    for row in rows:
-        table.add_row(*(row[column.header] for column in table.columns if isinstance(column.header, str)))
-    return table
-
-
-def _widths(cells: Mapping[str, Sequence[str]], width: int) -> dict[str, int]:
-    """Return columns for the heads that fit: for its longest word at least, the rest where most lacks."""
+    # Return columns for the heads that fit: for its longest word at least, the rest where most
+    # lacks.
+    width = width - SIDES
     wanted = {head: max(map(len, column)) for head, column in cells.items()}
     found = {
         head: wanted[head] if head == "name" else max(len(word) for cell in column for word in cell.split())
@@ -154,4 +149,8 @@ def _widths(cells: Mapping[str, Sequence[str]], width: int) -> dict[str, int]:
     for _ in range(width - sum(found.values()) - GAP * (len(found) - 1)):
         neediest = max(found, key=lambda head: wanted[head] / found[head])
         found[neediest] += wanted[neediest] > found[neediest]
-    return found
+    for head, columns in found.items():
+        table.add_column(head, no_wrap=head == "name", width=columns)
+    for row in rows:
+        table.add_row(*(row[column.header] for column in table.columns if isinstance(column.header, str)))
+    return table

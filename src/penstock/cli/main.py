@@ -6,29 +6,47 @@ import argparse
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Protocol, cast
 
 from penstock import __version__
 from penstock.cli.config import HelpSettings, add_config
-from penstock.cli.failing import BAD_USAGE, NO_RESULT, NOT_BEGUN
-from penstock.cli.lab import lab
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
-from penstock.cli.out import add_overrides, config_and_settings, user_path
+from penstock.cli.out import add, add_overrides, user_path
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
-from penstock.cli.run import commands, exit_code, parse, replace_unencodable
-from penstock.config import shorten
-from penstock.features.expert_replicas.feature import ExpertMoves
-from penstock.features.sample_placement.feature import SampleMoves
-from penstock.schedule import SCHEDULES
-from penstock.step.shape import FORM_TOKENS, Recompute
+from penstock.cli.run import BAD_USAGE, NO_RESULT, NOT_BEGUN, commands, exit_code, parse, replace_unencodable
+from penstock.cli.schedule import add_schedule
 from penstock.stops import STOPPED, STOPS
-from penstock.words import whole_number
 
-MOST_PIECES = 64
+if TYPE_CHECKING:
+    from penstock.cli.ranks import Emulated
+
+Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+class LabCommands(Protocol):
+    """The module `penstock.lab.commands`."""
+
+    def add_bench(self, commands: Commands[argparse.ArgumentParser]) -> None:
+        """Add the command `bench`."""
+
+    def add_emulate(self, commands: Commands[argparse.ArgumentParser]) -> None:
+        """Add the command `emulate`."""
+
+    def add_emulation_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options with which a command runs its ranks in a cluster of its own."""
+
+    def emulation(self, options: argparse.Namespace) -> Emulated | None:
+        """Return the cluster that these options ask for; None if they ask for none."""
+
+
+def lab() -> LabCommands:
+    """Return the lab's commands, without torch."""
+    return cast(LabCommands, import_module("penstock.lab.commands"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     add_config(commands)
     add_prepare(commands)
-    _add_schedule(commands)
+    add_schedule(commands)
     lab().add_bench(commands)
     add_plan(commands)
     _add_profile(commands)
@@ -84,111 +102,19 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "parallelism and sharded experts: penstock train configs/tiny.toml parallel.tp_size=2 "
         "parallel.etp_size=2. --help-settings SECTION says what the settings of a section mean, such as moe.",
     )
-    train.add_argument(
-        "config",
-        type=user_path,
-        metavar="CONFIG",
-        help="a TOML or YAML file, or tiny: the one that is shipped",
-    )
-    train.add_argument(
-        "--help-settings",
+    add(train, "config CONFIG", "a TOML or YAML file, or tiny: the one that is shipped", type=user_path)
+    add(
+        train,
+        "--help-settings SECTION",
+        "say what every setting means, or those of a section",
         action=HelpSettings,
         nargs="?",
         const="",
-        metavar="SECTION",
-        help="say what every setting means, or those of a section",
     )
     add_overrides(train)
-    train.add_argument(
-        "--json", action="store_true", help="print only one JSON object, at the end, on stdout"
-    )
+    add(train, "--json", "print only one JSON object, at the end, on stdout")
     lab().add_emulation_options(train)
     train.set_defaults(run=_train, left=NOT_BEGUN)
-
-
-def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    schedule = commands.add_parser(
-        "schedule",
-        help="print a schedule",
-        description="Prints the grid of a schedule and its simulated timeline. Needs no GPU and no network.",
-        epilog="Example: penstock schedule flowmoe --layers 2 --microbatches 2",
-    )
-    schedule.add_argument("name", metavar="NAME", help=", ".join(SCHEDULES))
-    schedule.add_argument("--layers", type=_count, default=2, metavar="N", help="MoE layers (default: 2)")
-    schedule.add_argument("--microbatches", type=_count, metavar="R", help="microbatches (default: 2)")
-    schedule.add_argument(
-        "--chunks", type=_count, metavar="C", help="chunks per MoE layer (default: the schedule's)"
-    )
-    schedule.add_argument(
-        "--backward-chunks",
-        type=_count,
-        metavar="C",
-        help="chunks per MoE layer in the backward pass (default: same as forward)",
-    )
-    schedule.add_argument(
-        "--all-reduce-chunks",
-        type=_count,
-        metavar="K",
-        help="chunks per layer's all-reduce (default: 4)",
-    )
-    own = ", ".join(name for name, system in SCHEDULES.items() if system.expert_form)
-    schedule.add_argument(
-        "--tp-size",
-        type=_count,
-        metavar="N",
-        help=f"ranks that share attention (default: 2 for {own}; else 1)",
-    )
-    schedule.add_argument(
-        "--etp-size", type=_count, metavar="N", help="ranks that share every expert (default: as --tp-size)"
-    )
-    schedule.add_argument(
-        "--tokens",
-        choices=dict.fromkeys(FORM_TOKENS.values()),
-        help="what ranks that share attention have of every sample between blocks (default: split)",
-    )
-    schedule.add_argument(
-        "--expert-form",
-        choices=FORM_TOKENS,
-        metavar="FORM",
-        help=f"how rows meet all shards of their experts: {', '.join(FORM_TOKENS)} (default: gather)",
-    )
-    _add_moving(schedule)
-    schedule.add_argument(
-        "--zero-stage",
-        type=int,
-        choices=(0, 1, 2),
-        default=0,
-        help="1: every rank updates a share of the parameters, by tasks of the step; 2: besides, whole "
-        "gradients are kept of two layers at a time (default: 0)",
-    )
-    schedule.add_argument("--json", action="store_true", help="print one JSON object")
-    schedule.set_defaults(run=_schedule)
-
-
-def _add_moving(schedule: argparse.ArgumentParser) -> None:
-    schedule.add_argument(
-        "--samples", choices=get_args(SampleMoves), default="none", help="how samples move (default: none)"
-    )
-    schedule.add_argument(
-        "--experts",
-        choices=get_args(ExpertMoves),
-        default="none",
-        metavar="PLANNER",
-        help=f"how experts move: {', '.join(get_args(ExpertMoves))} (default: none)",
-    )
-    schedule.add_argument(
-        "--replica-slots",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="replicas of other ranks' experts on a rank per MoE layer, where experts move (default: 1)",
-    )
-    schedule.add_argument(
-        "--recompute",
-        choices=get_args(Recompute),
-        default="none",
-        help="what is recomputed before its backward, to save memory (default: none)",
-    )
 
 
 def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -199,31 +125,18 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "all ranks; saves a cluster file, from which plans are made.",
         epilog="Example: penstock profile --emulate 2x1 --inter-rate 400mbit --out slow.json",
     )
-    profile.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="a TOML file (default: the model of penstock bench)"
-    )
+    add(profile, "config CONFIG", "a TOML file (default: the model of penstock bench)", nargs="?")
     add_overrides(profile)
-    profile.add_argument(
-        "--budget",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="approximate measuring time (default: 60)",
-    )
-    profile.add_argument(
-        "--out",
+    add(profile, "--budget SECONDS", "approximate measuring time (default: 60)", type=float, default=60.0)
+    add(
+        profile,
+        "--out FILE",
+        "cluster file to write (default: cluster.json)",
         type=user_path,
         default=Path("cluster.json"),
-        metavar="FILE",
-        help="cluster file to write (default: cluster.json)",
     )
-    profile.add_argument(
-        "--plot",
-        type=user_path,
-        metavar="DIR",
-        help="draw measurements and fitted lines into DIR/profile.png",
-    )
-    profile.add_argument("--json", action="store_true", help="print only the cluster file")
+    add(profile, "--plot DIR", "draw measurements and fitted lines into DIR/profile.png", type=user_path)
+    add(profile, "--json", "print only the cluster file")
     lab().add_emulation_options(profile)
     profile.set_defaults(run=_profile, left=NO_RESULT)
 
@@ -238,27 +151,18 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="Example: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint "
         "node0:29500 -m penstock doctor configs/tiny.toml",
     )
-    doctor.add_argument(
-        "config",
-        nargs="?",
-        metavar="CONFIG",
-        help="a TOML file: is there room for that run, at its output.dir?",
-    )
+    add(doctor, "config CONFIG", "a TOML file: is there room for that run, at its output.dir?", nargs="?")
     add_overrides(doctor)
-    doctor.add_argument(
-        "--cluster",
-        metavar="NAME|FILE",
-        help="a cluster file (of penstock profile, or cluster.json of a run) whose link rates are compared "
+    add(
+        doctor,
+        "--cluster NAME|FILE",
+        "a cluster file (of penstock profile, or cluster.json of a run) whose link rates are compared "
         "(default: that of plan.cluster, or beside plan.file)",
     )
-    doctor.add_argument(
-        "--wait",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long to wait for ranks to come (default: 60)",
+    add(
+        doctor, "--wait SECONDS", "how long to wait for ranks to come (default: 60)", type=float, default=60.0
     )
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    add(doctor, "--json", "print one JSON object")
     _add_gpu_doctor(doctor)
     lab().add_emulation_options(doctor)
     doctor.set_defaults(run=_doctor)
@@ -268,36 +172,28 @@ def _add_gpu_doctor(doctor: argparse.ArgumentParser) -> None:
     gpu = doctor.add_argument_group(
         "checks of GPUs", "docs/gpu.md says what each stage does, and what it shows on processors."
     )
-    gpu.add_argument(
+    add(
+        gpu,
         "--gpu",
-        action="store_true",
-        help="instead of all that, run real steps and exchanges in stages, each with a time limit, and say "
+        "instead of all that, run real steps and exchanges in stages, each with a time limit, and say "
         "PASS, SLOW or FAIL for each",
     )
-    gpu.add_argument(
+    add(
+        gpu,
         "--device",
+        "cpu: try the stages themselves on two processes without a GPU (default: auto, the GPUs)",
         choices=("auto", "cpu"),
         default="auto",
-        help="cpu: try the stages themselves on two processes without a GPU (default: auto, the GPUs)",
     )
-    gpu.add_argument("--stage", metavar="A,B,...", help="run these alone, and what they need (default: all)")
-    gpu.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="time limit of every stage (default: its own)"
-    )
-    gpu.add_argument(
-        "--out",
+    add(gpu, "--stage A,B,...", "run these alone, and what they need (default: all)")
+    add(gpu, "--timeout SECONDS", "time limit of every stage (default: its own)", type=float)
+    add(
+        gpu,
+        "--out FILE",
+        "file for the findings, without names; with curves it is a cluster file (default: gpu.json)",
         type=user_path,
         default=Path("gpu.json"),
-        metavar="FILE",
-        help="file for the findings, without names; with curves it is a cluster file (default: gpu.json)",
     )
-
-
-def _count(text: str) -> int:
-    number = whole_number(text)
-    if number is None or not 1 <= number <= MOST_PIECES:
-        raise argparse.ArgumentTypeError(f"{shorten(text)!r}: must be from 1 to {MOST_PIECES}")
-    return number
 
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
@@ -310,42 +206,13 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
     with STOPS.loading():
-        from penstock.cli.profile import Wanted, profile
+        from penstock.cli.profile import profile
 
-    path, words = config_and_settings(options)
-    wanted = Wanted(budget_s=options.budget, out=options.out, plot=options.plot, json=options.json)
-    return profile(path, words, given, wanted, lab().emulation(options))
+    return profile(options, given, lab().emulation(options))
 
 
 def _doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
-    if options.gpu:
-        return _gpu_doctor(options, given)
     with STOPS.loading():
-        from penstock.cli.doctor import Options, doctor
+        from penstock.cli.doctor import doctor
 
-    path, words = config_and_settings(options)
-    asked = Options(cluster=options.cluster, wait_s=options.wait, json=options.json)
-    return doctor(path, words, given, asked, lab().emulation(options))
-
-
-def _gpu_doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
-    with STOPS.loading():
-        from penstock.cli.gpu_doctor import Options, gpu_doctor
-
-    path, words = config_and_settings(options)
-    asked = Options(
-        on_cpu=options.device == "cpu",
-        stages=options.stage,
-        timeout_s=options.timeout,
-        wait_s=options.wait,
-        out=options.out,
-        json=options.json,
-    )
-    return gpu_doctor(path, words, given, asked, lab().emulation(options))
-
-
-def _schedule(options: argparse.Namespace, given: Sequence[str]) -> int:
-    del given
-    from penstock.cli.schedule import print_schedule
-
-    return print_schedule(options)
+    return doctor(options, given, lab().emulation(options))

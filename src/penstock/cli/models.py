@@ -8,17 +8,17 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from penstock.cli.failing import BAD_USAGE, FAILED
-from penstock.cli.out import user_path
-from penstock.cli.progress import progress_line
-from penstock.config import UNSET, ConfigError, open_regular, shorten
+from penstock.cli.out import add, progress_line, user_path, whole
+from penstock.cli.run import BAD_USAGE, FAILED, say
+from penstock.config import UNSET, ConfigError, open_regular
 from penstock.extras import install, needs
-from penstock.words import whole_number
 
 LEAST_TEMPERATURE = 1e-4
 """Logits are divided by it: far below, they overflow, and already here one token has all the probability."""
 
 CHECKPOINT = "an output folder or a checkpoint of penstock train, or a Hugging Face model folder"
+TOKENS = whole(1, 1 << 62, "is no number of tokens; use 1 or more")
+SEED = whole(0, (1 << 63) - 1, "is no seed; use 0 or more, below 2 ** 63")
 MISSING = f"this command {needs('transformers')}. {install('transformers')}"
 
 
@@ -35,35 +35,25 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Prints a prompt and what a trained model makes of it, on one process.",
         epilog="Example: penstock generate runs/tiny --prompt 'def main' --max-new-tokens 40",
     )
-    generate.add_argument("checkpoint", type=user_path, metavar="CHECKPOINT", help=CHECKPOINT)
-    generate.add_argument(
-        "--prompt", type=_unicode, required=True, metavar="TEXT", help="the beginning of the text"
-    )
-    generate.add_argument(
-        "--max-new-tokens",
-        type=_positive,
-        default=64,
-        metavar="N",
-        help="tokens to add at most (default: 64)",
-    )
-    generate.add_argument(
-        "--temperature",
+    add(generate, "checkpoint CHECKPOINT", CHECKPOINT, type=user_path)
+    add(generate, "--prompt TEXT", "the beginning of the text", type=_unicode, required=True)
+    add(generate, "--max-new-tokens N", "tokens to add at most (default: 64)", type=TOKENS, default=64)
+    add(
+        generate,
+        "--temperature T",
+        "0 takes the likeliest token (default: 0; 1 where --top-k or --top-p is given)",
         type=_temperature,
-        metavar="T",
-        help="0 takes the likeliest token (default: 0; 1 where --top-k or --top-p is given)",
     )
-    generate.add_argument(
-        "--top-k", type=_positive, metavar="K", help="sample from the K likeliest tokens (default: all)"
-    )
-    generate.add_argument(
-        "--top-p",
+    add(generate, "--top-k K", "sample from the K likeliest tokens (default: all)", type=TOKENS)
+    add(
+        generate,
+        "--top-p P",
+        "sample from the smallest set of tokens whose probabilities sum to P (default: 1)",
         type=_share,
-        metavar="P",
-        help="sample from the smallest set of tokens whose probabilities sum to P (default: 1)",
     )
     _add_tokenizer(generate)
-    generate.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed for sampling (default: 0)")
-    generate.add_argument("--json", action="store_true", help="print one JSON object")
+    add(generate, "--seed N", "seed for sampling (default: 0)", type=SEED, default=0)
+    add(generate, "--json", "print one JSON object")
     generate.set_defaults(run=lambda options, given: _explained(lambda: _generate(options)))
 
 
@@ -75,22 +65,17 @@ def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "one process.",
         epilog="Example: penstock evaluate runs/tiny README.md",
     )
-    evaluate.add_argument("checkpoint", type=user_path, metavar="CHECKPOINT", help=CHECKPOINT)
-    evaluate.add_argument("file", type=user_path, metavar="FILE", help="a text in UTF-8")
-    evaluate.add_argument(
-        "--length",
-        type=_positive,
-        metavar="N",
-        help="tokens per window (default: the model's context length)",
-    )
+    add(evaluate, "checkpoint CHECKPOINT", CHECKPOINT, type=user_path)
+    add(evaluate, "file FILE", "a text in UTF-8", type=user_path)
+    add(evaluate, "--length N", "tokens per window (default: the model's context length)", type=TOKENS)
     _add_tokenizer(evaluate)
-    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    add(evaluate, "--json", "print one JSON object")
     evaluate.set_defaults(run=lambda options, given: _explained(lambda: _evaluate(options)))
 
 
 def _add_tokenizer(command: argparse.ArgumentParser) -> None:
     usual = "a tokenizer.json, or bytes (default: what the model was trained with)"
-    command.add_argument("--tokenizer", type=user_path, metavar="FILE", help=usual)
+    add(command, "--tokenizer FILE", usual, type=user_path)
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -105,8 +90,8 @@ def _generate(options: argparse.Namespace) -> int:
         text = generate(opened, options.prompt, options.max_new_tokens, sampling)
         print(json.dumps({"prompt": options.prompt, "text": text}))
         return 0
-    say = partial(print, end="", flush=True)
-    generate(opened, options.prompt, options.max_new_tokens, sampling, say)
+    show = partial(print, end="", flush=True)
+    generate(opened, options.prompt, options.max_new_tokens, sampling, show)
     print()
     return 0
 
@@ -142,28 +127,11 @@ def _explained(command: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        print(f"penstock: {MISSING}", file=sys.stderr)
+        say(MISSING)
         return BAD_USAGE
-    except (ValueError, OSError) as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        return BAD_USAGE
-    except CheckpointError as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        return FAILED
-
-
-def _positive(text: str) -> int:
-    number = whole_number(text)
-    if not number:
-        raise argparse.ArgumentTypeError(f"{shorten(text)!r} is no number of tokens; use 1 or more")
-    return number
-
-
-def _seed(text: str) -> int:
-    number = whole_number(text)
-    if number is None or number >= 1 << 63:
-        raise argparse.ArgumentTypeError(f"{shorten(text)!r} is no seed; use 0 or more, below 2 ** 63")
-    return number
+    except (ValueError, OSError, CheckpointError) as error:
+        say(str(error))
+        return FAILED if isinstance(error, CheckpointError) else BAD_USAGE
 
 
 def _temperature(text: str) -> float:

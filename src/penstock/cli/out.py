@@ -1,16 +1,24 @@
-"""Where a command saves its results: checked before the work, since the work may take minutes.
+"""What a command leaves and shows: where it saves results, checked before the work, and its progress.
 
-Shells leave `--out=~/x` as it is, so `path` reads paths on the command line.
+Shells leave `--out=~/x` as it is, so `user_path` reads paths on the command line.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
-from penstock.config import ConfigError, expanded
+from rich.console import Console
+from rich.status import Status
+
+from penstock.config import ConfigError, expanded, shorten
+from penstock.words import whole_number
 from penstock.writing import try_to_write
 
 
@@ -78,10 +86,35 @@ def user_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} {error.why}") from error
 
 
+def add(parser: argparse._ActionsContainer, usage: str, what: str, **how: Any) -> None:
+    """Add an argument as its usage shows it: `config CONFIG`, `--layers N`; an option alone is a flag.
+
+    what: for the help. how: anything else that argparse takes; an option with choices is no flag.
+    """
+    name, _, value = usage.partition(" ")
+    if value:
+        how["metavar"] = value
+    elif "choices" not in how:
+        how["action"] = "store_true"
+    parser.add_argument(name, help=what, **how)
+
+
+def whole(least: int, most: int, otherwise: str) -> Callable[[str], int]:
+    """Return a reader of whole numbers from `least` to `most`, for argparse; otherwise: what it says."""
+
+    def read(text: str) -> int:
+        number = whole_number(text)
+        if number is None or not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{shorten(text)!r} {otherwise}")
+        return number
+
+    return read
+
+
 def add_overrides(parser: argparse.ArgumentParser, overridden: str = "CONFIG") -> None:
     """Add the words `section.key=value` to a command line."""
     what = f"settings that override {overridden}"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=what)
+    add(parser, "overrides section.key=value", what, nargs="*", default=[])
 
 
 def config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
@@ -89,3 +122,56 @@ def config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[
     words = [*([] if options.config is None else [options.config]), *options.overrides]
     path = expanded(words.pop(0), "CONFIG") if words and "=" not in words[0] else None
     return path, words
+
+
+LINE_EVERY_S: Final = 5.0
+"""Seconds between lines in a log file, where every line stays."""
+
+
+@contextmanager
+def progress_line(*, shown: bool) -> Iterator[Callable[[str], None]]:
+    """Show the present work, as loggers tell it: a changing line on a terminal, else one now and then.
+
+    Yields a function that shows a line like that. shown: whether this process is the one that shows it.
+    """
+    from penstock.train.logs import telling
+
+    if not shown:
+        yield _ignore
+        return
+    with ExitStack() as closing:
+        say: Callable[[str], None] = Lines(LINE_EVERY_S).say
+        if sys.stderr.isatty():
+            console = Console(stderr=True, markup=False, highlight=False)
+            say = partial(_update, console, closing.enter_context(console.status("measuring")))
+        closing.enter_context(telling(say))
+        yield say
+
+
+LEAD: Final = 4
+"""Columns that the moving sign takes."""
+
+
+class Lines:
+    """Prints what it is told on standard error, unless it printed another line a moment ago.
+
+    every_s: seconds between lines. begins: whether the first line is printed at once, and not after as long.
+    """
+
+    def __init__(self, every_s: float, *, begins: bool = True) -> None:
+        self._every_s = every_s
+        self._told_s = time.monotonic() - (every_s if begins else 0.0)
+
+    def say(self, text: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= self._every_s:
+            self._told_s = now_s
+            print(text, file=sys.stderr, flush=True)
+
+
+def _update(console: Console, status: Status, text: str) -> None:
+    status.update(text[: console.width - LEAD])
+
+
+def _ignore(text: str) -> None:
+    del text

@@ -10,20 +10,19 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.cli.failing import FAILED
-from penstock.cli.fitting import Changes, Fitting
-from penstock.cli.out import add_overrides, check_out, save_out, user_path
+from penstock.cli.out import add, add_overrides, check_out, save_out, user_path
 from penstock.cli.plan_compare import compared, swept
 from penstock.cli.plan_search import find_best, searching
 from penstock.cli.plan_stages import planned_in_stages, stages_instead, wants_stages
 from penstock.cli.plan_subject import (
-    SHARDED,
     SIZES,
     STATE,
+    WORDS,
+    Changes,
+    Fitting,
     as_settings,
     budget_of,
     changed_options,
@@ -31,48 +30,26 @@ from penstock.cli.plan_subject import (
     memory_of,
     of_study,
     option,
+    replaced,
     subject_of,
 )
+from penstock.cli.run import FAILED
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters.line import EXAMPLE as IN_LINE
-from penstock.decision import Decision
-from penstock.plan import MemoryBudget, PlanFile, Problem, Subject, explain
+from penstock.plan import PlanFile, Subject, explain
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import COMMAND_S, PLACEMENTS, time_limit
 from penstock.plan.models import model_name
 from penstock.plan.moving import Weighed, in_full, weigh
 from penstock.plan.pipeline import SIZE, VIRTUAL_SIZE
-from penstock.plan.plan_config import AUTO
 from penstock.plan.room import NothingFitsError
-from penstock.plan.subject import ELEMENT_BYTES
 from penstock.report.pipeline import PLANNED_ONLY
 from penstock.report.plan import PlanReport, saved_plan
 from penstock.words import terminal_width
 
-SEARCHED = (
-    "config",
-    "against",
-    "sweep",
-    "model",
-    "cluster",
-    "layout",
-    "zero_stage",
-    "out",
-    "memory_gib",
-    "imbalance",
-    "routing",
-    "budget",
-    "price",
-    "global_batch",
-    "pipeline_parallel_size",
-    "virtual_pipeline_parallel_size",
-    "recompute",
-    "precision",
-    *STATE,
-    *SIZES,
-)
-"""Options that belong to a search."""
+OF_NO_SEARCH = ("show", "overrides", "json", "run")
+"""What stands among the options and does not belong to a search."""
 
 EXAMPLE = "plan.json"
 
@@ -93,134 +70,133 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         epilog="Example: penstock plan --model fsmoe/mixtral-7b-layers --cluster fsmoe-testbed-b. "
         "`penstock list` shows all models and clusters that come with Penstock.",
     )
-    plan.add_argument(
-        "config",
+    add(
+        plan,
+        "config CONFIG",
+        "a training configuration, such as configs/tiny.toml; or the config.json of a model of "
+        "transformers, or its folder",
         nargs="?",
         type=user_path,
-        metavar="CONFIG",
-        help="a training configuration, such as configs/tiny.toml; or the config.json of a model of "
-        "transformers, or its folder",
     )
     add_overrides(plan)
-    plan.add_argument(
-        "--model",
+    add(
+        plan,
+        "--model NAME|FILE",
+        "a model by its name, or the config.json of one of transformers or its folder",
         type=model_name,
-        metavar="NAME|FILE",
-        help="a model by its name, or the config.json of one of transformers or its folder",
     )
-    plan.add_argument(
-        "--cluster",
-        metavar="LINE|NAME|FILE",
-        help=f"a cluster in a line, such as {IN_LINE}; one that comes with Penstock; or a file",
+    add(
+        plan,
+        "--cluster LINE|NAME|FILE",
+        f"a cluster in a line, such as {IN_LINE}; one that comes with Penstock; or a file",
     )
-    plan.add_argument(
-        "--against",
-        metavar="WHAT",
-        help="two plans side by side: this one and WHAT: a saved plan, another model or configuration, "
+    add(
+        plan,
+        "--against WHAT",
+        "two plans side by side: this one and WHAT: a saved plan, another model or configuration, "
         "or changes such as ep_size=8,tp_size=2 or cluster=2x8xH100,net=400gbit",
     )
-    plan.add_argument(
-        "--sweep",
-        metavar="NAME=V,V",
-        help="a table of plans, one for each value: of net or inside (Gbit/s) of a cluster in a line, or of "
+    add(
+        plan,
+        "--sweep NAME=V,V",
+        "a table of plans, one for each value: of net or inside (Gbit/s) of a cluster in a line, or of "
         "an option such as ep_size or seq_len",
     )
-    plan.add_argument("--out", type=user_path, metavar="FILE", help="save the plan to FILE")
-    plan.add_argument("--show", type=user_path, metavar="FILE", help="only print a saved plan")
-    plan.add_argument(
-        "--memory-gib",
+    add(plan, "--out FILE", "save the plan to FILE", type=user_path)
+    add(plan, "--show FILE", "only print a saved plan", type=user_path)
+    add(
+        plan,
+        "--memory-gib X",
+        "memory per rank; plans that need more are refused (default: the cluster's)",
         type=float,
-        metavar="X",
-        help="memory per rank; plans that need more are refused (default: the cluster's)",
     )
     for name, what in SIZES.items():
-        plan.add_argument(option(name), type=int, metavar="N", help=what)
+        add(plan, f"{option(name)} N", what, type=int)
     _add_stages(plan)
     _add_choices(plan)
-    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    add(plan, "--json", "print one JSON object")
     plan.set_defaults(run=plan_command)
 
 
 def _add_stages(plan: argparse.ArgumentParser) -> None:
     """Add options for the samples of an update, and for pipeline stages."""
-    plan.add_argument(
-        "--global-batch",
+    add(
+        plan,
+        "--global-batch N",
+        "samples of all ranks for an update: gradients of several passes add up (default: one pass)",
         type=int,
-        metavar="N",
-        help="samples of all ranks for an update: gradients of several passes add up (default: one pass)",
     )
-    plan.add_argument(
-        SIZE,
+    add(
+        plan,
+        f"{SIZE} N",
+        f"pipeline stages, for which --global-batch is needed; {PLANNED_ONLY} (default: none)",
         type=int,
-        metavar="N",
-        help=f"pipeline stages, for which --global-batch is needed; {PLANNED_ONLY} (default: none)",
     )
-    plan.add_argument(
-        VIRTUAL_SIZE,
+    add(
+        plan,
+        f"{VIRTUAL_SIZE} N",
+        "parts of every stage, which take turns (interleaved 1F1B; default: what is fastest)",
         type=int,
-        metavar="N",
-        help="parts of every stage, which take turns (interleaved 1F1B; default: what is fastest)",
     )
 
 
 def _add_choices(plan: argparse.ArgumentParser) -> None:
     """Add options for what a search may choose, what it assumes, and how long it searches."""
-    plan.add_argument(
+    add(
+        plan,
         "--zero-stage",
-        choices=("0", "1", "2", SHARDED, AUTO),
-        help="1: every data-parallel rank keeps the moments of a share of the parameters; 2: gradients are "
+        "1: every data-parallel rank keeps the moments of a share of the parameters; 2: gradients are "
         "freed once summed, too, but for a share; 3: parameters are gathered for each use (planned only); "
         "auto: 1 if a whole iteration is shorter so, or does not "
         "fit otherwise (default: 0; auto for open models)",
+        choices=WORDS["zero_stage"],
     )
-    plan.add_argument(
+    add(
+        plan,
         "--layout",
-        choices=("given", "auto"),
-        help="auto: also choose which ranks share attention and experts (default: given)",
+        "auto: also choose which ranks share attention and experts (default: given)",
+        choices=WORDS["layout"],
     )
-    plan.add_argument(
-        "--recompute",
-        choices=("auto", "none", "experts", "blocks"),
-        metavar="WHAT",
-        help="none, experts or blocks are recomputed before their backward, to save memory; auto: what has "
+    add(
+        plan,
+        "--recompute WHAT",
+        "none, experts or blocks are recomputed before their backward, to save memory; auto: what has "
         "to be for a plan to fit (default: auto)",
+        choices=WORDS["recompute"],
     )
-    plan.add_argument(
+    add(
+        plan,
         "--precision",
-        choices=(*ELEMENT_BYTES, AUTO),
-        help="of products and rows of a published model; auto: what the devices are best at (default: that "
+        "of products and rows of a published model; auto: what the devices are best at (default: that "
         "of the cluster file's rates)",
+        choices=WORDS["precision"],
     )
     for name in STATE:
-        plan.add_argument(
+        add(
+            plan,
             option(name),
-            choices=tuple(ELEMENT_BYTES),
-            help=f"of every {STATE[name].partition('_')[0]}, as others train (planned only; usual: float32)",
+            f"of every {STATE[name].partition('_')[0]}, as others train (planned only; usual: float32)",
+            choices=WORDS[name],
         )
-    plan.add_argument(
-        "--imbalance",
+    add(
+        plan,
+        "--imbalance X",
+        "the busiest rank's experts get X times the mean number of tokens (default: 1, even routing)",
         type=float,
-        metavar="X",
-        help="the busiest rank's experts get X times the mean number of tokens (default: 1, even routing)",
     )
-    plan.add_argument(
-        "--routing",
-        metavar="NAME|FILE",
-        help="also say whether it would pay to move samples or experts if steps are routed like a workload, "
+    add(
+        plan,
+        "--routing NAME|FILE",
+        "also say whether it would pay to move samples or experts if steps are routed like a workload, "
         "such as zipf or gini=0.3, or like a recorded run (routing.jsonl)",
     )
-    plan.add_argument(
-        "--price",
-        type=float,
-        metavar="X",
-        help="of a device for an hour: also print that of a billion tokens",
-    )
-    plan.add_argument(
-        "--budget",
-        type=float,
-        metavar="X",
-        help=f"search effort as a multiple of the usual one (default: 1, which is "
+    add(plan, "--price X", "of a device for an hour: also print that of a billion tokens", type=float)
+    add(
+        plan,
+        "--budget X",
+        f"search effort as a multiple of the usual one (default: 1, which is "
         f"{PLACEMENTS['usual']:,} simulated tasks for a search, {COMMAND_S:g} s of processor time in all)",
+        type=float,
     )
 
 
@@ -253,7 +229,7 @@ def _what_fits(options: argparse.Namespace, file: ClusterFile) -> str:
     """Return which options would make a plan fit."""
     as_options = options.model is not None
 
-    given = argparse.Namespace(**{**vars(options), "layout": "given"})
+    given = replaced(options, layout="given")
 
     def changed(changes: Changes) -> Subject:
         return subject_of(changed_options(given, changes), file)
@@ -295,7 +271,8 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
             over = time_limit(time.process_time, budget, PLACING_S)
             observed, movable = subject.problem.observed, subject.movable
             routed = replace(subject.problem, evidence=observed, movable=movable, ends=over)
-            weighed = _weighed(routed, found.best.choice, memory, f"routing {options.routing}", over)
+            choice, routing = found.best.choice, f"routing {options.routing}"
+            weighed = in_full(routed, weigh(routed, [choice], memory, routing, ends=over), choice)
     instead = stages_instead(options, cluster, whole_s(subject.problem, found.best))
     moves = weighed is not None and weighed.moves
     best = weighed.best if weighed is not None and moves else found.best
@@ -328,23 +305,11 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
     return 128 + signal.SIGINT if search.stopped() else 0
 
 
-def _weighed(
-    problem: Problem,
-    choice: Decision,
-    memory: MemoryBudget | None,
-    routing: str,
-    over: Callable[[], bool],
-) -> Weighed:
-    """Return the chosen plan with and without moving, in the chosen order. routing: in words."""
-    return in_full(problem, weigh(problem, [choice], memory, routing, ends=over), choice)
-
-
 def _show(options: argparse.Namespace, width: int) -> int:
     """Print a saved plan. Raises ConfigError for options of a search, since they would have no effect."""
-    for name in SEARCHED:
-        if getattr(options, name) is not None:
+    for name, value in vars(options).items():
+        if name not in OF_NO_SEARCH and value is not None:
             key = "CONFIG" if name == "config" else option(name)
-            value = getattr(options, name)
             why, hint = "--show only prints a saved plan", "Remove one of the two options."
             raise ConfigError(key, str(value) if isinstance(value, Path) else value, why, hint)
     file = PlanFile.read(options.show)

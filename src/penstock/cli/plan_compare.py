@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeVar
 
 from penstock.cli.plan_search import find_best, searching
 from penstock.cli.plan_subject import (
     OF_CONFIGURATIONS,
     SIZES,
-    STATE,
+    WORDS,
     budget_of,
     cluster_of,
     memory_of,
     option,
+    replaced,
     subject_of,
 )
 from penstock.config import ConfigError, asked, expanded, read_json
@@ -30,17 +31,10 @@ from penstock.plan.room import NothingFitsError
 from penstock.report.plans_compared import Side, Sweep, TwoPlans
 from penstock.words import whole_number
 
+T = TypeVar("T")
+
 OF_LINES: Final = ("net", "inside")
 """Parts of a cluster in a line that a sweep may change."""
-
-WORDS: Final = {
-    "precision": ("float32", "bfloat16", "float16", "auto"),
-    "recompute": ("auto", "none", "experts", "blocks"),
-    "zero_stage": ("0", "1", "2", "3", "auto"),
-    **dict.fromkeys(STATE, ("float32", "bfloat16")),
-    "layout": ("given", "auto"),
-}
-"""Options that take a word, with these words."""
 
 ALONE: Final = ("out", "show", "routing", "price")
 """Options of one plan, which have no meaning for several."""
@@ -50,8 +44,7 @@ def compared(options: argparse.Namespace, width: int) -> int:
     """Print two plans beside each other; return the exit code."""
     _check_alone("--against", options)
     one, other = _own(options), _other(options, options.against)
-    print_found(TwoPlans(one=one(), other=other()), options, width)
-    return 0
+    return _printed(TwoPlans(one=one(), other=other()), options, width)
 
 
 def swept(options: argparse.Namespace, width: int) -> int:
@@ -63,34 +56,26 @@ def swept(options: argparse.Namespace, width: int) -> int:
         why = "is no setting with values"
         raise ConfigError("--sweep", options.sweep, why, "Write it like net=25,100,400 or ep_size=8,16,32.")
     sought = [(value, _fitting(_with(options, "--sweep", name, value))) for value in values]
-    print_found(Sweep(name=name, sides=[(value, found()) for value, found in sought]), options, width)
-    return 0
+    sides = [(value, search()) for value, search in sought]
+    return _printed(Sweep(name=name, sides=sides), options, width)
 
 
 def _fitting(options: argparse.Namespace) -> Callable[[], Side | str]:
     """Return a search as `_searched`; where nothing fits, it returns the reason."""
-    try:
-        search = _searched(options)
-    except NothingFitsError as error:  # no layout does
-        why = error.why
-        return lambda: _unfit(why)
 
-    def found() -> Side | str:
+    def tried(work: Callable[[], T]) -> T | str:
         try:
-            return search()
+            return work()
         except NothingFitsError as error:
-            return _unfit(error.why)
+            return f"nothing fits: {error.why}"
 
-    return found
-
-
-def _unfit(why: str) -> str:
-    return f"nothing fits: {why}"
+    search = tried(lambda: _searched(options))
+    return lambda: search if isinstance(search, str) else tried(search)
 
 
-def print_found(found: TwoPlans | Sweep, options: argparse.Namespace, width: int) -> None:
-    """Print what was found, as text or as one JSON object."""
+def _printed(found: TwoPlans | Sweep, options: argparse.Namespace, width: int) -> int:
     print(json.dumps(found.to_dict()) if options.json else found.to_text(width), end="")
+    return 0
 
 
 def _check_alone(key: str, options: argparse.Namespace) -> None:
@@ -128,20 +113,17 @@ def _other(options: argparse.Namespace, what: str) -> Callable[[], Side]:
         return partial(Side.of_file, file)
     if "=" in what and not asked(path.exists):
         return _searched(_changed(options, what))
-    alone: dict[str, Any] = {"config": None, "model": None, "overrides": []}
-    if found_or_shipped(path).suffix in (".toml", ".yaml", ".yml") or _has_settings(path):
-        return _searched(_replaced(options, {**alone, "config": path}))
+    has_settings = False
+    if path.suffix == ".json" and asked(path.is_file):
+        from penstock.autotune.choose import layouts  # loads torch
+
+        has_settings = layouts.has_settings(path)
+    alone = replaced(options, config=None, model=None, overrides=[])
+    if found_or_shipped(path).suffix in (".toml", ".yaml", ".yml") or has_settings:
+        return _searched(replaced(alone, config=path))
     if path.suffix == ".json" and not asked(path.is_dir) and not asked(path.is_file):
         raise ConfigError("--against", what, "there is no such file", "Give a plan file or a config.json.")
-    return _searched(_replaced(options, {**alone, "model": model_name(what)}))
-
-
-def _has_settings(path: Path) -> bool:
-    if path.suffix != ".json" or not asked(path.is_file):
-        return False
-    from penstock.autotune.choose.subject import has_settings  # loads torch
-
-    return has_settings(path)
+    return _searched(replaced(alone, model=model_name(what)))
 
 
 def _saved(path: Path) -> PlanFile | None:
@@ -161,7 +143,7 @@ def _changed(options: argparse.Namespace, what: str) -> argparse.Namespace:
     if what.startswith("cluster="):
         if not (cluster := what.removeprefix("cluster=").strip()):
             raise ConfigError("--against cluster", "", "is empty", f"Such as cluster={EXAMPLE}.")
-        return _replaced(options, {"cluster": cluster})
+        return replaced(options, cluster=cluster)
     for each in what.split(","):
         name, _, value = (part.strip() for part in each.partition("="))
         options = _with(options, "--against", name, value)
@@ -172,22 +154,22 @@ def _with(options: argparse.Namespace, key: str, name: str, value: str) -> argpa
     """Return the options with one changed. Raises ConfigError about `key` for what cannot be."""
     own = name.replace("-", "_")
     if own in OF_LINES:
-        return _replaced(options, {"cluster": _with_part(options.cluster, key, own, value)})
+        return replaced(options, cluster=_with_part(options.cluster, key, own, value))
     if "." in name or (options.model is None and own in OF_CONFIGURATIONS):
         setting = name if "." in name else OF_CONFIGURATIONS[own]
-        return _replaced(options, {"overrides": [*options.overrides, f"{setting}={value}"]})
+        return replaced(options, overrides=[*options.overrides, f"{setting}={value}"])
     if own in SIZES:
         if not (number := whole_number(value)):
             raise ConfigError(f"{key} {name}", value, "must be a whole number from 1 up", "Such as 8.")
-        return _replaced(options, {own: number})
+        return replaced(options, **{own: number})
     if own in WORDS:
         if value not in WORDS[own]:
             raise ConfigError(
                 f"{key} {name}", value, "is none of its values", f"Use {', '.join(WORDS[own])}."
             )
-        return _replaced(options, {own: value})
+        return replaced(options, **{own: value})
     if own == "model":
-        return _replaced(options, {"config": None, "overrides": [], "model": model_name(value)})
+        return replaced(options, config=None, overrides=[], model=model_name(value))
     known = ", ".join((*OF_LINES, *SIZES, *WORDS))
     hint = f"Use one of {known}, or a setting section.key."
     raise ConfigError(key, name, "is nothing that a plan can change", hint)
@@ -209,7 +191,3 @@ def _with_part(cluster: str | None, key: str, name: str, value: str) -> str:
         hint = "Describe the cluster in a line, such as 4x8xA100-80GB,net=100gbit."
         raise ConfigError(f"{key} {name}", value, why, hint)
     return line
-
-
-def _replaced(options: argparse.Namespace, changes: Mapping[str, Any]) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(options), **changes})

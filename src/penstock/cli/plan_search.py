@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from penstock.cli.progress import Lines
+from penstock.cli.out import Lines
 from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.plan import MemoryBudget, Problem, Progress, Subject, find_plan

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from penstock.cli.fitting import other_layouts
 from penstock.cli.plan_search import Searching, searching
 from penstock.cli.plan_subject import (
     OF_CONFIGURATIONS,
@@ -21,6 +20,8 @@ from penstock.cli.plan_subject import (
     memory_of,
     of_study,
     option,
+    other_layouts,
+    replaced,
     subject_of,
 )
 from penstock.config import UNSET, ConfigError
@@ -152,10 +153,10 @@ def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float
         if options.model is None or of_study(options.model) or file.nodes == 1:
             return None
         limit_s = GLANCE_S
-        alone = argparse.Namespace(**{**vars(options), "layout": "given", "zero_stage": None})
+        alone = replaced(options, layout="given", zero_stage=None)
         work = subject_of(alone, file).problem.workload
         samples = work.batch * holders(work.world_size, work.tp_size)
-        options = argparse.Namespace(**{**vars(options), "global_batch": samples})
+        options = replaced(options, global_batch=samples)
     file, options = _resized(file, options)
     over = time_limit(time.process_time, options.budget or 1.0, limit_s)
     try:
@@ -284,7 +285,7 @@ def _fastest(
     """
     found, seen, refused = list[_Laid](), set[object](), ConfigError(SIZE, UNSET, "no stages are possible")
     for stages, laid in tried:
-        options = argparse.Namespace(**{**vars(laid), "pipeline_parallel_size": stages})
+        options = replaced(laid, pipeline_parallel_size=stages)
         sizes = (stages, *(getattr(options, name) for name in SIZES), *options.overrides)
         if sizes in seen:
             continue
@@ -294,7 +295,7 @@ def _fastest(
         asked = options
         if options.model is not None and options.zero_stage in (None, AUTO) and not of_study(options.model):
             # The optimiser is open: sharded, it saves memory in stages, and no time.
-            asked = argparse.Namespace(**{**vars(options), "zero_stage": "1"})
+            asked = replaced(options, zero_stage="1")
         try:
             subject = subject_of(asked, stage_cluster(file, stages))
             memory = memory_of(options.memory_gib, subject.memory_bytes)
@@ -318,7 +319,7 @@ def _fastest(
 
 def _open(options: argparse.Namespace, file: ClusterFile) -> Iterator[tuple[int, argparse.Namespace]]:
     """Yield the numbers of stages worth trying with their layouts, first a stage for each node."""
-    inside = argparse.Namespace(**{**vars(options), "layout": "given", "ep_size": None})
+    inside = replaced(options, layout="given", ep_size=None)
     if file.nodes > 1:
         yield file.nodes, inside
     if options.layout != "auto":
@@ -332,7 +333,7 @@ def _open(options: argparse.Namespace, file: ClusterFile) -> Iterator[tuple[int,
 
 def _layouts(options: argparse.Namespace, cluster: ClusterFile) -> Iterator[argparse.Namespace]:
     """Yield options for the given layout and all others of a stage, with the same samples per microbatch."""
-    given = argparse.Namespace(**{**vars(options), "layout": "given"})
+    given = replaced(options, layout="given")
     yield given
     subject = subject_of(given, cluster)
     for changes in other_layouts(subject, of_study=of_study(options.model)):

@@ -1,14 +1,14 @@
-"""What `penstock plan` plans for: the step and the cluster that its options name."""
+"""What `penstock plan` plans for: the step and cluster that its options name; which options would fit."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from penstock.cli.out import user_path
 from penstock.config import UNSET, ConfigError, asked, check_name
@@ -18,13 +18,14 @@ from penstock.cost.clusters.line import EXAMPLE, in_line
 from penstock.mesh import holders
 from penstock.plan import MemoryBudget, Problem, Subject, published_problem
 from penstock.plan.effort import COMMAND_S, check_budget, time_limit
-from penstock.plan.layouts import find_layouts, with_layout
+from penstock.plan.layouts import find_layouts, layout_sizes, with_layout
 from penstock.plan.models import MODELS, open_models
 from penstock.plan.moving import sample_sizes, with_routing
 from penstock.plan.optimizers import sharing_updates
 from penstock.plan.plan_config import AUTO
+from penstock.plan.room import least_memory
 from penstock.plan.subject import ELEMENT_BYTES, Overrides
-from penstock.words import counted
+from penstock.words import counted, gib
 from penstock.workloads import RoutingConfig
 
 STATE = {"param_dtype": "parameter_bytes", "grad_dtype": "gradient_bytes", "moment_dtype": "moment_bytes"}
@@ -55,6 +56,15 @@ SIZES = {
 }
 """Sizes of a published model and its cluster that options may replace."""
 
+WORDS: Final[Mapping[str, Sequence[str]]] = {
+    "layout": ("given", AUTO),
+    "zero_stage": ("0", "1", "2", SHARDED, AUTO),
+    "recompute": (AUTO, "none", "experts", "blocks"),
+    "precision": (*ELEMENT_BYTES, AUTO),
+    **dict.fromkeys(STATE, tuple(ELEMENT_BYTES)),
+}
+"""Options that take a word, with these words."""
+
 OF_CONFIGURATIONS = {
     "batch": "data.batch_per_device",
     "seq_len": "model.seq_len",
@@ -75,12 +85,17 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def replaced(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    """Return the options with some changed."""
+    return argparse.Namespace(**{**vars(options), **changes})
+
+
 def changed_options(options: argparse.Namespace, changes: Mapping[str, Any]) -> argparse.Namespace:
     """Return the options with changes, which are settings where a configuration is planned."""
     if options.model is not None:
-        return argparse.Namespace(**{**vars(options), **changes})
+        return replaced(options, **changes)
     overrides = [*options.overrides, *as_settings(changes)]
-    return argparse.Namespace(**{**vars(options), "overrides": overrides})
+    return replaced(options, overrides=overrides)
 
 
 def as_settings(changes: Mapping[str, Any]) -> list[str]:
@@ -257,7 +272,7 @@ def _configured(
 
     title: of a model of transformers, for which options stand in place of settings.
     """
-    from penstock.autotune.choose.subject import has_settings, run_subject
+    from penstock.autotune.choose.layouts import has_settings, run_subject
 
     if title is not None and not asked(config.is_dir) and has_settings(config):
         why = "has settings of a run, and is no model's config.json"
@@ -308,3 +323,111 @@ def budget_of(options: argparse.Namespace, subject: Subject) -> float:
     budget: float = subject.budget if options.budget is None else options.budget
     check_budget("--budget", budget)
     return budget
+
+
+Changes = Mapping[str, Any]
+"""New values of options, by name."""
+
+SAVING: Final[Sequence[Changes]] = (
+    {"precision": "bfloat16"},
+    {"recompute": "auto"},
+    {"zero_stage": "1"},
+    {"zero_stage": "2"},
+)
+"""Changes that keep layout and batch."""
+
+SAID: Final = 3
+"""The most changes that are named beside each other."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The memory of a step with changed options.
+
+    subject_of: returns the changed step, or raises ConfigError. ends: tells whether the time is over.
+    of_study: whether the step has the same samples whatever the layout.
+    """
+
+    subject_of: Callable[[Changes], Subject]
+    memory: MemoryBudget
+    words: Callable[[Changes], str]
+    of_study: bool
+    ends: Callable[[], bool]
+    _known: dict[str, int | None] = field(default_factory=dict)
+
+    def advice(self) -> str:
+        """Return what would fit, with its memory, or what needs least."""
+        try:
+            first = self.subject_of({})
+        except ConfigError:
+            return ""  # the layout was open, and the given one is impossible
+        layouts, batches = list(other_layouts(first, of_study=self.of_study)), list(_batches(first))
+        alone = [each for each in (*SAVING, *layouts, *batches) if self._fits(each)]
+        if alone:
+            return f"It would fit with {', or with '.join(map(self._told, alone[:SAID]))}."
+        saving: Changes = {}
+        for each in SAVING:
+            saving = {**saving, **each} if self._bytes({**saving, **each}) is not None else saving
+        together = [{**saving, **layout} for layout in ({}, *layouts)]
+        together += [{**each, **batch} for each in together for batch in batches[-1:]]
+        possible = [each for each in together if self._bytes(each) is not None]
+        for each in possible:
+            if self._fits(each):
+                return f"It would fit with {self._told(self._needed(each))}."
+        if not possible:
+            return ""
+        least = min(possible, key=lambda each: self._bytes(each) or 0)
+        return f"Use more ranks: the nearest to fit is {self._told(least)}."
+
+    def _needed(self, changes: Changes) -> Changes:
+        """Return the changes without those that are not needed."""
+        for name in changes:
+            fewer = {key: value for key, value in changes.items() if key != name}
+            if self._fits(fewer):
+                return self._needed(fewer)
+        return changes
+
+    def _fits(self, changes: Changes) -> bool:
+        needed = self._bytes(changes)
+        return needed is not None and needed <= self.memory.bytes
+
+    def _told(self, changes: Changes) -> str:
+        return f"{self.words(changes)} ({gib(self._bytes(changes) or 0)} per rank)"
+
+    def _bytes(self, changes: Changes) -> int | None:
+        """Return the least memory of a rank with these changes; None if they are impossible, or no time."""
+        key = self.words(changes)
+        if key not in self._known:
+            self._known[key] = None if self.ends() else self._estimated(changes)
+        return self._known[key]
+
+    def _estimated(self, changes: Changes) -> int | None:
+        try:
+            subject = self.subject_of(changes)
+        except ConfigError:
+            return None  # a size does not divide, or this step cannot have it
+        problems = (subject.problem,) if subject.sharded is None else (subject.problem, subject.sharded)
+        return min(least_memory(each).total_bytes for each in problems)
+
+
+def other_layouts(subject: Subject, *, of_study: bool) -> Iterator[Changes]:
+    """Yield other layouts, with the same samples per step; a study's model has them by itself."""
+    work = subject.problem.workload
+    own = work.tp_size, work.ep_size, work.etp_size
+    for each in layout_sizes(work.world_size, work.devices_per_node, work.num_experts):
+        sizes = {"tp_size": each.tp_size, "ep_size": each.ep_size, "etp_size": each.etp_size}
+        if tuple(sizes.values()) == own or each.tokens != "split":
+            continue
+        samples = work.batch * each.tp_size
+        if of_study:
+            yield sizes
+        elif samples % work.tp_size == 0:
+            yield sizes if each.tp_size == work.tp_size else {**sizes, "batch": samples // work.tp_size}
+
+
+def _batches(subject: Subject) -> Iterator[Changes]:
+    """Yield smaller batches, halved again and again."""
+    batch = subject.problem.batch
+    while batch > 1:
+        batch //= 2
+        yield {"batch": batch}

@@ -5,27 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from penstock.cli.failing import FAILED
-from penstock.cli.out import user_path
-from penstock.config import ConfigError, shorten
+from penstock.cli.out import add, user_path, whole
+from penstock.cli.run import FAILED, say
+from penstock.config import ConfigError
 from penstock.data.config import DataConfig
-from penstock.data.files import HINT
-from penstock.data.listing import files_of
+from penstock.data.files import HINT, files_of
 from penstock.data.prepare import SHARD_TOKENS, Preparation
-from penstock.data.record import WHOLE, Record, read_record
 from penstock.data.text import TextError
 from penstock.data.tokenizer import open_tokenizer
-from penstock.data.tokens import first_damage
+from penstock.data.tokens import WHOLE, Record, first_damage, read_record
 from penstock.stops import STOPS
-from penstock.words import counted, mib, whole_number
+from penstock.words import counted, mib
 
+TOKENS = whole(1, 1 << 40, f"is no number of tokens; use 1 or more, such as {SHARD_TOKENS}")
 GOES_ON = "stopped; run the same command again, and it goes on"
 
 
@@ -39,35 +37,31 @@ def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="Example: penstock prepare articles.jsonl --tokenizer tokenizer.json --out data/articles",
     )
     usual = DataConfig()
-    prepare.add_argument("inputs", nargs="+", metavar="INPUT", help="files, or folders of files")
-    prepare.add_argument("--out", type=user_path, required=True, metavar="FOLDER", help="folder to write")
-    prepare.add_argument(
-        "--tokenizer", metavar="FILE", help="a tokenizer.json (default: bytes, every byte a token)"
-    )
-    prepare.add_argument(
-        "--end-of-document",
-        metavar="TOKEN",
-        help="token between two documents (default: the tokenizer's usual one)",
+    add(prepare, "inputs INPUT", "files, or folders of files", nargs="+")
+    add(prepare, "--out FOLDER", "folder to write", type=user_path, required=True)
+    add(prepare, "--tokenizer FILE", "a tokenizer.json (default: bytes, every byte a token)")
+    add(
+        prepare, "--end-of-document TOKEN", "token between two documents (default: the tokenizer's usual one)"
     )
     prepare.add_argument(
         "--field",
         default=usual.field,
         help=f"the field with text in JSON lines and Parquet (default: {usual.field})",
     )
-    prepare.add_argument(
-        "--suffixes",
+    add(
+        prepare,
+        "--suffixes A,B,...",
+        f"which files of a folder are read (default: {','.join(usual.suffixes)})",
         default=",".join(usual.suffixes),
-        metavar="A,B,...",
-        help=f"which files of a folder are read (default: {','.join(usual.suffixes)})",
     )
-    prepare.add_argument(
-        "--shard-tokens",
-        type=_tokens,
+    add(
+        prepare,
+        "--shard-tokens N",
+        f"tokens per shard; what is read again after a stop (default: {SHARD_TOKENS})",
+        type=TOKENS,
         default=SHARD_TOKENS,
-        metavar="N",
-        help=f"tokens per shard; what is read again after a stop (default: {SHARD_TOKENS})",
     )
-    prepare.add_argument("--json", action="store_true", help="print one JSON object")
+    add(prepare, "--json", "print one JSON object")
     prepare.set_defaults(run=lambda options, given: run_prepare(options))
 
 
@@ -81,7 +75,7 @@ def run_prepare(options: argparse.Namespace) -> int:
         raise ConfigError("--out", str(folder), why, "Choose another name.") from error
     work = _preparation(options)
     if (folder / WHOLE).exists() and (damage := first_damage(folder)) is not None:
-        print(f"penstock: {damage}", file=sys.stderr)
+        say(damage)
         return FAILED
     STOPS.says(lambda: GOES_ON)
     try:
@@ -98,14 +92,14 @@ def run_prepare(options: argparse.Namespace) -> int:
             for step in work.run(folder):
                 bar.update(task, completed=step.read_bytes, total=step.total_bytes, tokens=step.tokens)
     except TextError as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        say(str(error))
         return FAILED
     except OSError as error:
         file = Path(error.filename or folder)  # inputs are files, too
         ours = file == folder or folder in (*file.parents, *folder.parents)
         problem = f"{folder} cannot be written" if ours else f"{file} cannot be read"
         hint = "Once that is mended, run the same command again: it goes on."
-        print(f"penstock: {problem} ({error.strerror}). {hint}", file=sys.stderr)
+        say(f"{problem} ({error.strerror}). {hint}")
         return FAILED
     STOPS.finish(0)
     _tell(read_record(folder / WHOLE), folder, json_wanted=options.json)
@@ -157,12 +151,3 @@ def _tell(record: Record, folder: Path, *, json_wanted: bool) -> None:
     print(f"{folder}: {record.documents:,} documents, {record.tokens:,} tokens in {shards}")
     print(f"vocabulary {record.vocabulary:,} ({kind}), {record.dtype.name}, {size}")
     print(f"train on it: data.path={folder} model.vocab_size={record.vocabulary}")
-
-
-def _tokens(text: str) -> int:
-    number = whole_number(text)
-    if number is None or not 1 <= number <= 1 << 40:
-        raise argparse.ArgumentTypeError(
-            f"{shorten(text)!r} is no number of tokens; use 1 or more, such as {SHARD_TOKENS}"
-        )
-    return number

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from penstock.autotune.planned import decided
 from penstock.autotune.problem import candidates, check_compatible
-from penstock.autotune.profile import profile_run
+from penstock.autotune.profile.measure import profile_run
 from penstock.autotune.profile.sample import Limits
 from penstock.autotune.profile.tasks import cuts, sample_of
-from penstock.cli.failing import FAILED
-from penstock.cli.out import check_folder, check_out, save_out
-from penstock.cli.progress import progress_line
-from penstock.cli.ranks import Emulated, measure_as_rank, on_ranks, processes_of
+from penstock.cli.out import check_folder, check_out, config_and_settings, progress_line, save_out
+from penstock.cli.ranks import Emulated, measure_as_rank, on_ranks, ranks_of
+from penstock.cli.run import FAILED, say
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile
 from penstock.device import count_gpus
 from penstock.extras import install, is_there, needs
 from penstock.plan.plan_config import PlanConfig
-from penstock.report.profile import profile_text
-from penstock.report.profile_figure import draw_profile
+from penstock.report.profile import draw_profile, profile_text
 from penstock.topology import Control, Layout, ProcessInfo, detect
 from penstock.train.assemble import build_machinery, on_device
 from penstock.train.config import RunConfig
@@ -52,40 +49,27 @@ MOST_BUDGET_S = 86400
 """A day, as in a benchmark."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The requests of the options, besides the configuration."""
-
-    budget_s: float
-    out: Path
-    plot: Path | None
-    json: bool
-
-    def __post_init__(self) -> None:
-        if self.plot is not None and not is_there("matplotlib"):
-            raise ConfigError("--plot", str(self.plot), needs("matplotlib"), install("matplotlib"))
-        if not 0 < self.budget_s <= MOST_BUDGET_S:
-            why = f"must be above 0 and at most {MOST_BUDGET_S} seconds: measuring takes time, and has to end"
-            raise ConfigError("--budget", self.budget_s, why, "Use 60.")
-
-
-def profile(
-    path: Path | None,
-    overrides: Sequence[str],
-    given: Sequence[str],
-    wanted: Wanted,
-    emulate: Emulated | None = None,
-) -> int:
+def profile(options: argparse.Namespace, given: Sequence[str], emulate: Emulated | None = None) -> int:
     """Measure and return the exit code; rank 0 prints the tables, or the cluster file as one JSON object."""
-    info = detect(os.environ)
-    config, ranks = _configured(path, overrides, info, emulate)
+    if options.plot is not None and not is_there("matplotlib"):
+        raise ConfigError("--plot", str(options.plot), needs("matplotlib"), install("matplotlib"))
+    if not 0 < options.budget <= MOST_BUDGET_S:
+        why = f"must be above 0 and at most {MOST_BUDGET_S} seconds: measuring takes time, and has to end"
+        raise ConfigError("--budget", options.budget, why, "Use 60.")
+    path, overrides = config_and_settings(options)
+    info, usual = detect(os.environ), () if path is not None else DEFAULTS
+    config = load(RunConfig, path, [*usual, *overrides])
+    ranks = ranks_of(config, info, emulate)
+    if path is None:
+        config = load(RunConfig, None, [*usual, f"moe.num_experts={max(2, ranks)}", *overrides])
+    config = config.resolved(ranks)
     here = ranks if emulate is None else emulate.devices  # ranks of a node, unless a launcher started them
     node_size = None if info is not None else here
     layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
     if not count_gpus():  # refused before any process starts
         check_run(config, layout, there_bytes=host_bytes(), sharing=ranks)
     if info is None:
-        _check_places(wanted)
+        _check_places(options)
         # A dispatch, and every step that is measured, must be one that these ranks can run.
         candidates(config, layout)
         sample = replace(sample_of(config), plan=PlanConfig())
@@ -93,37 +77,23 @@ def profile(
             check_compatible(replace(sample, schedule=cut), layout)
 
     def work(rank: ProcessInfo) -> int:
-        measure, finish = partial(_measure, config, wanted), partial(_finish, wanted=wanted)
+        measure, finish = partial(_measure, config, options), partial(_finish, options=options)
         return measure_as_rank(rank, config.parallel, config.moe.num_experts, measure, finish)
 
     return on_ranks("penstock profile", given, ranks, config.parallel.timeout_s, emulate, work)
 
 
-def _configured(
-    path: Path | None, overrides: Sequence[str], info: ProcessInfo | None, emulate: Emulated | None
-) -> tuple[RunConfig, int]:
-    """Return the configuration for the number of ranks that there will be, and that number."""
-    usual = () if path is not None else DEFAULTS
-    if info is not None:
-        ranks = info.world_size
-    elif emulate is not None:
-        ranks = emulate.ranks
-    else:
-        ranks = processes_of(load(RunConfig, path, [*usual, *overrides]))
-    if path is None:
-        usual = (*usual, f"moe.num_experts={max(2, ranks)}")
-    return load(RunConfig, path, [*usual, *overrides]).resolved(ranks), ranks
-
-
-def _check_places(wanted: Wanted) -> None:
+def _check_places(options: argparse.Namespace) -> None:
     """Raise ConfigError if what is measured could not be saved."""
-    check_out(wanted.out, EXAMPLE)
-    check_folder(wanted.plot, "--plot")
+    check_out(options.out, EXAMPLE)
+    check_folder(options.plot, "--plot")
 
 
-def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.device) -> ClusterFile:
+def _measure(
+    config: RunConfig, options: argparse.Namespace, layout: Layout, device: torch.device
+) -> ClusterFile:
     control = Control(layout.rank, layout.world_size)
-    decided(control, partial(_check_places, wanted), "looking where the cluster file is to be")
+    decided(control, partial(_check_places, options), "looking where the cluster file is to be")
     config = on_device(config, device)
     fits = partial(check_run, config, layout, there_bytes=device_bytes(device, control))
     control.agreed(fits, "comparing memory with the model")
@@ -132,29 +102,26 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
         file = profile_run(
             config,
             machinery,
-            budget_s=wanted.budget_s,
-            name=wanted.out.stem,
+            budget_s=options.budget,
+            name=options.out.stem,
             limits=Limits(asked=lambda: requests.asked),
         )
     machinery.close()
     return file
 
 
-def _finish(file: ClusterFile, wanted: Wanted) -> int:
+def _finish(file: ClusterFile, options: argparse.Namespace) -> int:
     """Save the file, then print it: printing may fail."""
-    if not save_out(file.save, wanted.out):
+    if not save_out(file.save, options.out):
         return FAILED
     try:
-        figure = None if wanted.plot is None else draw_profile(file, wanted.plot)
+        figure = None if options.plot is None else draw_profile(file, options.plot)
     except OSError as error:
-        print(
-            f"penstock: {error.filename or wanted.plot} could not be written: {error.strerror}",
-            file=sys.stderr,
-        )
+        say(f"{error.filename or options.plot} could not be written: {error.strerror}")
         return FAILED
-    if wanted.json:
+    if options.json:
         print(json.dumps(to_dict(file)))
         return 0
     print(profile_text(file, terminal_width()))
-    print(f"\nsaved as {wanted.out}" + (f"; figure in {figure}" if figure else ""))
+    print(f"\nsaved as {options.out}" + (f"; figure in {figure}" if figure else ""))
     return 0

@@ -1,4 +1,4 @@
-"""Start of a command's ranks: the same command once more for each of them."""
+"""Start and end of a command's ranks: the same command once more for each of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 
-from penstock.cli.failing import BAD_USAGE, FAILED, INTERRUPTED, say, tell, tell_torchrun
+from penstock.cli.run import BAD_USAGE, FAILED, INTERRUPTED, say, tell, tell_torchrun
 from penstock.config import ConfigError
 from penstock.device import pick_device
 from penstock.graph import RefusalError
@@ -99,8 +100,15 @@ def on_ranks(
     return end_of_rank(info, code)
 
 
-def processes_of(config: RunConfig) -> int:
-    """Return the number of local processes of a run: as configured, or as suits this machine best."""
+def ranks_of(config: RunConfig, info: ProcessInfo | None, emulate: Emulated | None) -> int:
+    """Return the number of ranks: what a launcher has started or a cluster is to have; else local processes.
+
+    Those are as many as configured, or as suit this machine best.
+    """
+    if info is not None:
+        return info.world_size
+    if emulate is not None:
+        return emulate.ranks
 
     def check(processes: int) -> None:
         resolved = config.resolved(processes)
@@ -169,39 +177,30 @@ def measure_as_rank(
     error is being reported: the other ranks end at the same signal, and this one may see that first.
     """
     try:
-        return _measured_or_told(info, parallel, num_experts, measure, finish)
+        # Return the exit code of a rank after it has reported any error; KeyboardInterrupt passes
+        # through.
+        try:
+            keep_freed_memory()
+            device = pick_device(info.local_rank)
+            join(info, parallel.timeout_s, device, parallel.transport, start_s=parallel.start_s)
+            node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
+            layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
+            found = measure(layout, device)
+            STOPS.finish(None, UNPRINTED)
+        except (ConfigError, RefusalError) as error:
+            return refused(error)
+        except (TaskError, CommunicationError, ScheduleMismatchError) as error:
+            if STOPS.heard:  # others ended at the same signal
+                raise KeyboardInterrupt from None
+            tell(str(error))
+            return FAILED
+        leave()
+        return finish(found) if info.rank == 0 else 0
     except KeyboardInterrupt:
         if stopped is None:
             return STOPS.stopped()
         stopped()
         return INTERRUPTED
-
-
-def _measured_or_told(
-    info: ProcessInfo,
-    parallel: ParallelConfig,
-    num_experts: int,
-    measure: Callable[[Layout, torch.device], T],
-    finish: Callable[[T], int],
-) -> int:
-    """Return the exit code of a rank after it has reported any error; KeyboardInterrupt passes through."""
-    try:
-        keep_freed_memory()
-        device = pick_device(info.local_rank)
-        join(info, parallel.timeout_s, device, parallel.transport, start_s=parallel.start_s)
-        node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
-        layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
-        found = measure(layout, device)
-        STOPS.finish(None, UNPRINTED)
-    except (ConfigError, RefusalError) as error:
-        return refused(error)
-    except (TaskError, CommunicationError, ScheduleMismatchError) as error:
-        if STOPS.heard:  # others ended at the same signal
-            raise KeyboardInterrupt from None
-        tell(str(error))
-        return FAILED
-    leave()
-    return finish(found) if info.rank == 0 else 0
 
 
 def refused(error: ConfigError | RefusalError) -> int:
@@ -228,3 +227,56 @@ def end_of_rank(info: ProcessInfo, code: int) -> int:
             sys.stderr.flush()
         os._exit(code)
     return code
+
+
+# ---- what a training run leaves that does not end by itself ---------------------------------------------
+
+
+NONE_YET = "no checkpoint has been written yet"
+
+
+class Left:
+    """The checkpoints of one run, which an earlier run in the same folder has no part in.
+
+    It is made before the run begins; a run that continues has the checkpoints that are there then, too.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._folder, self._steps = config.output.dir / "checkpoints", config.train.steps
+        self._earlier: frozenset[tuple[int, int]] = frozenset()
+        if config.train.resume is False:
+            self._earlier = frozenset(map(_identity, self._found()))
+
+    def way_out(self) -> str:
+        """Return, for after a failure, from where the run can be continued."""
+        newest = self._newest()
+        return NONE_YET if newest is None else f"continue from {newest.name} with train.resume=true"
+
+    def by_a_stop(self) -> str:
+        """Return the same for after a stop, which may find that the last step has been saved."""
+        from penstock.checkpoint.folder import step_of
+
+        newest = self._newest()
+        if newest is not None and step_of(newest) >= self._steps:
+            return f"stopped after the last step; {newest.name} is saved"
+        return f"stopped; {self.way_out()}"
+
+    def _newest(self) -> Path | None:
+        own = [path for path in self._found() if _identity(path) not in self._earlier]
+        return own[-1] if own else None
+
+    def _found(self) -> list[Path]:
+        from penstock.checkpoint.folder import complete_checkpoints
+
+        with suppress(OSError):  # this error must not hide why the run has ended
+            return complete_checkpoints(self._folder)
+        return []
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Return what a folder keeps when it is moved aside."""
+    try:
+        found = path.stat()
+    except OSError:  # it has just been removed, as an old checkpoint
+        return (0, 0)
+    return (found.st_dev, found.st_ino)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.failing import FAILED
-from penstock.cli.out import check_out, save_out, user_path
+from penstock.cli.out import add, check_out, save_out, user_path
+from penstock.cli.run import FAILED
 from penstock.words import folded, mib, terminal_width
 from penstock.writing import write_whole
 
 if TYPE_CHECKING:  # loaded where a page is written: other commands need none of it
-    from penstock.report.page.finished import FinishedRun
+    from penstock.report.page.findings import FinishedRun
 
 PAGE = "report.html"
 
@@ -29,16 +30,11 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "killed, gets a page about what is there.",
         epilog="Example: penstock report runs/tiny",
     )
-    report.add_argument(
-        "folder", type=user_path, metavar="RUN", help="the output.dir of a run, such as runs/tiny"
+    add(report, "folder RUN", "the output.dir of a run, such as runs/tiny", type=user_path)
+    add(
+        report, "--out FILE", f"where to write the page (default: {PAGE} in the run's folder)", type=user_path
     )
-    report.add_argument(
-        "--out",
-        type=user_path,
-        metavar="FILE",
-        help=f"where to write the page (default: {PAGE} in the run's folder)",
-    )
-    report.add_argument("--json", action="store_true", help="print one JSON object with what the page says")
+    add(report, "--json", "print one JSON object with what the page says")
     report.set_defaults(run=lambda options, given: write_report(options.folder, options.out, options.json))
 
 
@@ -70,26 +66,15 @@ def findings(run: FinishedRun) -> dict[str, Any]:
 
     step, plan = run.step, run.plan
     binding = None if step is None else binding_of(step)
-    kinds = [] if step is None else kinds_of(step)
     return {
         "steps": len(run.course.steps),
-        "predicted_s": None if step is None else step.predicted_s,
-        "measured_s": None if step is None else step.measured_s,
-        "traced_s": None if step is None else step.traced_s,
-        "bound_s": None if step is None else step.bound_s,
+        **{
+            f"{name}_s": getattr(step, f"{name}_s", None)
+            for name in ("predicted", "measured", "traced", "bound")
+        },
         "binding": None if binding is None else binding.to_dict(),
         "stragglers": {} if step is None else {str(each.rank): each.factor for each in step.stragglers},
-        "tasks": [
-            {
-                "op": kind.op,
-                "phase": str(kind.phase),
-                "lane": kind.lane,
-                "count": kind.count,
-                "predicted_s": kind.predicted_s,
-                "measured_s": kind.measured_s,
-            }
-            for kind in kinds
-        ],
+        "tasks": [] if step is None else [asdict(kind) for kind in kinds_of(step)],
         "plan": None if plan is None else plan.choice.words,
         "next_best": [] if plan is None else [[each.words, each.predicted_s] for each in plan.others],
         "failures": list(run.failures),

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.cli.left import Left
-from penstock.cli.ranks import Emulated, processes_of, start_ranks
+from penstock.cli.ranks import Emulated, Left, ranks_of, start_ranks
 from penstock.config import ConfigError, is_missing, load
 from penstock.cost.clusters import find_cluster
 from penstock.device import count_gpus
@@ -56,7 +55,7 @@ def train(
             return _start_ranks(config, told, ranks, node_size=emulate.devices, place=cluster)
     if info is not None:
         return _be_rank(config, info, json_wanted)
-    processes, places = processes_of(config), Places.here()
+    processes, places = ranks_of(config, None, None), Places.here()
     announced = "" if json_wanted else f"starting {places.describe(processes)}"
     if processes == 1:
         limit_threads()

@@ -9,9 +9,8 @@ import traceback
 
 from penstock.autotune import Autotuner
 from penstock.checkpoint.storage import CheckpointError
-from penstock.cli.failing import FAILED, NOT_BEGUN, tell
-from penstock.cli.left import Left
-from penstock.cli.ranks import end_of_rank, refused
+from penstock.cli.ranks import Left, end_of_rank, refused
+from penstock.cli.run import FAILED, NOT_BEGUN, tell
 from penstock.config import ConfigError
 from penstock.data import TextError
 from penstock.device import pick_device

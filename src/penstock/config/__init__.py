@@ -5,7 +5,7 @@ them, `bounds.py` declares the range of every number and the reason, `files.py` 
 programs wrote, `error.py` makes the errors that they see.
 """
 
-from penstock.config.bounds import Items, Within
+from penstock.config.bounds import Items, Table, Within
 from penstock.config.error import UNSET, ConfigError, IndivisibleError, check_name, in_any_case, shorten
 from penstock.config.files import (
     asked,
@@ -17,7 +17,6 @@ from penstock.config.files import (
     read_json,
     read_text,
 )
-from penstock.config.kinds import Table
 from penstock.config.load import from_dict, load, to_dict, to_toml
 from penstock.config.validate import HintWarning, OtherNameWarning, check_bounds, check_value
 

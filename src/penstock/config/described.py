@@ -14,9 +14,8 @@ from dataclasses import MISSING, dataclass, is_dataclass
 from functools import cache
 from typing import Any, Final, get_args
 
-from penstock.config.bounds import Within
+from penstock.config.bounds import Within, default_of, kind_of, may_be_none, section_of, settable, types_of
 from penstock.config.error import dotted, toml_value
-from penstock.config.kinds import default_of, kind_of, may_be_none, section_of, settable, types_of
 from penstock.config.validate import adapter, plain_data
 
 MORE: Final = re.compile(r" ?\(?\[more\]\([^)]*\)\)?")
@@ -71,20 +70,18 @@ def described(cls: type, prefix: str = "", base: object = None) -> Iterator[Sett
         else:
             shown = "none" if default is None else "" if default is MISSING else _toml(default)
             meaning = docs_of(cls).get(field.name, "")
-            yield Setting(key=key, kind=_bounded(tp), default=shown, meaning=meaning)
+            # Return the kind of values of a type, with the range of its numbers.
+            some = (
+                next((each for each in get_args(tp) if each is not type(None)), tp) if may_be_none(tp) else tp
+            )
+            words = [mark.words for mark in getattr(some, "__metadata__", ()) if isinstance(mark, Within)]
+            kind, optional, _ = kind_of(tp).partition(", or none")
+            yield Setting(key=key, kind=(" ".join((kind, *words)) + optional), default=shown, meaning=meaning)
 
 
 def _toml(value: Any) -> str:
     plain = plain_data(value)
     return "empty" if plain == [] else toml_value(plain)
-
-
-def _bounded(tp: Any) -> str:
-    """Return the kind of values of a type, with the range of its numbers."""
-    some = next((each for each in get_args(tp) if each is not type(None)), tp) if may_be_none(tp) else tp
-    words = [mark.words for mark in getattr(some, "__metadata__", ()) if isinstance(mark, Within)]
-    kind, optional, _ = kind_of(tp).partition(", or none")
-    return " ".join((kind, *words)) + optional
 
 
 def help_text(cls: type, section: str = "", width: int = 100) -> str:

@@ -15,11 +15,9 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from penstock.config.bounds import bare
-from penstock.config.error import UNSET, ConfigError, dotted, toml_value
-from penstock.config.files import parse_toml, read_table
-from penstock.config.kinds import (
+from penstock.config.bounds import (
     Table,
+    bare,
     default_of,
     example,
     inner,
@@ -30,6 +28,8 @@ from penstock.config.kinds import (
     settable,
     types_of,
 )
+from penstock.config.error import UNSET, ConfigError, dotted, toml_value
+from penstock.config.files import parse_toml, read_table
 from penstock.config.validate import example_override, own_name, plain_data, prepared, validated
 
 T = TypeVar("T")

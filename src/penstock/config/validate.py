@@ -23,9 +23,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import SchemaValidator
 
-from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown
-from penstock.config.files import MOST_LEVELS, expanded
-from penstock.config.kinds import (
+from penstock.config.bounds import (
     Table,
     default_of,
     example,
@@ -38,6 +36,8 @@ from penstock.config.kinds import (
     settable,
     types_of,
 )
+from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown
+from penstock.config.files import MOST_LEVELS, expanded
 
 _NO_PIPELINE = ("Penstock has no pipeline parallelism", "Leave it out.")
 _NO_CONTEXT = ("Penstock has no context parallelism", "Leave it out.")

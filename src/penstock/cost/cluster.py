@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self, get_args
 
 from penstock.config import Within, check_bounds
-from penstock.config.kinds import types_of
+from penstock.config.bounds import types_of
 from penstock.cost.span import Span, even_leg
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase

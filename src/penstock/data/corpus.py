@@ -18,12 +18,11 @@ from pathlib import Path
 from penstock.config import UNSET, ConfigError, expanded
 from penstock.data.config import DataConfig
 from penstock.data.documents import is_table
-from penstock.data.listing import files_below, files_of, is_folder, is_on_hub, place_of
+from penstock.data.files import files_below, files_of, is_folder, is_on_hub, place_of
 from penstock.data.prepare import Preparation
-from penstock.data.record import WHOLE, is_prepared, whole_record
 from penstock.data.text import Readable, Text
 from penstock.data.tokenizer import Bytes, open_tokenizer
-from penstock.data.tokens import Tokens
+from penstock.data.tokens import WHOLE, Tokens, is_prepared, whole_record
 
 __all__ = ["Corpus", "ToPrepare", "check_one_source", "load_corpora", "prepared_folder", "to_prepare"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.config import ConfigError, open_regular
 from penstock.data.files import HINT, TextError
-from penstock.data.record import Position
+from penstock.data.tokens import Position
 from penstock.extras import install, needs
 
 if TYPE_CHECKING:

@@ -1,19 +1,25 @@
-"""Reads any number of files in place, of which a few are open at a time.
+"""Finds the files that a path stands for, and reads any number of them in place, a few open at a time.
 
-Content is read with `pread`, so the system's page cache holds it once for all ranks, and none of it counts as
-a process's own memory. A file that changes while a run reads it causes an error with its name; if it were
-mapped into memory and cut short, the process would be killed with SIGBUS.
+Of a dataset of the Hugging Face hub that is a Parquet file in a cache. Content is read with `pread`, so the
+system's page cache holds it once for all ranks, and none of it counts as a process's own memory. A file that
+changes while a run reads it causes an error with its name; if it were mapped into memory and cut short, the
+process would be killed with SIGBUS.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
+from urllib.parse import parse_qs
 
-from penstock.config import ConfigError, open_regular
+from penstock.config import ConfigError, expanded, open_regular
+from penstock.extras import install, is_there, needs
+from penstock.writing import replacing
 
 MOST_OPEN: Final = 64
 """Largest number of files that are open at the same time; a system allows some hundreds."""
@@ -81,3 +87,103 @@ def _state(descriptor: int) -> tuple[int, int]:
     """Return what changes when a file is written to: its size and the time of the last change."""
     found = os.fstat(descriptor)
     return found.st_size, found.st_mtime_ns
+
+
+PREFIX: Final = "hf://datasets/"
+FORM: Final = f"{PREFIX}OWNER/NAME[?config=CONFIG&split=SPLIT]"
+
+
+def is_on_hub(path: str) -> bool:
+    """Tell whether a path names a dataset of the hub."""
+    return path.startswith(PREFIX)
+
+
+@cache  # a start asks for it a dozen times, and the hub is asked each time
+def parquet_of(path: str) -> Path:
+    """Return the Parquet file of a dataset, downloaded and converted the first time, in constant memory.
+
+    It lies in the cache of `datasets`, named by a digest of what the hub had. Without a network, or with
+    HF_HUB_OFFLINE=1, what was downloaded before is read.
+
+    Args:
+        path: `hf://datasets/OWNER/NAME`; `?split=SPLIT` instead of train, `config=CONFIG` where a dataset has
+            several.
+
+    Raises:
+        ConfigError: About `path`: the package is missing, the form is another, or there is no such dataset,
+            configuration or split that can be reached.
+    """
+    name, _, asked = path.removeprefix(PREFIX).partition("?")
+    chosen = parse_qs(asked, keep_blank_values=True)
+    if name.count("/") > 1 or not name.strip("/") or not {"config", "split"}.issuperset(chosen):
+        raise ConfigError("path", path, "does not name a dataset of the hub", f"Write {FORM}.")
+    if not is_there("datasets"):
+        raise ConfigError("path", path, needs("datasets"), install("datasets"))
+    import datasets  # takes a second, and needs what nobody else does
+
+    config, split = chosen.get("config", [None])[-1], chosen.get("split", ["train"])[-1]
+    try:
+        found = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        why = f"the hub does not give it ({' '.join(str(error).split())[:300]})"
+        raise ConfigError("path", path, why, f"Write {FORM}; offline, what was loaded before.") from error
+    file = Path(datasets.config.HF_DATASETS_CACHE, "penstock", f"{found._fingerprint}.parquet")
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as draft:
+            found.to_parquet(draft)
+    return file
+
+
+NO_TEXT: Final = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npy", ".npz", ".arrow")
+"""Extensions of files that are not text and are refused."""
+
+
+def files_of(path: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the file at `path`, or a folder's files ending in `suffixes`; raise ConfigError about `path`."""
+    place = place_of(path)
+    files = files_below(path, place, suffixes) if is_folder(path, place) else [place]
+    for file in files:
+        if file.suffix.lower() in NO_TEXT:
+            hint = "Unpack it; of prepared tokens, name the folder."
+            raise ConfigError("path", path, f"{file} is no text, and would be read as it lies", hint)
+    if not files:
+        why = f"contains no file with extension {' '.join(suffixes)}"
+        raise ConfigError("path", path, why, "List the extensions of your files in data.suffixes.")
+    return files
+
+
+def place_of(path: str) -> Path:
+    """Return the place of a text, its home folder expanded or loaded from the hub; raise ConfigError about
+    `path`."""
+    return parquet_of(path) if is_on_hub(path) else expanded(path, "path", HINT)
+
+
+def is_folder(path: str, place: Path) -> bool:
+    """Tell whether the path is a folder; raise ConfigError where nothing exists."""
+    try:
+        return stat.S_ISDIR(place.stat().st_mode)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:  # the path contains a NUL
+        raise ConfigError("path", path, f"is no path ({error})", HINT) from error
+
+
+def files_below(
+    path: str | None, folder: Path, suffixes: tuple[str, ...], left_out: frozenset[str] = frozenset()
+) -> list[Path]:
+    """Return files below `folder` ending in `suffixes`, by relative path; links to folders are ignored."""
+
+    def refuse(error: OSError) -> NoReturn:  # Path.rglob would silently skip an unreadable folder
+        raise _unreadable(path, error) from error
+
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if name not in left_out]
+        found += [Path(parent, name) for name in names if name.endswith(suffixes)]
+    # File systems list their entries in different orders; this order is the same on all machines.
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+
+
+def _unreadable(path: str | None, error: OSError) -> ConfigError:
+    return ConfigError("path", path, f"cannot read {error.filename}: {error.strerror}", HINT)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -26,7 +26,8 @@ import numpy.typing as npt
 from penstock.config import ConfigError
 from penstock.data.documents import Piece, check_readable, pieces
 from penstock.data.files import TextError
-from penstock.data.record import (
+from penstock.data.tokenizer import Tokenizer, as_array
+from penstock.data.tokens import (
     BLOCK_BYTES,
     CRC_BYTES,
     MOST_SHARDS,
@@ -40,7 +41,6 @@ from penstock.data.record import (
     sums_file,
     write_record,
 )
-from penstock.data.tokenizer import Tokenizer, as_array
 from penstock.writing import DRAFT, Draft, make_durable, open_lock, remove_drafts, write_whole
 
 
@@ -239,27 +239,22 @@ def _batches(coming: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[_TakeLock]:
+def _locked(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Yield what tries at every call to take the lock of a folder, and returns whether it was taken."""
     try:
         file = open_lock(folder / LOCK)
     except OSError as error:
         raise _refused(folder, f"cannot be written to: {error.strerror}", "Choose another folder.") from error
     with file:
-        yield _TakeLock(file.fileno())  # the system releases the lock when the file is closed
 
+        def take() -> bool:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
 
-class _TakeLock:
-    """Tries at every call to take the lock on a file, and returns whether it was taken."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def __call__(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        yield take  # the system releases the lock when the file is closed
 
 
 def _refused(folder: Path, why: str, hint: str) -> ConfigError:

@@ -15,8 +15,7 @@ from math import lcm
 from typing import Annotated, Any, Final, Literal, Self
 
 from penstock.config import ConfigError, Items, Table, Within, check_bounds, check_name, check_value
-from penstock.config.bounds import Steps
-from penstock.config.kinds import types_of
+from penstock.config.bounds import Steps, types_of
 from penstock.decision.partition import Partition
 from penstock.decision.placement import PlacementConfig
 from penstock.features.dispatch import DISPATCHES

@@ -6,9 +6,8 @@ named instead of being waited for. `facts.py` looks at one machine, `meeting.py`
 found.
 """
 
-from penstock.doctor.checks import judge
+from penstock.doctor.checks import Check, Finding, Wanted, judge
 from penstock.doctor.examine import Examination, examine
 from penstock.doctor.facts import Facts
-from penstock.doctor.findings import Check, Finding, Wanted
 
 __all__ = ["Check", "Examination", "Facts", "Finding", "Wanted", "examine", "judge"]

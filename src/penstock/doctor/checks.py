@@ -1,27 +1,148 @@
-"""Judges what was found: one line per check, and a sentence for everything that needs to be fixed."""
+"""Judges what was found: one line per check, and a sentence for everything that needs to be fixed.
+
+Also why a rank does not reach the others at all, in the order in which it can go wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Final
+import ipaddress
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median
+from typing import Final, TypeVar
 
-from penstock.doctor.examine import Examination
-from penstock.doctor.facts import ABSENT, Facts
-from penstock.doctor.findings import (
-    Check,
-    Finding,
-    Wanted,
-    by,
-    by_of,
-    capital,
-    differs,
-    several_machines,
-    who,
-)
-from penstock.doctor.network import clocks, exchange, interfaces, links, names
+from penstock.cost import ClusterFile
+from penstock.doctor.examine import Examination, Link
+from penstock.doctor.facts import ABSENT
+from penstock.doctor.wire import Clock
+from penstock.topology import ProcessInfo
 from penstock.topology.faults import named
-from penstock.words import counted, gib
+from penstock.topology.meeting_point import look_at
+from penstock.words import counted, gib, milliseconds
+
+S = TypeVar("S")
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a run needs.
+
+    assumed: the cluster for which its plan was made, named `cluster_name`; None if not given. rank_bytes:
+    memory of a rank; disk_bytes: of its checkpoints, in `disk`.
+    """
+
+    assumed: ClusterFile | None = None
+    cluster_name: str = ""
+    rank_bytes: int = 0
+    disk_bytes: int = 0
+    disk: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A sentence: what is wrong where, and what to do. mend: False if it is only worth knowing."""
+
+    text: str
+    mend: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the table."""
+
+    name: str
+    found: str
+    findings: Sequence[Finding] = ()
+
+    @staticmethod
+    def of(name: str, found: str, texts: Iterable[str]) -> Check:
+        """Return a check in which all of these texts say what to mend."""
+        return Check(name=name, found=found, findings=[Finding(text=text) for text in texts])
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing needs to be fixed."""
+        return not any(finding.mend for finding in self.findings)
+
+
+def by(things: Mapping[int, S], key: Callable[[S], T]) -> dict[T, list[int]]:
+    """Return the ranks grouped by a key of what each of them has."""
+    ranks: dict[T, list[int]] = defaultdict(list)
+    for rank, thing in things.items():
+        ranks[key(thing)].append(rank)
+    return dict(ranks)
+
+
+def differs(found: Examination, name: str) -> bool:
+    """Tell whether ranks have different versions of a package."""
+    return len(by(found.facts, lambda each: each.versions.get(name, ABSENT))) > 1
+
+
+def who(found: Examination, ranks: Iterable[int]) -> str:
+    """Return ranks and their hosts, such as `rank 3 (node07)`."""
+    ranks = tuple(ranks)
+    hosts = dict.fromkeys(found.facts[rank].host for rank in ranks if rank in found.facts)
+    return f"{ranks_words(ranks, found)} ({', '.join(hosts)})" if hosts else ranks_words(ranks, found)
+
+
+def ranks_words(ranks: Sequence[int], found: Examination) -> str:
+    """Return ranks in words, such as `ranks 0 and 2`, or `all ranks`."""
+    if found.size > 1 and len(ranks) == found.size:
+        return "all ranks"
+    return named(tuple(ranks))
+
+
+def capital(text: str) -> str:
+    """Return the text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def several_machines(found: Examination) -> bool:
+    """Tell whether some ranks reach each other only over a network."""
+    return len({each.machine for each in found.facts.values()}) > 1
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether an address reaches only the machine itself."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return False
+
+
+def why_unreachable(info: ProcessInfo, host: str, port: int, error: str) -> str:
+    """Return one sentence for a rank that could not reach the store at `host` and `port`: what to fix."""
+    who = f"rank {info.rank} of {info.world_size} ({platform.node()})"
+    found = look_at(host, port)
+    if found.kind == "unresolved":
+        return (
+            f"{who} cannot resolve {host}, the host at which ranks meet ({found.why}): add it to /etc/hosts "
+            "or DNS, or give its IP address (torchrun --rdzv-endpoint with --local-addr, or MASTER_ADDR)."
+        )
+    if info.rank == 0:
+        return (
+            f"{who} cannot open the port {port} of {host} ({error}): choose a free port (MASTER_PORT, "
+            "torchrun --rdzv-endpoint)."
+        )
+    if is_loopback(found.ip) and found.kind != "accepts":
+        return (
+            f"{who} was told to meet the others at {host} ({found.ip}), which is this machine itself, and "
+            "nobody is there: give the network address of rank 0's machine (torchrun --rdzv-endpoint and "
+            "--local-addr, or MASTER_ADDR)."
+        )
+    if found.kind == "accepts":
+        return (
+            f"{who} reaches {host}:{port}, where something else than the ranks' store answers ({error}): "
+            "choose another port."
+        )
+    return (
+        f"{who} finds nobody at {host}:{port} ({found.ip}): look whether rank 0 was started there, and "
+        "whether a firewall lets the port through."
+    )
+
 
 SPARE_FILES: Final = 256
 FILES_PER_RANK: Final = 16
@@ -54,25 +175,21 @@ def _ranks(found: Examination) -> Check:
             "killed or stopped there, or a network that was cut."
         )
     came = f"{len(found.facts)} of {found.size} came, on {counted(len(found.nodes), 'node')}"
-    return Check(name="ranks", found=came, findings=[Finding(text=text) for text in findings])
+    return Check.of("ranks", came, findings)
 
 
 def _versions(found: Examination) -> Check:
     names = dict.fromkeys(name for each in found.facts.values() for name in each.versions)
     findings, alike = [], []
     for name in names:
-        by_version = by(found, partial(_version, name))
+        by_version = by({rank: each.versions.get(name, ABSENT) for rank, each in found.facts.items()}, str)
         usual = max(by_version, key=lambda version: len(by_version[version]))
         if name != "source":
             alike.append(f"{name} {usual}")
         for version, ranks in by_version.items():
             if version != usual and not (name == "source" and differs(found, "penstock")):
-                findings.append(Finding(text=_other_version(found, name, version, ranks, usual)))
-    return Check(name="versions", found=", ".join(alike), findings=findings)
-
-
-def _version(name: str, facts: Facts) -> str:
-    return facts.versions.get(name, ABSENT)
+                findings.append(_other_version(found, name, version, ranks, usual))
+    return Check.of("versions", ", ".join(alike), findings)
 
 
 def _other_version(found: Examination, name: str, version: str, ranks: Sequence[int], usual: str) -> str:
@@ -96,14 +213,12 @@ def _memory(found: Examination, wanted: Wanted) -> Check:
         there = min(found.facts[rank].memory_bytes for rank in ranks)
         if need > there and not any(found.facts[rank].gpus for rank in ranks):
             findings.append(
-                Finding(
-                    text=f"The machine of {who(found, ranks)} has {gib(there)} of free memory, and its "
-                    f"{counted(len(ranks), 'rank')} need {gib(need)} at the least: end what else runs there, "
-                    "or make the model or the batch smaller."
-                )
+                f"The machine of {who(found, ranks)} has {gib(there)} of free memory, and its "
+                f"{counted(len(ranks), 'rank')} need {gib(need)} at the least: end what else runs there, or "
+                "make the model or the batch smaller."
             )
     needs = f"; a rank needs {gib(wanted.rank_bytes)} at the least" if wanted.rank_bytes else ""
-    return Check(name="memory", found=f"{gib(least)} free or more{needs}", findings=findings)
+    return Check.of("memory", f"{gib(least)} free or more{needs}", findings)
 
 
 def _disk(found: Examination, wanted: Wanted) -> Iterator[Check]:
@@ -111,11 +226,11 @@ def _disk(found: Examination, wanted: Wanted) -> Iterator[Check]:
     for place, folder in enumerate(next(iter(found.facts.values())).folders):
         by_rank = {rank: each.folders[place] for rank, each in found.facts.items()}
         findings = []
-        for problem, ranks in by_of(by_rank, lambda each: each.problem).items():
+        for problem, ranks in by(by_rank, lambda each: each.problem).items():
             if problem:
                 these = capital(who(found, ranks))
                 text = f"{these} cannot write to {folder.path} ({problem}): name another folder."
-                findings.append(Finding(text=text))
+                findings.append(text)
         least = min(each.free_bytes for each in by_rank.values())
         need = wanted.disk_bytes if folder.path == wanted.disk else 0
         short = [rank for rank, each in by_rank.items() if each.free_bytes < need]
@@ -124,24 +239,21 @@ def _disk(found: Examination, wanted: Wanted) -> Iterator[Check]:
                 f"The disk of {folder.path} on {who(found, short)} has {gib(least)} left, and checkpoints "
                 f"take {gib(need)}: free some, or name another folder (output.dir)."
             )
-            findings.append(Finding(text=text))
+            findings.append(text)
         if folder.path == wanted.disk and (blind := _blind(found, folder.path)):
             text = (
                 f"{capital(who(found, blind))} does not see what rank {found.reference} writes to "
                 f"{folder.path}, where all ranks write checkpoints: name a folder on a shared file system "
                 "(output.dir)."
             )
-            findings.append(Finding(text=text))
+            findings.append(text)
         seen = found.shared.get(folder.path, ())
         several = several_machines(found) and len(found.nodes) > 1
         shared = ""
         if several and folder.path in found.shared:
             shared = "; shared by all ranks" if len(seen) == len(found.facts) else "; not shared by all nodes"
-        yield Check(
-            name="disk",
-            found=f"{folder.path}: {gib(least)} free{f', {gib(need)} needed' if need else ''}{shared}",
-            findings=findings,
-        )
+        needed = f", {gib(need)} needed" if need else ""
+        yield Check.of("disk", f"{folder.path}: {gib(least)} free{needed}{shared}", findings)
 
 
 def _blind(found: Examination, path: str) -> list[int]:
@@ -158,9 +270,175 @@ def _files(found: Examination) -> Check:
     short = [rank for rank, each in found.facts.items() if each.open_files[0] < need]
     findings = []
     if short:
-        text = (
+        findings.append(
             f"{capital(who(found, short))} may open {least} files at once, and {found.size} ranks need about "
             f"{need}: raise the limit (ulimit -n {need}, LimitNOFILE of the service that starts the job)."
         )
-        findings.append(Finding(text=text))
-    return Check(name="open files", found=f"{least:,} allowed, about {need} needed", findings=findings)
+    return Check.of("open files", f"{least:,} allowed, about {need} needed", findings)
+
+
+CLOCK_S: Final = 0.1
+"""Clocks that differ by more put traces, logs and files of several machines into a wrong order."""
+
+SLOW: Final = 0.8
+"""A link with less than this share of what a plan assumes is slow."""
+
+UNLIKE: Final = 0.5
+"""Where no plan is given, a link with less than this share of the median link is slow."""
+
+FAST: Final = 1.5
+"""A plan was made for another network if links have more than this times the rate that it assumes."""
+
+
+def clocks(found: Examination) -> Check:
+    """Compare clocks, once per machine, since its ranks have one clock."""
+    off: dict[str, tuple[int, Clock]] = {}
+    for rank, clock in found.clocks.items():
+        off.setdefault(found.facts[rank].machine, (rank, clock))
+    findings = []
+    for rank, clock in off.values():
+        if abs(clock.offset_s) - clock.round_trip_s / 2 > CLOCK_S:
+            side = "ahead of" if clock.offset_s > 0 else "behind"
+            findings.append(
+                f"The clock of {who(found, (rank,))} is {abs(clock.offset_s):.2f} s {side} that of rank "
+                f"{found.reference}: let all machines follow one time server (chrony, ntpd, timedatectl "
+                "set-ntp true)."
+            )
+    if not off:
+        return Check(name="clocks", found="one machine, one clock")
+    most = max(abs(clock.offset_s) for _, clock in off.values())
+    error_s = max(clock.round_trip_s for _, clock in off.values()) / 2
+    words = f"at most {milliseconds(most)} from rank {found.reference}'s (± {milliseconds(error_s)})"
+    return Check.of("clocks", words, findings)
+
+
+def interfaces(found: Examination) -> Check:
+    """Check the interface that Gloo is to use, and the address at which others would reach it."""
+    findings = []
+    for problem, ranks in by(found.facts, lambda each: each.problem).items():
+        if problem:
+            findings.append(
+                f"The machine of {who(found, ranks)} {problem}: name one that all others reach in "
+                "GLOO_SOCKET_IFNAME."
+            )
+    several = several_machines(found)
+    loose = [rank for rank, each in found.facts.items() if several and is_loopback(each.address)]
+    if loose:
+        how = (
+            "GLOO_SOCKET_IFNAME is the loopback interface"
+            if all(found.facts[rank].interface for rank in loose)
+            else "ranks meet there"
+        )
+        findings.append(
+            f"{capital(who(found, loose))} would be reached at a loopback address ({how}), which other "
+            "machines cannot use: name the network's interface in GLOO_SOCKET_IFNAME."
+        )
+    used = by(found.facts, lambda each: each.interface or "not given")
+    words = ", ".join(f"{name} ({ranks_words(ranks, found)})" for name, ranks in used.items())
+    text = next(iter(used)) if len(used) == 1 else words
+    given = "" if all(each.interface for each in found.facts.values()) else "; Gloo uses the host name's"
+    return Check.of("interface", f"GLOO_SOCKET_IFNAME: {text}{given if several else ''}", findings)
+
+
+def names(found: Examination) -> Check:
+    """Check that host names resolve: without a given interface Gloo takes the one of the host's name."""
+    findings = []
+    unnamed = {rank: each for rank, each in found.facts.items() if not each.interface}
+    if several_machines(found):
+        for host, ranks in by(unnamed, lambda each: each.host).items():
+            ip = unnamed[ranks[0]].host_ip
+            if ip and not is_loopback(ip):
+                continue
+            what = f"resolves to {ip}, which other machines cannot use" if ip else "does not resolve"
+            findings.append(
+                f"On the machine of {ranks_words(ranks, found)} its own name {host} {what}: name the "
+                "interface in GLOO_SOCKET_IFNAME, or give the name its address in /etc/hosts."
+            )
+    hosts = by(found.facts, lambda each: each.host)
+    resolved = sum(bool(found.facts[ranks[0]].host_ip) for ranks in hosts.values())
+    words = f"{resolved} of {counted(len(hosts), 'name')} resolve on their own machine"
+    return Check.of("host names", words, findings)
+
+
+def links(found: Examination, wanted: Wanted) -> Check:
+    """Check who reaches whom, and how fast, compared with what a plan assumes or with other links."""
+    findings = [
+        Finding(
+            text=f"{capital(who(found, (link.pair.asks,)))} does not reach "
+            f"{who(found, (link.pair.answers,))} ({link.problem}): look at cables, routes "
+            "and firewalls between them, and at GLOO_SOCKET_IFNAME."
+        )
+        for link in found.links
+        if link.rates is None
+    ]
+    measured = [(link, _slower(link)) for link in found.links if link.rates is not None]
+    if not measured:
+        return Check(name="links", found="none measured", findings=findings)
+    for inside in (False, True):
+        here = [(link, rate) for link, rate in measured if link.pair.inside == inside]
+        if here:
+            findings += _rate_findings(here, wanted, inside=inside)
+    return Check(name="links", found="; ".join(_link_words(measured, wanted)), findings=findings)
+
+
+def _rate_findings(here: Sequence[tuple[Link, float]], wanted: Wanted, *, inside: bool) -> Iterator[Finding]:
+    assumed = _assumed(wanted, inside=inside)
+    usual = median(rate for _, rate in here)
+    for link, rate in here:
+        if assumed is not None and rate < SLOW * assumed:
+            yield Finding(
+                text=f"The link {link.pair.words} carries {_mb(rate)}, and {wanted.cluster_name} assumes "
+                f"{_mb(assumed)}: mend it, or measure again with penstock profile and plan for what there is."
+            )
+        elif assumed is None and rate < UNLIKE * usual:
+            yield Finding(
+                text=f"The link {link.pair.words} carries {_mb(rate)}, half of the links {_mb(usual)} or "
+                "more: look at its cable, its port's speed and what else uses it."
+            )
+    if assumed is not None and usual > FAST * assumed:
+        where = "inside nodes" if inside else "between nodes"
+        yield Finding(
+            text=f"Links {where} carry {_mb(usual)}, and {wanted.cluster_name} assumes {_mb(assumed)}: a "
+            "plan from a new penstock profile may be faster.",
+            mend=False,
+        )
+
+
+def _link_words(measured: Sequence[tuple[Link, float]], wanted: Wanted) -> Iterator[str]:
+    for inside in (False, True):
+        here = [(link, rate) for link, rate in measured if link.pair.inside == inside]
+        if not here:
+            continue
+        slowest, quickest = min(rate for _, rate in here), max(rate for _, rate in here)
+        trips = max(link.rates.round_trip_s for link, _ in here if link.rates is not None)
+        where = "inside nodes" if inside else "between nodes"
+        rates = _mb(slowest) if len(here) == 1 else f"{_mb(slowest)} to {_mb(quickest)}"
+        assumed = _assumed(wanted, inside=inside)
+        told = "" if assumed is None else f" ({_mb(assumed)} assumed)"
+        yield f"{where} {rates}{told}, round trip up to {milliseconds(trips)}"
+
+
+def exchange(found: Examination) -> Check:
+    """Report whether a sum over all ranks worked, as training needs it in every step."""
+    if not found.exchange:
+        return Check(name="exchange", found="a sum over all ranks by Gloo works")
+    why = f"A sum over all ranks by Gloo failed ({found.exchange})"
+    text = f"{why}: mend what stands above first, then try again."
+    return Check(name="exchange", found="failed", findings=[Finding(text=text)])
+
+
+def _slower(link: Link) -> float:
+    assert link.rates is not None, "only links that were measured"
+    return min(link.rates.out_bytes_per_s, link.rates.back_bytes_per_s)
+
+
+def _assumed(wanted: Wanted, *, inside: bool) -> float | None:
+    """Return the assumed bytes per second of one rank that sends to one other; None without a plan."""
+    if wanted.assumed is None:
+        return None
+    rates, one_node = wanted.assumed.rates, wanted.assumed.nodes == 1
+    return rates.intra_bytes_per_s if inside and not one_node else rates.link_bytes_per_s
+
+
+def _mb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:,.1f} MB/s" if bytes_per_s < 1e8 else f"{bytes_per_s / 1e6:,.0f} MB/s"

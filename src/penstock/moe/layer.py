@@ -20,8 +20,7 @@ from penstock.features.dispatch import Dispatch, find_dispatch
 from penstock.moe.choices import RouterSums, TokenChoice, Tokens, chunk_tokens, made_for
 from penstock.moe.config import REFUSED, BalanceGroup
 from penstock.moe.exchange import Alone, Exchange, check_dispatch
-from penstock.moe.expert_slots import TOKENS, OwnSlots, OwnTokens, SlotsWithReplicas
-from penstock.moe.experts import Experts
+from penstock.moe.experts import TOKENS, Experts, OwnSlots, OwnTokens, SlotsWithReplicas
 from penstock.moe.hooks import Hook, Hooks
 from penstock.moe.permute.sort import BoundedPermutation, Permutation, PermutationPlan, SortPermutation
 from penstock.moe.products import Product, grouped_product

@@ -162,6 +162,9 @@ class _Gathered(torch.autograd.Function):
 Product = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 """Multiplies rows [R, M] by weights [E, M, H], given the rows per expert; returns [R, H]."""
 
+Compute = Callable[[Tensor, Sequence[int], Product], Tensor]
+"""What experts do with rows [R, M] that are sorted by expert, given the rows of each; returns [R, M]."""
+
 ROW_ALIGNMENT_BYTES = 16
 GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHED = 1 << 24

@@ -436,7 +436,23 @@ class ExpertChoiceRouter(Router):
     def choose(self, x_TM: Tensor, tokens: Tokens) -> ExpertChoice:
         logits_TE = x_TM @ self.weight.to(x_TM.dtype).t()
         probability_ET = logits_TE.softmax(dim=-1).t()
-        tokens_ES = self._select(probability_ET.detach(), tokens)
+        # The tokens that each expert takes, best first; padding only if nothing else is left.
+        wanted_ET, here = probability_ET.detach(), len(x_TM)
+        if tokens.valid_T is not None:
+            wanted_ET = wanted_ET.masked_fill(~tokens.valid_T, -1.0)
+        if here == 0 and tokens.most:
+            raise ValueError(
+                "experts choose among a rank's own tokens (moe.gate = expert_choice), and this rank has "
+                "none: samples are shorter than parallel.tp_size. Use longer samples, or "
+                "schedule.expert_form=s2"
+            )
+        most = here if tokens.most is None else tokens.most
+        slots = capacity_slots(most, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
+        slots = min(most, slots)
+        # On a rank with fewer tokens than slots, since another rank has more, an expert takes all tokens, and
+        # then the first one again.
+        named_ES = wanted_ET.topk(min(here, slots), dim=1).indices
+        tokens_ES = pad(named_ES, (0, slots - named_ES.shape[1]))
         weights_ES = probability_ET.gather(1, tokens_ES) * self.scale
         weights_ES[:, x_TM.shape[0] :] = 0.0  # tokens taken again, as there are no more
         if tokens.valid_T is not None:
@@ -448,27 +464,6 @@ class ExpertChoiceRouter(Router):
             z=sum_z(logits_TE, tokens),
         )
         return ExpertChoice(tokens_ES, weights_ES, sums, tokens=x_TM.shape[0])
-
-    def _select(self, probability_ET: Tensor, tokens: Tokens) -> Tensor:
-        """Return the tokens that each expert takes, best first, [E, S]; padding only if nothing else is left.
-
-        On a rank with fewer tokens than slots, since another rank has more, an expert takes all tokens, and
-        then the first one again.
-        """
-        if tokens.valid_T is not None:
-            probability_ET = probability_ET.masked_fill(~tokens.valid_T, -1.0)
-        here = probability_ET.shape[1]
-        if here == 0 and tokens.most:
-            raise ValueError(
-                "experts choose among a rank's own tokens (moe.gate = expert_choice), and this rank has "
-                "none: samples are shorter than parallel.tp_size. Use longer samples, or "
-                "schedule.expert_form=s2"
-            )
-        most = here if tokens.most is None else tokens.most
-        slots = capacity_slots(most, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
-        slots = min(most, slots)
-        named_ES = probability_ET.topk(min(here, slots), dim=1).indices
-        return pad(named_ES, (0, slots - named_ES.shape[1]))
 
 
 # ---- the load-balance loss, by the group of tokens over which balance is judged ---------------------------

@@ -137,6 +137,18 @@ def stages_words(plan: PipelinePlan) -> str:
     return f"{words}; each runs {plan.choice.words}"
 
 
+_TIMES: Final = (
+    "update_s",
+    "forward_s",
+    "backward_s",
+    "together_s",
+    "link_s",
+    "link_alone_s",
+    "shared_s",
+    "tied_s",
+)
+
+
 def stages_dict(plan: PipelinePlan) -> dict[str, Any]:
     """Return plain data of a plan in stages."""
     pipeline, work = plan.pipeline, plan.problem.workload
@@ -153,17 +165,8 @@ def stages_dict(plan: PipelinePlan) -> dict[str, Any]:
         "etp_size": work.etp_size,
         "choice": to_dict(plan.choice),
         "plan": stages_words(plan),
-        "update_s": plan.update_s,
+        **{name: getattr(plan, name) for name in (*_TIMES, "tied_bytes", "memory_bytes")},
         "bubble": plan.run.bubble,
-        "forward_s": plan.forward_s,
-        "backward_s": plan.backward_s,
-        "together_s": plan.together_s,
-        "link_s": plan.link_s,
-        "link_alone_s": plan.link_alone_s,
-        "shared_s": plan.shared_s,
-        "tied_bytes": plan.tied_bytes,
-        "tied_s": plan.tied_s,
-        "memory_bytes": plan.memory_bytes,
         "memory_bytes_of_stages": [each.total_bytes for each in plan.memory],
         "microbatches_under_way": list(plan.held),
     }

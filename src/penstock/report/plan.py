@@ -13,7 +13,6 @@ from penstock.mesh import holders
 from penstock.plan import Candidate, Explanation, FoundPlan, PlanFile, Problem, Subject
 from penstock.plan.candidate import whole_s
 from penstock.plan.moving import Weighed
-from penstock.plan.plan_file import PlanSizes
 from penstock.plan.predict import closing_s, interval_s
 from penstock.plan.throughput import Throughput
 from penstock.words import change, counted, folded, gib, milliseconds, printable
@@ -110,24 +109,20 @@ class PlanReport:
 def saved_plan(file: PlanFile, name: str, width: int) -> str:
     """Return a plan file as text."""
     kept = "the task order in the file"
-    sizes, order = file.sizes, kept if file.schedule is not None else "computed when the plan is used"
+    sizes = file.sizes
+    shared = [(sizes.tp_size, "attention"), (sizes.etp_size, "every expert")]
+    ranks = ", ".join(
+        [counted(sizes.ranks, "rank"), *(f"{size} share {what}" for size, what in shared if size > 1)]
+    )
+    order = kept if file.schedule is not None else "computed when the plan is used"
     lines = [
         f"{name}: {file.model} on {file.cluster}",
         f"step     {counted(sizes.layers, 'layer')}, {sizes.batch_per_rank} x {sizes.seq_len} tokens, "
-        f"hidden {sizes.hidden_size}, {counted(sizes.num_experts, 'expert')}, {_ranks(sizes)}",
+        f"hidden {sizes.hidden_size}, {counted(sizes.num_experts, 'expert')}, {ranks}",
         f"order    {order}",
         *file.why,
     ]
     return "\n".join(folded(printable(line), width) for line in lines) + "\n"
-
-
-def _ranks(sizes: PlanSizes) -> str:
-    shared = [
-        f"{size} share {what}"
-        for what, size in (("attention", sizes.tp_size), ("every expert", sizes.etp_size))
-        if size > 1
-    ]
-    return ", ".join([counted(sizes.ranks, "rank"), *shared])
 
 
 def heading(subject: Subject, width: int, ranks: str = "") -> str:

@@ -146,7 +146,7 @@ class TwoPlans:
             for which, side in (("A", one), ("B", other))
         ]
         why = [folded(f"why      {line}", width) for line in self.why()]
-        return "\n".join([*titles, "", *_table(rows), "", *why]) + "\n"
+        return "\n".join([*titles, "", table(rows, left=4), "", *why]) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -173,7 +173,10 @@ class Sweep:
             head,
             *(self._row(value, side, found[0]) for value, side in self.sides if isinstance(side, Side)),
         ]
-        lines = [line[:width].rstrip() if len(line) > width else line for line in _table(rows)]
+        lines = [
+            line[:width].rstrip() if len(line) > width else line
+            for line in table(rows, left=len(head)).split("\n")
+        ]
         plans = [
             folded(
                 f"{self.name}={value}: {side.file.choice.words if isinstance(side, Side) else side}", width
@@ -204,8 +207,3 @@ class Sweep:
             side.layout,
             file.choice.schedule,
         )
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows as lines, columns two spaces apart."""
-    return table(rows, left=len(rows[0])).split("\n")

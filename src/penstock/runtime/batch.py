@@ -9,11 +9,10 @@ Shapes: B samples of this rank, L tokens per sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -207,108 +206,85 @@ class SampleNumbers:
         return ids_B if training else -1 - ids_B
 
 
-class Sizes(Protocol):
-    """How the ranks deal with batches of different sizes."""
-
-    def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
-        """Return the batch that this rank will run. All ranks call it."""
-        ...
+Sizes = Callable[[Samples, int | None], Samples]
+"""Returns the batch that this rank will run, where ranks have batches of different sizes, from its samples
+and the number of samples of the largest batch of any rank; None: not known. All ranks call it."""
 
 
-class AnySizes:
-    """Every rank runs the samples it has: rows are counted before they travel."""
+def equal_sizes(control: Control, samples: Samples, largest_batch: int | None) -> Samples:
+    """Return the batch filled up to the largest. Without `largest_batch` it costs an exchange of 24
+    bytes.
 
-    def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
-        del largest_batch
+    Raises ValueError on all ranks if their samples have different lengths.
+    """
+    batch, length = samples.tokens_BL.shape
+    if control.world_size == 1:
         return samples
-
-
-class EqualSizes:
-    """Every rank runs as many samples as the largest batch has."""
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-
-    def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
-        """Return the batch filled up to the largest. Without `largest_batch` it costs an exchange of 24
-        bytes.
-
-        Raises ValueError on all ranks if their samples have different lengths.
-        """
-        batch, length = samples.tokens_BL.shape
-        if self._control.world_size == 1:
-            return samples
-        if largest_batch is None:
-            mine = (batch, length if batch else -inf, -length if batch else -inf)
-            largest, longest, shortest = self._control.largest(mine, "comparing the sizes of batches")
-            if largest > 0 and longest != -shortest:
-                raise ValueError(
-                    f"ranks have samples of different lengths, {-shortest:.0f} to {longest:.0f} tokens: with "
-                    "a fixed number of slots per expert all need the same. Fill up with padding and say so "
-                    "with valid_BL, or route dropless (moe.capacity_factor = none)."
-                )
-            largest_batch, length = int(largest), int(longest) if largest > 0 else length
-        if batch > largest_batch:
+    if largest_batch is None:
+        mine = (batch, length if batch else -inf, -length if batch else -inf)
+        largest, longest, shortest = control.largest(mine, "comparing the sizes of batches")
+        if largest > 0 and longest != -shortest:
             raise ValueError(
-                f"largest_batch = {largest_batch}: this rank has a batch of {batch} samples. Give the size "
-                "of the largest batch of any rank, the same on all ranks, or leave it out and ranks will ask."
+                f"ranks have samples of different lengths, {-shortest:.0f} to {longest:.0f} tokens: with "
+                "a fixed number of slots per expert all need the same. Fill up with padding and say so "
+                "with valid_BL, or route dropless (moe.capacity_factor = none)."
             )
-        return samples.filled(largest_batch, length)
+        largest_batch, length = int(largest), int(longest) if largest > 0 else length
+    if batch > largest_batch:
+        raise ValueError(
+            f"largest_batch = {largest_batch}: this rank has a batch of {batch} samples. Give the size "
+            "of the largest batch of any rank, the same on all ranks, or leave it out and ranks will ask."
+        )
+    return samples.filled(largest_batch, length)
 
 
 Shape = tuple[int, int, bool, bool]
 """A rank's batch: samples, their length, whether padding is marked, whether document starts are."""
 
 
-class SharedSizes:
-    """Every rank runs the samples it has, and knows how many samples its exchange partners have."""
+def shared_sizes(layout: Layout, control: Control, samples: Samples, largest_batch: int | None) -> Samples:
+    """Return the batch with the numbers of samples of its companions. Costs an exchange of a few bytes.
 
-    def __init__(self, layout: Layout, control: Control) -> None:
-        self._layout, self._control = layout, control
-
-    def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
-        """Return the batch with the numbers of samples of its companions. Costs an exchange of a few bytes.
-
-        Raises ValueError on all ranks if samples that might meet have different lengths, or padding is marked
-        on some ranks only.
-        """
-        del largest_batch
-        batch, length = samples.tokens_BL.shape
-        marks = samples.valid_BL is not None, samples.documents_BL is not None
-        # The shapes of every rank, by one exchange of maxima: each is the largest at its place.
-        mine, ranks = (batch, length, *marks), self._layout.world_size
-        numbers = [0.0] * (ranks * len(mine))
-        numbers[self._layout.rank * len(mine) : (self._layout.rank + 1) * len(mine)] = map(float, mine)
-        found = iter(self._control.largest(numbers, "comparing the sizes of batches"))
-        everyone: list[Shape] = [
-            (int(next(found)), int(next(found)), bool(next(found)), bool(next(found))) for _ in range(ranks)
-        ]
-        for group in self._layout.mesh.groups(self._layout.mesh.all_experts):
-            shapes = {rank: everyone[rank] for rank in group if everyone[rank][0]}
-            for rank, (_, length_there, marked, separate) in shapes.items():
-                first, (_, wanted, marks_padding, separates) = next(iter(shapes.items()))
-                if length_there != wanted:
-                    raise ValueError(
-                        f"ranks {first} and {rank} have samples of {wanted} and {length_there} tokens, and "
-                        "samples move between them: give all ranks samples of one length, filled up with "
-                        "padding (say so with valid_BL), or set placement.samples=none"
-                    )
-                if marked != marks_padding:
-                    raise ValueError(
-                        f"rank {rank if marked else first} marks padding (valid_BL) and rank "
-                        f"{first if marked else rank} does not, and samples move between them: give valid_BL "
-                        "on all ranks, or set placement.samples=none"
-                    )
-                if separate != separates:
-                    raise ValueError(
-                        f"rank {rank if separate else first} separates documents (documents_BL) and rank "
-                        f"{first if separate else rank} does not, and samples move between them: give "
-                        "documents_BL on all ranks, or set placement.samples=none"
-                    )
-        members = self._layout.mesh.members(self._layout.rank, self._layout.mesh.all_experts)
-        lengths = [everyone[rank][1] for rank in members if everyone[rank][0]]
-        companions = tuple(everyone[rank][0] for rank in members)
-        return replace(samples, companions=companions).of_length(lengths[0] if lengths else length)
+    Raises ValueError on all ranks if samples that might meet have different lengths, or padding is marked
+    on some ranks only.
+    """
+    del largest_batch
+    batch, length = samples.tokens_BL.shape
+    marks = samples.valid_BL is not None, samples.documents_BL is not None
+    # The shapes of every rank, by one exchange of maxima: each is the largest at its place.
+    mine, ranks = (batch, length, *marks), layout.world_size
+    numbers = [0.0] * (ranks * len(mine))
+    numbers[layout.rank * len(mine) : (layout.rank + 1) * len(mine)] = map(float, mine)
+    found = iter(control.largest(numbers, "comparing the sizes of batches"))
+    everyone: list[Shape] = [
+        (int(next(found)), int(next(found)), bool(next(found)), bool(next(found))) for _ in range(ranks)
+    ]
+    for group in layout.mesh.groups(layout.mesh.all_experts):
+        shapes = {rank: everyone[rank] for rank in group if everyone[rank][0]}
+        for rank, (_, length_there, marked, separate) in shapes.items():
+            first, (_, wanted, marks_padding, separates) = next(iter(shapes.items()))
+            if length_there != wanted:
+                raise ValueError(
+                    f"ranks {first} and {rank} have samples of {wanted} and {length_there} tokens, and "
+                    "samples move between them: give all ranks samples of one length, filled up with "
+                    "padding (say so with valid_BL), or set placement.samples=none"
+                )
+            if marked != marks_padding:
+                raise ValueError(
+                    f"rank {rank if marked else first} marks padding (valid_BL) and rank "
+                    f"{first if marked else rank} does not, and samples move between them: give valid_BL "
+                    "on all ranks, or set placement.samples=none"
+                )
+            if separate != separates:
+                raise ValueError(
+                    f"rank {rank if separate else first} separates documents (documents_BL) and rank "
+                    f"{first if separate else rank} does not, and samples move between them: give "
+                    "documents_BL on all ranks, or set placement.samples=none"
+                )
+    members = layout.mesh.members(layout.rank, layout.mesh.all_experts)
+    lengths = [everyone[rank][1] for rank in members if everyone[rank][0]]
+    companions = tuple(everyone[rank][0] for rank in members)
+    return replace(samples, companions=companions).of_length(lengths[0] if lengths else length)
 
 
 # ---- checks of what a batch holds -------------------------------------------------------------------------

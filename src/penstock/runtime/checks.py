@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.moe.config import BalanceGroup, MoEConfig
-from penstock.moe.permute.sort import BoundedPermutation, SortPermutation
 from penstock.placement import PlacementError
 from penstock.runtime.expert_parallel.guard import gathered_by_composables
 from penstock.runtime.parts import ModelParts
@@ -129,34 +128,6 @@ def check_planned_for(planned: StepShape, own: StepShape) -> None:
             )
 
 
-def check_samples_may_move(layers: Sequence[MoELayer | None], moe: MoEConfig) -> None:
-    """Raise ValueError where a step would give another result if its samples were on other ranks."""
-    for number, layer in enumerate(layers):
-        if layer is None:
-            continue
-        if isinstance(layer.permutation, BoundedPermutation):
-            raise ValueError(
-                f"samples cannot move (placement.samples): layer {number} bounds the rows of its experts by "
-                "those of earlier steps (moe.bound_factor), when ranks had other samples. Set "
-                "moe.bound_factor=none or placement.samples=none"
-            )
-        if not isinstance(layer.permutation, SortPermutation):
-            why = "where a fixed number of slots decides by the samples that share a rank who is dropped"
-            if layer.permutation.row_counts:
-                why = "where one row serves several experts and cannot be told apart by sample"
-            raise ValueError(
-                f"samples cannot move (placement.samples): layer {number} orders rows by "
-                f"{type(layer.permutation).__name__}, {why}. Route dropless with the sort permutation "
-                "(moe.capacity_factor=none, moe.one_copy_per_rank=false, moe.dispatch other than node_once), "
-                "or set placement.samples=none"
-            )
-    if moe.aux_loss_group == "microbatch":
-        raise ValueError(
-            "samples cannot move (placement.samples): moe.aux_loss_group = microbatch judges balance by the "
-            "samples that share a rank. Use global or sequence, or set placement.samples=none"
-        )
-
-
 def sharing_of(layout: Layout, balance: BalanceGroup) -> Sharing:
     """Return which ranks share what. balance: over which tokens balance is judged."""
     return Sharing(
@@ -268,15 +239,6 @@ def check_no_second_derivative() -> None:
         )
 
 
-def check_updates(updating: Updating | None, updates: object | None) -> None:
-    """Raise RuntimeError if the steps update parameters and no optimizer is given for that."""
-    if updating is not None and updates is None:
-        raise RuntimeError(
-            "the steps of this stack sum gradients in shares, for a sharded optimizer, and it has none: "
-            "build ShardedAdamW(stack, ...) before training, or the stack without `updating`"
-        )
-
-
 STACKS: WeakKeyDictionary[nn.Module, ReferenceType[Any]] = WeakKeyDictionary()
 """The stack that trains a model. The model itself has no reference to it, so it can be copied and pickled."""
 
@@ -301,16 +263,7 @@ def refuse_stale_model(model: nn.Module, *args: object) -> None:
 
 
 def refuse_stale(stack: Any, *args: object) -> None:
-    """Raise RuntimeError if parameters wait to be gathered, so that this rank has old values of some.
-
-    Also raise if a pass that failed has updated only a part of them.
-    """
+    """Raise RuntimeError if this rank has old values of some parameters."""
     del args
-    if stack.updates is None:
-        return
-    stack.updates.failed.refuse_parameters()
-    if stack.updates.is_stale:
-        raise RuntimeError(
-            "parameters were updated during backward and are gathered in the next forward pass, so this rank "
-            "has old values of what others own: call optimizer.flush() on all ranks first"
-        )
+    for feature in stack.features.values():
+        feature.check_current()

@@ -62,11 +62,15 @@ GRADIENT = "d_"
 
 @dataclass(frozen=True)
 class Program:
-    """Calls by span. slots: their number. shared: by slot with readers on several lanes, how many lanes."""
+    """Calls by span. slots: their number. shared: by slot with readers on several lanes, how many lanes.
+
+    recomputes: whether tasks run a second time in backward.
+    """
 
     spans: tuple[Span, ...]
     slots: int
     shared: Mapping[int, int]
+    recomputes: bool = False
 
 
 def compile_plan(
@@ -120,7 +124,7 @@ def compile_plan(
         orders = {lane: [t for t in order if number[t] == span] for lane, order in lanes.items()}
         spans.append(_calls(orders, plan.graph, handler_of, slots, readers))
     shared = {slot: len(ends) for slot, ends in readers.items() if len(ends) > 1}
-    return Program(tuple(spans), len(slots), shared)
+    return Program(tuple(spans), len(slots), shared, bool(again))
 
 
 def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> dict[Lane, list[Task]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import torch
@@ -338,13 +339,13 @@ class StepContext:
     residual_transport: ResidualTransport
     degrees: Degrees
     weights: Callable[[], WeightGradients | AutogradWeights]
-    replications: Sequence[Replication | None]
-    split: Callable[[int], ExactSplit | None]
     transports: Transports
     buckets: Buckets
     codec: StatisticsCodec
     marks: Tensor
     ending: Ending
+    replications: Sequence[Replication | None] = ()
+    split: Callable[[int], ExactSplit | None] = lambda layer: None
     fingerprint: Callable[[], Tensor] | None = None
     bounds: StepBounds = field(default_factory=Counted)
     training: bool = True
@@ -353,7 +354,7 @@ class StepContext:
     marks_total: HostCounts | None = None
     loads_PYE: Tensor | None = None
     sample_loads: LayerLoads = ()
-    features: Mapping[type, object] = field(default_factory=dict)
+    features: dict[type, object] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> Sequence[Layer]:
@@ -453,14 +454,15 @@ HANDLERS: dict[tuple[str, Phase], Handler] = {}
 """The handlers of a real step."""
 
 
-def handles(op: str, *phases: Phase) -> Callable[[Handler], Handler]:
-    """Register a handler for an op in some phases. Raises ScheduleError if there is one already."""
+def handles(op: str | Iterable[str], *phases: Phase) -> Callable[[Handler], Handler]:
+    """Register a handler for ops in some phases. Raises ScheduleError if there is one already."""
+    ops = (op,) if isinstance(op, str) else tuple(op)
 
     def register(handler: Handler) -> Handler:
-        for phase in phases:
-            if HANDLERS.get((op, phase), handler) is not handler:
-                raise ScheduleError(f"op {op} has a handler for phase {phase} already")
-            HANDLERS[op, phase] = handler
+        for key in product(ops, phases):
+            if HANDLERS.get(key, handler) is not handler:
+                raise ScheduleError(f"op {key[0]} has a handler for phase {key[1]} already")
+            HANDLERS[key] = handler
         return handler
 
     return register

@@ -1,4 +1,4 @@
-"""The machinery on which a step runs."""
+"""The machinery on which a step runs, and features that take part in a stack and in its steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
+from torch import nn
 
 from penstock.device import device_of
+from penstock.graph import Graph
+from penstock.moe import MoELayer
+from penstock.moe.config import MoEConfig
 from penstock.partial_state import refuse_pickle
+from penstock.runtime.batch import Sizes
+from penstock.runtime.buckets import Buckets
 from penstock.runtime.executor import Lanes, ThreadLanes
+from penstock.runtime.handlers import Handlers, StepContext
+from penstock.runtime.parts import ModelParts
 from penstock.runtime.streams import StreamLanes
 from penstock.runtime.transport import SilentTransport, Transports
+from penstock.schedule import StepPlan
+from penstock.step import StepShape
 from penstock.topology import Control, Layout
 from penstock.topology.device_mesh import RankMeshes
 
@@ -83,6 +93,116 @@ def build_lanes(device: torch.device, on_failure: Callable[[], None], *, alone: 
     if device_of(device).is_gpu:
         return StreamLanes(device, on_failure)
     return ThreadLanes(on_failure, alone=alone)
+
+
+# ---- features: what takes part in a stack, and in each of its steps, beside the core ----------------------
+#
+# A stack and a step call these at their turns, and do not know which features there are. A feature overrides
+# the turns that it needs.
+
+
+class FeatureStack(Protocol):
+    """A stack, as far as its features need it."""
+
+    parts: ModelParts
+    moe: MoEConfig
+    machinery: Machinery
+    plan: StepPlan
+
+    @property
+    def moe_layers(self) -> list[MoELayer | None]: ...
+
+    @property
+    def buckets(self) -> Buckets: ...
+
+
+class StepFeature:
+    """A feature in one step.
+
+    Attributes:
+        can_be_undone: Whether a backward pass that was issued can be given up and run again.
+    """
+
+    can_be_undone = True
+
+    def prepare(self, context: StepContext) -> None:
+        """Give the step's handlers what they work on."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Return a context for half a step."""
+        return nullcontext()
+
+    def begin_backward(self, buckets: Buckets, name_of: Callable[[nn.Parameter], str]) -> None:
+        """Begin a backward pass, whose gradients lie in these buckets. Nothing has been changed by then."""
+
+    def over(self) -> None:
+        """Take back what was lent to the step, whose last task has run."""
+
+    def end(self, context: StepContext, graph: Graph) -> None:
+        """Use what a backward pass that has succeeded has found."""
+
+    def failed(self, *, begun: bool) -> str:
+        """Return in words what a failed backward pass has left in doubt. begun: gradients were changed."""
+        del begun
+        return ""
+
+
+class StackFeature:
+    """A feature in a stack, from step to step. It has no reference to the stack, which would be a circle.
+
+    Attributes:
+        active: Whether it takes part in the steps of the present plan.
+    """
+
+    active = False
+
+    def copy(self) -> Self:
+        """Return the feature for a copy of the stack."""
+        return self
+
+    def twice(self, handlers: Handlers) -> Handlers:
+        """Return handlers of tasks that run a second time, and of their second run."""
+        del handlers
+        return {}
+
+    def shape(self, shape: StepShape, stack: FeatureStack) -> StepShape:
+        """Return the shape of a step with what the stack's model can do."""
+        del stack
+        return shape
+
+    def leave(self, stack: FeatureStack) -> None:
+        """Bring to its end what depends on the present plan, before another is adopted."""
+
+    def check(self, plan: StepPlan, stack: FeatureStack) -> None:
+        """Raise an error, on all ranks, for a plan that the stack cannot run."""
+
+    def adopt(self, plan: StepPlan, stack: FeatureStack) -> None:
+        """Prepare for a plan that nothing refuses."""
+
+    def check_layers(self, stack: FeatureStack) -> None:
+        """Raise ValueError if the present plan cannot be run with layers that were changed."""
+
+    def check_dtype(self, autocast_dtype: torch.dtype | None, stack: FeatureStack) -> None:
+        """Raise ValueError if the present plan cannot be run under autocast in this type."""
+
+    def check_training(self) -> None:
+        """Raise RuntimeError if no step can train."""
+
+    def check_current(self) -> None:
+        """Raise RuntimeError if this rank has old values of some parameters."""
+
+    def sizes(self, stack: FeatureStack) -> Sizes | None:
+        """Return how ranks deal with batches of different sizes, if that is this feature's affair."""
+        del stack
+        return None
+
+    def settle(self, stack: FeatureStack) -> None:
+        """Take up changes to the model and the plan."""
+
+    def step(self, stack: FeatureStack) -> StepFeature | None:
+        """Return what takes part in a step that begins now, if the feature does."""
+        del stack
+        return None
 
 
 # ---- how this process treats memory that was freed --------------------------------------------------------

@@ -71,19 +71,16 @@ def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outwar
     return {"rows": came}
 
 
+@handles((*HOME, *AWAY), F)
 def move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return rows: after a leg of dispatch or combine."""
     return _leg(context, task, inputs, inputs.one("rows"), outward=task.op in HOME)
 
 
+@handles((*HOME, *AWAY), B)
 def move_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return rows: their gradients after the transpose of the leg."""
     return _leg(context, task, inputs, inputs.one("d_rows"), outward=task.op not in HOME)
-
-
-for op in (*HOME, *AWAY):
-    handles(op, F)(move)
-    handles(op, B)(move_back)
 
 
 def held(rows: tuple[Tensor, ...], cut: Cut) -> tuple[Tensor, ...]:
@@ -486,6 +483,7 @@ def _piece(name: Name) -> tuple[int, int | None]:
     return name.layer, name.microbatch
 
 
+@handles([kind.reduce for kind in GRADIENT_KINDS.values()], B)
 def all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Sum one piece of a layer's gradients of one kind over the task's ranks, in place."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
@@ -494,10 +492,6 @@ def all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     for piece in bucket.chunk(task.piece, task.cut.parts):
         context.transports.of(task.lane, task.axes).all_reduce(piece, task.axes)
     return NOTHING
-
-
-for kind in GRADIENT_KINDS.values():
-    handles(kind.reduce, Phase.BACKWARD)(all_reduce)
 
 
 # ---- the handler that gathers the loads of experts. Shapes: P ranks, Y MoE layers, E experts --------------

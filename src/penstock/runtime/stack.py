@@ -7,11 +7,11 @@ loss.backward()                      # runs the backward tasks; every gradient i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +26,15 @@ from penstock.moe.config import MoEConfig
 from penstock.moe.layer import count_updates
 from penstock.moe.routers import BALANCES, Balance
 from penstock.partial_state import refuse_pickle
-from penstock.placement import Replication
-from penstock.runtime import features as _features  # noqa: F401  # registers handlers
-from penstock.runtime import ops as _ops  # noqa: F401
+from penstock.runtime import ops as _ops  # noqa: F401  # registers handlers
 from penstock.runtime.batch import (
     NO_LABEL,
-    AnySizes,
-    EqualSizes,
     SampleNumbers,
     Samples,
-    SharedSizes,
     Sizes,
     check_sizes,
     check_tensors,
+    equal_sizes,
     with_documents,
 )
 from penstock.runtime.bounds import bounds_of
@@ -53,9 +49,7 @@ from penstock.runtime.checks import (
     check_placements,
     check_planned_for,
     check_same,
-    check_samples_may_move,
     check_shards,
-    check_updates,
     placements_of,
     refuse_data_parallel,
     refuse_stale,
@@ -73,18 +67,12 @@ from penstock.runtime.expert_parallel.ranks import (
     mark_parts,
     watch_optimizers,
 )
-from penstock.runtime.features.expert_replicas.handlers import (
-    check_replicas,
-    check_replications,
-    check_takes_replicas,
-)
-from penstock.runtime.features.expert_replicas.manager import ExpertMoving, ReplicaManager
-from penstock.runtime.features.recompute import repeated
-from penstock.runtime.features.sample_placement import Habits, Relocation, SampleMoving, check_packs, may_pack
-from penstock.runtime.features.sharded_optimizer.updates import Updates
+from penstock.runtime.features import features_of
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving
+from penstock.runtime.features.sample_placement import SampleMoving
 from penstock.runtime.gradients import Gradients, OutsideGradients
 from penstock.runtime.handlers import HANDLERS, Ending, TensorPlace
-from penstock.runtime.machinery import Machinery
+from penstock.runtime.machinery import Machinery, StackFeature
 from penstock.runtime.parts import ModelParts, maker_of
 from penstock.runtime.statistics import LoadHistory, StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step, Taken
@@ -94,6 +82,8 @@ from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS, Updating
 from penstock.trace import TaskRecord
 
+Part = TypeVar("Part", bound=StackFeature)
+
 
 class PipelinedStack(MarksExperts):
     """Runs a model by a step plan. `plan` may be exchanged between steps; parameters stay where they are.
@@ -102,8 +92,8 @@ class PipelinedStack(MarksExperts):
     all ranks alike. Layers cannot be added or change their kind. A copy (`copy.deepcopy`) has a model of its
     own and runs on the same machinery. Expert parameters carry `allreduce = False`, as Megatron and DeepSpeed
     mark them: they belong to this rank (and to the `edp` replicas), not to everybody. moving: how the
-    replicas of the next step are planned, where the plan has replica slots; `replica_manager.moving` may be
-    exchanged on all ranks.
+    replicas of the next step are planned, where the plan has replica slots. sample_moving: how samples get
+    new homes, where they move.
     updating: steps update parameters themselves, for a `ShardedAdamW`. timed: whether the next steps measure
     when their tasks run, which on a GPU costs two events for each.
     """
@@ -130,7 +120,13 @@ class PipelinedStack(MarksExperts):
         edp = machinery.layout.edp_size > 1
         self._updating = None if updating is None else replace(updating, edp=edp)
         self._gathers_loads = gathers_loads
-        self.updates: Updates | None = None
+        self.features = features_of(
+            machinery.layout,
+            machinery.device,
+            moving=moving,
+            sample_moving=sample_moving,
+            updating=self._updating,
+        )
         self.register_state_dict_pre_hook(refuse_stale)
         watch_model(model, self)
         watch_optimizers()
@@ -154,14 +150,11 @@ class PipelinedStack(MarksExperts):
         self.timed = True
         self.loads = LoadHistory()
         self._numbers = SampleNumbers(machinery.layout)
-        self.sample_moving = sample_moving or SampleMoving()
-        self.relocation: Relocation | None = None
-        self._habits = Habits()
         self.replan_request = ""
         self._make_plan = make_plan
-        self._programs = Programs(HANDLERS, machinery.layout.mesh.silent, repeated(HANDLERS))
+        twice = {key: each for f in self.features.values() for key, each in f.twice(HANDLERS).items()}
+        self._programs = Programs(HANDLERS, machinery.layout.mesh.silent, twice)
         self.bounds = bounds_of(self.moe_layers)
-        self.replica_manager = ReplicaManager(machinery.layout, machinery.device, moving)
         self.plan = self.adopt(make_plan(self.base_shape, self.gradients.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
@@ -171,22 +164,26 @@ class PipelinedStack(MarksExperts):
         then keeps its plan.
         """
         check_planned_for(plan.shape, self._shape)
-        if self.updates is not None:
-            self.updates.flush(self.plan.graph)
+        features = self.features.values()
+        for each in features:
+            each.leave(self)
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
-        check_replicas(self.moe_layers, plan.shape, self.machinery)
         # All that may refuse the plan comes first: the plan before it must stay whole.
-        makers, relocation = self._route_makers(plan.shape), None
-        if plan.shape.moves_samples and any(plan.shape.moe_layers):
-            check_samples_may_move(self.moe_layers, self.moe)
-            if plan.shape.packed_residual:
-                check_packs(self.parts, self.machinery.autocast_dtype)
-            relocation = Relocation.on(self.machinery.layout, self.sample_moving, self._habits)
-        self.replica_manager.open(self.moe_layers, plan.shape)
-        self.makers, self.relocation, self.plan = makers, relocation, plan
+        for each in features:
+            each.check(plan, self)
+        makers = self._route_makers(plan.shape)
+        for each in features:
+            each.adopt(plan, self)
+        self.makers, self.plan = makers, plan
         return plan
+
+    def of(self, kind: type[Part]) -> Part:
+        """Return the part that a feature has in this stack, by its class."""
+        found = self.features[kind]
+        assert isinstance(found, kind), kind
+        return found
 
     def send_by(self, name: str) -> None:
         """Let rows travel by the dispatch of this name, on all ranks, in the plan that is adopted next."""
@@ -202,18 +199,6 @@ class PipelinedStack(MarksExperts):
             layer.send_by(dispatch, order)
         self._shape = self._checked_shape()
 
-    def set_replicas(self, replications: Sequence[Replication | None]) -> None:
-        """Use these replications from the next forward pass on; every rank must call it.
-
-        replications: by layer, None for a dense one. Results do not depend on them. Raises PlacementError, on
-        all ranks, for replications that do not fit layers and slots, or that differ between ranks of an
-        expert group.
-        """
-        layout, control = self.machinery.layout, self.machinery.control
-        self.replica_manager.use(
-            check_replications(replications, self.moe_layers, self.plan.shape, layout, control)
-        )
-
     def program(self, *, training: bool) -> Program:
         """Return the plan, compiled for training or for the forward half alone.
 
@@ -228,15 +213,13 @@ class PipelinedStack(MarksExperts):
             program=self.program(training=training),
             machinery=self.machinery,
             makers=self.makers,
-            relocation=self.relocation,
             moe=self.moe,
             balance=self.balance,
             codec=self.codec,
             buckets=self.buckets,
             snapshot=self.gradients.snapshot,
             seed=self.seed,
-            updates=self.updates,
-            changes=0 if self.updates is None else self.updates.changes,
+            features=tuple(found for each in self._active if (found := each.step(self)) is not None),
         )
 
     def replan(self) -> StepPlan:
@@ -277,7 +260,9 @@ class PipelinedStack(MarksExperts):
         given = self._given(tokens_BL, labels_BL, sample_ids_B, valid_BL, documents_BL, training=training)
         if largest_batch is None:
             check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
-        batch = self._sizes.settle(given, largest_batch).cut(self.plan.shape.microbatches, self.seed)
+        sizes = self._sizes
+        settled = given if sizes is None else sizes(given, largest_batch)
+        batch = settled.cut(self.plan.shape.microbatches, self.seed)
         step = Step(self, batch, training, self._ending())
         if not training:
             with torch.no_grad():
@@ -308,7 +293,7 @@ class PipelinedStack(MarksExperts):
         Raises:
             ValueError: As `forward` does; or ranks have to have batches of one size, or samples move.
         """
-        if not isinstance(self._sizes, AnySizes):
+        if self._sizes is not None:
             raise ValueError(
                 "a loss of one's own, on hidden states, with samples that move (placement.samples) or a "
                 "fixed number of slots (moe.capacity_factor): what comes home has other samples. Give labels"
@@ -356,7 +341,8 @@ class PipelinedStack(MarksExperts):
     ) -> Samples:
         """Return the samples of a step that begins now, on the device; what has changed is taken up."""
         if training:
-            check_updates(self._updating, self.updates)
+            for each in self._active:
+                each.check_training()
             check_no_checkpoint()
             check_no_data_parallel(self.model)
         self.consistency.read_late()
@@ -401,8 +387,8 @@ class PipelinedStack(MarksExperts):
     def compute_in(self, autocast_dtype: torch.dtype | None) -> None:
         """Compute next steps under autocast in this type. Raises ValueError where rows must stay exact."""
         if autocast_dtype != self.machinery.autocast_dtype:
-            if self.plan.shape.packed_residual:
-                check_packs(self.parts, autocast_dtype)
+            for each in self.features.values():
+                each.check_dtype(autocast_dtype, self)
             self.machinery = replace(self.machinery, autocast_dtype=autocast_dtype)
 
     def compare_values(self) -> None:
@@ -424,8 +410,8 @@ class PipelinedStack(MarksExperts):
         All ranks must call it; a step does so by itself.
         """
         self._take_up_changes()
-        if self.updates is not None:
-            self.updates.settle(self.buckets, self.plan.shape)
+        for each in self.features.values():
+            each.settle(self)
 
     def close(self) -> None:
         """End the machinery: its threads and connections, also for other stacks and copies that run on it."""
@@ -456,12 +442,11 @@ class PipelinedStack(MarksExperts):
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         of_a_step = dict.fromkeys(
-            ("execution", "statistics", "gradients", "updates", "consistency", "outside")
+            ("execution", "statistics", "gradients", "features", "consistency", "outside")
         )
         copied.__dict__.update(
-            copy.deepcopy(
-                {**self.__dict__, **of_a_step, "replica_manager": self.replica_manager.copy()}, memo
-            )
+            copy.deepcopy({**self.__dict__, **of_a_step}, memo),
+            features={kind: each.copy() for kind, each in self.features.items()},
         )
         layout, device = self.machinery.layout, self.machinery.device
         copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
@@ -491,7 +476,8 @@ class PipelinedStack(MarksExperts):
             check_not_sharded(self.model)
             check_same(self._checked_shape(), self._shape)
             check_not_moved(placements_of(self.moe_layers), self._placements)
-            check_takes_replicas(self.moe_layers, self.plan.shape, self.machinery.layout)
+            for each in self.features.values():
+                each.check_layers(self)
             self.makers = self._route_makers(self.plan.shape)
             self.mark_experts()
             if not self.replan_request:
@@ -508,18 +494,26 @@ class PipelinedStack(MarksExperts):
         return [part.moe for part in self.parts.parts]
 
     @property
-    def _sizes(self) -> Sizes:
-        """How the ranks deal with batches of different sizes."""
-        if self.relocation is not None:
-            return SharedSizes(self.machinery.layout, self.machinery.control)
+    def _active(self) -> list[StackFeature]:
+        """The features that take part in steps of the present plan."""
+        return [each for each in self.features.values() if each.active]
+
+    @property
+    def _sizes(self) -> Sizes | None:
+        """How ranks deal with batches of different sizes; None: each runs the samples that it has."""
+        for each in self._active:
+            if (found := each.sizes(self)) is not None:
+                return found
         fixed = any(layer is not None and layer.permutation.counts_slots for layer in self.moe_layers)
-        return EqualSizes(self.machinery.control) if fixed else AnySizes()
+        return partial(equal_sizes, self.machinery.control) if fixed else None
 
     @property
     def base_shape(self) -> StepShape:
         """The uncut shape of a step, before a system transforms it."""
-        carries = self.machinery.autocast_dtype is None and may_pack(self.parts)
-        return replace(self._shape, carries_residual=carries)
+        shape = self._shape
+        for each in self.features.values():
+            shape = each.shape(shape, self)
+        return shape
 
     def _route_makers(self, shape: StepShape) -> list[RouteMaker | None]:
         layout = self.machinery.layout

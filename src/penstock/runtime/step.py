@@ -22,9 +22,6 @@ from penstock.runtime.buckets import BackwardPass, Buckets
 from penstock.runtime.checks import raise_replaced
 from penstock.runtime.consistency import Consistency
 from penstock.runtime.executor import Execution, Program
-from penstock.runtime.features.expert_replicas.manager import NextReplicas, ReplicaManager
-from penstock.runtime.features.sample_placement import PackedResidual, Relocation
-from penstock.runtime.features.sharded_optimizer.updates import Updates, refuse_left_out
 from penstock.runtime.fingerprints import Snapshot
 from penstock.runtime.gradients import Gradients, OutsideGradients
 from penstock.runtime.handlers import (
@@ -36,34 +33,28 @@ from penstock.runtime.handlers import (
     TensorPlace,
     anchor_on,
 )
-from penstock.runtime.machinery import Machinery
+from penstock.runtime.machinery import Machinery, StepFeature
 from penstock.runtime.parts import ModelParts, SeparateResidual
 from penstock.runtime.statistics import LoadHistory, StatisticsCodec, StepStatistics
-from penstock.runtime.transport import Later
 from penstock.schedule import StepPlan
 from penstock.topology.faults import ACTIVITY
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step takes from its stack: a second run is of the same step, whatever the stack has by then.
-
-    changes: how often parameters have been updated.
-    """
+    """What a step takes from its stack: a second run is of the same step, whatever the stack has by then."""
 
     plan: StepPlan
     program: Program
     machinery: Machinery
     makers: Sequence[RouteMaker | None]
-    relocation: Relocation | None
     moe: MoEConfig
     balance: Balance
     codec: StatisticsCodec
     buckets: Buckets
     snapshot: Snapshot
     seed: int
-    updates: Updates | None
-    changes: int
+    features: Sequence[StepFeature]
 
 
 class Stack(Protocol):
@@ -74,7 +65,6 @@ class Stack(Protocol):
 
     parts: ModelParts
     bounds: Counted | RowBounds
-    replica_manager: ReplicaManager
     consistency: Consistency
     gradients: Gradients
     outside: OutsideGradients
@@ -117,13 +107,11 @@ class Step:
         self.bounds = stack.bounds.of_step(
             self.shape.microbatches, training=training, counted=before is not None
         )
-        recomputes = training and (self.shape.recompute != "none" or stack.bounds.repeats_steps)
+        recomputes = training and (taken.program.recomputes or stack.bounds.repeats_steps)
         self.model_state = ForwardState(
             taken.snapshot, recomputes=recomputes, rewinds=self.must_tell_at_once and before is None
         )
         self.batch = batch
-        self.step_replicas = stack.replica_manager.lend(stack.moe_layers)
-        self.next_replicas = NextReplicas()
         self.consistency = stack.consistency.of_step(
             batch,
             terms=f"{taken.codec.terms} {type(ending).__name__}",
@@ -142,14 +130,7 @@ class Step:
         # On a CPU a cast of a large weight stays in the cache, and costs less than a copy that comes from
         # memory.
         copies = None if device_of(machinery.device).is_cpu else ComputeCopies()
-        features = (
-            stack.replica_manager,
-            self.step_replicas,
-            self.next_replicas,
-            taken.relocation,
-            taken.updates,
-        )
-        return StepContext(
+        context = StepContext(
             parts=stack.parts,
             batch=self.batch,
             part=self.batch.part(tensor.rank, tensor.size) if tensor.size > 1 else self.batch,
@@ -161,15 +142,11 @@ class Step:
             # Where tasks compute without autocast, `computing` has switched off what the caller has on.
             autocast=nullcontext if machinery.autocast_dtype is None else machinery.autocast,
             wire_dtype=machinery.autocast_dtype,
-            residual_transport=(PackedResidual if self.shape.packed_residual else SeparateResidual)(
-                machinery.autocast_dtype
-            ),
+            residual_transport=SeparateResidual(machinery.autocast_dtype),
             degrees=self.shape.transfer_degrees,
             weights=partial(WeightGradients, self.buckets.at_once, copies)
             if taken.plan.separate_weights
             else partial(AutogradWeights, copies),
-            replications=self.step_replicas.replications,
-            split=self.step_replicas.split,
             transports=machinery.transports,
             buckets=self.buckets,
             codec=taken.codec,
@@ -178,8 +155,10 @@ class Step:
             fingerprint=self.consistency.fingerprint,
             bounds=self.bounds,
             training=self.training,
-            features={type(each): each for each in features if each is not None},
         )
+        for feature in taken.features:
+            feature.prepare(context)
+        return context
 
     def forward(self) -> tuple[Tensor, ...]:
         """Run the forward half and return what the step ends with."""
@@ -188,7 +167,7 @@ class Step:
         with torch.set_grad_enabled(self.training):
             self._run()
         if not self.training:
-            self.stack.replica_manager.take_back(self.step_replicas)
+            self._give_back()
         statistics = self.context.total
         assert statistics is not None, "the statistics task has run"
         self._show(statistics)
@@ -202,8 +181,15 @@ class Step:
 
     def _run(self) -> None:
         """Run the next half. In backward, too, experts have expert_slots, for what is recomputed."""
-        with self.taken.machinery.computing(), self.step_replicas.applied(), self.bounds.applied():
+        with self.taken.machinery.computing(), ExitStack() as inside:
+            for each in self.taken.features:
+                inside.enter_context(each.applied())
+            inside.enter_context(self.bounds.applied())
             self.execution.run()
+
+    def _give_back(self) -> None:
+        for each in self.taken.features:
+            each.over()
 
     def _show(self, statistics: StepStatistics) -> None:
         """Show this step on the stack as the one that ran last, in either of its halves."""
@@ -220,13 +206,56 @@ class Step:
         self.stack.consistency.slope = self.context.slopes.alike
         gradients = self.stack.gradients.backward_pass(self.buckets)
         # What can be undone is issued before the host knows whether rows exceeded their bounds.
-        undoes = self.taken.updates is None and gradients.can_be_undone
+        undoes = gradients.can_be_undone and all(each.can_be_undone for each in self.taken.features)
         with self.model_state.restored(), self.stack.outside.apart():
             if not undoes and self.bounds.exceeded():
                 self._check(gradients)
                 self._repeat(grads)
-            else:
-                self._backward(gradients, grads)
+                return
+            for each in self.taken.features:
+                each.begin_backward(self.buckets, self.stack.gradients.name_of)
+            self._check(gradients)
+            try:
+                gradients.begin()
+                self.finished = True
+                self.stack.outside.add()
+                self._run()
+                self._give_back()
+                if self.bounds.exceeded():
+                    gradients.abandon()
+                    self._repeat(grads)
+                    return
+                if replaced := gradients.finish():
+                    raise_replaced(self.stack.gradients.name_of(replaced[0]))
+            except BaseException as error:
+                # Earlier gradients are restored; what cannot be restored is noted on the error.
+                doubts = [gradients.abandon()]
+                doubts += [each.failed(begun=self.finished) for each in self.taken.features]
+                if told := [doubt for doubt in doubts if doubt]:
+                    error.add_note(told[-1])
+                raise
+            self._end()
+
+    def _end(self) -> None:
+        """End a backward pass that has succeeded: what is learnt from it is for steps to come."""
+        statistics = self.context.total
+        assert statistics is not None, "backward follows this step's forward"
+        if not self.stack.gradients.in_shares:
+            # An expert that saw no token has a gradient of zero.
+            for parameter in self.stack.gradients.experts():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        # Gates with a bias learn which choices this step has trained on, the same on all ranks.
+        layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
+        for moe, chosen_E in zip(layers, statistics.chosen_YE, strict=True):
+            if moe.gate.bias is not None:
+                moe.gate.bias.count(chosen_E)
+        if self.context.loads_PYE is not None:
+            loads, samples = self.context.loads_PYE, self.context.sample_loads
+            self.stack.loads.add(loads, samples, self.context.replications)
+        for each in self.taken.features:
+            each.end(self.context, self.execution.graph)
+        self._show(statistics)
 
     def _check(self, gradients: BackwardPass) -> None:
         """Raise RuntimeError where gradients would be wrong."""
@@ -268,55 +297,6 @@ class Step:
         again = Step(self.stack, self.batch, self.training, self.ending, before=self)
         del self.context
         return again
-
-    def _backward(self, gradients: BackwardPass, grads: tuple[Tensor, ...]) -> None:
-        if self.taken.updates is not None:
-            refuse_left_out(self.buckets, self.taken.updates.groups, self.stack.gradients.name_of)
-            self.taken.updates.begin(self.buckets, self.shape, self.taken.changes)
-        self._check(gradients)
-        try:
-            gradients.begin()
-            self.finished = True
-            self.stack.outside.add()
-            self._run()
-            self.stack.replica_manager.take_back(self.step_replicas)
-            if self.bounds.exceeded():
-                gradients.abandon()
-                self._repeat(grads)
-                return
-            if replaced := gradients.finish():
-                raise_replaced(self.stack.gradients.name_of(replaced[0]))
-        except BaseException as error:
-            self._abandon(gradients, error)
-            raise
-        statistics = self.context.total
-        assert statistics is not None, "backward follows this step's forward"
-        if self.taken.updates is None:
-            # An expert that saw no token has a gradient of zero.
-            for parameter in self.stack.gradients.experts():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-        else:
-            self.taken.updates.end(self.execution.graph, statistics.loss)
-        # Gates with a bias learn which choices this step has trained on, the same on all ranks.
-        layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
-        for moe, chosen_E in zip(layers, statistics.chosen_YE, strict=True):
-            if moe.gate.bias is not None:
-                moe.gate.bias.count(chosen_E)
-        if self.context.loads_PYE is not None:
-            loads, samples = self.context.loads_PYE, self.context.sample_loads
-            self.stack.loads.add(loads, samples, self.step_replicas.replications)
-        if self.next_replicas.plans is not None:
-            self.stack.replica_manager.follow(Later.of(self.next_replicas.plans))
-        self._show(statistics)
-
-    def _abandon(self, gradients: BackwardPass, error: BaseException) -> None:
-        """Restore gradients after a failed pass; what cannot be restored is noted on the error."""
-        doubt, updates = gradients.abandon(), self.taken.updates
-        if updates is not None and (self.finished or updates.has_sums):  # `begin` clears buffers with sums
-            doubt = updates.failed.note(updates=updates.in_backward and self.finished)
-        if doubt:
-            error.add_note(doubt)
 
 
 # ---- what a backward pass must find as its forward pass left it: values, and what decides what is
@@ -415,7 +395,12 @@ class Samples:
             for parameter in parameters:
                 if type(parameter) is nn.Parameter and parameter.numel():
                     of_kind = self._views.setdefault((parameter.device, parameter.dtype), [])
-                    of_kind.append((parameter, _some_of(parameter)))
+                    if parameter.is_contiguous():
+                        step = parameter.numel() // SAMPLED | 1  # odd, so that not all are of one column
+                        some = parameter.as_strided((-(-parameter.numel() // step),), (step,))
+                    else:  # of a tensor whose memory has gaps, more than `SAMPLED` elements
+                        some = parameter[tuple(slice(None, None, max(1, n // 4)) for n in parameter.shape)]
+                    of_kind.append((parameter, some))
         self._values = self._read()
 
     def changed(self) -> nn.Parameter | None:
@@ -433,14 +418,6 @@ class Samples:
         """Return the elements as bytes, so that a NaN is equal to itself."""
         rows = {kind: [v if v.dim() == 1 else v.flatten() for _, v in of] for kind, of in self._views.items()}
         return {kind: torch.cat(views).view(torch.uint8) for kind, views in rows.items()}
-
-
-def _some_of(values: Tensor) -> Tensor:
-    """Return a view of about `SAMPLED` elements; of a tensor whose memory has gaps, of more."""
-    if values.is_contiguous():
-        step = values.numel() // SAMPLED | 1  # odd, so that not all are of one column
-        return values.as_strided((-(-values.numel() // step),), (step,))
-    return values[tuple(slice(None, None, max(1, size // 4)) for size in values.shape)]
 
 
 @torch.no_grad()

@@ -60,7 +60,10 @@ class StreamLanes:
                 hosted.append(self._kind.submit(self._host, call.task, work))
                 continue
             begun_s = time.perf_counter()
-            stream = main if lane is Lane.COMPUTE else self._stream(lane, origin)
+            if not lane.computes and lane not in self._streams:
+                self._streams[lane] = self._kind.new_stream(self._device, str(lane))
+                self._streams[lane].wait_event(origin)
+            stream = main if lane.computes else self._streams[lane]
             for event in needed:
                 stream.wait_event(event)
             start = self._now(stream, timed) if timed else origin
@@ -96,12 +99,6 @@ class StreamLanes:
 
     def _now(self, stream: Stream, timed: bool) -> Event:
         return stream.record_event(self._kind.event(timed=timed))
-
-    def _stream(self, lane: Lane, origin: Event) -> Stream:
-        if lane not in self._streams:
-            self._streams[lane] = self._kind.new_stream(self._device, str(lane))
-            self._streams[lane].wait_event(origin)
-        return self._streams[lane]
 
     def _issue(self, call: Call, stream: Stream, execute: Execute) -> None:
         start_s = time.perf_counter()

@@ -195,20 +195,6 @@ class LocalTransport(Unconnected):
 # ---- sums of what ranks have, added one after the other: the same bits however ranks are connected --------
 
 
-class Sending(Protocol):
-    """What a sum needs of a transport."""
-
-    def all_to_all(
-        self, rows: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], group: Axes
-    ) -> Tensor:
-        """Send rows to the ranks of a group."""
-        ...
-
-    def place(self, group: Axes) -> int:
-        """Return this rank's place in its group."""
-        ...
-
-
 def summed(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum of tensors of one shape, in their order, computed in float32 at least."""
     if len(parts) == 1:
@@ -220,7 +206,7 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def scattered_in_order(rows: Tensor, sizes: Sequence[int], group: Axes, transport: Sending) -> Tensor:
+def scattered_in_order(rows: Tensor, sizes: Sequence[int], group: Axes, transport: Transport) -> Tensor:
     """Return this rank's part of a reduce-scatter, all of whose parts are sent here and added by place."""
     if len(sizes) == 1:
         return rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,10 @@ def _run_events(
     records = list(records)
     ranks = sorted({record.rank for record in records})
     process = {rank: run * 100_000 + rank for rank in ranks}
-    events = [_named("process_name", process[rank], 0, f"{title} rank {rank}") for rank in ranks]
-    events += [
-        {
-            "ph": "M",
-            "name": "process_sort_index",
-            "pid": process[rank],
-            "tid": 0,
-            "args": {"sort_index": process[rank]},
-        }
-        for rank in ranks
-    ]
+    events = [_meta("process_name", process[rank], 0, name=f"{title} rank {rank}") for rank in ranks]
+    events += [_meta("process_sort_index", each, 0, sort_index=each) for each in process.values()]
     for rank, lane in sorted({(record.rank, record.lane) for record in records}):
-        events.append(_named("thread_name", process[rank], LANES.index(lane), str(lane)))
+        events.append(_meta("thread_name", process[rank], LANES.index(lane), name=str(lane)))
     events += [
         {
             "ph": "X",
@@ -64,18 +56,14 @@ def _run_events(
         }
         for record in records
     ]
-    by_step = sorted(records, key=_step_of)
-    for (_, rank), step in groupby(by_step, key=_step_of):
+    by_step = attrgetter("step", "rank")
+    for (_, rank), step in groupby(sorted(records, key=by_step), key=by_step):
         events += _arrows(list(step), process[rank], numbers)
     return events
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _step_of(record: TaskRecord) -> tuple[int, int]:
-    return record.step, record.rank
+def _meta(what: str, process: int, thread: int, **values: object) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": values}
 
 
 def _arrows(step: Sequence[TaskRecord], process: int, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:

@@ -7,8 +7,8 @@ import json
 from typing import Final
 
 from penstock.config import ConfigError, to_dict
+from penstock.config.bounds import by_key
 from penstock.config.error import shown
-from penstock.config.kinds import by_key
 from penstock.topology import Control
 from penstock.train.config import RunConfig
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from penstock.checkpoint.folder import RECORD, all_checkpoints, step_of
 from penstock.checkpoint.storage import DamagedCheckpointError
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
-from penstock.config.kinds import by_key
+from penstock.config.bounds import by_key
 from penstock.models import ModelConfig
 from penstock.models.qwen3_moe import CONFIG
 from penstock.moe import MoEConfig

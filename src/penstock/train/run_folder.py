@@ -12,7 +12,7 @@ from penstock.config import UNSET, ConfigError, asked, check_no_link
 from penstock.cost import ClusterFile
 from penstock.plan import PlanFile
 from penstock.report.loads import NUMBERS, LoadCourse
-from penstock.report.page.finished import Course, FinishedRun
+from penstock.report.page.findings import Course, FinishedRun
 from penstock.report.summary import SUMMARY_FILE, RunSummary
 from penstock.trace.step_file import STEP_FILE, StepFile
 from penstock.train.metrics import METRICS_FILE, StepMetrics, read_metrics

@@ -27,7 +27,9 @@ from penstock.moe.layer import LogicalNames
 from penstock.placement import Replication
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.runtime.bounds import STEPS_KEPT, Passes, RowBounds
+from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
 from penstock.runtime.features.expert_replicas.manager import Plans
+from penstock.runtime.features.sample_placement import SamplePlacement
 from penstock.sharding import shardings_of
 
 STEP: Final = "train.step"
@@ -156,7 +158,7 @@ def learnt(stack: PipelinedStack) -> State:
     Ranks that exchange counts have learnt the same, so it is saved once per group. Where there are other
     groups, or none was kept, what is missing is learnt again.
     """
-    relocation, layout = stack.relocation, stack.machinery.layout
+    relocation, layout = stack.of(SamplePlacement).relocation, stack.machinery.layout
     if relocation is None or relocation.how.prediction != "conditional":
         return {}
     group = layout.mesh.group(layout.rank, Group.EXPERT_SHARDS)
@@ -227,7 +229,7 @@ def take_steps(stack: PipelinedStack, plans: Plans | None, known: Known | None) 
     same = all(each for each, _ in everyone)
     bounds = known is not None and len({each for _, each in everyone}) == 1
     if same and plans is not None:
-        stack.replica_manager.follow(plans)
+        stack.of(ExpertReplicas).manager.follow(plans)
     if bounds and known is not None and isinstance(stack.bounds, RowBounds):
         stack.bounds.histories.clear()
         for kind, rows in known.items():
@@ -251,7 +253,7 @@ def read_steps(stack: PipelinedStack, steps: Mapping[str, Any] | None) -> tuple[
 
 def _replicas(stack: PipelinedStack) -> list[Mapping[str, Any]]:
     """Return what every expert group holds next; [] if a fresh start does the same."""
-    plans, layout = stack.replica_manager.plans, stack.machinery.layout
+    plans, layout = stack.of(ExpertReplicas).manager.plans, stack.machinery.layout
     as_at_first = all(replication.is_empty for replication in plans.made) and not plans.age_steps
     layers = [
         {"owners": replication.placement.digest, **plain_of(replication), "in_use": in_use}
@@ -266,7 +268,7 @@ def _replicas(stack: PipelinedStack) -> list[Mapping[str, Any]]:
 
 def _read_replicas(stack: PipelinedStack, groups: list[Any] | None) -> Plans | None:
     """Return what this rank's group held; None where groups, layers, owners or slots have changed."""
-    now, layout = stack.replica_manager.plans.made, stack.machinery.layout
+    now, layout = stack.of(ExpertReplicas).manager.plans.made, stack.machinery.layout
     if not now or not groups or len(groups) != len(layout.mesh.groups(Group.EXPERT_SHARDS)):
         return None
     table = groups[layout.mesh.group(layout.rank, Group.EXPERT_SHARDS)]

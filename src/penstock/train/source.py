@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from penstock.checkpoint.folder import GLOBAL_BATCH
 from penstock.config import ConfigError
-from penstock.config.kinds import types_of
+from penstock.config.bounds import types_of
 from penstock.data import DataConfig
 from penstock.data.corpus import Corpus, ToPrepare, check_apart, check_one_source, load_corpora, to_prepare
 from penstock.data.files import HINT

@@ -1,7 +1,6 @@
 """The destinations of tokens where there is no router: named workloads and recorded runs. No torch."""
 
-from penstock.workloads.catalogue import routing_of, routing_of_layers
-from penstock.workloads.config import RoutingConfig
+from penstock.workloads.catalogue import RoutingConfig, routing_of, routing_of_layers
 from penstock.workloads.recorded import RecordedModel, Recording, RoutingRecorder, read_recording
 from penstock.workloads.routing import Routing, RoutingSizes
 

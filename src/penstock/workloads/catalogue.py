@@ -1,29 +1,173 @@
-"""The workloads by name: the routing that each gives a batch."""
+"""The workloads by name: how uneven each is by its settings, and the routing that it gives a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Final
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.apportion import Counts
-from penstock.workloads.config import SLOW_DRIFT, RoutingConfig
-from penstock.workloads.hot_spots import STAYS, Burst, HotSpot, each_expert, each_holder, starts
-from penstock.workloads.preferences import (
+from penstock.config import ConfigError, Within, asked, check_bounds, load
+from penstock.config.bounds import MOST_STEPS, FilePath, Seed
+from penstock.workloads.recorded import recorded_routing
+from penstock.workloads.routing import (
+    PREFERENCES,
+    STAYS,
+    Burst,
     DirichletDraw,
     Draw,
+    GeneratedRouting,
+    HotSpot,
     LogNormalDraw,
     Movement,
     OfLayers,
     Preferences,
+    Routing,
+    RoutingSizes,
     ZipfDraw,
     inclusion,
 )
-from penstock.workloads.recorded import recorded_routing
-from penstock.workloads.routing import PREFERENCES, GeneratedRouting, Routing, RoutingSizes
+
+RoutingName = Literal[
+    "even",
+    "zipf",
+    "gini",
+    "dirichlet",
+    "hot_rank",
+    "hot_expert",
+    "rotating",
+    "burst",
+    "slow_drift",
+    "recorded",
+]
+
+Exponent = Annotated[float, Within(0, 10, "0 is even, at 10 nearly all choose one expert")]
+Concentration = Annotated[float, Within(1e-3, 1e6, "beyond, all samples choose alike, or one expert each")]
+Gini = Annotated[float, Within(0, 0.99, "0 is even, at 1 one expert would get all")]
+Drift = Annotated[float, Within(0, 1, "1 means new preferences in every step; 0.01, in 100")]
+Share = Annotated[float, Within(0.001, 0.999, "it is the part of all token copies at the hot spot")]
+Period = Annotated[int, Within(1, MOST_STEPS, "it is a number of steps")]
+ChangeStep = Annotated[
+    int,
+    Within(1, MOST_STEPS, "steps are counted from 0, and before the first there is nothing to change"),
+]
+
+MOVES: Final = ("drift", "change_at")
+READ_BY: Final[Mapping[RoutingName, tuple[str, ...]]] = {
+    "even": (),
+    "zipf": ("zipf_exponent", *MOVES),
+    "gini": ("gini", *MOVES),
+    "dirichlet": ("dirichlet_concentration", *MOVES),
+    "hot_rank": ("hot_share",),
+    "hot_expert": ("hot_share",),
+    "rotating": ("hot_share", "period"),
+    "burst": ("hot_share", "period", "burst_steps"),
+    "slow_drift": ("zipf_exponent", *MOVES),
+    "recorded": ("recorded",),
+}
+"""The settings that each workload reads, besides the seed; any other setting is refused."""
+
+ABOUT: Final[Mapping[RoutingName, str]] = {
+    "even": "every expert is chosen alike, up to chance",
+    "zipf": "the expert of popularity rank r is chosen in proportion to r to the power of -zipf_exponent, in "
+    "another order in every layer",
+    "gini": "log-normal popularity, whose Gini coefficient over the experts of a layer is gini",
+    "dirichlet": "every sample has preferences of its own: strong locality with a small concentration, weak "
+    "with a large one",
+    "hot_rank": "the experts of one rank get hot_share of all rows, in every layer another rank's",
+    "hot_expert": "one expert gets hot_share of all rows (at most one copy of every token)",
+    "rotating": "a hot rank; after every period steps it is the next rank",
+    "burst": "even, with a hot expert in the last burst_steps of every period steps",
+    "slow_drift": "zipf, which drifts by 0.01 per step, or by drift",
+    "recorded": "what a training run with output.routing=true left",
+}
+"""One sentence on each workload."""
+
+WORDS: Final = {
+    "zipf_exponent": "exponent {:g}",
+    "gini": "coefficient {:g}",
+    "dirichlet_concentration": "concentration {:g}",
+    "hot_share": "{:.0%} at the hot spot",
+    "period": "period {} steps",
+    "burst_steps": "{} of them hot",
+    "drift": "drift {:g} per step",
+    "change_at": "redrawn at step {}",
+    "recorded": "{}",
+}
+SLOW_DRIFT: Final = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """A workload: where tokens go in every step. `penstock bench`, `penstock plan` and tests name it alike.
+
+    routing: the workload, see `ABOUT`.
+    zipf_exponent: 0 is even, 1 gives the first expert twice the tokens of the second.
+    gini: coefficient of the rows of a layer's experts: 0 is even, near 1 few experts get nearly all.
+    dirichlet_concentration: small numbers send a sample to few experts (strong locality), large ones to all
+        alike.
+    drift: how far preferences move in one step: 1 / drift steps lead to preferences that have nothing to do
+        with the first ones, continuously; 0 = they stay. For zipf and dirichlet.
+    change_at: the step (counted from 0) before which all preferences are drawn again; none = never.
+    seed: of preferences and of chance. recorded: the file that a training run wrote, for `recorded`.
+    """
+
+    routing: RoutingName = "even"
+    zipf_exponent: Exponent = 1.0
+    gini: Gini = 0.3
+    dirichlet_concentration: Concentration = 0.3
+    hot_share: Share = 0.5
+    period: Period = 10
+    burst_steps: Period = 2
+    drift: Drift = 0.0
+    change_at: ChangeStep | None = None
+    seed: Seed = 0
+    recorded: FilePath | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.routing == "recorded" and self.recorded is None:
+            why = "recorded routing needs the file of a run"
+            raise ConfigError("recorded", None, why, "Give its path, or use another routing.")
+        if self.routing == "burst" and self.burst_steps > self.period:
+            why = f"a burst cannot be longer than the period of {self.period} steps"
+            raise ConfigError("burst_steps", self.burst_steps, why, f"Use {self.period} or less.")
+        for field in fields(RoutingConfig):
+            value = getattr(self, field.name)
+            if field.name not in WORDS or value == field.default:
+                continue
+            if field.name not in READ_BY[self.routing]:
+                readers = [name for name, read in READ_BY.items() if field.name in read]
+                why = f"changes nothing with {self.routing} routing"
+                hint = f"Leave it out, or set routing to {' or '.join(readers)}."
+                raise ConfigError(field.name, str(value) if isinstance(value, Path) else value, why, hint)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `zipf`, `zipf,zipf_exponent=1.5,seed=3`, `gini=0.3`, or the path of a recorded run.
+
+        Raises ConfigError for any other text.
+        """
+        name, *settings = text.split(",")
+        if name not in READ_BY and asked(Path(name).is_file):
+            return load(cls, None, ["routing=recorded", f"recorded={name}", *settings])
+        if name.partition("=")[0] == "gini" != name:  # the one number that the workload has
+            return load(cls, None, ["routing=gini", name, *settings])
+        return load(cls, None, [f"routing={name}", *settings])
+
+    @property
+    def words(self) -> str:
+        """The workload in words, as in `zipf routing (exponent 1)`."""
+        details = [
+            WORDS[key].format(value).replace("%", " %")
+            for key in READ_BY[self.routing]
+            if (value := getattr(self, key)) not in (None, 0.0)
+        ]
+        return f"{self.routing} routing" + (f" ({', '.join(details)})" if details else "")
+
 
 Make = Callable[[RoutingConfig, RoutingSizes], Preferences]
 
@@ -83,76 +227,42 @@ def _busiest(loads_YE: npt.NDArray[Any], sizes: RoutingSizes) -> npt.NDArray[Any
     return busiest_Y
 
 
-def _zipf(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
-    return _moving(_zipf_draw(config.zipf_exponent, sizes), config, config.drift)
-
-
-def _slow_drift(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
-    return _moving(_zipf_draw(config.zipf_exponent, sizes), config, config.drift or SLOW_DRIFT)
-
-
-def _even(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
-    return _moving(_zipf_draw(0.0, sizes), config, 0.0)
-
-
-def _gini(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
-    draw = LogNormalDraw(
-        gini=config.gini, moe_layers=sizes.moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k
-    )
-    return _moving(draw, config, config.drift)
-
-
-def _dirichlet(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
-    draw = DirichletDraw(concentration=config.dirichlet_concentration, shape=sizes.shape)
-    return _moving(draw, config, config.drift)
-
-
-def _hot_rank(config: RoutingConfig, sizes: RoutingSizes) -> HotSpot:
-    return _hot(config, sizes, each_holder(sizes.num_experts, sizes.holders))
-
-
-def _hot_expert(config: RoutingConfig, sizes: RoutingSizes) -> HotSpot:
-    return _hot(config, sizes, each_expert(sizes.num_experts))
-
-
-def _rotating(config: RoutingConfig, sizes: RoutingSizes) -> HotSpot:
-    return _hot(config, sizes, each_holder(sizes.num_experts, sizes.holders), config.period)
-
-
-def _burst(config: RoutingConfig, sizes: RoutingSizes) -> Burst:
-    return Burst(hot=_hot_expert(config, sizes), period=config.period, length=config.burst_steps)
-
-
 GENERATED: Mapping[str, Make] = {
-    "even": _even,
-    "zipf": _zipf,
-    "gini": _gini,
-    "dirichlet": _dirichlet,
-    "hot_rank": _hot_rank,
-    "hot_expert": _hot_expert,
-    "rotating": _rotating,
-    "burst": _burst,
-    "slow_drift": _slow_drift,
+    "even": lambda config, sizes: _moving(ZipfDraw(0.0, sizes), config, 0.0),
+    "zipf": lambda config, sizes: _moving(ZipfDraw(config.zipf_exponent, sizes), config, config.drift),
+    "gini": lambda config, sizes: _moving(LogNormalDraw(config.gini, sizes), config, config.drift),
+    "dirichlet": lambda config, sizes: _moving(
+        DirichletDraw(config.dirichlet_concentration, sizes), config, config.drift
+    ),
+    "hot_rank": lambda config, sizes: _hot(config, sizes, sizes.holders, STAYS),
+    "hot_expert": lambda config, sizes: _hot(config, sizes, sizes.num_experts, STAYS),
+    "rotating": lambda config, sizes: _hot(config, sizes, sizes.holders, config.period),
+    "burst": lambda config, sizes: Burst(
+        _hot(config, sizes, sizes.num_experts, STAYS), config.period, config.burst_steps
+    ),
+    "slow_drift": lambda config, sizes: _moving(
+        ZipfDraw(config.zipf_exponent, sizes), config, config.drift or SLOW_DRIFT
+    ),
 }
 """All workloads but `recorded`, which is read from a file."""
 LAYERS_ALIKE: Final = ("even", "dirichlet")
 """Workloads whose layers differ by chance alone."""
 
 
-def _zipf_draw(exponent: float, sizes: RoutingSizes) -> ZipfDraw:
-    return ZipfDraw(exponent=exponent, moe_layers=sizes.moe_layers, num_experts=sizes.num_experts)
-
-
 def _moving(draw: Draw, config: RoutingConfig, drift: float) -> Movement:
     return Movement(draw=draw, seed=(config.seed, PREFERENCES), drift=drift, change_at=config.change_at)
 
 
-def _hot(config: RoutingConfig, sizes: RoutingSizes, spots_SN: Counts, period: int = STAYS) -> HotSpot:
+def _hot(config: RoutingConfig, sizes: RoutingSizes, spots: int, period: int) -> HotSpot:
+    """Return preferences with a hot spot, one of `spots` equal parts of the experts, which lie in order.
+
+    The layers begin with different ones, as long as there are any left.
+    """
     rng = np.random.default_rng([config.seed, PREFERENCES])
     return HotSpot(
-        spots_SN=spots_SN,
+        spots_SN=np.arange(sizes.num_experts).reshape(spots, -1),
         num_experts=sizes.num_experts,
-        first_Y=starts(rng, len(spots_SN), sizes.moe_layers),
+        first_Y=rng.permutation(spots)[np.arange(sizes.moe_layers) % spots],
         share=config.hot_share,
         period=period,
     )

@@ -20,8 +20,7 @@ from penstock.doctor.gpu import facts, run
 from penstock.doctor.gpu.child import FOUND, Given, run_here
 from penstock.doctor.gpu.here import Here
 from penstock.doctor.gpu.outcome import Outcome, Verdict, together
-from penstock.doctor.gpu.report import report_of
-from penstock.doctor.gpu.run import OneRank, run_child, run_stages
+from penstock.doctor.gpu.run import OneRank, report_of, run_child, run_stages
 from penstock.doctor.gpu.stages import Stage
 from penstock.topology import ProcessInfo
 from penstock.train.config import RunConfig

@@ -17,10 +17,9 @@ from penstock.config import load
 from penstock.cost import ClusterFile
 from penstock.device import using
 from penstock.doctor.gpu import curves, faults, lanes, numerics, prediction, races, waits
-from penstock.doctor.gpu.here import Here, Scale
+from penstock.doctor.gpu.here import Case, Here, Running, Scale
 from penstock.doctor.gpu.numerics import LIMITS, Errors
 from penstock.doctor.gpu.outcome import Outcome, Verdict
-from penstock.doctor.gpu.small import Case, Running
 from penstock.doctor.gpu.stages import STAGES
 from penstock.runtime.groups import GroupTransport
 from penstock.runtime.recorded.gpu import recorded

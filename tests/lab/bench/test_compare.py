@@ -9,11 +9,10 @@ from itertools import count
 
 import pytest
 
-from penstock.lab.bench.compare import compare
+from penstock.lab.bench.compare import compare, summarise
 from penstock.lab.bench.config import CompareConfig
 from penstock.lab.bench.contender import Entry
-from penstock.lab.bench.summarise import summarise
-from penstock.lab.bench.table import render
+from penstock.lab.bench.result import render
 from penstock.topology import Control
 from penstock.trace import TaskRecord
 from tests.lab.bench.test_summarise import plan

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config import ConfigError
 from penstock.decision import ScheduleConfig
-from penstock.lab.bench.compare import Measurements, compare
+from penstock.lab.bench.compare import Measurements, compare, summarise
 from penstock.lab.bench.config import BenchConfig, CompareConfig, variants
 from penstock.lab.bench.contender import Entry, Sample
 from penstock.lab.bench.field import (
@@ -22,10 +22,8 @@ from penstock.lab.bench.field import (
     profiled_for,
     schedules_field,
 )
-from penstock.lab.bench.result import BenchResult
+from penstock.lab.bench.result import BenchResult, render
 from penstock.lab.bench.scheduled import Stacks
-from penstock.lab.bench.summarise import summarise
-from penstock.lab.bench.table import render
 from penstock.lab.bench.virtual_field import VirtualField
 from penstock.lab.virtual import VirtualConfig
 from penstock.models import ModelConfig

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.cost import ClusterConfig, StepCost
 from penstock.decision import Decision
 from penstock.graph import Lane, Task
-from penstock.lab.bench.summarise import busiest_device_bytes, busiest_uplink_bytes
+from penstock.lab.bench.compare import busiest_device_bytes, busiest_uplink_bytes
 from penstock.mesh import node_of
 from penstock.plan import Problem
 from penstock.plan.space import space

@@ -6,8 +6,7 @@ import pytest
 
 from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
-from penstock.lab.bench.config import CompareConfig
-from penstock.lab.bench.naming import Named
+from penstock.lab.bench.config import CompareConfig, Named
 from penstock.moe import MoEConfig
 from penstock.train.optimizer import OptimizerConfig
 
@@ -33,13 +32,13 @@ def test_without_a_plus_everything_stays() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("penstok", "no schedule is called penstok"),
+        ("penstok", "no such schedule. Nearest: penstock"),
         ("penstock+netmo", "nothing is moved by 'netmo'"),
         ("penstock+", "nothing is moved by ''"),
         ("penstock+flat+node_once", "rows have one dispatch"),
         ("penstock+netmoe+netmoe", "samples can be moved in one way only"),
         ("penstock+planned+shadowing", "samples can be moved in one way only, experts too"),
-        ("auto+netmoe", "no schedule is called auto"),
+        ("auto+netmoe", "no such schedule"),
     ],
 )
 def test_what_is_no_name_is_refused(name: str, words: str) -> None:

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.lab.bench.compare import Measurements
+from penstock.lab.bench.compare import Measurements, busiest_device_bytes, busiest_uplink_bytes, summarise
 from penstock.lab.bench.contender import Entry, Sample
-from penstock.lab.bench.result import BenchResult, Spread
-from penstock.lab.bench.summarise import busiest_device_bytes, busiest_uplink_bytes, summarise
-from penstock.lab.bench.table import HEAD, LEGEND, render
+from penstock.lab.bench.result import HEAD, LEGEND, BenchResult, Spread, render
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.trace import TaskRecord

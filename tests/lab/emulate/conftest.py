@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.lab.emulate import EmulationUnavailable, check_available
+from penstock.lab.emulate.links import BRIDGE, INTERFACE, UPLINK
 from penstock.lab.emulate.state import recorded
 from penstock.lab.emulate.system import NAMESPACES
-from penstock.lab.emulate.wiring import BRIDGE, INTERFACE, UPLINK
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

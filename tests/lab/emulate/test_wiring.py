@@ -7,7 +7,7 @@ from ipaddress import IPv4Address
 import pytest
 
 from penstock.lab.emulate import Shape
-from penstock.lab.emulate.wiring import NETWORK, Wiring
+from penstock.lab.emulate.links import NETWORK, Wiring
 
 WIRING = Wiring(name="pen4711-0", shape=Shape(nodes=2, devices=2))
 

@@ -15,7 +15,7 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.features.sample_placement.feature import SampleMoves
 from penstock.graph import Lane
 from penstock.lab.virtual import VirtualConfig, build_virtual
-from penstock.lab.virtual.placement import Movement
+from penstock.lab.virtual.stack import Movement
 from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig

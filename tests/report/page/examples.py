@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.mesh import Mesh
 from penstock.report.loads import LoadCourse
-from penstock.report.page.finished import Course, FinishedRun
+from penstock.report.page.findings import Course, FinishedRun
 from penstock.timing import simulate
 from penstock.trace.analysis import critical_path
 from penstock.trace.step_file import PathLink, Spans, StepFile

@@ -20,11 +20,9 @@ from penstock.decision import Decision
 from penstock.graph import Name
 from penstock.plan import PlanFile, evaluate
 from penstock.report.loads import LoadCourse
-from penstock.report.page.curves import MOST_CELLS, loads_over_time_figure, shown_layers
-from penstock.report.page.findings import binding_of, kinds_of
-from penstock.report.page.finished import Course, FinishedRun
-from penstock.report.page.html import _without_others, write_page
-from penstock.report.page.timelines import timeline_figure
+from penstock.report.page.figures import MOST_CELLS, loads_over_time_figure, shown_layers, timeline_figure
+from penstock.report.page.findings import Course, FinishedRun, binding_of, kinds_of
+from penstock.report.page.html import write_page
 from tests.plan.problems import problem
 from tests.report.page.examples import STEPS, course, finished, loads, step_file
 
@@ -138,8 +136,9 @@ def test_a_plan_beside_no_others_names_the_one_that_was_next_before_its_routing_
     following = "Next     flowmoe: 2 microbatches; 5.00 ms (+3 %)"
     file = PlanFile.of(each, evaluate(each, Decision()), model="m", cluster="c", why=(following,))
     assert not file.others
-    assert _without_others(file).endswith("Then the next best was flowmoe: 2 microbatches; 5.00 ms (+3 %).")
-    assert _without_others(replace(file, why=())).startswith("No other plan is recorded")
+    page = write_page(finished(plan=file))
+    assert "Then the next best was flowmoe: 2 microbatches; 5.00 ms (+3 %).</p>" in page
+    assert "<p>No other plan is recorded" in write_page(finished(plan=replace(file, why=())))
 
 
 def test_names_cannot_break_out_of_the_page() -> None:

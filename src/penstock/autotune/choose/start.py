@@ -23,8 +23,7 @@ from penstock.autotune.problem import (
     settled,
     settled_as,
 )
-from penstock.autotune.profile import profile_links, profile_run
-from penstock.autotune.profile.measure import LINKS_S
+from penstock.autotune.profile.measure import LINKS_S, profile_links, profile_run
 from penstock.autotune.profile.sample import here
 from penstock.config import UNSET, ConfigError, to_dict
 from penstock.cost import ClusterFile

@@ -1,23 +1,27 @@
-"""Measures kinds of computation by themselves, at the model's sizes, on all ranks at once."""
+"""Measures kinds of computation by themselves, on all ranks at once: kernels, and the end of an iteration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.autotune.profile.sample import Action, Budget, Limits, measure_sizes
+from penstock.autotune.profile.sample import Action, Budget, Limits, fitted, measure_sizes
 from penstock.cost import ClusterConfig
-from penstock.cost.cluster_file import PRODUCT, Fit, KernelModel
-from penstock.cost.fit import fit_line
+from penstock.cost.cluster_file import PRODUCT, KernelModel, TaskModel
+from penstock.features.sharded_optimizer.ops import UPDATE_COPIES, UPDATES
+from penstock.graph import Phase
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
+from penstock.train.optimizer import OptimizerConfig, build_adamw, initialise_state, set_learning_rate
 
 FLOAT_BYTES = 4
 PIECES = (1, 4, 2, 8)
@@ -51,9 +55,7 @@ def measure_kernels(
         points = measure_sizes(kernel.make, unlike, budget, share_s, device=machinery.device, least=3)
         if not points:
             break
-        worked = [(kernel.work * size, seconds) for size, seconds in points]
-        line = fit_line(worked)
-        fit = Fit(r2=line.r2, residual=line.residual, points=tuple(worked))
+        line, fit = fitted((kernel.work * size, seconds) for size, seconds in points)
         found.append(
             KernelModel(
                 name=kernel.name, unit=kernel.unit, alpha_s=line.alpha_s, beta_s_per_unit=line.beta, fit=fit
@@ -138,3 +140,65 @@ class _Shapes:
                 compute()
 
         return action
+
+
+MOST_BYTES = 1 << 28
+"""Most bytes of parameters that are updated; gradient and moments take three times as many beside them."""
+
+SHARE = 0.1
+"""Share of a budget that updates may take."""
+
+UPDATE_PIECES = (1, 4, 2)
+"""Divisors of what is updated, in the order of how much they tell."""
+
+
+def measure_updates(
+    parameters: Sequence[nn.Parameter],
+    config: OptimizerConfig,
+    rates: ClusterConfig,
+    budget: Budget,
+    device: torch.device,
+) -> tuple[TaskModel, ...]:
+    """Return models of the updates of all kinds of gradients; none where the budget is `late`.
+
+    parameters: of a few layers as a run has them; their number counts beside their bytes. They keep their
+    values, and have no gradient afterwards. All ranks call this together and get the same.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return ()
+    until = list(accumulate(parameter.nbytes for parameter in trained))
+    most = min(MOST_BYTES, until[-1])
+    sizes = dict.fromkeys(next(end for end in until if end >= most // pieces) for pieces in UPDATE_PIECES)
+
+    def make(size: int) -> Action:
+        # Return the end of an iteration of these parameters, without a change of any.
+        parameters = trained[: until.index(size) + 1]
+        limit = math.inf if config.clip_grad_norm is None else config.clip_grad_norm
+        copies = [nn.Parameter(parameter.detach()) for parameter in parameters]  # gradients apart, no weights
+        adamw = build_adamw([(str(place), copy) for place, copy in enumerate(copies)], config)
+        initialise_state(adamw)
+        set_learning_rate(adamw, 0.0)
+        gradients = [
+            torch.ones_like(copy) for copy in copies
+        ]  # zeros would be one page, read again and again
+        for copy, gradient in zip(copies, gradients, strict=True):
+            copy.grad = gradient
+
+        def update() -> None:
+            # get_total_norm would meet other ranks where a model has distributed tensors
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            nn.utils.clip_grads_with_norm_(copies, limit, norm)
+            adamw.step()
+
+        return update
+
+    points = measure_sizes(make, list(sizes), budget, SHARE * budget.left_s, device=device)
+    nominal = [(rates.nominal_s(0.0, UPDATE_COPIES * size), seconds) for size, seconds in points]
+    if not nominal:
+        return ()
+    line, fit = fitted(nominal)
+    return tuple(
+        TaskModel(op=op, phase=Phase.BACKWARD, alpha_s=line.alpha_s, scale=line.beta, fit=fit)
+        for op in sorted(UPDATES)
+    )

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.autotune.profile.sample import Action, Budget, Limits, measure_sizes
-from penstock.cost.cluster_file import PAIR, Fit, LinkModel
-from penstock.cost.fit import fit_line
+from penstock.autotune.profile.sample import Action, Budget, Limits, fitted, measure_sizes
+from penstock.cost.cluster_file import PAIR, LinkModel
 from penstock.features.dispatch import DISPATCHES, Dispatch, Place
 from penstock.graph import Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
@@ -113,7 +112,7 @@ def _measure(probe: Probe, budget: Budget, share_s: float, device: torch.device)
         return probe.make(size_bytes // FLOAT_BYTES)
 
     points = measure_sizes(make, SIZES_BYTES, budget, share_s, device=device, longest_s=LONGEST_S)
-    line = fit_line(points, trusted=TRUSTED)
+    line, fit = fitted(points, trusted=TRUSTED)
     return LinkModel(
         collective=probe.collective,
         group=Group.name(probe.group),
@@ -122,7 +121,7 @@ def _measure(probe: Probe, budget: Budget, share_s: float, device: torch.device)
         alpha_s=line.alpha_s,
         beta_s_per_byte=line.beta,
         op=probe.op,
-        fit=Fit(r2=line.r2, residual=line.residual, points=tuple(points)),
+        fit=fit,
     )
 
 

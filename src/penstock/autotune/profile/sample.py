@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -18,7 +18,8 @@ from statistics import NormalDist, median
 import torch
 
 from penstock import __version__
-from penstock.cost.cluster_file import Machine
+from penstock.cost.cluster_file import Fit, Machine
+from penstock.cost.fit import LineFit, fit_line
 from penstock.device import device_of
 from penstock.topology import Control
 from penstock.train.memory_check import device_bytes
@@ -190,6 +191,13 @@ def measure_sizes(
     while doubtful := [p for p in points if p.doubt >= NARROW and p.round_s <= budget.left_s - until_s]:
         max(doubtful, key=lambda point: point.doubt).more(budget, device)
     return sorted((point.size, point.typical_s) for point in points)
+
+
+def fitted(points: Iterable[tuple[float, float]], *, trusted: int = 0) -> tuple[LineFit, Fit]:
+    """Return the line through points of a size and seconds, and how well it fits. trusted: see `fit_line`."""
+    ordered = sorted(points)
+    line = fit_line(ordered, trusted=trusted)
+    return line, Fit(r2=line.r2, residual=line.residual, points=tuple(ordered))
 
 
 # ---- the machine that a cluster file names -----------------------------------------------------------------

@@ -98,9 +98,13 @@ class RealSteps:
     """Runs steps over the network by some plans, and notes them beside those without a network."""
 
     def __init__(
-        self, plans: Sequence[tuple[StepPlan, Decision]], run: Run, run_quietly: Run, control: Control
+        self, plans: Sequence[tuple[StepPlan, Decision]], run: Run, run_quietly: Run | None, control: Control
     ) -> None:
-        """Take the plans to run. run, run_quietly: one step of a plan with and without a network."""
+        """Take the plans to run.
+
+        run, run_quietly: one step of a plan with and without a network; None = computation, which is slept,
+        takes as long with it.
+        """
         self._plans, self._run, self._run_quietly, self._control = plans, run, run_quietly, control
         self._noted: list[list[tuple[RanStep, RanStep]]] = [[] for _ in plans]
 
@@ -112,9 +116,10 @@ class RealSteps:
         for (plan, _), noted in zip(self._plans, self._noted, strict=True):
             if late():
                 return
-            quiet, real = self._run_quietly(plan), self._run(plan)
+            quiet = None if self._run_quietly is None else RanStep.of(*self._run_quietly(plan), plan)
+            real = RanStep.of(*self._run(plan), plan)
             if counts:
-                noted.append((RanStep.of(*quiet, plan), RanStep.of(*real, plan)))
+                noted.append((quiet or real, real))
 
     def gathered(self) -> list[Watched]:
         """Return what was noted on all ranks, of the plans that ran."""
@@ -155,7 +160,23 @@ def with_steps(
     def step_cost(each: Watched) -> Cost:
         return problem.cost(each.choice, each.plan.shape)
 
-    compute = Fits(COMPUTE, _computed(watched))
+    # Return sightings of compute tasks, against steps without a network, as medians over ranks.
+    found: dict[Kind, list[Sighting]] = defaultdict(list)
+    for each in watched:
+        quiet_KT = np.median(each.quiet_KRT, axis=1)
+        real_KT, shares_KT = (np.median(x, axis=1) for x in (each.durations(), each.shares()))
+        for number, task in _numbered(each.plan, computes=True):
+            quiet_K = quiet_KT[:, number]
+            if quiet_K.min() > 0:
+                found[task.op, task.phase].append(
+                    Sighting(
+                        modelled_s=float(np.median(quiet_K)),
+                        ratio=float(np.median(real_KT[:, number] / quiet_K)),
+                        share=float(np.median(shares_KT[:, number])),
+                    )
+                )
+
+    compute = Fits(COMPUTE, found)
     transfers = Fits(TRANSFER, transferred(watched, step_cost, problem.workload))
     tasks = []
     for model in file.tasks:
@@ -202,25 +223,6 @@ class Fits:
             return found
         self.doubts.append(scattered(what, found.words))
         return None
-
-
-def _computed(watched: Sequence[Watched]) -> dict[Kind, list[Sighting]]:
-    """Return sightings of compute tasks, against steps without a network, as medians over ranks."""
-    found: dict[Kind, list[Sighting]] = defaultdict(list)
-    for each in watched:
-        quiet_KT = np.median(each.quiet_KRT, axis=1)
-        real_KT, shares_KT = (np.median(x, axis=1) for x in (each.durations(), each.shares()))
-        for number, task in _numbered(each.plan, computes=True):
-            quiet_K = quiet_KT[:, number]
-            if quiet_K.min() > 0:
-                found[task.op, task.phase].append(
-                    Sighting(
-                        modelled_s=float(np.median(quiet_K)),
-                        ratio=float(np.median(real_KT[:, number] / quiet_K)),
-                        share=float(np.median(shares_KT[:, number])),
-                    )
-                )
-    return found
 
 
 def transferred(

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 
 from penstock.autotune.problem import run_problem
-from penstock.autotune.profile.sample import PURPOSE, Budget, Limits, here
+from penstock.autotune.profile.kernels import measure_updates
+from penstock.autotune.profile.sample import PURPOSE, Budget, Limits, fitted, here
 from penstock.autotune.profile.steps import RealSteps, with_steps, worth_running
-from penstock.autotune.profile.updates import measure_updates
 from penstock.cost import ClusterConfig, ClusterFile, StepCost
-from penstock.cost.cluster_file import Fit, TaskModel
+from penstock.cost.cluster_file import TaskModel
 from penstock.cost.doubts import OVERRAN
 from penstock.cost.fit import fit_line
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
@@ -253,8 +253,7 @@ def _models(runs: _Runs, alone: list[Seconds], rates: ClusterConfig) -> Iterator
             typical_s = float(np.median(alone_s[:, :, layer_tasks]))
             kinds[task.op, task.phase].append((nominal_s, typical_s))
     for (op, phase), points in kinds.items():
-        line = fit_line(points)
-        fit = Fit(r2=line.r2, residual=line.residual, points=tuple(sorted(points)))
+        line, fit = fitted(points)
         yield TaskModel(op=str(op), phase=str(phase), alpha_s=line.alpha_s, scale=line.beta, fit=fit)
 
 

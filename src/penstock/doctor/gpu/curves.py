@@ -10,12 +10,11 @@ from typing import Any, Final
 
 import torch
 
-from penstock.autotune.profile import profile_run
+from penstock.autotune.profile.measure import profile_run
 from penstock.config import to_dict
 from penstock.cost import ClusterFile
-from penstock.doctor.gpu.here import Here, timed
+from penstock.doctor.gpu.here import Here, given_machinery, settled, timed
 from penstock.doctor.gpu.outcome import Outcome
-from penstock.doctor.gpu.small import given_machinery, settled
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.routing.sizes import split_sizes

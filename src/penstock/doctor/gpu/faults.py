@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from penstock.device import device_of
-from penstock.doctor.gpu.here import Here
+from penstock.doctor.gpu.here import Case, Here, Running, small_machinery, small_run
 from penstock.doctor.gpu.outcome import Outcome, Verdict, together
-from penstock.doctor.gpu.small import Case, Running, small_machinery, small_run
 from penstock.runtime import TaskError
 from penstock.topology import CommunicationError
 

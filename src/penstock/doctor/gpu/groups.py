@@ -9,9 +9,8 @@ from typing import Any, Final
 import torch
 
 from penstock.device import device_of
-from penstock.doctor.gpu.here import Here
+from penstock.doctor.gpu.here import Case, Here, small_machinery
 from penstock.doctor.gpu.outcome import Outcome
-from penstock.doctor.gpu.small import Case, small_machinery
 from penstock.graph import Lane
 from penstock.mesh import Axes, Group, group_sizes, holders
 from penstock.runtime import Machinery

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.device import device_of
-from penstock.doctor.gpu.here import Here, timed
+from penstock.doctor.gpu.here import Case, Here, small_machinery, timed
 from penstock.doctor.gpu.outcome import Outcome
-from penstock.doctor.gpu.small import Case, small_machinery
 from penstock.graph import Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.runtime import Machinery

@@ -9,9 +9,8 @@ from statistics import median
 from typing import Any, Final
 
 from penstock.autotune.problem import run_problem
-from penstock.doctor.gpu.here import Here, timed
+from penstock.doctor.gpu.here import Here, given_machinery, given_run, layout_of, settled, timed
 from penstock.doctor.gpu.outcome import Outcome
-from penstock.doctor.gpu.small import given_layout, given_machinery, given_run, settled
 from penstock.plan import Candidate, Problem, evaluate
 from penstock.plan.candidate import whole_s
 from penstock.plan.predict import predicted_timeline
@@ -27,7 +26,7 @@ FAR: Final = 0.25
 def run(here: Here) -> Outcome:
     """Predict every schedule and measure its steps, in turns."""
     assert here.cluster is not None, "the curves come first"
-    config, layout = settled(here), given_layout(here)
+    config, layout = settled(here), layout_of(here, here.config)
     problem = run_problem(config, layout, here.cluster)
     planned = {}
     for name in TRIED:

@@ -16,9 +16,8 @@ from typing import Any, Final
 import torch
 
 from penstock.device import device_of
-from penstock.doctor.gpu.here import Here
+from penstock.doctor.gpu.here import Case, Here, small_machinery, small_run
 from penstock.doctor.gpu.outcome import Outcome
-from penstock.doctor.gpu.small import Case, small_machinery, small_run
 from penstock.runtime import Machinery
 from penstock.runtime.executor import Call, Execute, Lanes, Ran, Span
 

@@ -1,4 +1,4 @@
-"""Runs the stages as one rank's parent: a child for each, with a time limit, and one result of all ranks."""
+"""Runs the stages as one rank's parent: a child for each, with a time limit, and one report of all ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, Final, Protocol
 
+import torch
+
+import penstock
 from penstock.config import from_dict
 from penstock.cost import ClusterFile
+from penstock.cost.cluster_file import DOCTOR
 from penstock.doctor.gpu.child import FOUND, MODULE, Given
-from penstock.doctor.gpu.outcome import Outcome, Verdict, names_here
-from penstock.doctor.gpu.stages import Stage
+from penstock.doctor.gpu.outcome import SEVERITY, Outcome, Verdict, names_here, without_names
+from penstock.doctor.gpu.stages import STAGES, Stage
 from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.stops import die_with_parent
 from penstock.train.config import RunConfig
+from penstock.words import counted, folded
 
 SPARE_S: Final = 15.0
 """How long ranks may differ in starting and ending a child."""
@@ -172,3 +178,53 @@ def without_cluster(result: Result) -> Result:
     """Return the result without the cluster file, which has a place of its own."""
     figures = {name: value for name, value in result.outcome.figures.items() if name != "cluster"}
     return replace(result, outcome=replace(result.outcome, figures=figures))
+
+
+VERSION: Final = 1
+WIDTHS: Final = (8, 12)
+
+
+def worst_of(results: Sequence[Result]) -> Verdict:
+    """Return the verdict of all stages together."""
+    return max((each.outcome.verdict for each in results), key=SEVERITY.index, default=Verdict.SKIPPED)
+
+
+def report_of(results: Sequence[Result], names: Mapping[str, str], ranks: int, device: str) -> dict[str, Any]:
+    """Return the JSON: a cluster file, if one was measured, with everything else under one more key.
+
+    names: of hosts and users, none of which is in the result.
+    """
+    doctor = {
+        "version": VERSION,
+        "verdict": worst_of(results),
+        "device": device,
+        "ranks": ranks,
+        "date": datetime.now(UTC).date().isoformat(),
+        "penstock": penstock.__version__,
+        "torch": torch.__version__,
+        "stages": [
+            {"stage": each.stage, "seconds": round(each.seconds, 3), **asdict(each.outcome)}
+            for each in map(without_cluster, results)
+        ],
+    }
+    plain: dict[str, Any] = without_names({**(cluster_of(results) or {}), DOCTOR: doctor}, names)
+    return plain
+
+
+def result_text(stage: Mapping[str, Any], width: int) -> str:
+    """Return the lines of one stage of a report."""
+    verdict, name = stage["verdict"].ljust(WIDTHS[0]), stage["stage"].ljust(WIDTHS[1])
+    lines = [f"{verdict}{name}{stage['seconds']:6.1f} s  {STAGES[stage['stage']].title}"]
+    indent = " " * WIDTHS[0]
+    lines += [f"{indent}{line}" for line in stage["lines"]]
+    lines += [f"{indent}-> {stage['reason']}"] if stage["reason"] else []
+    return folded("\n".join(lines), width)
+
+
+def last_line(report: Mapping[str, Any]) -> str:
+    """Return what all stages say together."""
+    doctor = report[DOCTOR]
+    verdicts = [stage["verdict"] for stage in doctor["stages"]]
+    count = ", ".join(f"{verdicts.count(each)} {each}" for each in Verdict if each in verdicts)
+    on = f"{counted(doctor['ranks'], 'rank')} on {doctor['device']}"
+    return f"{doctor['verdict']}: {on}: {count}"

@@ -8,17 +8,18 @@ from statistics import median
 from typing import Any, Final
 
 from penstock.device import device_of
-from penstock.doctor.gpu.here import Here, timed
-from penstock.doctor.gpu.outcome import Outcome
-from penstock.doctor.gpu.small import (
+from penstock.doctor.gpu.here import (
     MODEL,
     Case,
+    Here,
     given_machinery,
     given_run,
     settled,
     small_machinery,
     small_run,
+    timed,
 )
+from penstock.doctor.gpu.outcome import Outcome
 from penstock.schedule import SCHEDULES
 from penstock.words import counted, percent
 

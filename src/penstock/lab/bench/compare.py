@@ -1,17 +1,24 @@
-"""The comparison itself, as every rank runs it: A B C A B C ..., so that noise affects all entries alike."""
+"""The comparison itself, as every rank runs it: A B C A B C ..., so that noise affects all entries alike.
+
+Then the summary of all ranks: the slowest rank of each round, medians, ratios, limits.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 from penstock.autotune.profile.sample import ignore
 from penstock.lab.bench.config import CompareConfig
 from penstock.lab.bench.contender import Entry, Sample, first_of_every_work, measure_peak, run_step
 from penstock.lab.bench.field import Field
+from penstock.lab.bench.result import BenchResult, CaseResult, Limit, Spread
+from penstock.mesh import node_of
 from penstock.train.stopping import StopRequests
 
 
@@ -78,7 +85,23 @@ def compare(
     if not rounds:
         raise KeyboardInterrupt
     why = f"since {config.limit_s:g} s were over (compare.limit_s)" if late else "as requested"
-    return _collected(field, rounds, peaks, wanted=config.rounds, why=why)
+    # Collect what all ranks have measured. why: the reason for fewer rounds than wanted.
+    everyone = field.control.gather((rounds, peaks), "collecting measurements")
+    works, notes = first_of_every_work(field.entries), field.notes
+    if len(rounds) < config.rounds:
+        notes = (*notes, f"stopped, {why}, after {len(rounds)} of {config.rounds} rounds")
+    return Measurements(
+        entries=field.entries,
+        samples={
+            e.label: [[r.samples[e.label] for r in mine] for mine, _ in everyone] for e in field.entries
+        },
+        peaks_bytes={e.label: [held[e.label] for _, held in everyone] for e in field.entries},
+        compute_s={work: [[r.compute_s[work] for r in mine] for mine, _ in everyone] for work in works},
+        traffic={work: [[r.traffic[work] for r in mine] for mine, _ in everyone] for work in works},
+        virtual=field.label,
+        layout=field.layout,
+        notes=notes,
+    )
 
 
 @dataclass
@@ -124,23 +147,104 @@ def _round(field: Field, turn: int, votes: _Votes, say: Callable[[str], None]) -
     return _Round(samples=samples, compute_s=compute_s, traffic=traffic)
 
 
-def _collected(
-    field: Field, rounds: Sequence[_Round], peaks: Mapping[str, int], *, wanted: int, why: str
-) -> Measurements:
-    """Collect what all ranks have measured. why: the reason for fewer rounds than wanted."""
-    everyone = field.control.gather((rounds, peaks), "collecting measurements")
-    works, notes = first_of_every_work(field.entries), field.notes
-    if len(rounds) < wanted:
-        notes = (*notes, f"stopped, {why}, after {len(rounds)} of {wanted} rounds")
-    return Measurements(
-        entries=field.entries,
-        samples={
-            e.label: [[r.samples[e.label] for r in mine] for mine, _ in everyone] for e in field.entries
-        },
-        peaks_bytes={e.label: [held[e.label] for _, held in everyone] for e in field.entries},
-        compute_s={work: [[r.compute_s[work] for r in mine] for mine, _ in everyone] for work in works},
-        traffic={work: [[r.traffic[work] for r in mine] for mine, _ in everyone] for work in works},
-        virtual=field.label,
-        layout=field.layout,
-        notes=notes,
+def summarise(
+    found: Measurements,
+    *,
+    nodes: int,
+    devices: int,
+    inter_rate_bit_per_s: float | None,
+    intra_rate_bit_per_s: float | None = None,
+) -> BenchResult:
+    """Summarise measurements without measuring anything: the same input gives the same result.
+
+    Rates: None = not known.
+    """
+    rates = inter_rate_bit_per_s, intra_rate_bit_per_s
+    limits = {work: _limit(found, work, nodes, devices, *rates) for work in found.compute_s}
+    first = next(iter(limits.values()))
+    base = _slowest(next(iter(found.samples.values())))
+    return BenchResult(
+        ranks=nodes * devices,
+        nodes=nodes,
+        inter_rate_bit_per_s=inter_rate_bit_per_s,
+        intra_rate_bit_per_s=intra_rate_bit_per_s,
+        layout=found.layout,
+        limit=first,
+        virtual=found.virtual,
+        notes=found.notes,
+        cases=tuple(_case(e, found, base, limits.get(e.work, first)) for e in found.entries),
     )
+
+
+def _limit(
+    found: Measurements, work: str, nodes: int, devices: int, inter: float | None, intra: float | None
+) -> Limit:
+    """Return the limit of the entries with this work."""
+    rounds = list(zip(*found.traffic[work], strict=True))
+    wire_bytes = round(median(busiest_uplink_bytes(turn, nodes, devices) for turn in rounds))
+    device_bytes = round(median(map(busiest_device_bytes, rounds)))
+    return Limit(
+        compute_s=median(max(turn) for turn in zip(*found.compute_s[work], strict=True)),
+        wire_bytes=wire_bytes,
+        wire_s=None if inter is None else wire_bytes * 8 / inter,
+        device_bytes=device_bytes,
+        device_s=None if intra is None else device_bytes * 8 / intra,
+    )
+
+
+def busiest_device_bytes(traffic: Sequence[Mapping[int, int]]) -> int:
+    """Return bytes that cross the busiest device's own link in its busier direction, wherever they go."""
+    received: Counter[int] = Counter()
+    for peers in traffic:
+        received.update(peers)
+    return max(*received.values(), *(sum(peers.values()) for peers in traffic), 0)
+
+
+def busiest_uplink_bytes(traffic: Sequence[Mapping[int, int]], nodes: int, devices: int) -> int:
+    """Return bytes over the busiest node's uplink in its busier direction.
+
+    traffic[rank][peer]: bytes sent.
+    """
+    sent, received = [0] * nodes, [0] * nodes
+    for rank, peers in enumerate(traffic):
+        for peer, size in peers.items():
+            source, target = node_of(rank, devices), node_of(peer, devices)
+            if source != target:
+                sent[source] += size
+                received[target] += size
+    return max(*sent, *received)
+
+
+def _slowest(samples: Sequence[Sequence[Sample]]) -> list[float]:
+    """Return the iteration of each round on its slowest rank."""
+    return [max(s.iteration_s for s in turn) for turn in zip(*samples, strict=True)]
+
+
+def _case(entry: Entry, found: Measurements, base: Sequence[float], limit: Limit) -> CaseResult:
+    samples = found.samples[entry.label]
+    shape = None if entry.plan is None else entry.plan.shape
+    iterations = _slowest(samples)
+    flat = [sample for rank in samples for sample in rank]
+    return CaseResult(
+        schedule=entry.name,
+        transport=entry.transport,
+        label=entry.label,
+        microbatches=shape.microbatches if shape else 1,
+        chunks=shape.chunks if shape else 1,
+        iterations_s=tuple(iterations),
+        iteration_s=Spread.of(iterations),
+        speedup=Spread.of([b / mine for b, mine in zip(base, iterations, strict=True)]),
+        limit=limit,
+        busy_s={lane: median(s.busy_s[lane] for s in flat) for lane in flat[0].busy_s},
+        exposed_communication_s=_worst_rank([[s.exposed_s for s in rank] for rank in samples]),
+        overhead_s=_worst_rank([[s.overhead_s for s in rank] for rank in samples]),
+        peak_memory_bytes=max(found.peaks_bytes[entry.label]),
+        simulated_s=entry.simulated_s,
+        simulated_interval_s=entry.interval_s,
+    )
+
+
+def _worst_rank(values: Sequence[Sequence[float | None]]) -> float | None:
+    """Return the largest of the ranks' medians; None if a rank has no values."""
+    known = [[value for value in rank if value is not None] for rank in values]
+    return max(median(rank) for rank in known) if all(known) else None

@@ -1,22 +1,107 @@
-"""Settings of a comparison. The default is a step of four MoE blocks, small enough for one core per rank."""
+"""Settings of a comparison, and names of its contenders such as `penstock+netmoe+zero1`.
+
+The default is a step of four MoE blocks, small enough for one core per rank.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any, Final, get_args
 
-from penstock.config import ConfigError, Items, Within, check_bounds
+from penstock.config import ConfigError, Items, Within, check_bounds, check_name
 from penstock.config.bounds import Seed
 from penstock.cost import ClusterConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
-from penstock.lab.bench.naming import AUTO, Named
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.expert_replicas.feature import ExpertMoves
+from penstock.features.sample_placement.feature import SampleMoves
 from penstock.lab.virtual import VirtualConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.schedule import SCHEDULES
 from penstock.topology import Layout, ParallelConfig
 from penstock.topology.local import Places, local_processes
+from penstock.train.optimizer import OptimizerConfig, ZeroStage
+
+AUTO: Final = "auto"
+"""Name among schedules for the plan that the joint search chooses, whatever its schedule."""
+
+STAYS: Final = "none"
+SAMPLES: Final[tuple[SampleMoves, ...]] = tuple(name for name in get_args(SampleMoves) if name != STAYS)
+EXPERTS: Final[tuple[ExpertMoves, ...]] = tuple(name for name in get_args(ExpertMoves) if name != STAYS)
+
+
+SHARDED, GRADIENTS = "zero1", "zero2"
+"""Stages of ZeRO: shares of the optimiser, and of gradients, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """One contender by its name.
+
+    samples, experts: as section [placement] calls them. dispatch: none = as section [moe] says. shares: the
+    parts of the update that ranks share; "" = nothing.
+    """
+
+    schedule: str
+    dispatch: str | None = None
+    shares: str = ""
+    samples: SampleMoves = STAYS
+    experts: ExpertMoves = STAYS
+
+    @staticmethod
+    def of(name: str) -> Named:
+        """Parse a name.
+
+        Raises ConfigError for a part that is unknown, or of a kind that the name has already.
+        """
+        schedule, *moves = name.split("+")
+        found = Named(schedule=schedule)
+        check_name("schedules", schedule, SCHEDULES if moves else (*SCHEDULES, AUTO), "schedule")
+        for move in moves:
+            found = found._with(move, name)
+        return found
+
+    @property
+    def moves(self) -> bool:
+        """Whether something moves, or rows have a dispatch of their own."""
+        return (self.dispatch, self.samples, self.experts) != (None, STAYS, STAYS)
+
+    def optimizer(self, given: OptimizerConfig) -> OptimizerConfig:
+        """Return section [optimizer] with this contender's shares of the update."""
+        stages: dict[str, ZeroStage] = {"": 0, SHARDED: 1, GRADIENTS: 2}
+        return replace(given, zero_stage=stages[self.shares])
+
+    def placement(self, given: PlacementConfig) -> PlacementConfig:
+        """Return section [placement] with what this contender moves."""
+        return replace(given, samples=self.samples, experts=self.experts)
+
+    def moe(self, given: MoEConfig) -> MoEConfig:
+        """Return section [moe] with this contender's dispatch."""
+        return given if self.dispatch is None else replace(given, dispatch=self.dispatch)
+
+    def _with(self, move: str, name: str) -> Named:
+        kinds = {
+            "samples": SAMPLES,
+            "experts": EXPERTS,
+            "dispatch": DISPATCHES,
+            "shares": (SHARDED, GRADIENTS),
+        }
+        known = [each for names in kinds.values() for each in names]
+        for field_name, names in kinds.items():
+            if move in names:
+                if getattr(self, field_name) not in (None, "", STAYS):
+                    why = (
+                        "samples can be moved in one way only, experts too, rows have one dispatch, "
+                        "and updates one owner"
+                    )
+                    raise ConfigError("schedules", name, why, "Name one of each at most.")
+                changes: dict[str, Any] = {field_name: move}
+                return replace(self, **changes)
+        hint = f"After a + use one of {', '.join(known)}."
+        raise ConfigError("schedules", name, f"nothing is moved by {move!r}", hint)
+
 
 Rounds = Annotated[int, Within(1, 100_000, "every round is in memory until the end")]
 Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once")]
@@ -68,11 +153,7 @@ class CompareConfig:
         for name in self.schedules:
             Named.of(name)
         for name in self.peers:
-            if name not in PEERS:
-                near = get_close_matches(name, PEERS, n=1)
-                nearest = f"Nearest: {near[0]}. " if near else ""
-                hint = f"{nearest}Use some of {', '.join(PEERS)}."
-                raise ConfigError("peers", list(self.peers), f"no other system is called {name}", hint)
+            check_name("peers", name, PEERS, "other system")
 
 
 @dataclass(frozen=True, kw_only=True)

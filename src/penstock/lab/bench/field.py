@@ -10,15 +10,14 @@ from typing import Final, Protocol
 
 from penstock.autotune.planned import decided_slowly
 from penstock.autotune.problem import run_problem
-from penstock.autotune.profile import profile_run, profile_schedules
+from penstock.autotune.profile.measure import profile_run, profile_schedules
 from penstock.autotune.profile.sample import ignore
 from penstock.cost import ProfiledCluster
 from penstock.cost.doubts import listed
 from penstock.decision import ScheduleConfig
 from penstock.lab.bench import checkout
-from penstock.lab.bench.config import BenchConfig, variants
+from penstock.lab.bench.config import AUTO, BenchConfig, Named, variants
 from penstock.lab.bench.contender import Entry, first_of_every_work
-from penstock.lab.bench.naming import AUTO, Named
 from penstock.lab.bench.scheduled import Stacks, timed
 from penstock.plan import Candidate, FoundPlan, Problem, evaluate, find_plan, reasons
 from penstock.plan.candidate import whole_s

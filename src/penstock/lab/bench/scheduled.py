@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from penstock.data import DataConfig
 from penstock.decision import ScheduleConfig
 from penstock.device import wait_for_gpu
-from penstock.lab.bench.config import BenchConfig
-from penstock.lab.bench.naming import Named
+from penstock.lab.bench.config import BenchConfig, Named
 from penstock.models import MoEDecoder
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack

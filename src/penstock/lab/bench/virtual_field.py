@@ -1,35 +1,47 @@
-"""The comparison on virtual devices: computation is slept, transfers are real; ranks may outnumber cores."""
+"""The comparison on virtual devices: computation is slept, transfers are real; ranks may outnumber cores.
+
+Real steps of two layers tell before how long transfers take, and how far predictions err. Nothing is learnt
+of computation there, and it slows no transfer down.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
 from penstock.autotune.problem import candidates, run_problem
-from penstock.autotune.profile import profile_links
-from penstock.autotune.profile.measure import LINKS_S
-from penstock.autotune.profile.sample import ignore
-from penstock.cost import ProfiledCluster, RoutedCost
+from penstock.autotune.profile.measure import LINKS_S, profile_links
+from penstock.autotune.profile.sample import PURPOSE, Budget, ignore
+from penstock.autotune.profile.steps import (
+    TRANSFER,
+    Fits,
+    RealSteps,
+    transferred,
+    with_transfers,
+    with_whole_steps,
+)
+from penstock.autotune.profile.tasks import two_layers
+from penstock.cost import ClusterFile, ProfiledCluster, RoutedCost
 from penstock.cost.doubts import listed
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
-from penstock.lab.bench.config import BenchConfig, variants
+from penstock.lab.bench.config import AUTO, BenchConfig, Named, variants
 from penstock.lab.bench.contender import Entry
 from penstock.lab.bench.field import chosen, layout_words
-from penstock.lab.bench.naming import AUTO, Named
-from penstock.lab.bench.scheduled import run_config_of, run_of
-from penstock.lab.bench.virtual_steps import with_virtual_steps
-from penstock.lab.virtual import VirtualStack, build_virtual
+from penstock.lab.bench.scheduled import run_config_of, run_of, timed
+from penstock.lab.virtual import VirtualConfig, VirtualStack, build_virtual
 from penstock.lab.virtual.handlers import sleep_until
 from penstock.plan import Problem, reasons
 from penstock.plan.memory import estimate_memory
 from penstock.plan.predict import closing_s
+from penstock.runtime import Machinery
 from penstock.schedule import SCHEDULES, StepPlan
-from penstock.timing import simulate
+from penstock.timing import Cost, iteration_s, simulate
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
 from penstock.train.assemble import base_shape, build_machinery, first_plan
@@ -106,7 +118,13 @@ class VirtualField:
     def _told(self, name: str, say: Callable[[str], None]) -> Entry:
         say(f"{name}: choosing its pieces and their order")
         if name == AUTO:
-            return self._choice()
+            # Return result of the joint search, of all dispatches, on links as measured and devices as
+            # imitated.
+            problem = self._problem(self._open)
+            found = chosen(problem, self.control, self._bench.parallel.timeout_s)
+            self.notes += reasons(problem, found).lines
+            self._memory_bytes[AUTO] = found.best.memory_bytes
+            return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
         tried = [(self._first_plan(name, each), each) for each in variants(self._bench, name)]
         apart = {plan.shape: (plan, each) for plan, each in tried}
         ordered = [(self._ordered(name, plan), each) for plan, each in apart.values()]
@@ -118,17 +136,6 @@ class VirtualField:
         choice = schedule.decision(problem.workload.dispatch, self._placement(name))
         self._memory_bytes[name] = estimate_memory(problem, choice).total_bytes
         return best
-
-    def _choice(self) -> Entry:
-        """Return result of the joint search, of all dispatches, on links as measured and devices as imitated.
-
-        The search assumes even routing, except for memory.
-        """
-        problem = self._problem(self._open)
-        found = chosen(problem, self.control, self._bench.parallel.timeout_s)
-        self.notes += reasons(problem, found).lines
-        self._memory_bytes[AUTO] = found.best.memory_bytes
-        return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
 
     def _problem(self, config: RunConfig) -> Problem:
         """Return the step of a run, whose memory holds the rows of the first measured step."""
@@ -189,3 +196,64 @@ class VirtualField:
     def _cost(self, name: str, plan: StepPlan) -> RoutedCost:
         self._stack.adopt(plan, self._placement(name))
         return replace(self._stack.cost(self._first_measured), cluster=self._cluster)
+
+
+REHEARSED: Final = (("sequential", 1), ("flowmoe", 2))
+"""Schedules with their number of microbatches: one without overlap, and one with much."""
+
+LEAST_ROUNDS, MOST_ROUNDS = 2, 5
+BUDGET_S: Final = 10.0
+
+
+def with_virtual_steps(
+    config: RunConfig, virtual: VirtualConfig, machinery: Machinery, file: ClusterFile, budget_s: float
+) -> ClusterFile:
+    """Return the file with what steps of two layers on these devices tell of its links and of whole steps.
+
+    budget_s: seconds of these steps, of which `BUDGET_S` are used at most and some steps are run in any case.
+    All ranks call it together and get the same file.
+    """
+    recorded = virtual.routing == "recorded"  # recorded routing is that of all layers
+    model = config.model if recorded else two_layers(config.model)
+    sample = replace(config, model=model, placement=PlacementConfig())
+    stack = build_virtual(sample, virtual, machinery)
+    plans = [stack.adopt(plan) for plan in _plans(sample, stack)]
+    stack.links = ProfiledCluster.build(file)
+    budget = Budget(machinery.control, min(BUDGET_S, budget_s))
+
+    def run(plan: StepPlan) -> tuple[float, list[TaskRecord]]:
+        stack.use(plan, stack.placement)
+        stack.prepare(0)
+        machinery.control.barrier(PURPOSE)
+        return timed(stack.step, 0), stack.records()
+
+    steps = RealSteps([(plan, Decision()) for plan in plans], run, None, machinery.control)
+    for number in range(1 + MOST_ROUNDS):  # the first round opens connections
+        if number > 1 and budget.agree() <= 0 and (number > LEAST_ROUNDS or budget.late):
+            break
+        steps.round(lambda: False, counts=number > 0)
+    watched = steps.gathered()
+    seen = transferred(watched, lambda each: _cost(stack, each.plan, file), stack.workload)
+    found = Fits(TRANSFER, {kind: [replace(x, share=0.0) for x in each] for kind, each in seen.items()})
+    file = with_transfers(replace(file, doubts=tuple(found.doubts)), found)
+    meets = stack.machinery.layout.mesh
+    expected = [
+        iteration_s(each.plan.schedule, each.plan.graph, _cost(stack, each.plan, file), meets)
+        for each in watched
+    ]
+    file = with_whole_steps(file, watched, expected)
+    return machinery.control.gather(file, "comparing what steps say")[0]
+
+
+def _plans(config: RunConfig, stack: VirtualStack) -> Iterator[StepPlan]:
+    for name, microbatches in REHEARSED:
+        pieces = min(microbatches, config.data.batch_per_device)
+        cut = replace(config.schedule, name=name, microbatches=pieces, chunks=None, backward_chunks=None)
+        run, layout = replace(config, schedule=cut), stack.machinery.layout
+        yield first_plan(run, layout, base_shape(run, layout), stack.bucket_sizes)
+
+
+def _cost(stack: VirtualStack, plan: StepPlan, file: ClusterFile) -> Cost:
+    """Return the cost of the first step's tasks, as the simulator has it."""
+    stack.use(plan, stack.placement)
+    return replace(stack.cost(0), cluster=ProfiledCluster.build(file))

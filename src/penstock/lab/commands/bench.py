@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from penstock.autotune.problem import check_compatible
-from penstock.cli.out import check_folder
-from penstock.cli.progress import progress_line
+from penstock.cli.out import check_folder, progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks
 from penstock.config import ConfigError, load
 from penstock.device import count_gpus
 from penstock.lab.bench import BenchConfig, BenchResult, checkout
-from penstock.lab.bench.compare import compare
-from penstock.lab.bench.config import processes_of_bench, variants
+from penstock.lab.bench.compare import compare, summarise
+from penstock.lab.bench.config import AUTO, Named, processes_of_bench, variants
 from penstock.lab.bench.field import Field, planned_field, schedules_field
-from penstock.lab.bench.naming import AUTO, Named
+from penstock.lab.bench.result import render
 from penstock.lab.bench.scheduled import run_config_of, run_of
-from penstock.lab.bench.summarise import summarise
-from penstock.lab.bench.table import render
 from penstock.lab.bench.virtual_field import VirtualField
 from penstock.lab.commands.emulate import Emulation
 from penstock.plan.plan_config import PlanConfig
@@ -35,55 +32,37 @@ from penstock.train.possible import check_shares
 from penstock.words import terminal_width
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The requests of the options, besides the configuration."""
-
-    json: bool
-    virtual: bool
-    plan: bool
-    plot: Path | None
-    peers: bool = False
-
-    def __post_init__(self) -> None:
-        useless = {"--virtual": self.virtual, "--plot": self.plot is not None, "--peers": self.peers}
-        other = next((name for name, given in useless.items() if given), None)
-        if self.plan and other is not None:
-            why = f"measures the chosen plan and published ones and has no use for {other}"
-            raise ConfigError("--plan", True, why, f"Leave {other} out, or --plan.")
-
-
 def bench(
-    path: Path | None,
-    overrides: Sequence[str],
-    given: Sequence[str],
-    wanted: Wanted,
-    emulate: Emulation | None,
+    options: argparse.Namespace, overrides: Sequence[str], given: Sequence[str], emulate: Emulation | None
 ) -> int:
     """Run the comparison and return its exit code; rank 0 prints the table or one JSON object."""
-    config = load(BenchConfig, path, overrides)
-    _check_together(config, wanted)
-    if not wanted.virtual:
+    useless = [name for name in ("virtual", "plot", "peers") if getattr(options, name) not in (None, False)]
+    if options.plan and useless:
+        why = f"measures the chosen plan and published ones and has no use for --{useless[0]}"
+        raise ConfigError("--plan", True, why, f"Leave --{useless[0]} out, or --plan.")
+    config = load(BenchConfig, options.config, overrides)
+    _check_together(config, options)
+    if not options.virtual:
         _check_read(config, overrides)
-    if not wanted.plan:
+    if not options.plan:
         _check_pieces(config)
-    _check_fits(config, wanted, emulate)
+    _check_fits(config, options, emulate)
     if detect(os.environ) is None:
-        check_folder(wanted.plot, "--plot")
+        check_folder(options.plot, "--plot")
 
     def work(info: ProcessInfo) -> int:
-        measure = partial(_compare, config, wanted, emulate)
-        finish = partial(_finish, wanted=wanted)
+        measure = partial(_compare, config, options, emulate)
+        finish = partial(_finish, options=options)
         return measure_as_rank(info, config.parallel, config.moe.num_experts, measure, finish)
 
     ranks, timeout_s = processes_of_bench(config), config.parallel.timeout_s
     return on_ranks("penstock bench", given, ranks, timeout_s, emulate, work)
 
 
-def _check_together(config: BenchConfig, wanted: Wanted) -> None:
+def _check_together(config: BenchConfig, options: argparse.Namespace) -> None:
     """Refuse what cannot be compared, and options whose code is missing, before any process starts."""
     names = config.compare.peers
-    if wanted.virtual and names:
+    if options.virtual and names:
         why = "other systems compute, and virtual devices sleep instead"
         raise ConfigError("--peers", ",".join(names), why, "Leave --virtual out.")
     if names and not config.parallel.tp_size == config.parallel.etp_size == 1:
@@ -92,21 +71,21 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
             "(docs/peers.md)"
         )
         raise ConfigError("compare.peers", list(names), why, "Leave --peers out, or set both to 1.")
-    if not wanted.virtual and config.moe.capacity_factor is None:
+    if not options.virtual and config.moe.capacity_factor is None:
         why = "computation alone, without a network, has no routing to go by"
         hint = "Give a capacity factor such as 1.25, or use --virtual."
         raise ConfigError("moe.capacity_factor", "none", why, hint)
     named = {name: Named.of(name) for name in config.compare.schedules}
-    if not wanted.virtual and (moving := [name for name, each in named.items() if each.moves]):
+    if not options.virtual and (moving := [name for name, each in named.items() if each.moves]):
         why = "what moves, and how rows travel, is compared on virtual devices only"
         raise ConfigError("--schedules", moving[0], why, "Add --virtual, or leave out what moves.")
-    if wanted.virtual and (shared := [name for name, each in named.items() if each.shares]):
+    if options.virtual and (shared := [name for name, each in named.items() if each.shares]):
         why = "updates in shares are compared with real computation only"
         raise ConfigError("--schedules", shared[0], why, "Leave --virtual out, or the shares.")
     for name in names:
         checkout.peers(name).require(name)
-    if wanted.plot is not None:
-        checkout.figures(str(wanted.plot))
+    if options.plot is not None:
+        checkout.figures(str(options.plot))
 
 
 def _check_read(config: BenchConfig, overrides: Sequence[str]) -> None:
@@ -129,7 +108,7 @@ def _check_pieces(config: BenchConfig) -> None:
         raise ConfigError("compare.batch_per_device", samples, why, hint)
 
 
-def _check_fits(config: BenchConfig, wanted: Wanted, emulate: Emulation | None) -> None:
+def _check_fits(config: BenchConfig, options: argparse.Namespace, emulate: Emulation | None) -> None:
     """Refuse sizes that ranks cannot share, and a model that does not fit this machine's memory; where there
     are GPUs, torch reports that."""
     info = detect(os.environ)
@@ -139,30 +118,30 @@ def _check_fits(config: BenchConfig, wanted: Wanted, emulate: Emulation | None) 
     if info is None:
         node_size = ranks if emulate is None else emulate.devices
         _check_steps(
-            config, wanted, Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
+            config, options, Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
         )
-    if wanted.virtual or count_gpus():
+    if options.virtual or count_gpus():
         return
     layout = Layout.build(config.parallel, size, 0, config.moe.num_experts)
     sharing = ranks if info is None else 1
     check_run(run_config_of(config), layout, there_bytes=host_bytes(), sharing=sharing)
 
 
-def _check_steps(config: BenchConfig, wanted: Wanted, layout: Layout) -> None:
+def _check_steps(config: BenchConfig, options: argparse.Namespace, layout: Layout) -> None:
     """Refuse settings with which the step of a contender could not be built."""
-    names = (AUTO,) if wanted.plan else config.compare.schedules
+    names = (AUTO,) if options.plan else config.compare.schedules
     for name in names:
         if name == AUTO:
             searched = replace(run_config_of(config), plan=PlanConfig(mode="auto"))
-            check_compatible(searched, layout, computes=not wanted.virtual)
+            check_compatible(searched, layout, computes=not options.virtual)
             continue
         for variant in variants(config, name):
-            check_compatible(run_of(config, name, variant), layout, computes=not wanted.virtual)
+            check_compatible(run_of(config, name, variant), layout, computes=not options.virtual)
 
 
 def _compare(
     config: BenchConfig,
-    wanted: Wanted,
+    options: argparse.Namespace,
     emulate: Emulation | None,
     layout: Layout,
     device: torch.device,
@@ -170,11 +149,11 @@ def _compare(
     """Compare and summarise. Without an emulated cluster all ranks form one node, links of unknown rate."""
     del device  # the compared systems run on the CPU
     control = Control(layout.rank, layout.world_size)
-    control.agreed(lambda: check_folder(wanted.plot, "--plot"), "looking where figures are to be", by=0)
+    control.agreed(lambda: check_folder(options.plot, "--plot"), "looking where figures are to be", by=0)
     with progress_line(shown=layout.rank == 0) as say:
-        if wanted.plan:
+        if options.plan:
             field: Field = planned_field(config, layout, say)
-        elif wanted.virtual:
+        elif options.virtual:
             field = VirtualField(config, layout, say)
         else:
             field = schedules_field(config, layout, say)
@@ -191,9 +170,9 @@ def _compare(
     )
 
 
-def _finish(result: BenchResult, wanted: Wanted) -> int:
-    print(json.dumps(result.to_dict()) if wanted.json else render(result, terminal_width()))
-    if wanted.plot is not None:
-        for path in checkout.figures(str(wanted.plot)).write_figures(result.to_dict(), wanted.plot):
+def _finish(result: BenchResult, options: argparse.Namespace) -> int:
+    print(json.dumps(result.to_dict()) if options.json else render(result, terminal_width()))
+    if options.plot is not None:
+        for path in checkout.figures(str(options.plot)).write_figures(result.to_dict(), options.plot):
             print(f"saved as {path}", file=sys.stderr)
     return 0

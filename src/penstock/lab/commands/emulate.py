@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
+from penstock.cli.out import add
 from penstock.config import UNSET, ConfigError
 from penstock.lab.emulate import (
     Cluster,
@@ -25,7 +27,7 @@ from penstock.lab.emulate import (
 )
 
 Commands = argparse._SubParsersAction  # argparse has no public name for it
-Run = Callable[[argparse.Namespace, Sequence[str]], int]
+Run = Callable[[argparse.Namespace], int]
 
 DEFAULT_INTER, DEFAULT_INTRA, DEFAULT_MTU_BYTES = "1gbit", "8gbit", 9000
 
@@ -53,33 +55,29 @@ def add_emulate(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     actions = emulate.add_subparsers(required=True, metavar="ACTION")
     up = _action(actions, "up", _up, "make a cluster that stays until `down`")
-    up.add_argument("shape", metavar="SHAPE", help="NODESxDEVICES, such as 2x4")
+    add(up, "shape SHAPE", "NODESxDEVICES, such as 2x4")
     _add_rates(up)
     _add_mtu(up)
     down = _action(actions, "down", _down, "remove a cluster and end what runs in it")
-    down.add_argument("id", metavar="ID", nargs="?", help="as `up` and `list` print it")
-    down.add_argument(
-        "--all", action="store_true", help="all clusters made by `up`; clusters of running commands stay"
-    )
+    add(down, "id ID", "as `up` and `list` print it", nargs="?")
+    add(down, "--all", "all clusters made by `up`; clusters of running commands stay")
     _action(actions, "list", _list, "list clusters, their uplinks and the bytes sent over them")
     what = "run a command as one of the ranks; its environment is what torchrun would give it"
     execute = _action(actions, "exec", _exec, what, prints=False)
     _add_id(execute)
-    execute.add_argument("rank", type=int, metavar="RANK", help="counted from 0")
-    execute.add_argument(
-        "argv", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments"
-    )
+    add(execute, "rank RANK", "counted from 0", type=int)
+    add(execute, "argv -- CMD", "the command and its arguments", nargs=argparse.REMAINDER)
     rate = _action(actions, "rate", _rate, "change rates, also while something runs")
     _add_id(rate)
     _add_rates(rate, defaults=False)
-    rate.add_argument("--node", type=int, metavar="N", help="change only this node")
+    add(rate, "--node N", "change only this node", type=int)
     for name, run, what in (
-        ("cut", _cut, "take the uplink of a node down"),
-        ("restore", _restore, "take the uplink of a node up again"),
+        ("cut", partial(_switch, Cluster.cut), "take the uplink of a node down"),
+        ("restore", partial(_switch, Cluster.restore), "take the uplink of a node up again"),
     ):
         parser = _action(actions, name, run, what)
         _add_id(parser)
-        parser.add_argument("node", type=int, metavar="NODE", help="counted from 0")
+        add(parser, "node NODE", "counted from 0", type=int)
 
 
 def add_emulation_options(parser: argparse.ArgumentParser) -> None:
@@ -87,9 +85,7 @@ def add_emulation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "emulated cluster", "Linux, root, and the commands ip and tc are needed."
     )
-    group.add_argument(
-        "--emulate", metavar="SHAPE", help="run on NODESxDEVICES emulated by network namespaces, e.g. 2x4"
-    )
+    add(group, "--emulate SHAPE", "run on NODESxDEVICES emulated by network namespaces, e.g. 2x4")
     _add_rates(group)
     _add_mtu(group)
 
@@ -114,13 +110,13 @@ def _action(
 ) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
     if prints:
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
+        add(parser, "--json", "print one JSON object")
+    parser.set_defaults(run=lambda options, given: run(options))
     return parser
 
 
 def _add_id(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", metavar="ID", help="as `up` and `list` print it")
+    add(parser, "id ID", "as `up` and `list` print it")
 
 
 def _add_rates(parser: argparse._ActionsContainer, *, defaults: bool = True) -> None:
@@ -129,12 +125,12 @@ def _add_rates(parser: argparse._ActionsContainer, *, defaults: bool = True) -> 
         ("--intra-rate", "rate of each device's link inside its node", DEFAULT_INTRA),
     ):
         note = f" (default: {default})" if defaults else ""
-        parser.add_argument(name, metavar="RATE", help=f"{what}{note}")
+        add(parser, f"{name} RATE", f"{what}{note}")
 
 
 def _add_mtu(parser: argparse._ActionsContainer) -> None:
     what = "largest packet: 9000, as in cluster networks, or 1500 (default: 9000)"
-    parser.add_argument("--mtu", type=int, metavar="BYTES", help=what)
+    add(parser, "--mtu BYTES", what, type=int)
 
 
 def _cluster_config(options: argparse.Namespace, shape: str, key: str) -> Emulation:
@@ -157,8 +153,7 @@ def _cluster_config(options: argparse.Namespace, shape: str, key: str) -> Emulat
 # ---- actions -----------------------------------------------------------------------------------------------
 
 
-def _up(options: argparse.Namespace, given: Sequence[str]) -> int:
-    del given
+def _up(options: argparse.Namespace) -> int:
     config = _cluster_config(options, options.shape, "SHAPE")
     check_available()
     cluster = Cluster(config, persistent=True)
@@ -173,11 +168,10 @@ def _up(options: argparse.Namespace, given: Sequence[str]) -> int:
         f"run something in it: penstock emulate exec {cluster.name} 0 -- CMD",
         f"remove it:           penstock emulate down {cluster.name}",
     ]
-    return _print(options, {**_summary(cluster), "ranks": ranks}, lines)
+    return _print(options, {"id": cluster.name, **asdict(cluster.config), "ranks": ranks}, lines)
 
 
-def _down(options: argparse.Namespace, given: Sequence[str]) -> int:
-    del given
+def _down(options: argparse.Namespace) -> int:
     if bool(options.id) == options.all:
         raise ConfigError(
             "ID", UNSET, "say which cluster", "Give an ID of `penstock emulate list`, or --all."
@@ -193,8 +187,7 @@ def _down(options: argparse.Namespace, given: Sequence[str]) -> int:
     )
 
 
-def _list(options: argparse.Namespace, given: Sequence[str]) -> int:
-    del given
+def _list(options: argparse.Namespace) -> int:
     check_available()
     found, lines = [], []
     for state in clusters():
@@ -202,9 +195,14 @@ def _list(options: argparse.Namespace, given: Sequence[str]) -> int:
         # The links of a stale cluster may be incomplete: there is nothing to ask the kernel.
         uplinks = () if state.is_stale else cluster.uplinks()
         found.append(
-            {**_summary(cluster), "owner_pid": state.owner and state.owner.pid, "stale": state.is_stale}
+            {
+                "id": cluster.name,
+                **asdict(cluster.config),
+                "owner_pid": state.owner and state.owner.pid,
+                "stale": state.is_stale,
+            }
         )
-        found[-1]["uplinks"] = [_uplink(each) for each in uplinks]
+        found[-1]["uplinks"] = list(map(asdict, uplinks))
         belongs = "until `down`"
         if state.owner is not None:
             belongs = f"of process {state.owner.pid}{', which is gone' if state.is_stale else ''}"
@@ -212,9 +210,8 @@ def _list(options: argparse.Namespace, given: Sequence[str]) -> int:
     return _print(options, {"clusters": found}, lines or ["no emulated clusters"])
 
 
-def _exec(options: argparse.Namespace, given: Sequence[str]) -> int:
+def _exec(options: argparse.Namespace) -> int:
     """Replace this process by the command, so that its exit code and signals are the command's own."""
-    del given
     argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
     if not argv:
         raise ConfigError("CMD", UNSET, "there is no command to run", "For example `-- ip address`.")
@@ -226,8 +223,7 @@ def _exec(options: argparse.Namespace, given: Sequence[str]) -> int:
     os.execvpe(command[0], command, environ)
 
 
-def _rate(options: argparse.Namespace, given: Sequence[str]) -> int:
-    del given
+def _rate(options: argparse.Namespace) -> int:
     if options.inter_rate is None and options.intra_rate is None:
         hint = "Give one or both, such as --inter-rate 300mbit."
         raise ConfigError("--inter-rate, --intra-rate", UNSET, "there is no rate to set", hint)
@@ -241,17 +237,7 @@ def _rate(options: argparse.Namespace, given: Sequence[str]) -> int:
     return _print_uplinks(options, cluster)
 
 
-def _cut(options: argparse.Namespace, given: Sequence[str]) -> int:
-    del given
-    return _switch(options, Cluster.cut)
-
-
-def _restore(options: argparse.Namespace, given: Sequence[str]) -> int:
-    del given
-    return _switch(options, Cluster.restore)
-
-
-def _switch(options: argparse.Namespace, change: Callable[[Cluster, int], None]) -> int:
+def _switch(change: Callable[[Cluster, int], None], options: argparse.Namespace) -> int:
     check_available()
     cluster = open_cluster(options.id)
     change(cluster, _below(options.node, cluster.config.nodes, "NODE"))
@@ -276,40 +262,15 @@ def _print(options: argparse.Namespace, found: dict[str, Any], lines: Iterable[s
 
 def _print_uplinks(options: argparse.Namespace, cluster: Cluster) -> int:
     uplinks = cluster.uplinks()
-    found = {"id": cluster.name, "uplinks": [_uplink(each) for each in uplinks]}
+    found = {"id": cluster.name, "uplinks": list(map(asdict, uplinks))}
     return _print(options, found, [f"{cluster.name}:", *_uplink_lines(uplinks)])
-
-
-def _summary(cluster: Cluster) -> dict[str, Any]:
-    """Return `id` and shape, and the rates with which the cluster was made."""
-    config = cluster.config
-    return {
-        "id": cluster.name,
-        "nodes": config.nodes,
-        "devices": config.devices,
-        "inter_rate_bit_per_s": config.inter_rate_bit_per_s,
-        "intra_rate_bit_per_s": config.intra_rate_bit_per_s,
-        "mtu_bytes": config.mtu_bytes,
-    }
-
-
-def _uplink(uplink: Uplink) -> dict[str, Any]:
-    return {
-        "node": uplink.node,
-        "rate_bit_per_s": uplink.rate_bit_per_s,
-        "is_up": uplink.is_up,
-        "sent_bytes": uplink.crossed.sent_bytes,
-        "received_bytes": uplink.crossed.received_bytes,
-    }
 
 
 def _uplink_lines(uplinks: Iterable[Uplink]) -> list[str]:
     lines = []
     for uplink in uplinks:
         rate, up = format_rate(uplink.rate_bit_per_s), "up" if uplink.is_up else "CUT"
-        sent_mb, received_mb = (
-            each / 1e6 for each in (uplink.crossed.sent_bytes, uplink.crossed.received_bytes)
-        )
+        sent_mb, received_mb = (each / 1e6 for each in (uplink.sent_bytes, uplink.received_bytes))
         crossed = f"sent {sent_mb:.1f} MB, received {received_mb:.1f} MB"
         lines.append(f"  node {uplink.node:<3} uplink {rate:<8} {up:<3}  {crossed}")
     return lines

@@ -12,10 +12,9 @@ from typing import NoReturn, Self, TypeVar
 from penstock.config import ConfigError
 from penstock.lab.emulate import links, state, teardown
 from penstock.lab.emulate.config import EmulateConfig, check_rate
-from penstock.lab.emulate.links import Uplink, UplinkBytes
+from penstock.lab.emulate.links import INTERFACE, Port, Uplink, UplinkBytes, Wiring
 from penstock.lab.emulate.state import ClusterState, Owner
 from penstock.lab.emulate.system import check_available, command, run_inside, silence_ipv6, write_hosts
-from penstock.lab.emulate.wiring import INTERFACE, Port, Wiring
 from penstock.mesh import place_in_node
 from penstock.stops import SIGNALS
 
@@ -76,7 +75,8 @@ class Cluster:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(_raised_signals())
+            # A request to stop raises SystemExit, as Ctrl-C raises KeyboardInterrupt, so that `finally` runs.
+            stack.enter_context(_handled(signal.SIG_DFL, _exit_as_told))
             self.up()
             stack.callback(self._down_undisturbed)
             self._closing = stack.pop_all()
@@ -86,7 +86,8 @@ class Cluster:
         self._closing.close()
 
     def _down_undisturbed(self) -> None:
-        with _ignored_signals():  # a second Ctrl-C would leave half of the cluster
+        # A second Ctrl-C would leave half of the cluster; `ip`, which it would reach, ignores it, too.
+        with _handled(None, signal.SIG_IGN):
             self.down()
 
     def _state(self) -> ClusterState:
@@ -215,20 +216,6 @@ def remove_stale() -> tuple[str, ...]:
 
 
 # ---- signals -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _raised_signals() -> Iterator[None]:
-    """Let a request to stop raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that `finally` runs."""
-    with _handled(signal.SIG_DFL, _exit_as_told):
-        yield
-
-
-@contextmanager
-def _ignored_signals() -> Iterator[None]:
-    """Let nothing interrupt; `ip`, which Ctrl-C would reach as well, inherits that."""
-    with _handled(None, signal.SIG_IGN):
-        yield
 
 
 @contextmanager

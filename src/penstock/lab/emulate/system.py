@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final, TypeVar
 
-from penstock.cli.failing import BAD_USAGE, CommandError
+from penstock.cli.run import BAD_USAGE, CommandError
 from penstock.writing import write_setting, write_whole
 
 T = TypeVar("T")

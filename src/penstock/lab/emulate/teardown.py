@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from penstock.lab.emulate.links import BRIDGE, Wiring
 from penstock.lab.emulate.system import NAMESPACES, EmulationError, command, remove_hosts
-from penstock.lab.emulate.wiring import BRIDGE, Wiring
 
 GONE_WITHIN_S: Final = 10.0
 POLL_S: Final = 0.01

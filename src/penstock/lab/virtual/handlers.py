@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,19 +92,16 @@ class Buffers:
 
 
 class VirtualHandlers:
-    """Handlers for one step of one rank. Tasks pass on no data: all their sizes are known."""
+    """What tasks do in one step of one rank."""
 
     def __init__(self, step: RankStep, cost: RoutedCost, transports: Transports, buffers: Buffers) -> None:
         self.step, self.cost, self.transports, self.buffers = step, cost, transports, buffers
 
-    def compute(self, task: Task, inputs: Inputs) -> Outputs:
-        del inputs
+    def compute(self, task: Task) -> None:
         sleep_until(time.perf_counter() + self.step.seconds[task])
-        return NOTHING
 
-    def exchange_counts(self, task: Task, inputs: Inputs) -> Outputs:
+    def exchange_counts(self, task: Task) -> None:
         """Exchange counts, and check that all ranks route alike: differing splits would hang."""
-        del inputs
         sent, expected = self.step.counts[task]
         transport, once = self.transports.of(task.lane, task.axes), [1] * len(expected)
         if expected.dim() > sent.dim():  # every rank sends all counts to every other
@@ -116,13 +113,13 @@ class VirtualHandlers:
                 "the partners have routed their tokens otherwise than this rank has worked out for them: "
                 "start all ranks with the same configuration and the same version of numpy"
             )
-        return NOTHING
 
-    def move(self, task: Task, inputs: Inputs) -> Outputs:
+    def move(self, task: Task) -> None:
         """Send the bytes that a real task sends; a task that only copies takes its time."""
         move = self.step.moves[task]
         if not move.collective:
-            return self.compute(task, inputs)
+            self.compute(task)
+            return
         rows, transport = self.buffers.rows(move, task.lane), self.transports.of(task.lane, move.group)
         match move.collective:
             case "all_gather":
@@ -131,36 +128,26 @@ class VirtualHandlers:
                 transport.all_reduce(rows.view(torch.float32), move.group)
             case _:
                 transport.all_to_all(rows, move.input_splits, move.output_splits, move.group)
-        return NOTHING
 
-    def reduce_statistics(self, task: Task, inputs: Inputs) -> Outputs:
-        del task, inputs
+    def reduce_statistics(self, task: Task) -> None:
+        del task
         self.transports.inter.all_reduce(self.buffers.statistics, Group.WORLD)
-        return NOTHING
 
-    def gather_loads(self, task: Task, inputs: Inputs) -> Outputs:
-        del inputs
+    def gather_loads(self, task: Task) -> None:
         transport = self.transports.of(task.lane, task.axes)
         transport.all_gather(self.buffers.loads, [1] * transport.size(task.axes), task.axes)
-        return NOTHING
 
-    def scatter_gradients(self, task: Task, inputs: Inputs) -> Outputs:
-        del inputs
+    def scatter_gradients(self, task: Task) -> None:
         mine, sizes, transport = self._piece(task)
         transport.all_to_all(mine, sizes, [sizes[transport.place(task.axes)]] * len(sizes), task.axes)
-        return NOTHING
 
-    def gather_parameters(self, task: Task, inputs: Inputs) -> Outputs:
-        del inputs
+    def gather_parameters(self, task: Task) -> None:
         mine, sizes, transport = self._piece(task)
         transport.all_gather(mine[: sizes[transport.place(task.axes)]], sizes, task.axes)
-        return NOTHING
 
-    def sum_norm(self, task: Task, inputs: Inputs) -> Outputs:
-        del inputs
+    def sum_norm(self, task: Task) -> None:
         transport = self.transports.of(task.lane, task.axes)
         transport.all_reduce(self.buffers.statistics[: transport.size(task.axes)], task.axes)
-        return NOTHING
 
     def _piece(self, task: Task) -> tuple[Tensor, tuple[int, ...], Transport]:
         """Return a piece of flat gradients or parameters, and how it is shared."""
@@ -168,17 +155,18 @@ class VirtualHandlers:
         transport = self.transports.of(task.lane, task.axes)
         return self.buffers.gradients[:elements], split_sizes(elements, transport.size(task.axes)), transport
 
-    def reduce_gradients(self, task: Task, inputs: Inputs) -> Outputs:
-        del inputs
+    def reduce_gradients(self, task: Task) -> None:
         mine, _, transport = self._piece(task)
         transport.all_reduce(mine, task.axes)
-        return NOTHING
+
+
+Work = Callable[[VirtualHandlers, Task], None]
 
 
 def virtual_handlers() -> Handlers:
     """Return the handlers of virtual devices for every op; they take a VirtualHandlers as their context."""
     kinds = GRADIENT_KINDS.values()
-    by_op: dict[str, Handler] = {
+    by_op: dict[str, Work] = {
         Op.COUNTS: VirtualHandlers.exchange_counts,
         **dict.fromkeys(MOVES, VirtualHandlers.move),
         Op.STATISTICS: VirtualHandlers.reduce_statistics,
@@ -189,7 +177,18 @@ def virtual_handlers() -> Handlers:
         Op.NORM: VirtualHandlers.sum_norm,
     }
     computes = {op: VirtualHandlers.compute for op, spec in OPS.items() if spec.kind is not Kind.COLLECTIVE}
-    return {(op, phase): handler for op, handler in {**computes, **by_op}.items() for phase in Phase}
+    return {(op, phase): _handler(work) for op, work in {**computes, **by_op}.items() for phase in Phase}
+
+
+def _handler(work: Work) -> Handler:
+    """Return the handler that does this work. Tasks pass on no data: all their sizes are known."""
+
+    def handle(context: VirtualHandlers, task: Task, inputs: Inputs) -> Outputs:
+        del inputs
+        work(context, task)
+        return NOTHING
+
+    return handle
 
 
 def sleep_until(deadline_s: float) -> None:

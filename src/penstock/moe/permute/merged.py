@@ -18,10 +18,9 @@ from torch import Tensor
 from penstock.config import ConfigError
 from penstock.mesh import num_nodes, place_in_node
 from penstock.moe.choices import Choice, TokenChoice
-from penstock.moe.experts import Experts
 from penstock.moe.permute.rows import RowPlan, histogram
 from penstock.moe.permute.sort import Permutation, PermutationPlan, bins, places, sorted_rows
-from penstock.moe.products import Product
+from penstock.moe.products import Compute, Product
 from penstock.placement import ExpertPlacement
 from penstock.routing.joined import MOST_NODE_SIZE, num_sets
 from penstock.routing.routes import ChunkRoute
@@ -147,7 +146,7 @@ class MergedPermutation(Permutation):
         found: MergedRows = plan.rows
         return found.rows.give(rows_RM, None)
 
-    def run_experts(self, rows_RM: Tensor, route: ChunkRoute, experts: Experts, product: Product) -> Tensor:
+    def run_experts(self, rows_RM: Tensor, route: ChunkRoute, experts: Compute, product: Product) -> Tensor:
         """Run rows in any order, with all columns, through the experts named in them; returns sums [R, M]."""
         columns = [rows_RM.shape[1] - 2 * self.choices, self.choices, self.choices]
         x_RM, there_Rk, weights_Rk = rows_RM.split(columns, dim=1)

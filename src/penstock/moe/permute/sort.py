@@ -23,9 +23,8 @@ from penstock.apportion import Counts
 from penstock.device import on_device
 from penstock.moe.choices import Choice, ExpertChoice, TokenChoice, chunk_tokens
 from penstock.moe.config import ChoiceKind
-from penstock.moe.experts import Experts
 from penstock.moe.permute.rows import RowPlan, histogram, stable_argsort
-from penstock.moe.products import Product, reordered
+from penstock.moe.products import Compute, Product, reordered
 from penstock.routing.routes import ChunkRoute
 from penstock.routing.sizes import capacity_slots, split_sizes
 
@@ -87,7 +86,7 @@ class Permutation(ABC):
         """Return the weights for `unpermute`. They stay at home, so they may have any shape."""
         return choice.weights
 
-    def run_experts(self, rows_RM: Tensor, route: ChunkRoute, experts: Experts, product: Product) -> Tensor:
+    def run_experts(self, rows_RM: Tensor, route: ChunkRoute, experts: Compute, product: Product) -> Tensor:
         """Run rows sorted by (source rank, expert) through the experts, at their rank.
 
         Returns rows in the same order.

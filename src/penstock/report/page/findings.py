@@ -1,4 +1,4 @@
-"""Findings from a measured step: which kinds of task were predicted wrongly, and what the step waited for."""
+"""What a run has left, and what its measured step shows: wrong predictions, and what the step waited for."""
 
 from __future__ import annotations
 
@@ -7,11 +7,62 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from penstock.cost import ClusterFile
 from penstock.graph import Lane, Name, Phase
 from penstock.ops import OPS
 from penstock.ops.base import Family, family_of
+from penstock.plan import PlanFile
+from penstock.report.loads import LoadCourse
+from penstock.report.summary import RunSummary
 from penstock.trace.step_file import PathLink, StepFile
 from penstock.words import milliseconds, percent
+
+Values = tuple[float | None, ...]
+ByLayer = tuple[tuple[float, ...] | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """The steps of a run, each column as long as `steps`; None = a step has no such value.
+
+    steps: their numbers. plans: which plan ran each. aux_loss, rows_dropped, rank_rows,
+    loads_in_common: by MoE layer.
+    """
+
+    steps: tuple[int, ...]
+    loss: Values
+    eval_loss: Values
+    eval_noise: Values
+    tokens_per_s: Values
+    iteration_s: Values
+    communication_s: Values
+    exposed_s: Values
+    utilisation: Values
+    peak_memory_bytes: Values
+    plans: tuple[str | None, ...]
+    skipped: tuple[bool, ...]
+    aux_loss: ByLayer
+    rows_dropped: ByLayer
+    rank_rows: ByLayer
+    loads_in_common: ByLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """What a run has left. name: of its folder. settings: the text of its configuration. failures: messages
+    of ranks before they ended. missing: what does not exist, and why that may be, in sentences."""
+
+    name: str
+    course: Course
+    settings: str
+    summary: RunSummary | None = None
+    step: StepFile | None = None
+    plan: PlanFile | None = None
+    cluster: ClusterFile | None = None
+    loads: LoadCourse | None = None
+    failures: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
 
 PHASES: Final = {
     Phase.FORWARD: "forward",

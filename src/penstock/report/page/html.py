@@ -5,27 +5,34 @@ Here are the values and figures; `run.html.j2` says them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import NamedTuple
 
 from penstock.ops.base import family_of
 from penstock.plan import PlanFile
 from penstock.report.loads import LoadCourse
-from penstock.report.page.curves import (
+from penstock.report.page.figures import (
+    families_of,
     layer_loads_figure,
     layers_figure,
     loads_over_time_figure,
     loss_figure,
     network_figure,
+    path_figure,
     shown_layers,
     speed_figure,
+    timeline_figure,
 )
-from penstock.report.page.findings import KindOfTask, binding_of, kinds_of, slow_ranks
-from penstock.report.page.finished import Course, FinishedRun, Values
+from penstock.report.page.findings import (
+    Course,
+    FinishedRun,
+    KindOfTask,
+    Values,
+    binding_of,
+    kinds_of,
+    slow_ranks,
+)
 from penstock.report.page.render import COLOURS, PAUSES, Figure, Row, render
-from penstock.report.page.timelines import families_of, path_figure, timeline_figure
 from penstock.trace.step_file import StepFile
 from penstock.words import change, gib, lane_words, milliseconds, percent
 
@@ -52,23 +59,14 @@ def kind_rows(kinds: Sequence[KindOfTask]) -> Iterator[Row]:
         yield Row(title=title, cells=_times(lane, *sums), bar=0.0, total=True)
 
 
-def plan_rows(plan: PlanFile) -> Iterator[Row]:
-    """Yield the plan that ran and the next best ones; with the times of trials, if there were any."""
-    tried = was_tried(plan)
-    yield Row(
-        title=plan.choice.words,
-        note="chosen",
-        strong=True,
-        cells=[milliseconds(plan.predicted_s), "", *([_trial(plan.trial_s)] if tried else [])],
-    )
+def plan_rows(plan: PlanFile, *, tried: bool) -> Iterator[Row]:
+    """Yield the plan that ran and the next best ones; with the times of trials, if any plan was tried."""
+    trial = [_trial(plan.trial_s)] if tried else []
+    cells = [milliseconds(plan.predicted_s), "", *trial]
+    yield Row(title=plan.choice.words, note="chosen", strong=True, cells=cells)
     for other in plan.others:
         cells = [milliseconds(other.predicted_s), signed_change(other.predicted_s, plan.predicted_s)]
         yield Row(title=other.words, cells=[*cells, *([_trial(other.measured_s)] if tried else [])])
-
-
-def was_tried(plan: PlanFile) -> bool:
-    """Return whether steps of any of the plans were timed before one was chosen."""
-    return any(seconds is not None for seconds in (plan.trial_s, *(each.measured_s for each in plan.others)))
 
 
 def _trial(seconds: float | None) -> str:
@@ -81,7 +79,7 @@ def _times(lane: str, count: int, predicted_s: float, measured_s: float) -> Sequ
         str(count),
         milliseconds(predicted_s),
         milliseconds(measured_s),
-        signed(measured_s - predicted_s),
+        f"{'+' if measured_s >= predicted_s else MINUS}{milliseconds(abs(measured_s - predicted_s))}",
         relative(measured_s / predicted_s) if predicted_s > 0 else "",
     )
 
@@ -96,39 +94,8 @@ def signed_change(seconds: float, base_s: float) -> str:
     return change(seconds, base_s).replace("-", MINUS)
 
 
-def signed(seconds: float) -> str:
-    """Return a difference with its sign."""
-    return f"{'+' if seconds >= 0 else MINUS}{milliseconds(abs(seconds))}"
-
-
 WARM_UP_STEPS = 2
 """First steps, which allocate buffers and open connections; medians leave them out."""
-
-
-class Card(NamedTuple):
-    """A number, and what it is of."""
-
-    number: str
-    words: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """What bound the step, in sentences. expected: what its plan had said of that."""
-
-    sentences: tuple[str, ...]
-    colours: Mapping[str, str]
-    expected: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plans:
-    """The plan that ran beside others, if there are any. said: about it. why: what and why, line by line."""
-
-    said: tuple[str, ...]
-    rows: tuple[Row, ...] = ()
-    tried: bool = False
-    why: tuple[tuple[str, str], ...] = ()
 
 
 def write_page(run: FinishedRun) -> str:
@@ -153,32 +120,33 @@ def write_page(run: FinishedRun) -> str:
 # ---- the head ----------------------------------------------------------------------------------------------
 
 
-def _cards(run: FinishedRun) -> Iterator[Card]:
+def _cards(run: FinishedRun) -> Iterator[tuple[str, str]]:
+    """Yield numbers, and what each is of."""
     course, step = run.course, run.step
     if (iteration_s := _typical(course.iteration_s)) is not None:
-        yield Card(milliseconds(iteration_s), "per step (median), update included")
+        yield (milliseconds(iteration_s), "per step (median), update included")
     if step is not None:
-        yield Card(milliseconds(step.measured_s), _forward_and_backward(step, course, iteration_s))
+        yield (milliseconds(step.measured_s), _forward_and_backward(step, course, iteration_s))
         reached = "unknown" if step.efficiency is None else f"{step.efficiency:.2f}"
         traced = f"{_last_steps(step, step.traced_steps)} (traced)"
-        yield Card(reached, f"overlap efficiency of {traced}: 1.00 = no order of the same tasks is faster")
+        yield (reached, f"overlap efficiency of {traced}: 1.00 = no order of the same tasks is faster")
     if (tokens_per_s := _typical(course.tokens_per_s)) is not None:
-        yield Card(f"{tokens_per_s:,.0f}", "tokens per second of steps (median)")
+        yield (f"{tokens_per_s:,.0f}", "tokens per second of steps (median)")
     if run.summary is not None and (whole := run.summary.whole_tokens_per_s) is not None:
-        yield Card(f"{whole:,.0f}", "tokens per second, with reading, evaluation and saving")
+        yield (f"{whole:,.0f}", "tokens per second, with reading, evaluation and saving")
     total, exposed = _typical(course.communication_s), _typical(course.exposed_s)
     if total and exposed is not None:
-        yield Card(percent(1 - exposed / total), "of the communication hidden under computation")
+        yield (percent(1 - exposed / total), "of the communication hidden under computation")
     if (used := _typical(course.utilisation)) is not None:
         peak = run.summary and run.summary.peak_flops
         told = f"model FLOPs utilisation: of {peak or 'the peak of the devices'}"
-        yield Card(f"{100 * used:.1f} %", told)
+        yield (f"{100 * used:.1f} %", told)
     if memory := [value for value in course.peak_memory_bytes if value is not None]:
-        yield Card(gib(max(memory)), "held by rank 0 at most")
+        yield (gib(max(memory)), "held by rank 0 at most")
     if losses := [loss for loss in course.loss if loss is not None]:
-        yield Card(f"{losses[-1]:.3f}", f"loss of the last step; {losses[0]:.3f} at the start")
+        yield (f"{losses[-1]:.3f}", f"loss of the last step; {losses[0]:.3f} at the start")
     if held := [loss for loss in course.eval_loss if loss is not None]:
-        yield Card(f"{held[-1]:.3f}", "loss on held-out text")
+        yield (f"{held[-1]:.3f}", "loss on held-out text")
 
 
 def _forward_and_backward(step: StepFile, course: Course, iteration_s: float | None) -> str:
@@ -219,17 +187,18 @@ def _typical(values: Values) -> float | None:
 # ---- the step ----------------------------------------------------------------------------------------------
 
 
-def _bound(run: FinishedRun, figures: dict[str, Figure]) -> Bound | None:
+def _bound(run: FinishedRun, figures: dict[str, Figure]) -> dict[str, object] | None:
+    """Return what bound the step, in sentences, with the colours of its parts, and what the plan expected."""
     binding = None if run.step is None else binding_of(run.step)
     if run.step is None or binding is None:
         return None
     figures["path"] = path_figure(binding)
     limits = [] if run.plan is None else [line for line in run.plan.why if line.startswith("Limit ")]
-    return Bound(
-        sentences=(*binding.sentences(), *slow_ranks(run.step)),
-        colours={str(each): COLOURS[each] for each in (*binding.families, PAUSES)},
-        expected=tuple(line.removeprefix("Limit").strip() for line in limits),
-    )
+    return {
+        "sentences": (*binding.sentences(), *slow_ranks(run.step)),
+        "colours": {str(each): COLOURS[each] for each in (*binding.families, PAUSES)},
+        "expected": tuple(line.removeprefix("Limit").strip() for line in limits),
+    }
 
 
 def _timelines(step: StepFile, figures: dict[str, Figure]) -> dict[str, str]:
@@ -240,9 +209,17 @@ def _timelines(step: StepFile, figures: dict[str, Figure]) -> dict[str, str]:
     return menu
 
 
-def _plans(plan: PlanFile) -> Plans:
+def _plans(plan: PlanFile) -> dict[str, object]:
+    """Return what is said of the plan that ran, with rows of others beside it and why, line by line."""
     if not plan.others:
-        return Plans(said=(f"The run went by {plan.choice.words}.", _without_others(plan)))
+        said = "No other plan is recorded: this one was given, or it was the only one possible."
+        if following := next((line for line in plan.why if line.startswith("Next ")), None):
+            said = (
+                "Other plans were compared before it was known how rows are routed, so their times cannot "
+                f"stand beside it. Then the next best was {following.removeprefix('Next ').strip()}."
+            )
+        alone = f"The run went by {plan.choice.words}."
+        return {"said": (alone, said), "rows": (), "tried": False, "why": ()}
     best = min(plan.others, key=lambda other: other.predicted_s)
     by = f"{milliseconds(best.predicted_s)} per step, {signed_change(best.predicted_s, plan.predicted_s)}"
     said = f"The next best plan was {best.words}: {by}."
@@ -252,19 +229,9 @@ def _plans(plan: PlanFile) -> Plans:
             "otherwise."
         )
     others = [line for line in plan.why if line.startswith(("What if", "Samples ", "Experts ", "Both "))]
-    parted = (line.partition("  ") for line in others)
-    why = tuple((what, words.strip()) for what, _, words in parted)
-    return Plans(said=(said,), rows=tuple(plan_rows(plan)), tried=was_tried(plan), why=why)
-
-
-def _without_others(plan: PlanFile) -> str:
-    """Return why a plan stands beside no others."""
-    if following := next((line for line in plan.why if line.startswith("Next ")), None):
-        return (
-            "Other plans were compared before it was known how rows are routed, so their times cannot stand "
-            f"beside it. Then the next best was {following.removeprefix('Next ').strip()}."
-        )
-    return "No other plan is recorded: this one was given, or it was the only one possible."
+    why = tuple((what, words.strip()) for what, _, words in (line.partition("  ") for line in others))
+    tried = any(each is not None for each in (plan.trial_s, *(other.measured_s for other in plan.others)))
+    return {"said": (said,), "rows": tuple(plan_rows(plan, tried=tried)), "tried": tried, "why": why}
 
 
 # ---- the course of the run ---------------------------------------------------------------------------------

@@ -66,8 +66,13 @@ def gather_blocks(context: StepContext, task: Task, rows: Slices, shares: Sequen
     """Gather the rows of all shards, by target rank and inside it by shard."""
     sizes = [[sum(blocks) for blocks in each.blocks] for each in shares]
     found = _transport(context, task).all_gather(joined(rows), _totals(sizes), task.axes)
-    by_shard = to_slices(found, sizes)
-    return tuple(_by_target(each, share) for each, share in zip(by_shard, shares, strict=True))
+    by_target = []
+    for rows_RM, share in zip(to_slices(found, sizes), shares, strict=True):
+        count, targets = len(share.blocks), len(share.blocks[0])
+        blocks = rows_RM.split([size for of_shard in share.blocks for size in of_shard])
+        order = [s * targets + t for t in range(targets) for s in range(count)]
+        by_target.append(torch.cat([blocks[block] for block in order]))
+    return tuple(by_target)
 
 
 def scatter_blocks(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
@@ -153,15 +158,8 @@ def _turn(counts: tuple[int, ...], turn: int, dealt: int, device: torch.device) 
 # ---- helpers -----------------------------------------------------------------------------------------------
 
 
-def _by_target(rows: Tensor, share: Shares) -> Tensor:
-    """Return rows that lie shard by shard in the order [target][shard]."""
-    shards, targets = len(share.blocks), len(share.blocks[0])
-    blocks = rows.split([size for by_target in share.blocks for size in by_target])
-    return torch.cat([blocks[s * targets + t] for t in range(targets) for s in range(shards)])
-
-
 def _by_shard(rows: Tensor, share: Shares) -> Tensor:
-    """Return rows in the order [shard][target]: the inverse of `_by_target`."""
+    """Return rows in the order [shard][target]: as they were before `gather_blocks`."""
     shards, targets = len(share.blocks), len(share.blocks[0])
     blocks = rows.split([share.blocks[s][t] for t in range(targets) for s in range(shards)])
     return torch.cat([blocks[t * shards + s] for s in range(shards) for t in range(targets)])

@@ -23,6 +23,7 @@ from penstock.graph import Phase, Task
 from penstock.moe import ChunkRoute
 from penstock.ops import OPS, Op
 from penstock.runtime.handlers import Handler, Handlers, Inputs, Outputs, StepContext
+from penstock.runtime.machinery import StackFeature
 from penstock.runtime.ops import compute_slice, routes_of, take_slices
 
 
@@ -101,14 +102,17 @@ OWN: Handlers = {
 repeat their rows slice by slice."""
 
 
-def repeated(handlers: Handlers) -> Handlers:
-    """Return the handlers of tasks that run twice, for every op that may: phases F and R."""
-    found: dict[tuple[str, Phase], Handler] = {}
-    for op, spec in OPS.items():
-        if spec.recomputable and (op, Phase.FORWARD) in handlers:
-            handler = handlers[op, Phase.FORWARD]
-            found[op, Phase.FORWARD], found[op, Phase.RECOMPUTE] = Keep(handler), Repeat(handler)
-    return {**found, **OWN}
+class Recompute(StackFeature):
+    """Recomputation in a stack."""
+
+    def twice(self, handlers: Handlers) -> Handlers:
+        """Return the handlers of tasks that run twice, for every op that may: phases F and R."""
+        found: dict[tuple[str, Phase], Handler] = {}
+        for op, spec in OPS.items():
+            if spec.recomputable and (op, Phase.FORWARD) in handlers:
+                handler = handlers[op, Phase.FORWARD]
+                found[op, Phase.FORWARD], found[op, Phase.RECOMPUTE] = Keep(handler), Repeat(handler)
+        return {**found, **OWN}
 
 
 # ---- replay of what a computation selected, read and drew, so that a second run does the same -------------

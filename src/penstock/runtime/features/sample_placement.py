@@ -6,6 +6,7 @@ M hidden size, T = B * L tokens, k choices, E experts, P members of a group.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -26,8 +27,10 @@ from penstock.graph import Phase, Task
 from penstock.mesh import Axes
 from penstock.moe import ChunkRoute, MoELayer, Product, Tokens
 from penstock.moe.choices import count_choices
-from penstock.moe.expert_slots import ResidualRows, given_back
+from penstock.moe.config import MoEConfig
+from penstock.moe.experts import ResidualRows, given_back
 from penstock.moe.layer import RoutedTokens
+from penstock.moe.permute.sort import BoundedPermutation, SortPermutation
 from penstock.ops import Op
 from penstock.placement import PlacementError, Replication
 from penstock.routing.samples import (
@@ -41,10 +44,14 @@ from penstock.routing.samples import (
     exchange_group_of,
     settle,
 )
+from penstock.runtime.batch import Sizes, shared_sizes
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
+from penstock.runtime.machinery import FeatureStack, StackFeature, StepFeature
 from penstock.runtime.ops import BESIDE_ROWS, added, microbatch
 from penstock.runtime.parts import BlockParts, Layer, ModelParts, in_dtype
 from penstock.runtime.transport import Later, Transport, to_host
+from penstock.schedule import StepPlan
+from penstock.step import StepShape
 from penstock.topology import Layout
 
 # ---- how samples get their homes while a stack runs: which placer decides, and its view of the layout -----
@@ -192,7 +199,7 @@ class Relocation:
 
 @dataclass(frozen=True)
 class PackedResidual:
-    """Rows bring the residual stream: see `penstock.moe.expert_slots`. wire_dtype: of tokens for the
+    """Rows bring the residual stream: see `penstock.moe.experts`. wire_dtype: of tokens for the
     gate."""
 
     wire_dtype: torch.dtype | None = None
@@ -223,11 +230,6 @@ def row_norm(block: BlockParts) -> nn.Module:
     return norm
 
 
-def may_pack(parts: ModelParts) -> bool:
-    """Return whether rows of every MoE layer can carry the residual stream."""
-    return all(block.row_norm is not None for block in _with_experts(parts))
-
-
 def check_packs(parts: ModelParts, autocast_dtype: torch.dtype | None) -> None:
     """Raise ValueError where rows cannot carry the residual stream, or it would be rounded on the way."""
     if autocast_dtype is not None:
@@ -243,6 +245,96 @@ def check_packs(parts: ModelParts, autocast_dtype: torch.dtype | None) -> None:
 
 def _with_experts(parts: ModelParts) -> list[BlockParts]:
     return [block for block in parts.parts if block.moe is not None]
+
+
+# ---- samples that move, in a stack and in its steps --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepRelocation(StepFeature):
+    """Samples that move in one step. packs: whether rows bring their residual stream."""
+
+    relocation: Relocation
+    packs: bool
+
+    def prepare(self, context: StepContext) -> None:
+        context.features[Relocation] = self.relocation
+        if self.packs:
+            context.residual_transport = PackedResidual(context.wire_dtype)
+
+
+class SamplePlacement(StackFeature):
+    """Samples that move in a stack.
+
+    Attributes:
+        moving: How they get their homes, from the plan that is adopted next.
+        relocation: The same on this rank, under the present plan; None where samples stay.
+    """
+
+    def __init__(self, moving: SampleMoving | None = None) -> None:
+        self.moving, self._habits = moving or SampleMoving(), Habits()
+        self.relocation: Relocation | None = None
+
+    def copy(self) -> SamplePlacement:
+        return copy.deepcopy(self)
+
+    def shape(self, shape: StepShape, stack: FeatureStack) -> StepShape:
+        packs = all(block.row_norm is not None for block in _with_experts(stack.parts))
+        return replace(shape, carries_residual=stack.machinery.autocast_dtype is None and packs)
+
+    def check(self, plan: StepPlan, stack: FeatureStack) -> None:
+        if plan.shape.moves_samples and any(plan.shape.moe_layers):
+            check_samples_may_move(stack.moe_layers, stack.moe)
+            if plan.shape.packed_residual:
+                check_packs(stack.parts, stack.machinery.autocast_dtype)
+
+    def adopt(self, plan: StepPlan, stack: FeatureStack) -> None:
+        self.relocation = None
+        if plan.shape.moves_samples and any(plan.shape.moe_layers):
+            self.relocation = Relocation.on(stack.machinery.layout, self.moving, self._habits)
+        self.active = self.relocation is not None
+
+    def check_dtype(self, autocast_dtype: torch.dtype | None, stack: FeatureStack) -> None:
+        if stack.plan.shape.packed_residual:
+            check_packs(stack.parts, autocast_dtype)
+
+    def sizes(self, stack: FeatureStack) -> Sizes | None:
+        machinery = stack.machinery
+        if self.relocation is None:
+            return None
+        return partial(shared_sizes, machinery.layout, machinery.control)
+
+    def step(self, stack: FeatureStack) -> StepFeature | None:
+        packs = stack.plan.shape.packed_residual
+        return None if self.relocation is None else StepRelocation(self.relocation, packs)
+
+
+def check_samples_may_move(layers: Sequence[MoELayer | None], moe: MoEConfig) -> None:
+    """Raise ValueError where a step would give another result if its samples were on other ranks."""
+    for number, layer in enumerate(layers):
+        if layer is None:
+            continue
+        if isinstance(layer.permutation, BoundedPermutation):
+            raise ValueError(
+                f"samples cannot move (placement.samples): layer {number} bounds the rows of its experts by "
+                "those of earlier steps (moe.bound_factor), when ranks had other samples. Set "
+                "moe.bound_factor=none or placement.samples=none"
+            )
+        if not isinstance(layer.permutation, SortPermutation):
+            why = "where a fixed number of slots decides by the samples that share a rank who is dropped"
+            if layer.permutation.row_counts:
+                why = "where one row serves several experts and cannot be told apart by sample"
+            raise ValueError(
+                f"samples cannot move (placement.samples): layer {number} orders rows by "
+                f"{type(layer.permutation).__name__}, {why}. Route dropless with the sort permutation "
+                "(moe.capacity_factor=none, moe.one_copy_per_rank=false, moe.dispatch other than node_once), "
+                "or set placement.samples=none"
+            )
+    if moe.aux_loss_group == "microbatch":
+        raise ValueError(
+            "samples cannot move (placement.samples): moe.aux_loss_group = microbatch judges balance by the "
+            "samples that share a rank. Use global or sequence, or set placement.samples=none"
+        )
 
 
 # ---- counting, new homes, and everything that follows a sample --------------------------------------------

@@ -246,15 +246,12 @@ def calls_of(log: Sequence[Entry]) -> list[Issued]:
 
 def find_disorder(ranks: Sequence[Sequence[Issued]]) -> list[Disorder]:
     """Return what does not fit in the calls of all ranks, by rank. [] = no rank waits for ever."""
-    found = [
-        disorder
-        for name in sorted({call.communicator for calls in ranks for _, call in calls})
-        for disorder in _of_communicator(name, ranks)
-    ]
+    names = sorted({call.communicator for calls in ranks for _, call in calls})
+    found = [disorder for name in names if (disorder := _of_communicator(name, ranks)) is not None]
     return found or list(_deadlocks(ranks))
 
 
-def _of_communicator(name: str, ranks: Sequence[Sequence[Issued]]) -> Iterator[Disorder]:
+def _of_communicator(name: str, ranks: Sequence[Sequence[Issued]]) -> Disorder | None:
     by_rank = {
         rank: [issued for issued in calls if issued[1].communicator == name]
         for rank, calls in enumerate(ranks)
@@ -265,20 +262,18 @@ def _of_communicator(name: str, ranks: Sequence[Sequence[Issued]]) -> Iterator[D
         here = {rank: calls[number] for rank, calls in lists.items() if number < len(calls)}
         if len(here) < len(members):
             absent = [rank for rank in members if rank not in here]
-            yield Disorder("number", name, _tasks(here), f"rank {absent[0]} has no call number {number}")
-            return
+            return Disorder("number", name, _tasks(here), f"rank {absent[0]} has no call number {number}")
         kinds = {(call.op, call.ranks) for _, call in here.values()}
         if len(kinds) > 1:
-            yield Disorder("kind", name, _tasks(here), " and ".join(sorted(op for op, _ in kinds)))
-            return
+            return Disorder("kind", name, _tasks(here), " and ".join(sorted(op for op, _ in kinds)))
         for rank, (_, call) in here.items():
             for peer, sent_bytes in zip(call.ranks, call.sent_bytes, strict=True):
                 came_bytes = here[peer][1].received_bytes[call.ranks.index(rank)]
                 if sent_bytes != came_bytes:
                     detail = f"rank {rank} sends {sent_bytes} bytes, rank {peer} expects {came_bytes}"
                     both = {each: here[each] for each in (rank, peer)}
-                    yield Disorder("bytes", name, _tasks(both), detail)
-                    return
+                    return Disorder("bytes", name, _tasks(both), detail)
+    return None
 
 
 def _deadlocks(ranks: Sequence[Sequence[Issued]]) -> Iterator[Disorder]:

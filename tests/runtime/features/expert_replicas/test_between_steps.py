@@ -16,6 +16,7 @@ from penstock.decision import PlacementConfig
 from penstock.mesh import Group
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, PlacementError, Replication
 from penstock.runtime import PipelinedStack
+from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
 from penstock.runtime.features.expert_replicas.manager import Plans, ReplicaManager
 from penstock.train.assemble import first_plan
 from penstock.train.checkpoint import Checkpoints
@@ -46,7 +47,7 @@ class Run:
 
     def forward(self, stack: PipelinedStack) -> Tensor:
         """The loss, with other replicas than ever before."""
-        if stack.replica_manager.replications:
+        if stack.of(ExpertReplicas).manager.replications:
             self.turn += 1
             replicate_randomly(stack, REPLICAS_OF_ALL, self.turn)
         loss: Tensor = stack(*self.batch)
@@ -115,7 +116,9 @@ def copied(run: Run) -> None:
     assert [name for name, _ in run.replicated.named_parameters()] == names
     assert list(run.replicated.state_dict()) == list(run.plain.state_dict())
     twin = copy.deepcopy(run.replicated)
-    assert twin.replica_manager.replications == run.replicated.replica_manager.replications
+    assert (
+        twin.of(ExpertReplicas).manager.replications == run.replicated.of(ExpertReplicas).manager.replications
+    )
     assert [name for name, _ in twin.named_parameters()] == names
     run.gradients(twin)
     run.check(twin, "copy")
@@ -136,11 +139,11 @@ def planned_anew(run: Run) -> None:
     """A plan without replica slots has no replicas, one with others begins without."""
     plans = run.replicated.plan, run.plain.plan
     run.replicated.adopt(plans[1])
-    assert run.replicated.replica_manager.replications == ()
+    assert run.replicated.of(ExpertReplicas).manager.replications == ()
     run.gradients(run.replicated)
     run.check(run.replicated, "without slots")
     run.replicated.adopt(plans[0])
-    found = run.replicated.replica_manager.replications
+    found = run.replicated.of(ExpertReplicas).manager.replications
     assert len(found) == 2 and all(replication is not None and replication.is_empty for replication in found)
     run.gradients(run.replicated)
     run.check(run.replicated, "with slots again")
@@ -175,8 +178,8 @@ def hosted_again(rank: int, folder: Path) -> tuple[list[bool], list[bool]]:
     """
     saved, fresh = (stack_with_replicas(rank, STEP, REPLICAS_OF_ALL) for _ in range(2))
     replicate_randomly(saved, REPLICAS_OF_ALL, 0)
-    plans = replace(saved.replica_manager.plans, in_use=(True, False), age_steps=3)
-    saved.replica_manager.follow(plans)
+    plans = replace(saved.of(ExpertReplicas).manager.plans, in_use=(True, False), age_steps=3)
+    saved.of(ExpertReplicas).manager.follow(plans)
     path, others = (
         checkpoints(saved, folder).save(1),
         stack_with_replicas(rank, STEP, replace(REPLICAS_OF_ALL, slots=1)),
@@ -184,15 +187,15 @@ def hosted_again(rank: int, folder: Path) -> tuple[list[bool], list[bool]]:
     for stack in (fresh, others):
         checkpoints(stack, folder).load(path)
     assert (
-        fresh.replica_manager.plans == plans
-        and fresh.replica_manager.replications == saved.replica_manager.replications
+        fresh.of(ExpertReplicas).manager.plans == plans
+        and fresh.of(ExpertReplicas).manager.replications == saved.of(ExpertReplicas).manager.replications
     )
     assert all(
         replication is not None and replication.is_empty
-        for replication in others.replica_manager.replications
+        for replication in others.of(ExpertReplicas).manager.replications
     )
-    return [h is not None and h.is_empty for h in fresh.replica_manager.replications], [
-        bool(h.limit) for h in fresh.replica_manager.plans.made
+    return [h is not None and h.is_empty for h in fresh.of(ExpertReplicas).manager.replications], [
+        bool(h.limit) for h in fresh.of(ExpertReplicas).manager.plans.made
     ]
 
 
@@ -212,12 +215,12 @@ def one_group_again(rank: int, folder: Path) -> bool:
     """Whether all ranks go on with what they were to host, of which half have nothing."""
     case = replace(CASE, world_size=4, ep_size=2)
     saved, fresh = (stack_with_replicas(rank, case, REPLICAS_OF_ALL) for _ in range(2))
-    layout, plans = saved.machinery.layout, saved.replica_manager.plans
+    layout, plans = saved.machinery.layout, saved.of(ExpertReplicas).manager.plans
     if layout.mesh.group(rank, Group.EXPERT_SHARDS) == 0:
         plans = replace(plans, made=tuple(some_replica(each.placement) for each in plans.made))
-    saved.replica_manager.follow(replace(plans, age_steps=1))
+    saved.of(ExpertReplicas).manager.follow(replace(plans, age_steps=1))
     checkpoints(fresh, folder).load(checkpoints(saved, folder).save(1))
-    return fresh.replica_manager.plans == saved.replica_manager.plans
+    return fresh.of(ExpertReplicas).manager.plans == saved.of(ExpertReplicas).manager.plans
 
 
 def some_replica(placement: ExpertPlacement) -> Replication:
@@ -248,8 +251,8 @@ def gone_on(rank: int, folder: Path) -> tuple[list[float], list[float], bool]:
     steps(going)
     path = going.save(2)
     fresh.load(path)
-    plans = going.stack.replica_manager.plans
-    assert fresh.stack.replica_manager.plans == plans
+    plans = going.stack.of(ExpertReplicas).manager.plans
+    assert fresh.stack.of(ExpertReplicas).manager.plans == plans
     return steps(going), steps(fresh), all(replication.is_empty for replication in plans.made)
 
 
@@ -271,9 +274,9 @@ def test_nonsense_about_replicas_is_damage(replicas: object) -> None:
 def half_read(rank: int) -> tuple[bool, bool]:
     """Whether rank 0's plans, which rank 1 has not read, are in use."""
     stack = stack_with_replicas(rank, STEP, REPLICAS_OF_ALL)
-    before = stack.replica_manager.plans
+    before = stack.of(ExpertReplicas).manager.plans
     plans = Plans(before.made, before.in_use, before.age_steps + 1) if rank == 0 else None
-    return take_steps(stack, plans, None)[0], stack.replica_manager.plans is before
+    return take_steps(stack, plans, None)[0], stack.of(ExpertReplicas).manager.plans is before
 
 
 def test_what_not_all_ranks_have_read_nobody_hosts(ranks: Pools) -> None:
@@ -325,12 +328,12 @@ def hosting_otherwise(rank: int) -> list[str]:
     found = []
     for replications in tries:
         try:
-            stack.set_replicas(replications)
+            stack.of(ExpertReplicas).use(replications, stack)
         except PlacementError as error:
             found.append(str(error))
     stack.adopt(stack_of(rank, STEP).plan)
     with pytest.raises(PlacementError, match="the plan has no replica slots"):
-        stack.set_replicas([none, none])
+        stack.of(ExpertReplicas).use([none, none], stack)
     return found
 
 

@@ -15,6 +15,7 @@ from penstock.features.expert_replicas.problem import ExpertProblem
 from penstock.mesh import Mesh
 from penstock.placement import EMPTY, ExpertPlacement, Replication
 from penstock.runtime import TaskError
+from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
 from penstock.runtime.features.expert_replicas.manager import ExpertMoving, Plans, loads_of_group
 from tests.features.problems import costs_of
 from tests.support.cases import ROUTINGS, hosting_case
@@ -153,10 +154,18 @@ def hosted_and_computed(rank: int, case: Case, hosts: RandomReplicas) -> tuple[l
     tokens, labels = batch_of(case)
     mine = case.mine(rank)
     for _ in range(2):
-        found = [replication for replication in stack.replica_manager.replications if replication is not None]
+        found = [
+            replication
+            for replication in stack.of(ExpertReplicas).manager.replications
+            if replication is not None
+        ]
         stack(tokens[mine], labels[mine]).backward()
         assert stack.loads.replications == tuple(found)
-    found = [replication for replication in stack.replica_manager.replications if replication is not None]
+    found = [
+        replication
+        for replication in stack.of(ExpertReplicas).manager.replications
+        if replication is not None
+    ]
     return [replication.digest for replication in found], [replication.is_empty for replication in found]
 
 
@@ -171,7 +180,7 @@ def disagreeing(rank: int, case: Case) -> str:
     """What a rank says whose planner is another than the others'."""
     stack = stack_with_replicas(rank, case, RandomReplicas(moving=small(2, "least_loaded")))
     if rank:
-        stack.replica_manager.moving = None
+        stack.of(ExpertReplicas).manager.moving = None
     tokens, labels = batch_of(case)
     mine = case.mine(rank)
     try:

@@ -19,14 +19,16 @@ from penstock.moe import MoELayer
 from penstock.ops import Op
 from penstock.placement import PlacementError, Replication
 from penstock.runtime.features.expert_replicas.manager import (
-    NextReplicas,
+    ExpertMoving,
     ReplicaManager,
     StepReplicas,
     check_no_hooks,
 )
 from penstock.runtime.features.expert_replicas.replicas import Piece
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
+from penstock.runtime.machinery import FeatureStack, StackFeature, StepFeature
 from penstock.runtime.transport import Later, to_host
+from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 from penstock.topology import Control, Layout
@@ -56,7 +58,7 @@ def take_home(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def plan(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return replications: what this rank has found for the next step, of its share of the layers."""
     del task
-    return {"replications": context.of(ReplicaManager).plan(inputs.one("loads"))}
+    return {"replications": context.of(StepReplicas).manager.plan(inputs.one("loads"))}
 
 
 @handles(Op.COMPARE_REPLICAS, Phase.BACKWARD)
@@ -64,7 +66,7 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Gather what all ranks that exchange rows have found. Raises PlacementError if premises differ."""
     numbers: Numbers = inputs.one("replications")
     transport, device = context.transports.of(task.lane, task.axes), context.marks.device
-    manager, size = context.of(ReplicaManager), transport.size(task.axes)
+    manager, size = context.of(StepReplicas).manager, transport.size(task.axes)
     premise = manager.premise
     mine = on_device([[premise, len(numbers)]], device)
     premises, lengths = zip(*transport.all_gather(mine, [1] * size, task.axes).tolist(), strict=True)
@@ -77,7 +79,7 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     here = on_device(numbers, device, torch.from_numpy(numbers).dtype)
     everyone = to_host(transport.all_gather(here, lengths, task.axes))
     ends = [*accumulate(lengths)]
-    context.of(NextReplicas).plans = Later.after(
+    context.of(StepReplicas).next_plans = Later.after(
         everyone,
         lambda told: manager.joined(np.split(told.astype(np.int32, copy=False), ends)[:-1]),
     )
@@ -87,6 +89,45 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def _piece(context: StepContext, task: Task) -> Piece:
     assert task.piece is not None, task
     return Piece(task.piece, task.cut.parts, context.transports.of(task.lane, task.axes), task.axes)
+
+
+# ---- replicas in a stack -----------------------------------------------------------------------------------
+
+
+class ExpertReplicas(StackFeature):
+    """The replicas that the ranks of a stack hold: `manager` lends them to steps, and plans the next ones."""
+
+    def __init__(self, layout: Layout, device: torch.device, moving: ExpertMoving | None = None) -> None:
+        self.manager = ReplicaManager(layout, device, moving)
+
+    def copy(self) -> ExpertReplicas:
+        copied = object.__new__(ExpertReplicas)
+        copied.manager, copied.active = self.manager.copy(), self.active
+        return copied
+
+    def use(self, replications: Sequence[Replication | None], stack: FeatureStack) -> None:
+        """Use these replications from the next forward pass on; every rank must call it.
+
+        replications: by layer, None for a dense one. Results do not depend on them. Raises PlacementError, on
+        all ranks, for replications that do not fit layers and slots, or that differ between ranks of an
+        expert group.
+        """
+        layout, control = stack.machinery.layout, stack.machinery.control
+        shape = stack.plan.shape
+        self.manager.use(check_replications(replications, stack.moe_layers, shape, layout, control))
+
+    def check(self, plan: StepPlan, stack: FeatureStack) -> None:
+        check_replicas(stack.moe_layers, plan.shape, stack.machinery)
+
+    def adopt(self, plan: StepPlan, stack: FeatureStack) -> None:
+        self.manager.open(stack.moe_layers, plan.shape)
+        self.active = plan.shape.replica_slots > 0
+
+    def check_layers(self, stack: FeatureStack) -> None:
+        check_takes_replicas(stack.moe_layers, stack.plan.shape, stack.machinery.layout)
+
+    def step(self, stack: FeatureStack) -> StepFeature:
+        return self.manager.lend(stack.moe_layers)
 
 
 # ---- checks that ranks can hold replicas of others' experts in a stack, and agree on which rank holds

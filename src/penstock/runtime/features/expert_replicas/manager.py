@@ -14,14 +14,16 @@ from torch import Tensor
 from penstock.features.expert_replicas.encoding import Numbers, Share, numbers_of, share_of
 from penstock.features.expert_replicas.planners import Planner, pays
 from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem, Slack
+from penstock.graph import Graph
 from penstock.mesh import Group, Mesh, node_of
 from penstock.moe import MoELayer
-from penstock.moe.expert_slots import Spread, slots_with_replicas
-from penstock.moe.experts import Experts
+from penstock.moe.experts import Experts, Spread, slots_with_replicas
 from penstock.placement import Replication
 from penstock.routing.integers import Ints
 from penstock.routing.replicas import ExactSplit
 from penstock.runtime.features.expert_replicas.replicas import LayerReplicas, Trip
+from penstock.runtime.handlers import StepContext
+from penstock.runtime.machinery import StepFeature
 from penstock.runtime.statistics import Loads
 from penstock.runtime.transport import Later
 from penstock.step import StepShape
@@ -201,14 +203,31 @@ class Room:
         return same and self.replicas.num_local_experts == slots
 
 
-@dataclass(frozen=True)
-class StepReplicas:
-    """The replicas of one step, by layer; None in a dense one."""
+@dataclass
+class StepReplicas(StepFeature):
+    """The replicas of one step, by layer; None in a dense one.
 
+    next_plans: the replicas of the next step, once ranks have compared them; None before.
+    """
+
+    manager: ReplicaManager
     layers: Layers
     replicas: tuple[LayerReplicas | None, ...]
     rooms: tuple[Room | None, ...]
     replications: Replications = ()
+    next_plans: Later[Plans] | Plans | None = None
+
+    def prepare(self, context: StepContext) -> None:
+        context.features[StepReplicas] = self
+        context.replications, context.split = self.replications, self.split
+
+    def over(self) -> None:
+        self.manager.take_back(self)
+
+    def end(self, context: StepContext, graph: Graph) -> None:
+        del context, graph
+        if self.next_plans is not None:
+            self.manager.follow(Later.of(self.next_plans))
 
     def split(self, layer: int) -> ExactSplit | None:
         """Return how rows are split when all ranks' counts are known; None where AT says where they go."""
@@ -233,13 +252,6 @@ class StepReplicas:
             for layer in self.layers:
                 if layer is not None:
                     layer.use_replicas(None)
-
-
-@dataclass
-class NextReplicas:
-    """The replicas of the next step, once ranks have compared them; None before."""
-
-    plans: Later[Plans] | Plans | None = None
 
 
 class ReplicaManager:
@@ -364,7 +376,7 @@ class ReplicaManager:
     def lend(self, layers: Layers) -> StepReplicas:
         """Return the replicas for one step. Raises ValueError for an expert with a gradient hook."""
         if not self._in_use:
-            return StepReplicas((), (), ())
+            return StepReplicas(self, (), (), ())
         free = self._free.pop() if self._free else (None,) * len(layers)
         rooms: list[Room | None] = []
         replicas: list[LayerReplicas | None] = []
@@ -386,7 +398,7 @@ class ReplicaManager:
                     layer_replication.trip, own, room.replicas, expert_slots, layer_replication.split
                 )
             )
-        return StepReplicas(layers, tuple(replicas), tuple(rooms), self.replications)
+        return StepReplicas(self, layers, tuple(replicas), tuple(rooms), self.replications)
 
     def take_back(self, step_replicas: StepReplicas) -> None:
         """Take back the rooms of a step that is over, so that another may have them."""

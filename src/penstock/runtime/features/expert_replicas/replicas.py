@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.mesh import Axes
-from penstock.moe.expert_slots import SlotsWithReplicas
-from penstock.moe.experts import Experts
+from penstock.moe.experts import Experts, SlotsWithReplicas
 from penstock.placement import EMPTY, Replication
 from penstock.routing.replicas import ExactSplit
 from penstock.routing.sizes import part_sizes

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.runtime.buckets import give_up_stand_ins, has_gradient
 from penstock.runtime.expert_parallel.ranks import mark_sharded, watch_optimizer
 from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS
-from penstock.runtime.features.sharded_optimizer.updates import Groups, Updates
+from penstock.runtime.features.sharded_optimizer.updates import Groups, ShardedUpdates, Updates
 from penstock.runtime.machinery import Machinery
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
@@ -27,7 +27,10 @@ class ShardedStack(Protocol):
     model: nn.Module
     machinery: Machinery
     plan: StepPlan
-    updates: Updates | None
+
+    def of(self, kind: type[ShardedUpdates]) -> ShardedUpdates:
+        """Return the part that its updates have in the stack."""
+        ...
 
     @property
     def base_shape(self) -> StepShape:
@@ -82,10 +85,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps})
         watch_optimizer(self)
         machinery = stack.machinery
-        if stack.updates is not None:
-            stack.updates.flush(stack.plan.graph)
+        of_stack = stack.of(ShardedUpdates)
+        if of_stack.updates is not None:
+            of_stack.updates.flush(stack.plan.graph)
         self.updates = Updates(machinery.layout, machinery.transports, self.param_groups, max_norm)
-        stack.updates = self.updates
+        of_stack.updates = self.updates
         mark_sharded(self._trained(), self.updates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -196,7 +200,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _check_current(self) -> None:
         """Raise RuntimeError if the stack sums for another optimizer."""
-        if self._stack.updates is not self.updates:
+        if self._stack.of(ShardedUpdates).updates is not self.updates:
             raise RuntimeError(
                 "another ShardedAdamW was built on this stack since, and the stack's steps sum gradients for "
                 "that one alone: build one with all parameter groups"

@@ -17,9 +17,11 @@ from penstock.ops.gradients import GRADIENT_KINDS, KindName, kind_of_task
 from penstock.runtime.buckets import Buckets, FlatGradients, ReleasedGradients
 from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, ReleasingShare, Share
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
+from penstock.runtime.machinery import FeatureStack, StackFeature, StepFeature
 from penstock.runtime.transport import Transport, Transports
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
+from penstock.step.shape import Updating
 from penstock.topology import Layout
 
 Groups = Sequence[Mapping[str, Any]]
@@ -440,9 +442,84 @@ class Updates:
         return next((p.device for p in self._parameters()), torch.device("cpu"))
 
 
+# ---- updates in a stack and in its steps -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepUpdates(StepFeature):
+    """The updates of one step. changes: how often parameters had been updated when it began."""
+
+    updates: Updates
+    shape: StepShape
+    changes: int
+    can_be_undone = False
+
+    def prepare(self, context: StepContext) -> None:
+        context.features[Updates] = self.updates
+
+    def begin_backward(self, buckets: Buckets, name_of: Callable[[nn.Parameter], str]) -> None:
+        refuse_left_out(buckets, self.updates.groups, name_of)
+        self.updates.begin(buckets, self.shape, self.changes)
+
+    def end(self, context: StepContext, graph: Graph) -> None:
+        assert context.total is not None, "backward follows forward"
+        self.updates.end(graph, context.total.loss)
+
+    def failed(self, *, begun: bool) -> str:
+        if not begun and not self.updates.has_sums:  # `begin` clears buffers with sums
+            return ""
+        return self.updates.failed.note(updates=self.updates.in_backward and begun)
+
+
+class ShardedUpdates(StackFeature):
+    """The updates of a stack's steps, once there is an optimizer for them; a copy of the stack has none.
+
+    updating: whether the steps sum gradients in shares, and how.
+    """
+
+    def __init__(self, updating: Updating | None) -> None:
+        self._updating, self.active = updating, updating is not None
+        self.updates: Updates | None = None
+
+    def copy(self) -> ShardedUpdates:
+        return ShardedUpdates(self._updating)
+
+    def leave(self, stack: FeatureStack) -> None:
+        if self.updates is not None:
+            self.updates.flush(stack.plan.graph)
+
+    def check_training(self) -> None:
+        if self._updating is not None and self.updates is None:
+            raise RuntimeError(
+                "the steps of this stack sum gradients in shares, for a sharded optimizer, and it has none: "
+                "build ShardedAdamW(stack, ...) before training, or the stack without `updating`"
+            )
+
+    def check_current(self) -> None:
+        """Raise RuntimeError also if a pass that failed has updated only a part of the parameters."""
+        if self.updates is None:
+            return
+        self.updates.failed.refuse_parameters()
+        if self.updates.is_stale:
+            raise RuntimeError(
+                "parameters were updated during backward and are gathered in the next forward pass, so this "
+                "rank has old values of what others own: call optimizer.flush() on all ranks first"
+            )
+
+    def settle(self, stack: FeatureStack) -> None:
+        if self.updates is not None:
+            self.updates.settle(stack.buckets, stack.plan.shape)
+
+    def step(self, stack: FeatureStack) -> StepFeature | None:
+        if self.updates is None:
+            return None
+        return StepUpdates(self.updates, stack.plan.shape, self.updates.changes)
+
+
 # ---- handlers of an optimiser of which every rank owns a share --------------------------------------------
 
 
+@handles([kind.scatter for kind in GRADIENT_KINDS.values()], Phase.BACKWARD)
 def scatter(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Sum a piece of a layer's gradients; this rank has its share of the sum."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
@@ -461,6 +538,7 @@ def norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     return NOTHING
 
 
+@handles([kind.update for kind in GRADIENT_KINDS.values()], Phase.BACKWARD)
 def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Run AdamW on this rank's share of a piece. Without a norm to wait for, only the loss may refuse it."""
     if context.of(Updates).in_backward:
@@ -469,6 +547,7 @@ def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     return NOTHING
 
 
+@handles([kind.gather for kind in GRADIENT_KINDS.values()], Phase.FORWARD)
 def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Gather a piece of stale parameters. Returns parameters: None; the edge says they are current."""
     del inputs
@@ -478,16 +557,10 @@ def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     return {"parameters": None}
 
 
+@handles([kind.gather for kind in GRADIENT_KINDS.values()], Phase.BACKWARD)
 def gather_at_once(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Gather a piece of parameters from their owners, in a backward pass after which parameters change."""
     del inputs
     if context.of(Updates).in_backward:
         context.of(Updates).gather(task, context.transports.of(task.lane, task.axes))
     return NOTHING
-
-
-for kind in GRADIENT_KINDS.values():
-    handles(kind.scatter, Phase.BACKWARD)(scatter)
-    handles(kind.update, Phase.BACKWARD)(update)
-    handles(kind.gather, Phase.FORWARD)(gather)
-    handles(kind.gather, Phase.BACKWARD)(gather_at_once)
