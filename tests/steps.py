@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from penstock.decision import Decision, GradientBytes
+from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
@@ -18,7 +19,7 @@ from penstock.ops.transfers import FLAT
 from penstock.schedule import SCHEDULES, StepPlan, cut, plan_step, unit_cost
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import FORM_TOKENS
-from penstock.timing import Cost
+from penstock.timing import Cost, simulate
 
 PICTURE_WIDTH = 106
 """Columns of a picture inside a class docstring: 110 less the indentation."""
@@ -136,6 +137,19 @@ def planned(
 ) -> StepPlan:
     """The plan of a schedule for an uncut shape."""
     return plan_step(decision(name, **decided), shape, gradients_of(shape), cost_of)
+
+
+def run_alone(name: str, shape: StepShape, seed: int = 0, **decided: Any) -> tuple[StepPlan, Times]:
+    """Plan with random durations, and simulate the plan on one rank with the same durations."""
+    seconds: dict[Task, float] = {}
+
+    def cost_of(cut: StepShape) -> Any:
+        seconds.update(random_seconds(build_graph(cut), seed))
+        return seconds.__getitem__
+
+    plan = planned(name, shape, cost_of, **decided)
+    times = simulate(plan.schedule, plan.graph, seconds.__getitem__).times
+    return plan, {task: (float(when.start[0]), float(when.end[0])) for task, when in times.items()}
 
 
 def cut_by(name: str, shape: StepShape, **decided: Any) -> StepShape:

@@ -14,7 +14,16 @@ from safetensors.torch import load_file
 import penstock
 from penstock.families.adapters import ExpertAxis, axes_of
 from tests.adapt.test_checkpoint import losses_of
-from tests.support.adapted import Batch, distance, exactly, grads_of, small, without_labels
+from tests.adapt.test_trainer import SAVED_AT, trained
+from tests.support.adapted import (
+    Batch,
+    as_torchrun_starts_it,
+    distance,
+    exactly,
+    grads_of,
+    small,
+    without_labels,
+)
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
@@ -102,7 +111,6 @@ def evaluated(model: Any, wanted: Any, batch: Batch, rank: int) -> float:
     return distance(found[seen], expected[seen])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "plan", "changes"),
     [
@@ -155,10 +163,13 @@ def read_again(rank: int, world: int, folder: str) -> list[list[float]]:
     return found
 
 
-@pytest.mark.slow
 def test_adapters_go_on_from_their_checkpoint_on_any_ranks(ranks: Pools, tmp_path: Path) -> None:
-    saved = str(tmp_path / "saved")
+    """Where a whole model lies, it stays: adapters are saved without it."""
+    saved, whole = str(tmp_path / "saved"), tmp_path / "saved" / "model.safetensors"
+    small("mixtral").save_pretrained(saved)
+    before = whole.read_bytes()
     went_on, *others = ranks(2).run(go_on, 2, saved)[0]
+    assert whole.read_bytes() == before
     for found in (*others, *read_again(0, 1, saved)):
         assert found == pytest.approx(went_on, rel=1e-5)
 
@@ -175,7 +186,6 @@ def spoil(rank: int, world: int, folder: str) -> None:
             model.train(training)(**Batch().inputs(rank, rank + 1))
 
 
-@pytest.mark.slow
 def test_adapters_that_ranks_cannot_share_are_refused(ranks: Pools, tmp_path: Path) -> None:
     """Those of half as many experts have the shape of a rank's own."""
     adapted(small("mixtral", num_local_experts=4)).save_pretrained(tmp_path)
@@ -218,7 +228,6 @@ def surgery(rank: int, world: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.slow
 def test_adapters_that_come_and_go(ranks: Pools) -> None:
     for found in ranks(2).run(surgery, 2):
         assert max(found.values()) < 1e-10, found
@@ -233,3 +242,24 @@ def test_merged_adapters_that_are_disabled_are_not_there() -> None:
     model.merge_adapter()
     with torch.no_grad(), model.disable_adapter():
         assert distance(model(**given).logits, wanted) < 1e-5
+
+
+# ---- the Trainer -------------------------------------------------------------------------------------------
+
+
+def train_with_trainer(rank: int, world: int, folder: str, resume: str | None) -> list[float]:
+    whole = adapted(small("mixtral", initializer_range=0.1))
+    model = penstock.parallelize(whole, ep_size=world, plan="flowmoe")
+    with as_torchrun_starts_it(rank, world):
+        return trained(model, folder, world, resume)
+
+
+def test_the_trainer_trains_and_resumes_adapters(ranks: Pools, tmp_path: Any) -> None:
+    """Those of experts, too."""
+    whole = adapted(small("mixtral", initializer_range=0.1))
+    wanted = trained(whole, str(tmp_path / "plain"), 1)
+    for found in ranks(2).run(train_with_trainer, 2, str(tmp_path / "ranks"), None):
+        assert found == pytest.approx(wanted, rel=1e-4)
+    saved = str(tmp_path / "ranks" / f"checkpoint-{SAVED_AT}")
+    for found in ranks(2).run(train_with_trainer, 2, str(tmp_path / "again"), saved):
+        assert found == pytest.approx(wanted, rel=1e-4)

@@ -109,7 +109,6 @@ def adapt_experts(rank: int, world: int) -> list[str]:
     return said
 
 
-@pytest.mark.slow
 def test_adapters_of_experts_that_ranks_share_are_refused(ranks: Pools) -> None:
     for said in ranks(2).run(adapt_experts, 2):
         assert all("etp_size" in each and "adapters" in each for each in said)
@@ -156,7 +155,6 @@ def step_with_another_head(model: Any, given: dict[str, Tensor]) -> None:
     model.train()(**given)
 
 
-@pytest.mark.slow
 def test_what_ranks_that_share_attention_cannot_do_is_refused(ranks: Pools) -> None:
     wanted = (
         "share attention .* were given different samples",
@@ -219,6 +217,5 @@ def check_unchanged(model: Any, before: dict[str, Tensor], grads: dict[str, Tens
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-@pytest.mark.slow
 def test_a_model_that_was_refused_is_what_it_was(ranks: Pools) -> None:
     ranks(2).run(refuse_late, 2)

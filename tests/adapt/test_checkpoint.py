@@ -80,7 +80,6 @@ def go_on(rank: int, world: int, folder: str, layout: dict[str, Any], sharded: b
     return losses_of(model, optimizer, rank // tp_size, world // tp_size, range(SAVED_AT, STEPS))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout", "sharded"),
     [
@@ -265,7 +264,6 @@ def save_with_little_room(rank: int, world: int, folder: str, wait: bool) -> str
     return str(caught.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "beside steps"])
 def test_a_disk_without_room_for_the_state_ends_the_save_on_all_ranks(
     ranks: Pools, tmp_path: Path, wait: bool

@@ -46,7 +46,6 @@ def ask_for_gradients(rank: int, world: int) -> list[str]:
     return said
 
 
-@pytest.mark.slow
 def test_what_no_step_sums_is_refused(ranks: Pools) -> None:
     for said in ranks(2).run(ask_for_gradients, 2):
         assert all("outside of a training step" in each and "labels=" in each for each in said)
@@ -62,7 +61,6 @@ def go_back_in_another_order(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
 def test_ranks_that_go_back_in_different_orders_are_told(ranks: Pools) -> None:
     for rank, said in enumerate(ranks(2).run(go_back_in_another_order, 2)):
         assert said.startswith(f"rank {rank} begins the backward pass of step {rank + 1}")
@@ -89,7 +87,6 @@ def go_on(rank: int, world: int) -> list[str]:
     return said
 
 
-@pytest.mark.slow
 def test_a_rank_that_goes_on_while_others_go_back_is_told_at_once(ranks: Pools) -> None:
     others = (
         "the forward pass of step 2 of those without labels",
@@ -119,7 +116,6 @@ def add_heads(rank: int, world: int) -> list[bool]:
     return alike
 
 
-@pytest.mark.slow
 def test_heads_of_every_origin(ranks: Pools) -> None:
     for alike in ranks(2).run(add_heads, 2):
         assert len(alike) == 3 and all(alike)

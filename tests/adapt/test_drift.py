@@ -38,7 +38,6 @@ def clip_by_rank(rank: int, world: int, folder: str, with_adapters: bool) -> lis
     return [str(caught.value), *(str(each.message) for each in told if "Clip with" in str(each.message))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("with_adapters", [False, True])
 def test_a_norm_of_one_rank_is_no_norm_to_clip_by(ranks: Pools, tmp_path: Path, with_adapters: bool) -> None:
     """The next step is refused, and what was trained is saved all the same, with a word."""
@@ -90,14 +89,12 @@ def mask_by_rank(rank: int, world: int) -> tuple[list[str], str]:
     return [str(each.message) for each in told], str(caught.value)
 
 
-@pytest.mark.slow
 def test_equal_infinities_are_no_difference(ranks: Pools) -> None:
     (first, said), (second, _) = ranks(2).run(mask_by_rank, 2)
     assert len(first) == 1 and "q_proj.weight differs" in first[0] and not second
     assert said.startswith("the buffer mask differs between ranks")
 
 
-@pytest.mark.slow
 def test_rounding_of_other_machines_is_told_and_no_more(ranks: Pools) -> None:
     first, second = ranks(2).run(round_by_rank, 2)
     assert len(first) == 1 and not second
@@ -117,7 +114,6 @@ def scale_by_rank(rank: int, world: int) -> None:
         model(**given)
 
 
-@pytest.mark.slow
 def test_experts_that_several_ranks_have_are_compared(ranks: Pools) -> None:
     ranks(4).run(scale_by_rank, 4)
 
@@ -144,7 +140,6 @@ def bias_by_rank(rank: int, world: int) -> tuple[str, list[str]]:
     return str(caught.value), [str(each.message) for each in told]
 
 
-@pytest.mark.slow
 def test_a_buffer_that_ranks_update_by_themselves_is_named(ranks: Pools) -> None:
     (first, told), (second, silent) = ranks(2).run(bias_by_rank, 2)
     name = "the buffer model.layers.1.mlp.gate.e_score_correction_bias differs between ranks"
@@ -165,6 +160,5 @@ def statistics_by_rank(rank: int, world: int) -> None:
         engine_of(model).stack.compare_values()
 
 
-@pytest.mark.slow
 def test_statistics_of_a_ranks_own_samples_may_differ(ranks: Pools) -> None:
     ranks(2).run(statistics_by_rank, 2)

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import penstock
-from penstock.adapt.saving import UNFINISHED_MODEL, InPlace, close_model
+from penstock.adapt.saving import UNFINISHED_MODEL, InPlace, check_names, close_model
 from penstock.checkpoint.storage import CheckpointError
 from penstock.families.described import FORMER
+from penstock.families.weights import stored_tensors
+from penstock.topology import Control
 from tests.support.adapted import DIVISIBLE, small
 from tests.support.killed import left_by_kills
 from tests.support.ranks import Pools
@@ -132,7 +134,6 @@ def save_apart(rank: int, world: int, folder: str) -> None:
     model.save_pretrained(f"{folder}/{rank}")
 
 
-@pytest.mark.slow
 def test_where_ranks_see_different_folders_rank_0_saves_all(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(save_apart, 2, str(tmp_path))
     assert is_read(tmp_path / "0", small("mixtral"))
@@ -152,7 +153,6 @@ def save_and_lose(rank: int, world: int, folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
 def test_a_shard_that_rank_0_does_not_see_leaves_the_former_model(ranks: Pools, tmp_path: Path) -> None:
     said = ranks(2).run(save_and_lose, 2, str(tmp_path))
     assert all(
@@ -172,7 +172,6 @@ def saved_in_parts(rank: int, family: str, layout: dict[str, Any], folder: Path)
     return names_in(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "world", "layout"),
     [
@@ -194,3 +193,90 @@ def test_ranks_that_share_parameters_write_them_in_turn(
     assert not any(told.values())
     for name, each in wanted.state_dict().items():
         assert torch.equal(each, read.state_dict()[name]), name
+
+
+# ---- names of what is saved --------------------------------------------------------------------------------
+
+
+ONE, OTHER = (f"model.layers.{layer}.mlp.experts.down_proj" for layer in range(2))
+
+
+def sharing() -> Any:
+    """A model with a second layer that has a parameter of its experts from the first."""
+    model = small("gpt_oss")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.down_proj = first.down_proj
+    return model
+
+
+def tied(model: Any) -> Any:
+    """A model that says so: what is shared is then saved once."""
+    model._tied_weights_keys = {**type(model)._tied_weights_keys, OTHER: ONE}
+    return model
+
+
+def save_what_layers_share(rank: int, world: int, folder: str) -> None:
+    del rank
+    model = penstock.parallelize(sharing(), ep_size=world, plan="flowmoe")
+    with pytest.raises(RuntimeError, match=r"shared tensors|rank 0 could not save"):
+        model.save_pretrained(folder)
+    tied(model).save_pretrained(folder)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: stored[...] for name, stored in stored_tensors(folder).items()}
+
+
+def test_experts_that_layers_share_are_saved_as_transformers_does(ranks: Pools, tmp_path: Path) -> None:
+    """Which refuses them, unless the model says that they are shared."""
+    ranks(2).run(save_what_layers_share, 2, str(tmp_path / "spread"))
+    tied(sharing()).save_pretrained(tmp_path / "plain")
+    found, wanted = (tensors_of(tmp_path / name) for name in ("spread", "plain"))
+    assert found.keys() == wanted.keys() and ONE in found and OTHER not in found
+    assert all(tensor.equal(wanted[name]) for name, tensor in found.items())
+
+
+def counted(rank: int) -> list[list[int]]:
+    """Parameters of spread models by their own count: all, trained ones, and all but embeddings."""
+    del rank
+    layouts: list[dict[str, Any]] = [{"ep_size": 2}, {"etp_size": 2}]
+    return [counts_of(penstock.parallelize(frozen_in_part(), plan="flowmoe", **each)) for each in layouts]
+
+
+def counts_of(model: Any) -> list[int]:
+    return [model.num_parameters(), model.num_parameters(True), model.num_parameters(exclude_embeddings=True)]
+
+
+def frozen_in_part() -> Any:
+    """A model with a frozen weight of experts, and one that is frozen and of no experts."""
+    model = small("gpt_oss")
+    model.model.layers[0].mlp.experts.down_proj.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(False)
+    return model
+
+
+def test_parameters_are_counted_as_those_of_the_whole_model(ranks: Pools) -> None:
+    assert ranks(2).run(counted) == [[counts_of(frozen_in_part())] * 2] * 2
+
+
+def test_what_transformers_would_not_read_is_refused(tmp_path: Path) -> None:
+    model = penstock.parallelize(small("mixtral"))
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight, .* and \d+ more; unexpected other\."):
+        model.save_pretrained(tmp_path, state_dict={"other": torch.ones(1)})
+    model.adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"missing nothing; unexpected adapter\.bias, .*merge_and_unload"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_class_that_needs_more_than_its_configuration_is_saved_without_comparing() -> None:
+    """It fails where its configuration alone would build it: after training, nothing may be lost by that."""
+    model = penstock.parallelize(small("mixtral"))
+
+    def built(config: object) -> None:
+        del config
+        raise TypeError("missing 1 required argument")
+
+    with pytest.warns(UserWarning, match="names of what is saved were not compared.*missing 1 required"):
+        check_names(model, built, Control(0, 1))

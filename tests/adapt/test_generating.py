@@ -51,7 +51,6 @@ def all_written(rank: int, world: int, cases: dict[str, dict[str, Any]]) -> dict
     return {name: written(model, rank, **settings) for name, settings in cases.items()}
 
 
-@pytest.mark.slow
 def test_ranks_with_different_prompts_and_lengths_write_what_one_process_does(ranks: Pools) -> None:
     whole = small("mixtral")
     for rank, found in enumerate(ranks(2).run(all_written, 2, CASES)):
@@ -74,7 +73,6 @@ def written_by_one(rank: int, world: int) -> tuple[Tensor, Any, Tensor]:
     )
 
 
-@pytest.mark.slow
 def test_a_rank_may_have_no_prompts(ranks: Pools) -> None:
     whole = small("llama4_text").eval()
     expected = whole.generate(prompts(0), max_new_tokens=LONG, do_sample=False, eos_token_id=None)
@@ -163,7 +161,6 @@ def fail_on_the_second(rank: int, world: int) -> list[str]:
     return raised
 
 
-@pytest.mark.slow
 def test_all_ranks_raise_where_one_fails_and_go_on_afterwards(ranks: Pools) -> None:
     """No rank waits for one that has failed, in whatever place, and communication is whole."""
     first, second = ranks(2).run(fail_on_the_second, 2)

@@ -15,7 +15,7 @@ from torch.nn.modules import module as modules
 from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
-from tests.support.adapted import Batch, as_torchrun_starts_it, small
+from tests.support.adapted import Batch, as_torchrun_starts_it, distance, grads_of, small, without_labels
 from tests.support.ranks import Pools
 
 PARTS = ("model", "model.layers.1", "model.layers.1.mlp", "model.layers.1.mlp.experts")
@@ -143,20 +143,6 @@ def test_operations_of_a_step_can_be_counted() -> None:
     assert counter.get_total_flops() > 0
 
 
-@pytest.mark.slow
-def test_mixed_precision_of_accelerate_is_around_the_scheduled_model(accelerator: Accelerator) -> None:
-    given = Batch().inputs()
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = penstock.parallelize(small("mixtral"))(**given).loss
-    model, optimizer = small("mixtral"), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    model, optimizer = accelerator.prepare(penstock.parallelize(model), optimizer)
-    found = model(**given).loss
-    assert found.item() == expected.item()
-    accelerator.backward(found)
-    assert model.model.layers[0].mlp.experts.down_proj.grad is not None
-    assert found.item() != penstock.parallelize(small("mixtral"))(**given).loss.item()
-
-
 def test_what_accelerate_has_prepared_before_is_refused(accelerator: Accelerator) -> None:
     with pytest.raises(ValueError, match="parallelize the model first, and prepare what that returns"):
         penstock.parallelize(accelerator.prepare(small("mixtral")))
@@ -182,7 +168,38 @@ def prepared_on_ranks(rank: int, world: int) -> tuple[float, float]:
     return found.item(), expected.item()
 
 
-@pytest.mark.slow
 def test_accelerate_puts_mixed_precision_around_models_of_several_ranks(ranks: Pools) -> None:
     for found, expected in ranks(2).run(prepared_on_ranks, 2):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+# ---- torch.compile -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_runs_as_it_is(in_place: bool) -> None:
+    """The compiler would look into the whole schedule, and fail after a long time."""
+    wanted, model = (penstock.parallelize(small("mixtral"), plan="flowmoe") for _ in range(2))
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, examples: object) -> object:
+        del examples
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = model
+    if in_place:
+        model.compile(backend=backend)
+    else:
+        compiled = torch.compile(model, backend=backend)
+    given = Batch().inputs()
+    expected, found = wanted(**given).loss, compiled(**given).loss
+    assert found.item() == expected.item() and not graphs
+    expected.backward()
+    found.backward()
+    grads = grads_of(model)
+    assert all(distance(grads[name], grad) < 1e-6 for name, grad in grads_of(wanted).items())
+    with torch.no_grad():
+        both = [each.eval()(**without_labels(given)).logits for each in (wanted, compiled)]
+    assert both[0].equal(both[1]) and not graphs

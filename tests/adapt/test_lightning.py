@@ -131,7 +131,6 @@ def on_ranks(
     return [sum(each) / RANKS for each in zip(*found, strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Module, Late])
 def test_lightning_trains_saves_and_goes_on(ranks: Pools, tmp_path: Path, kind: type[Module]) -> None:
     wanted = fit(Module(small("mixtral", initializer_range=0.1)), tmp_path / "plain", 1)
@@ -153,7 +152,6 @@ def test_lightning_trains_saves_and_goes_on(ranks: Pools, tmp_path: Path, kind: 
     assert losses == pytest.approx(wanted[-2:], rel=1e-4)
 
 
-@pytest.mark.slow
 def test_what_a_module_trains_beside_a_model_is_averaged(ranks: Pools, tmp_path: Path) -> None:
     off: dict[str, Any] = {"callbacks": [], "enable_checkpointing": False}
     wanted = fit(WithCritic(small("mixtral", initializer_range=0.1)), tmp_path, 1, **off)
@@ -171,7 +169,6 @@ def evaluate(rank: int) -> tuple[list[float], list[Tensor]]:
     return module.losses, [model.model.layers[0].mlp.experts.down_proj.detach()]
 
 
-@pytest.mark.slow
 def test_validation_alone(ranks: Pools) -> None:
     module = Module(small("mixtral", initializer_range=0.1))
     trainer = lightning.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
@@ -200,7 +197,6 @@ def refuse(rank: int, folder: Path) -> list[str]:
     return said
 
 
-@pytest.mark.slow
 def test_what_lightning_cannot_do_with_them_is_refused(ranks: Pools, tmp_path: Path) -> None:
     wanted = (
         "Lightning has 1 processes, and the model is spread over 2",
@@ -220,7 +216,6 @@ def adapt(rank: int, folder: Path, resume: Path | None) -> list[float]:
         return fit(Module(model), folder, RANKS, resume)
 
 
-@pytest.mark.slow
 def test_adapters(ranks: Pools, tmp_path: Path) -> None:
     wanted = fit(Module(with_adapters(small("mixtral", initializer_range=0.1))), tmp_path / "plain", 1)
     half = f"step={SAVED_AT}.ckpt"

@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._C._distributed_c10d import TCPStore
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 import penstock
 from penstock.adapt import FAMILIES
 from penstock.adapt.asking import read_whole
+from penstock.families import weights
 from penstock.partial_state import local_state
 from tests.support.adapted import DIVISIBLE, Batch, distance, grads_of, part_of, small
+from tests.support.forked import run_text
+from tests.support.hub import hub_of
 from tests.support.memory import give_back_what_is_freed
 from tests.support.ranks import Pools, RankPool
 
+Tensors = dict[str, torch.Tensor]
 MIB = 1 << 20
 SHARD_MIB = 12
 FORMS = ["gpt_oss", "granitemoe", "dbrx", "llama4_text", "mixtral"]
@@ -57,7 +62,6 @@ def sizes_of(layout: dict[str, Any]) -> dict[str, Any]:
     return DIVISIBLE if "tp_size" in layout else {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("families", "layout"),
     [
@@ -114,116 +118,81 @@ def test_reading_needs_memory_for_the_share_and_a_shard(tmp_path: Path) -> None:
         assert most < limit < 0.8 * whole, f"{most:.0f} MiB to hold {held:.0f} of {whole:.0f}"
 
 
-def without_a_tensor(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+STACKED = "model.layers.0.mlp.experts.down_proj"
 
 
-def with_another_tensor(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.update(other=torch.ones(1)))
+def of_expert_7(tensors: Tensors) -> list[str]:
+    """The names of what the last rank reads."""
+    return [name for name in tensors if ".experts.7." in name]
 
 
-def with_fewer_experts(folder: Path) -> None:
-    change_tensors(
-        folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".experts.7." in name]
-    )
+def with_more_experts(tensors: Tensors) -> None:
+    for name in of_expert_7(tensors):
+        tensors[name.replace(".experts.7.", ".experts.8.")] = tensors[name].clone()
 
 
-def with_more_experts(folder: Path) -> None:
-    change_tensors(
-        folder,
-        lambda tensors: tensors.update(
-            {
-                name.replace(".experts.7.", ".experts.8."): tensors[name].clone()
-                for name in list(tensors)
-                if ".experts.7." in name
-            }
-        ),
-    )
+CHANGES: dict[str, tuple[str, Callable[[Tensors], object]]] = {
+    "without a tensor": ("mixtral", lambda tensors: tensors.pop("model.norm.weight")),
+    "with another tensor": ("mixtral", lambda tensors: tensors.update(other=torch.ones(1))),
+    "with fewer experts": ("mixtral", lambda tensors: [tensors.pop(name) for name in of_expert_7(tensors)]),
+    "with more experts": ("mixtral", with_more_experts),
+    "with taller experts": (
+        "gpt_oss",
+        lambda tensors: tensors.update({STACKED: tensors[STACKED].repeat(2, 1, 1)}),
+    ),
+    "with a nan": ("mixtral", lambda tensors: tensors[of_expert_7(tensors)[0]][0, 0].fill_(torch.nan)),
+}
+"""A family, of which one stacks experts, and what becomes of its tensors."""
+
+DESCRIBED = {
+    "dense": {"model_type": "llama"},
+    "of no known family": {"model_type": "aria_text", "head_dim": 8},
+}
 
 
-def with_taller_experts(folder: Path) -> None:
-    """Of a family that stacks them."""
-    small("gpt_oss").save_pretrained(folder)
-    stacked = "model.layers.0.mlp.experts.down_proj"
-    change_tensors(folder, lambda tensors: tensors.update({stacked: tensors[stacked].repeat(2, 1, 1)}))
-
-
-def with_a_nan(folder: Path) -> None:
-    """In an expert that the last rank reads."""
-
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        last = next(name for name in tensors if ".experts.7." in name)
-        tensors[last][0, 0] = torch.nan
-
-    change_tensors(folder, spoil)
-
-
-def with_infinity(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors["model.norm.weight"].fill_(torch.inf))
-
-
-def without_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def cut_short(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-
-
-def dense(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "llama"}))
-
-
-def of_no_known_family(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "aria_text", "head_dim": 8}))
-
-
-def quantized(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}})
-    )
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+def save_changed(folder: Path, change: str) -> None:
+    family, apply = CHANGES.get(change, ("mixtral", None))
+    small(family).save_pretrained(folder)
+    path, config = folder / "model.safetensors", folder / "config.json"
+    if apply is not None:
+        tensors = load_file(path)
+        apply(tensors)
+        save_file(tensors, path, {"format": "pt"})
+    elif change in DESCRIBED:
+        config.write_text(json.dumps(json.loads(config.read_text()) | DESCRIBED[change]))
+    else:
+        path.unlink()
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (without_a_tensor, "missing: model.norm.weight"),
-        (with_another_tensor, "unexpected: other"),
-        (with_fewer_experts, r"w[123]\.weight of all experts but 7"),
-        (with_more_experts, r"w[123]\.weight of expert 8"),
-        (with_taller_experts, r"layers\.0\.mlp\.experts\.down_proj \[16, 24, 32\]"),
-        (with_a_nan, r"experts\.7\.w\d\.weight holds numbers that are not finite"),
-        (with_infinity, r"model\.norm\.weight holds numbers that are not finite"),
-        (without_weights, "holds neither model.safetensors nor"),
-        (cut_short, "cannot be read as safetensors"),
-        (quantized, "holds quantized numbers"),
-        (dense, "LlamaForCausalLM has no experts"),
-        (of_no_known_family, "AriaTextForCausalLM is of no family .* load it with from_pretrained"),
+        ("without a tensor", "missing: model.norm.weight"),
+        ("with another tensor", "unexpected: other"),
+        ("with fewer experts", r"w[123]\.weight of all experts but 7"),
+        ("with more experts", r"w[123]\.weight of expert 8"),
+        ("with taller experts", r"layers\.0\.mlp\.experts\.down_proj \[16, 24, 32\]"),
+        ("with a nan", r"experts\.7\.w\d\.weight holds numbers that are not finite"),
+        ("without weights", "holds neither model.safetensors nor"),
+        ("dense", "LlamaForCausalLM has no experts"),
+        ("of no known family", "AriaTextForCausalLM is of no family .* load it with from_pretrained"),
     ],
 )
 @pytest.mark.slow
-def test_what_is_not_the_model_is_refused(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
-    small("mixtral").save_pretrained(tmp_path)
-    change(tmp_path)
+def test_what_is_not_the_model_is_refused(tmp_path: Path, change: str, words: str) -> None:
+    save_changed(tmp_path, change)
     with pytest.raises(ValueError, match=words):
         penstock.load_pretrained(tmp_path)
+
+
+OF_EXPERTS = ["with fewer experts", "with more experts", "with taller experts", "with a nan"]
 
 
 def refused_on(rank: int, world: int, folder: str) -> list[str]:
     """What a rank says to folders that lack experts of another rank, have some of none, or spoilt ones."""
     del rank
     found = []
-    for name in ("with_fewer_experts", "with_more_experts", "with_taller_experts", "with_a_nan"):
+    for name in OF_EXPERTS:
         with pytest.raises(ValueError) as caught:
             penstock.load_pretrained(f"{folder}/{name}", ep_size=world)
         found.append(str(caught.value))
@@ -233,9 +202,8 @@ def refused_on(rank: int, world: int, folder: str) -> list[str]:
 def test_every_rank_refuses_experts_that_are_missing_too_many_or_not_finite(
     ranks: Pools, tmp_path: Path
 ) -> None:
-    for change in (with_fewer_experts, with_more_experts, with_taller_experts, with_a_nan):
-        small("mixtral").save_pretrained(tmp_path / change.__name__)
-        change(tmp_path / change.__name__)
+    for change in OF_EXPERTS:
+        save_changed(tmp_path / change, change)
     first, second = ranks(2).run(refused_on, 2, str(tmp_path))
     assert first[:-1] == second[:-1]
     assert all("experts.7." in each[-1] for each in (first, second)) and "on rank 1, " in first[-1]
@@ -271,6 +239,70 @@ def test_one_file_goes_before_shards_of_an_earlier_save(tmp_path: Path) -> None:
     assert penstock.load_pretrained(tmp_path).lm_head.weight.equal(whole.lm_head.weight)
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
-        penstock.load_pretrained(tmp_path)
+# ---- models that are named as on the hub -------------------------------------------------------------------
+
+
+NAME = "someone/a-model"
+PROGRAM = """
+import os
+import torch
+from huggingface_hub import constants
+from transformers.models.mixtral import modeling_mixtral
+
+import penstock
+
+torch.set_num_threads(1)
+template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, {address!r})
+constants.ENDPOINT, constants.HUGGINGFACE_CO_URL_TEMPLATE = {address!r}, template
+constants.HF_HUB_CACHE = {cache!r}
+
+def fork(rank, ranks):
+    own = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    own |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT={port}, TORCHELASTIC_USE_AGENT_STORE=True)
+    child = os.fork()
+    if child:
+        return child
+    os.environ.update({{name: str(value) for name, value in own.items()}} if ranks > 1 else {{}})
+    model = penstock.load_pretrained({name!r}, plan="flowmoe")
+    held = model.model.layers[0].mlp.experts.down_proj.shape[0]
+    print("has", held, float(model.lm_head.weight.sum().detach()), flush=True)
+    os._exit(0)
+
+for offline, ranks in ((False, 2), (True, 1)):
+    constants.HF_HUB_OFFLINE = offline
+    children = [fork(rank, ranks) for rank in range(ranks)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * ranks
+"""
+"""Two ranks that load a model, and then a process that has the cache alone."""
+
+
+@pytest.mark.slow
+def test_a_model_is_read_by_its_name_on_the_hub(tmp_path: Path) -> None:
+    """By every rank its experts; files of folders inside are left there. Afterwards no hub is needed."""
+    whole, folder, cache = small("mixtral"), tmp_path / "model", tmp_path / "cache"
+    whole.save_pretrained(folder)
+    (folder / "original").mkdir()
+    (folder / "original/model.safetensors").write_text("not to be read")
+    head = str(float(whole.lm_head.weight.sum().detach()))
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with hub_of(folder, NAME) as address:
+        done = run_text(PROGRAM.format(address=address, cache=str(cache), port=store.port, name=NAME))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [*["has", "4", head] * 2, "has", "8", head]
+    assert not list(cache.rglob("original"))
+
+
+def test_a_name_that_the_hub_does_not_have() -> None:
+    with pytest.raises(
+        ValueError, match="some/one is no folder here, and the Hugging Face hub does not give"
+    ):
+        penstock.load_pretrained("some/one")
+
+
+def test_a_folder_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / NAME).mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"{NAME} holds no config\.json"):
+        penstock.load_pretrained(NAME)
+    for named in (tmp_path / "nothing", "./nothing", "a/b/c", Path("some/one")):
+        assert weights.folder_of(named) == Path(named)

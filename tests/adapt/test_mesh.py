@@ -70,7 +70,6 @@ def agreements(rank: int, world: int, cases: list[Case]) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "cases"), [(2, ON_TWO), (4, ON_FOUR), pytest.param(4, PLAIN, marks=pytest.mark.soak)]
 )
@@ -109,7 +108,6 @@ def ask(rank: int, folder: str) -> None:
     assert third(**given).loss.item() == model(**given).loss.item()
 
 
-@pytest.mark.slow
 def test_a_model_hands_out_meshes(ranks: Pools, tmp_path: Path) -> None:
     ranks(4).run(ask, str(tmp_path))
 
@@ -153,7 +151,6 @@ def refuse(rank: int) -> list[str]:
     return said
 
 
-@pytest.mark.slow
 def test_what_is_no_layout_is_refused_on_all_ranks(ranks: Pools) -> None:
     wanted = (
         "^ep_size = 4: the mesh has 2 ranks along ep. Leave ep_size out",

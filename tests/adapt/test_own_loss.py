@@ -345,14 +345,12 @@ ON_TWO = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_TWO)
 def test_gradients_of_ones_own_loss_are_those_of_one_process(ranks: Pools, name: str) -> None:
     for found in ranks(2).run(check_all, 2, [name]):
         assert max(found[name].values()) < LIMIT, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tp_size", "names"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,9 +44,6 @@ SHARED = [name for name, family in FAMILIES.items() if family.attention is not N
 FEW = ["qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"]
 ALONE = sorted({*FEW, *FAMILIES.keys() - {*SHARED}})
 """Families whose attention ranks cannot share, and a few others."""
-
-MORE = ((1, 1), (4, 1), (4, 2), (4, 4))
-"""Ranks, and how many of them share attention."""
 
 OWN = "granitemoeshared"
 """The family that the documentation describes."""
@@ -163,35 +160,9 @@ def stepped(optimizer: penstock.ShardedAdamW) -> Tensor:
     return optimizer.norm
 
 
-def all_agreements(
-    rank: int, world: int, pairs: list[tuple[str, torch.dtype]], plan: str, tp_size: int = 1
-) -> dict[str, float]:
-    """The largest distance for every family and type, as a share of what is allowed."""
-    return {
-        f"{family} {dtype}: {max(found, key=found.__getitem__)}": max(found.values()) / LIMITS[dtype]
-        for family, dtype in pairs
-        for found in [agreement(rank, world, family, plan, dtype, tp_size=tp_size)]
-    }
-
-
-def agreements_again(rank: int, world: int, pairs: list[tuple[str, str]]) -> dict[str, float]:
-    """The largest distance for every family and schedule where layers are computed again."""
-    return {
-        f"{family} {plan}": max(agreement(rank, world, family, plan, torch.float64, again=True).values())
-        for family, plan in pairs
-    }
-
-
-@pytest.mark.slow
-def test_layers_that_are_computed_again(ranks: Pools) -> None:
-    """Dense layers, shared experts, groups of experts, sinks and states of Mamba among them."""
-    pairs = [
-        ("deepseek_v3", "flowmoe"),
-        ("gpt_oss", "fsmoe"),
-        ("jamba", "moe_pipeline"),
-    ]
-    for found in ranks(2).run(agreements_again, 2, pairs):
-        assert max(found.values()) < LIMITS[torch.float64], found
+def check_agreement(family: str) -> None:
+    found = agreement(0, 1, family, "flowmoe", torch.float64)
+    assert max(found.values()) < LIMITS[torch.float64], found
 
 
 def test_every_family_has_a_model_here() -> None:
@@ -205,16 +176,14 @@ def test_the_family_that_the_documentation_describes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("penstock.adapt.FAMILIES", known)
     (code,) = blocks(EXTENDING, "A family of models")
     assert run_block(code)["granite"] is known[OWN]
-    found = agreement(0, 1, OWN, "flowmoe", torch.float64)
-    assert max(found.values()) < LIMITS[torch.float64], found
+    check_agreement(OWN)
 
 
 @pytest.mark.slow
 def test_an_unknown_family_is_taken_if_its_pieces_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: each for name, each in FAMILIES.items() if name not in ("olmoe", "granitemoe")}
     monkeypatch.setattr("penstock.families.known.FAMILIES", few)
-    found = agreement(0, 1, "olmoe", "flowmoe", torch.float64)
-    assert max(found.values()) < LIMITS[torch.float64], found
+    check_agreement("olmoe")
     penstock.parallelize(small("olmoe", attention_dropout=0.1))
     model = small("olmoe")
     model.model.layers[1].mlp.register_forward_hook(lambda block, _, out: dropout(out, 0.1, block.training))
@@ -261,90 +230,37 @@ def test_a_family_without_a_balance_loss_gets_none() -> None:
     assert found.aux_loss is None
 
 
-def sharded_agreements(rank: int, world: int, families: list[str], tp_size: int) -> dict[str, float]:
-    """The largest distance for every family where ranks update shares of parameters."""
-    return {
-        family: max(
-            agreement(rank, world, family, "penstock", torch.float64, tp_size=tp_size, sharded=True).values()
+Given = tuple[str, dict[str, Any]]
+"""A family, and what of a step is not usual: arguments of `agreement`."""
+
+
+def agreements(rank: int, world: int, cases: list[Given]) -> dict[str, float]:
+    """The largest distance of every case, as a share of what is allowed."""
+    found = {}
+    for family, settings in cases:
+        given = {"plan": "penstock", "dtype": torch.float64, **settings}
+        distances = agreement(rank, world, family, **given)
+        found[f"{family} {settings}: {max(distances, key=distances.__getitem__)}"] = (
+            max(distances.values()) / LIMITS[given["dtype"]]
         )
-        for family in families
-    }
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("families", "tp_size"),
-    [
-        (FEW[:2], 1),
-        (FEW[2:], 2),
-        pytest.param(sorted(FAMILIES), 1, marks=pytest.mark.soak),
-        pytest.param(SHARED, 2, marks=pytest.mark.soak),
-    ],
-)
-def test_a_sharded_optimizer_updates_families(ranks: Pools, families: list[str], tp_size: int) -> None:
-    for found in ranks(2).run(sharded_agreements, 2, families, tp_size, timeout_s=300):
-        assert max(found.values()) < LIMITS[torch.float64], found
+def each_of(families: Iterable[str], **settings: Any) -> list[Given]:
+    return [(family, settings) for family in families]
 
 
-def layout_agreements(rank: int, world: int, layouts: list[tuple[str, dict[str, Any]]]) -> dict[str, float]:
-    """The largest distance for every family and layout."""
-    return {
-        f"{family} {layout}": max(
-            agreement(rank, world, family, "penstock", torch.float64, **layout).values()
-        )
-        for family, layout in layouts
-    }
+def of_plans(plans: Iterable[tuple[str, Decision]], tp_size: int = 1) -> list[Given]:
+    """On four ranks, two in a node."""
+    return [(family, {"plan": plan, "tp_size": tp_size, "ranks_per_node": 2}) for family, plan in plans]
 
 
-REPLICAS: list[tuple[str, dict[str, Any]]] = [
-    ("gpt_oss", {"tp_size": 2, "ep_size": 2, "sharded": True}),
-    ("deepseek_v3", {"tp_size": 4, "ep_size": 2}),
-    ("olmoe", {"ep_size": 2, "sharded": True}),
-    ("qwen3_moe", {"tp_size": 2, "ep_size": 2}),
-]
-"""Layouts in which experts have replicas."""
-
-NARROW: list[tuple[str, dict[str, Any]]] = [
-    ("deepseek_v3", {"etp_size": 2, "tp_size": 2, "again": True}),
-    ("llama4_text", {"etp_size": 2, "ep_size": 1}),
-    ("olmoe", {"etp_size": 2, "tp_size": 4, "ep_size": 1, "sharded": True}),
-    ("qwen3_moe", {"etp_size": 4}),
-    ("gpt_oss", {"etp_size": 2, "sharded": True}),
-]
-"""Layouts in which ranks share every expert."""
-
-ALL_NARROW = [(name, {"etp_size": 2}) for name, family in sorted(FAMILIES.items()) if family.form.narrows]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        REPLICAS[:2],
-        NARROW[:3],
-        *(pytest.param(each, marks=pytest.mark.soak) for each in (REPLICAS[2:], NARROW[3:], ALL_NARROW)),
-    ],
-)
-def test_replicas_and_shards_of_experts_beside_shared_attention(
-    ranks: Pools, layouts: list[tuple[str, dict[str, Any]]]
-) -> None:
-    for found in ranks(4).run(layout_agreements, 4, layouts, timeout_s=300):
-        assert max(found.values()) < LIMITS[torch.float64], found
-
-
-def bounded_agreements(rank: int, world: int, families: list[str]) -> dict[str, float]:
-    """The largest distance for every family where rows are bounded."""
-    return {
-        family: max(agreement(rank, world, family, "flowmoe", torch.float64, bound_factor=2.0).values())
-        for family in families
-    }
-
-
-@pytest.mark.slow
-def test_rows_that_are_bounded(ranks: Pools) -> None:
-    families = ["deepseek_v3", "gpt_oss"]
-    for found in ranks(2).run(bounded_agreements, 2, families):
-        assert max(found.values()) < LIMITS[torch.float64], found
+def steps_of(world: int, tp_size: int, families: Iterable[str], rounded: Collection[str]) -> list[Given]:
+    """In float64, and in float32 those of `rounded`: what differs by family is the same in both."""
+    usual: dict[str, Any] = {"plan": "penstock" if world == 2 else "flowmoe", "tp_size": tp_size}
+    families = sorted(families)
+    narrow = [family for family in families if family in rounded]
+    return each_of(families, **usual) + each_of(narrow, **usual, dtype=torch.float32)
 
 
 WAYS = [
@@ -359,93 +275,100 @@ OF_SHARED = [
     ("deepseek_v3", Decision(schedule="penstock", chunks=2, expert_form="s2")),
     ("gpt_oss", Decision(schedule="penstock", expert_form="baseline")),
 ]
+FOR_ALL = [
+    Decision(schedule="flowmoe", microbatches=2, dispatch="node_once"),
+    Decision(schedule="penstock", chunks=2, dispatch="hierarchical_2d", recompute="blocks"),
+    Decision(schedule="penstock", microbatches=2, experts="planned", replica_slots=2),
+]
 
-
-def agreements_of(rank: int, world: int, pairs: list[tuple[str, Decision]], tp_size: int) -> dict[str, float]:
-    """The largest distance for every family and decision; half of the ranks are in each of two nodes."""
-    return {
-        f"{family}, {plan.words}": max(
-            agreement(
-                rank, world, family, plan, torch.float64, tp_size=tp_size, ranks_per_node=world // 2
-            ).values()
+CASES: dict[str, tuple[int, list[Given]]] = {
+    # Dense layers, shared experts, groups of experts, sinks and states of Mamba among them.
+    "layers computed again": (
+        2,
+        [
+            ("deepseek_v3", {"plan": "flowmoe", "again": True}),
+            ("gpt_oss", {"plan": "fsmoe", "again": True}),
+            ("jamba", {"plan": "moe_pipeline", "again": True}),
+        ],
+    ),
+    "bounded rows": (2, each_of(["deepseek_v3", "gpt_oss"], plan="flowmoe", bound_factor=2.0)),
+    "sharded optimizer": (2, each_of(FEW[:2], sharded=True)),
+    "sharded optimizer, attention shared": (2, each_of(FEW[2:], sharded=True, tp_size=2)),
+    "replicas of experts": (
+        4,
+        [
+            ("gpt_oss", {"tp_size": 2, "ep_size": 2, "sharded": True}),
+            ("deepseek_v3", {"tp_size": 4, "ep_size": 2}),
+        ],
+    ),
+    "shards of experts": (
+        4,
+        [
+            ("deepseek_v3", {"etp_size": 2, "tp_size": 2, "again": True}),
+            ("llama4_text", {"etp_size": 2, "ep_size": 1}),
+            ("olmoe", {"etp_size": 2, "tp_size": 4, "ep_size": 1, "sharded": True}),
+        ],
+    ),
+    "ways of rows and experts": (4, of_plans(WAYS[:3])),
+    "ways where attention is shared": (4, of_plans([*WAYS[3:], *OF_SHARED], 2)),
+    # Every family once: on ranks that share attention where they can, which share experts as others do.
+    "families": (2, steps_of(2, 1, ALONE, FEW[:2])),
+    "families, attention shared": (2, steps_of(2, 2, SHARED, FEW[2:])),
+}
+MORE: dict[str, tuple[int, list[Given]]] = {
+    "all sharded": (2, each_of(sorted(FAMILIES), sharded=True)),
+    "all sharded, attention shared": (2, each_of(SHARED, sharded=True, tp_size=2)),
+    "more replicas of experts": (
+        4,
+        [
+            ("olmoe", {"ep_size": 2, "sharded": True}),
+            ("qwen3_moe", {"tp_size": 2, "ep_size": 2}),
+            ("qwen3_moe", {"etp_size": 4}),
+            ("gpt_oss", {"etp_size": 2, "sharded": True}),
+        ],
+    ),
+    "all shards of experts": (
+        4,
+        each_of((name for name, family in sorted(FAMILIES.items()) if family.form.narrows), etp_size=2),
+    ),
+    "all ways": (4, of_plans(WAYS)),
+    "all ways where attention is shared": (4, of_plans([*WAYS, *OF_SHARED], 2)),
+    **{
+        f"every family, {plan.words}": (
+            4,
+            of_plans(
+                (name, plan)
+                for name, family in sorted(FAMILIES.items())
+                if family.form.moves or not plan.num_replica_slots
+            ),
         )
-        for family, plan in pairs
-    }
+        for plan in FOR_ALL
+    },
+    **{
+        f"all on {world} ranks, attention shared by {tp_size}": (
+            world,
+            steps_of(world, tp_size, FAMILIES if tp_size == 1 else SHARED, FAMILIES),
+        )
+        for world, tp_size in ((2, 1), (2, 2), (1, 1), (4, 1), (4, 2), (4, 4))
+    },
+}
+"""Of all families, for `make soak`."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tp_size", "pairs"),
+    ("world", "cases"),
     [
-        (1, WAYS[:3]),
-        (2, [*WAYS[3:], *OF_SHARED]),
-        pytest.param(1, WAYS, marks=pytest.mark.soak),
-        pytest.param(2, [*WAYS, *OF_SHARED], marks=pytest.mark.soak),
+        *(pytest.param(*case, id=name) for name, case in CASES.items()),
+        *(pytest.param(*case, id=name, marks=pytest.mark.soak) for name, case in MORE.items()),
     ],
 )
-def test_every_way_of_rows_and_experts_serves_families(
-    ranks: Pools, tp_size: int, pairs: list[tuple[str, Decision]]
-) -> None:
-    for found in ranks(4).run(agreements_of, 4, pairs, tp_size, timeout_s=300):
-        assert max(found.values()) < LIMITS[torch.float64], found
+def test_a_step_is_that_of_transformers(ranks: Pools, world: int, cases: list[Given]) -> None:
+    for found in ranks(world).run(agreements, world, cases, timeout_s=600):
+        assert max(found.values()) < 1, {name: value for name, value in found.items() if value >= 1}
 
 
-@pytest.mark.slow
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Decision(schedule="flowmoe", microbatches=2, dispatch="node_once"),
-        Decision(schedule="penstock", chunks=2, dispatch="hierarchical_2d", recompute="blocks"),
-        Decision(schedule="penstock", microbatches=2, experts="planned", replica_slots=2),
-    ],
-)
-def test_every_family_has_these_ways(ranks: Pools, plan: Decision) -> None:
-    pairs = [
-        (name, plan)
-        for name, family in sorted(FAMILIES.items())
-        if family.form.moves or not plan.num_replica_slots
-    ]
-    for found in ranks(4).run(agreements_of, 4, pairs, 1, timeout_s=600):
-        assert max(found.values()) < LIMITS[torch.float64], found
-
-
-@pytest.mark.slow
 def test_rows_that_travel_compressed_are_rounded_and_no_more(ranks: Pools) -> None:
     for form in ("bfloat16", "int8"):
         plan = Decision(schedule="flowmoe", comm_dtype=form)
         for found in ranks(2).run(agreement, 2, "qwen3_moe", plan, torch.float32):
             assert 1e-4 < max(found.values()) < 0.1, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "tp_size", "families", "rounded"),
-    [
-        (2, 1, ALONE, FEW[:2]),
-        (2, 2, SHARED, FEW[2:]),
-        *(
-            pytest.param(
-                *sizes,
-                sorted(FAMILIES if sizes[1] == 1 else SHARED),
-                sorted(FAMILIES),
-                marks=pytest.mark.soak,
-            )
-            for sizes in ((2, 1), (2, 2), *MORE)
-        ),
-    ],
-    ids=str,
-)
-def test_a_step_is_that_of_transformers(
-    ranks: Pools, world: int, tp_size: int, families: Collection[str], rounded: Collection[str]
-) -> None:
-    """In float64, and in float32 those of `rounded`: what differs by family is the same in both.
-
-    Every family once: on ranks that share attention where they can, which share experts as others do.
-    """
-    families = sorted(families)
-    pairs = [(family, torch.float64) for family in families]
-    pairs += [(family, torch.float32) for family in families if family in rounded]
-    plan = "penstock" if world == 2 else "flowmoe"
-    for found in ranks(world).run(all_agreements, world, pairs, plan, tp_size, timeout_s=600):
-        assert max(found.values()) < 1, {name: value for name, value in found.items() if value >= 1}

@@ -96,7 +96,6 @@ def by_all_ways(rank: int, world: int) -> tuple[tuple[str, ...], float]:
     return ways, max(distance(*pair) for each in found for pair in zip(each, found[0], strict=True))
 
 
-@pytest.mark.slow
 def test_a_search_may_let_rows_travel_by_other_ways(ranks: Pools) -> None:
     for ways, furthest in ranks(4).run(by_all_ways, 4):
         assert ways[0] == "flat" and "node_once" in ways

@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from penstock.adapt import FAMILIES
 from penstock.adapt.run import model_of_run, sample_moving_of
 from penstock.data import DataConfig
-from penstock.decision import GradientBytes, PlacementConfig, ScheduleConfig
+from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.families.weights import saved_tensors
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
@@ -280,7 +280,6 @@ ALL = [
 """More pairs of the same families and layouts, for `make soak`."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"), [*CASES, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in ALL)], ids=str
 )
@@ -298,40 +297,6 @@ def test_a_run_trains_as_transformers_does_and_goes_on_on_another_layout(
         assert found == pytest.approx(wanted, rel=LIMIT)
     for found in ranks(then.ranks).run(losses_and_folder, then, start, out, first):
         assert found == pytest.approx(wanted[2:], rel=LIMIT)
-
-
-def planned_and_found(rank: int, cases: list[tuple[Case, Path]]) -> list[tuple[GradientBytes, GradientBytes]]:
-    """The bytes of gradients with which plans reckon, and those of this rank."""
-    found = []
-    for case, start in cases:
-        trained, config = Trained(rank, case, start, start), case.config(start)
-        layout = trained.stack.machinery.layout
-        planned = gradient_bytes(config.model, config.moe, layout, sharded=case.sharded)
-        found.append((planned, trained.stack.gradients.sizes_bytes))
-        trained.stack.close()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "families", [["glm4_moe", "flex_olmo"], pytest.param(OTHERS, marks=pytest.mark.soak)]
-)
-def test_plans_reckon_with_the_gradients_that_ranks_find(
-    ranks: Pools, tmp_path: Path, families: list[str]
-) -> None:
-    """With attention shared and not, with replicas of experts and shards of them."""
-    cases = [
-        (
-            Case(family, 4, tp_size=tp_size, ep_size=2, etp_size=etp_size),
-            folder_of(family, tmp_path / family, **DIVISIBLE),
-        )
-        for family in families
-        for tp_size, etp_size in ((1, 1), (2, 1), (1, 2))
-        if tp_size == 1 or FAMILIES[family].attention is not None
-        if etp_size == 1 or FAMILIES[family].form.narrows
-    ]
-    for pairs in ranks(4).run(planned_and_found, cases):
-        assert len(pairs) == len(cases) and all(planned == found for planned, found in pairs)
 
 
 def losses_of_documents(folder: Path) -> list[float]:
@@ -367,7 +332,6 @@ def losses_of_run(rank: int, case: Case, start: Path, out: Path) -> list[float]:
 SEPARATE = [name for name in OTHERS if FAMILIES[name].separates_documents and name != RANDOM]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -234,7 +234,6 @@ def other_files(rank: int, folder: Path) -> str:
         return error.key
 
 
-@pytest.mark.slow
 def test_ranks_with_other_files_are_told_apart(ranks: Pools, tmp_path: Path, start: Path) -> None:
     for name, changes in (("first", {}), ("second", {"sliding_window": None})):
         (tmp_path / "config" / name).mkdir(parents=True)
@@ -310,7 +309,6 @@ def drawn_next(rank: int, world: int, start: Path, out: Path, tp_size: int) -> t
     return place, torch.get_rng_state()
 
 
-@pytest.mark.slow
 def test_ranks_that_share_attention_draw_alike_wherever_a_run_goes_on(ranks: Pools, tmp_path: Path) -> None:
     start = folder_of("mixtral", tmp_path / "start", attention_dropout=0.3, **DIVISIBLE)
     before = dict(ranks(2).run(drawn_next, 2, start, tmp_path / "out", 1))
@@ -334,7 +332,6 @@ def outside(rank: int, world: int, start: Path) -> str:
     return "called"
 
 
-@pytest.mark.slow
 def test_a_share_of_experts_is_not_taken_for_all_of_them(ranks: Pools, start: Path) -> None:
     assert all("a share of the experts" in each for each in ranks(2).run(outside, 2, start))
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 import penstock
-from tests.support.adapted import Batch, as_torchrun_starts_it, distance, small, without_labels
+from tests.support.adapted import Batch, as_torchrun_starts_it, distance, small
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
@@ -109,12 +109,10 @@ def refuse_on_ranks(rank: int, world: int, folder: str) -> None:
             trained(model, folder, world, optim="adafactor")
 
 
-@pytest.mark.slow
 def test_arguments_with_which_ranks_would_train_otherwise_are_refused(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(refuse_on_ranks, 2, str(tmp_path))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_trainer_trains_as_on_one_process(ranks: Pools, tmp_path: Path, loss: str, world: int) -> None:
@@ -186,7 +184,6 @@ def loop(rank: int, world: int, folder: str) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_loop_of_accelerate_goes_on_from_its_state(ranks: Pools, tmp_path: Path, world: int) -> None:
     wanted = loop(0, 1, str(tmp_path / "one"))
@@ -202,25 +199,3 @@ def test_a_loop_of_accelerate_goes_on_from_its_state(ranks: Pools, tmp_path: Pat
     )
     assert one.keys() == two.keys()
     assert all(distance(two[name], tensor) < 1e-4 for name, tensor in one.items())
-
-
-def draw(rank: int, world: int) -> torch.Tensor:
-    """What this rank samples from its own prompt with a seed of its own."""
-    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe").eval()
-    return sampled(model, rank)
-
-
-def sampled(model: Any, rank: int) -> torch.Tensor:
-    prompt = without_labels(Batch().inputs(rank, rank + 1))["input_ids"][:, : 4 + rank]
-    torch.manual_seed(rank)
-    found: torch.Tensor = model.generate(
-        prompt, max_new_tokens=4 + rank, do_sample=True, top_k=20, top_p=0.9, eos_token_id=None
-    )
-    return found
-
-
-@pytest.mark.slow
-def test_sampled_generation_is_that_of_transformers(ranks: Pools) -> None:
-    whole = small("mixtral").eval()
-    for rank, found in enumerate(ranks(2).run(draw, 2)):
-        assert found.equal(sampled(whole, rank))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config import ConfigError, from_dict
 from penstock.cost import AlphaBeta, ClusterConfig, Span
+from penstock.cost.span import span_of
 from penstock.graph import Lane
-from penstock.mesh import Group
+from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.ops.transfers import Hop
+from penstock.step import StepShape
+from penstock.topology import Layout
+from tests.cost.test_step import workload
 
 UNIT = ClusterConfig(link_latency_s=1.0, link_bytes_per_s=1e3)
 """One second for a round and one for a byte."""
@@ -56,39 +58,9 @@ def test_all_to_all_costs_what_leaves_the_rank(size: int) -> None:
     assert 1e3 * model.beta_s_per_byte == pytest.approx(len(shares) / size)
 
 
-@given(ranks, st.integers(1, 10**12))
-def test_an_all_reduce_moves_twice_what_an_all_to_all_of_the_same_bytes_does(size: int, sent: int) -> None:
-    cluster = ClusterConfig()
-    once, twice = cluster.all_to_all(size).seconds(sent), cluster.all_reduce(size).seconds(sent)
-    assert twice == pytest.approx(2 * once)
-
-
-def test_seconds_are_the_link_s() -> None:
-    cluster = ClusterConfig(link_latency_s=1e-3, link_bytes_per_s=1e6)
-    assert cluster.all_to_all(4).seconds(8e6) == pytest.approx(3e-3 + 6.0)
-    assert cluster.all_reduce(4).seconds(8e6) == pytest.approx(6e-3 + 12.0)
-
-
-@given(st.integers(0, 10**12))
-def test_one_rank_has_nobody_to_send_to(size_bytes: int) -> None:
-    assert ClusterConfig().all_to_all(1).seconds(size_bytes) == 0.0
-    assert ClusterConfig().all_reduce(1).seconds(size_bytes) == 0.0
-
-
 def test_nothing_to_move_costs_nothing() -> None:
     model = AlphaBeta(alpha_s=1.0, beta_s_per_byte=1.0)
     assert (model.seconds(0), model.seconds(1)) == (0.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    "name", [field.name for field in fields(ClusterConfig) if field.name != "link_rate_of"]
-)
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
-def test_every_setting_must_be_positive(name: str, value: float) -> None:
-    if name.startswith("issue_") and value == 0:
-        pytest.skip("0 where every lane has a thread of its own")
-    with pytest.raises(ConfigError, match=rf"{name} = .*: must be .* \(.*\)\. (Use|Nearest)"):
-        from_dict(ClusterConfig, {name: value}, "")
 
 
 # ---- nodes -------------------------------------------------------------------------------------------------
@@ -233,3 +205,62 @@ def test_the_lane_inside_has_its_own_links() -> None:
     assert Hop(Op.DISPATCH_GATHER, Group.NODE).lane is Lane.INTRA
     leg = SHARED.leg("hierarchical_2d", Op.DISPATCH_GATHER, Span.regular(4, 2))
     assert leg.beta_s_per_byte == pytest.approx(0.5 / 15.75e9)
+
+
+# ---- where groups are --------------------------------------------------------------------------------------
+
+
+KINDS = [Group.EXPERT, Group.EXPERT_DATA, Group.WORLD]
+
+
+@given(
+    st.sampled_from(KINDS), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 6])
+)
+def test_spans_are_those_of_the_layout(kind: Axes, ep_size: int, edp: int, node_size: int) -> None:
+    """Also of groups that do not fill whole nodes."""
+    world = ep_size * edp
+    mesh = Layout(world_size=world, ep_size=ep_size, rank=0, node_size=node_size).mesh
+    groups = mesh.groups(kind)
+    span = span_of(mesh, kind, node_size)
+    on = [[rank // node_size for rank in ranks] for ranks in groups]
+    size = len(groups[0])
+    assert span == Span.of(on) and span.ranks == size
+    leaving = max(
+        sum(here != there for nodes in on for here in nodes if here == node for there in nodes) / size
+        for node in range(world)
+    )
+    assert span.leaving == pytest.approx(leaving)
+    assert span.nodes == max(len(set(nodes)) for nodes in on)
+    assert span.crossing == max(
+        sum(node in nodes and len(set(nodes)) > 1 for nodes in on) for node in range(world)
+    )
+
+
+def test_a_regular_group_written_out() -> None:
+    """2 nodes of 3, twice: 3 members send 3/6 of a buffer each abroad, in two groups."""
+    found = Span.regular(2, 3, at_once=2)
+    assert found == Span(ranks=6, nodes=2, most=3, fewest=3, leaving=3.0, crossing=2)
+    assert Span.apart(4) == Span(ranks=4, nodes=4, most=1, fewest=1, leaving=0.75, crossing=1)
+
+
+def test_what_a_workload_says_of_its_groups() -> None:
+    work = workload(StepShape(moe_layers=(True,)))  # 4 ranks, expert groups of 2 over 2 nodes
+    assert work.span(Group.EXPERT) == Span.regular(2, 1)
+    inside = replace(work, node_size=0)
+    assert inside.span(Group.WORLD) == Span.apart(4), "nobody knows nodes"
+    inside = replace(inside, devices_per_node=2)
+    assert inside.span(Group.EXPERT) == Span.of([[0, 0], [1, 1]])
+    assert inside.span(Group.EXPERT_DATA) == Span.regular(2, 1, at_once=2), "both share the card"
+    assert inside.span(Group.WORLD) == Span.regular(2, 2)
+
+
+def test_shards_of_a_node_share_its_card() -> None:
+    """Groups of 4 shards that fill a node each: every one of 4 devices has its like in the others."""
+    whole = workload(StepShape(moe_layers=(True,)), ep_size=4)
+    told = replace(whole, world_size=16, tp_size=4, etp_size=4, node_size=1)
+    work = replace(told, devices_per_node=4)
+    assert work.span(Group.EXPERT) == work.span(Group.DATA) == Span.regular(4, 1, at_once=4)
+    assert work.span(Group.EXPERT_SHARDS) == work.span(Group.WORLD) == Span.regular(4, 4)
+    inside = Span.of([[node] * 4 for node in range(4)])
+    assert work.span(Group.SHARDS) == work.span(Group.TENSOR) == inside
+    assert told.span(Group.EXPERT) == work.span(Group.EXPERT), "places in nodes say how large nodes are"

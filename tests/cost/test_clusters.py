@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,7 +12,16 @@ import pytest
 
 from penstock.config import ConfigError, from_dict
 from penstock.cost import ClusterConfig, ProfiledCluster, Span, StepCost
-from penstock.cost.cluster_file import ClusterFile, Fit, KernelModel, LinkModel, Machine, StepFit, TaskModel
+from penstock.cost.cluster_file import (
+    ClusterFile,
+    Fit,
+    KernelModel,
+    LinkModel,
+    Machine,
+    StepFit,
+    TaskModel,
+    mismatch,
+)
 from penstock.cost.clusters import find_cluster, names
 from penstock.features.build import build_graph
 from penstock.graph import Lane, Phase
@@ -222,6 +229,11 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         ({"jitter": -0.1}, "jitter"),
         ({"slowness": [1.0]}, "slowness"),
         ({"slowness": [1.0, 0.0]}, "slowness"),
+        *(({"slowness": [1.0, value]}, "slowness[1]") for value in (math.inf, math.nan)),
+        # Other work makes no task shorter: bounds are of tasks that run alone.
+        ({"contended_transfers": 0.5}, "contended_transfers"),
+        ({"links": [LINK | {"contended": 0.9}]}, "links[0].contended"),
+        ({"tasks": [TASK | {"contended": 0.0}]}, "tasks[0].contended"),
         ({"memory_bytes": 0}, "memory_bytes"),
         ({"memory_bytes": -1}, "memory_bytes"),
     ],
@@ -275,26 +287,6 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, key: str, value: float) -
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"contended_transfers": 0.5},
-        {"links": [LINK | {"contended": 0.9}]},
-        {"tasks": [TASK | {"contended": 0.0}]},
-    ],
-)
-def test_other_work_makes_no_task_shorter(tmp_path: Path, change: dict[str, object]) -> None:
-    """Bounds are of tasks that run alone: they would be above the times of plans that overlap more."""
-    caught = refusal(tmp_path, change)
-    assert "never makes a task shorter" in caught.why and caught.hint
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_slowness_is_finite(tmp_path: Path, value: float) -> None:
-    caught = refusal(tmp_path, {"slowness": [1.0, value]})
-    assert caught.key.endswith("slowness[1]") and "must be above 0 and at most" in caught.why
-
-
-@pytest.mark.parametrize(
     ("change", "key", "hint"),
     [
         ({"links": [LINK | {"group": "worlds"}]}, "links[0].group", "Nearest: world."),
@@ -322,34 +314,28 @@ def test_every_name_that_a_profile_writes_is_taken() -> None:
         replace(MEASURED.tasks[0], op=op, phase=str(phase))
 
 
-@pytest.mark.slow
-def test_cluster_files_need_no_torch() -> None:
-    program = (
-        "import sys; from penstock.cost.clusters import find_cluster\n"
-        "find_cluster('fsmoe-testbed-b'); assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+# ---- on other machines -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]"])
-def test_what_is_no_file_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "bad.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        find_cluster(str(path))
-    assert str(path) in caught.value.key
+def test_the_machine_it_was_measured_on_fits_on_any_day() -> None:
+    assert mismatch(MEASURED, HERE, ranks=2, nodes=2) is None
+    assert mismatch(MEASURED, replace(HERE, date="2030-01-01"), ranks=2, nodes=2) is None
 
 
-def test_a_file_without_its_name_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bad.json"
-    replace(MEASURED).save(path)
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "name"}))
-    with pytest.raises(ConfigError, match="name: is missing"):
-        find_cluster(str(path))
+@pytest.mark.parametrize("key", ["host", "processor", "device", "python", "torch", "penstock"])
+def test_every_other_fact_is_named(key: str) -> None:
+    text = mismatch(MEASURED, replace(HERE, **{key: "another"}), ranks=2, nodes=2)
+    assert text is not None and f"{key} {getattr(HERE, key)} (here another)" in text
+    assert "penstock profile" in text and "\n" not in text
 
 
-def test_a_file_that_is_not_there_yet_is_one_that_can_be_made() -> None:
-    with pytest.raises(ConfigError, match=r"none\.json: there is no such file\. `penstock profile` measures"):
-        find_cluster("none.json")
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "shown"), [(4, 2, "ranks 2 (here 4)"), (2, 1, "nodes 2 (here 1)")]
+)
+def test_the_layout_is_compared(ranks: int, nodes: int, shown: str) -> None:
+    text = mismatch(MEASURED, HERE, ranks=ranks, nodes=nodes)
+    assert text is not None and shown in text
+
+
+def test_files_written_by_hand_are_never_compared() -> None:
+    assert mismatch(find_cluster("netmoe-a800"), HERE, ranks=2, nodes=2) is None

@@ -11,13 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.cli import main
 from penstock.config import ConfigError, Table
 from penstock.data import Corpus, DataConfig, load_corpora
 from penstock.data.corpus import MIN_TEXT_BYTES, check_one_source
+from penstock.data.order import CYCLE, Dealer, Shuffled
 from penstock.data.prepare import Preparation
 from penstock.data.text import Text, entropy_nats, scan
 from penstock.data.tokenizer import Tokenizer, open_tokenizer
@@ -38,12 +42,6 @@ def whole(corpus: Corpus) -> bytes:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"path": ""},
-        {"batch_per_device": 0},
-        {"held_out_fraction": 0.0},
-        {"held_out_fraction": 0.6},
-        {"held_out_fraction": math.nan},
-        {"suffixes": ()},
         {"suffixes": ("txt",)},
         {"suffixes": (".",)},
         {"mixture": Table({"a": 1, "b": -1})},
@@ -240,3 +238,70 @@ def test_prepared_tokens_are_named_once(tmp_path: Path) -> None:
     assert main(["prepare", str(tmp_path / "text.txt"), "--out", tokens]) == 0
     with pytest.raises(ConfigError, match=r"both have .*tokens"):
         load_corpora(DataConfig(mixture=Table({tokens: 1, f"{tmp_path}/./tokens": 1})))
+
+
+# ---- order -------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 9))
+def test_every_number_stands_in_one_place(count: int, seed: int, epoch: int) -> None:
+    for most_listed in (0, count):
+        found = Shuffled(count, seed, epoch, most_listed=most_listed).at(np.arange(count))
+        assert sorted(found.tolist()) == list(range(count))
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**40))
+def test_a_list_is_the_permutation_that_numpy_draws(count: int, seed: int) -> None:
+    drawn = np.random.Generator(np.random.PCG64((seed, 3))).permutation(np.arange(count, dtype=np.int64))
+    assert Shuffled(count, seed, 3).at(np.arange(count)).tolist() == drawn.tolist()
+
+
+def test_a_computed_order_is_as_random_as_a_drawn_one() -> None:
+    """Where numbers land, and how far neighbours are apart, is uniform: chi-square over 64 cells."""
+    count, cells = 1 << 16, 64
+    found = Shuffled(count, 5, 0, most_listed=0).at(np.arange(count))
+    for values in (found[: count // 4], np.diff(found) % count):
+        seen = np.bincount(values * cells // count, minlength=cells)
+        expected = len(values) / cells
+        assert ((seen - expected) ** 2 / expected).sum() < 120  # one of 100,000 random orders is above
+
+
+def test_epochs_and_seeds_differ_and_repeat() -> None:
+    places = np.arange(1000)
+    orders = [Shuffled(10**12, *seed).at(places).tolist() for seed in ((0, 0), (0, 1), (1, 0), (0, 0))]
+    assert orders[0] == orders[3]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert max(map(max, orders)) < 10**12
+
+
+# ---- mixtures ----------------------------------------------------------------------------------------------
+
+
+shares = st.lists(st.floats(0.01, 1), min_size=1, max_size=6).map(lambda each: [x / sum(each) for x in each])
+
+
+@given(shares, st.integers(0, 2**40), st.data())
+def test_every_text_has_its_share_and_its_samples_are_counted(
+    parts: list[float], seed: int, data: st.DataObject
+) -> None:
+    numbers = np.arange(2 * CYCLE + 100)
+    texts, before = Dealer(parts, seed).deal(numbers)
+    for text, share in enumerate(parts):
+        assert before[texts == text].tolist() == list(range((texts == text).sum()))
+        for cycle in (slice(0, CYCLE), slice(CYCLE, 2 * CYCLE)):
+            assert abs((texts[cycle] == text).sum() - share * CYCLE) <= 1
+    # whatever was asked before, and however many at once
+    some = np.sort(data.draw(st.lists(st.integers(0, numbers.size - 1), min_size=1).map(np.array)))
+    asked = Dealer(parts, seed)
+    for _ in range(2):
+        again, numbered = asked.deal(some)
+        assert (again == texts[some]).all() and (numbered == before[some]).all()
+
+
+@given(shares, st.integers(0, 9), st.data())
+def test_until_one_text_has_no_more(parts: list[float], seed: int, data: st.DataObject) -> None:
+    counts = [data.draw(st.integers(0, 2000)) for _ in parts]
+    count = Dealer(parts, seed).until(counts)
+    texts, before = Dealer(parts, seed).deal(np.arange(count + 1))
+    assert all(before[place] < counts[texts[place]] for place in range(count))
+    assert before[count] == counts[texts[count]]

@@ -26,8 +26,9 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from penstock.config import ConfigError
 from penstock.data import documents as documents_module
+from penstock.data import files as files_module
 from penstock.data import prepare as prepare_module
-from penstock.data.files import files_of
+from penstock.data.files import files_of, parquet_of
 from penstock.data.prepare import Preparation
 from penstock.data.text import TextError
 from penstock.data.tokenizer import Bytes, FileTokenizer, open_tokenizer
@@ -42,7 +43,10 @@ from penstock.data.tokens import (
     write_record,
 )
 from penstock.writing import DRAFT
+from tests.support.hub import hub_of
 from tests.support.killed import left_by_kills
+from tests.support.patience import HANG_S
+from tests.support.runs import refused
 
 DOCUMENTS = [
     f"Water runs downhill, {number} times.\nÄnd “back” up 🌊 {number * number}." for number in range(40)
@@ -422,3 +426,75 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path, suffix: str) -> None
         [sys.executable, "-c", MEASURE, *arguments], check=True, capture_output=True, text=True
     )
     assert int(child.stdout) < GROWTH_BYTES
+
+
+# ---- the hub -----------------------------------------------------------------------------------------------
+
+
+NAME = "someone/stories"
+STORIES = [f"story {number} of several" for number in range(40)]
+
+
+PROGRAM = """
+import os, sys
+import datasets
+from huggingface_hub import constants
+
+from penstock.cli import main
+
+for offline, name, folder in (line.split() for line in sys.stdin):
+    if not os.fork():
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = offline == "offline"
+        os._exit(main(["prepare", name, "--out", folder]))
+    assert os.wait()[1] == 0
+"""
+"""Loads what takes seconds once, for processes that each make tokens of a dataset."""
+
+
+@pytest.mark.slow
+def test_a_dataset_is_read_by_its_name_on_the_hub(tmp_path: Path) -> None:
+    """Afterwards no hub is needed."""
+    folder, named = tmp_path / "data", f"{files_module.PREFIX}{NAME}"
+    folder.mkdir()
+    for split, stories in (("train", STORIES), ("test", STORIES[:3])):
+        lines = [json.dumps({"number": number, "text": text}) for number, text in enumerate(stories)]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    every, few, later = (tmp_path / name for name in ("every", "few", "later"))
+    asked = f"online {named} {every}\nonline {named}?split=test {few}\noffline {named} {later}\n"
+    with hub_of(folder, NAME, "datasets") as address:
+        own = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", PROGRAM]
+        subprocess.run(
+            command,
+            env=os.environ | own,
+            input=asked,
+            text=True,
+            capture_output=True,
+            timeout=HANG_S,
+            check=True,
+        )
+    found = [np.load(out / "tokens-00000.npy").tolist() for out in (every, few, later)]
+    tokens = [
+        [byte for text in stories for byte in (*text.encode(), 255)] for stories in (STORIES, STORIES[:3])
+    ]
+    assert found == [*tokens, tokens[0]]
+
+
+@pytest.mark.parametrize("path", ["", "a/b/c", "someone/stories?rows=3", "?split=train"])
+def test_what_names_no_dataset(path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parquet_of(f"{files_module.PREFIX}{path}")
+    assert caught.value.key == "path" and files_module.FORM in str(caught.value)
+
+
+def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "is_there", lambda module: module != "datasets")
+    with pytest.raises(ConfigError, match="datasets"):
+        parquet_of(f"{files_module.PREFIX}{NAME}")
+
+
+@pytest.mark.slow
+def test_what_the_hub_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here without a network; a name that is none, another split and no connection end alike."""
+    settings = [f"data.path={files_module.PREFIX}{NAME}", f"output.dir={tmp_path / 'run'}"]
+    assert "data.path" in refused(capsys, "train", "configs/tiny.toml", *settings)

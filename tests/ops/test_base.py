@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.cost import ClusterConfig, StepCost
+from penstock.features.build import build_graph
 from penstock.graph import ScheduleError
 from penstock.ops import OPS, Backward, Kind, Op, OpSpec, register, spec_of
 from penstock.ops.gradients import GRADIENT_KINDS
+from penstock.ops.names import AFTER, INPUT, OUTPUT, place_of
 from penstock.ops.transfers import AWAY, HOME, TRANSFERS
-from penstock.step import StepShape
-from tests.cost.test_step import workload
-from tests.steps import lone_task, no_work
+from penstock.step import Sharing, StepShape
+from penstock.step.shape import FORM_TOKENS, ExpertForm
+from tests.steps import no_work
 
 OWN = OpSpec(name="Q8", title="quantise rows", kind=Kind.COMPUTE, work=no_work)
 
@@ -89,8 +90,24 @@ def test_a_collective_with_a_backward_needs_a_transpose() -> None:
         register(replace(OWN, kind=Kind.COLLECTIVE))
 
 
-def test_an_op_that_nobody_registered_has_no_price() -> None:
-    shape = StepShape(moe_layers=(True,))
-    cost = StepCost(shape, workload(shape), ClusterConfig())
-    with pytest.raises(ScheduleError, match="no op is called QQ"):
-        cost(lone_task("L0.QQ.m0.F"))
+# ---- places ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORM_TOKENS)
+@pytest.mark.parametrize("sharing", [Sharing(), Sharing(tp_size=2, etp_size=2)])
+def test_a_step_passes_from_its_input_through_its_layers_to_its_output(
+    sharing: Sharing, form: ExpertForm
+) -> None:
+    shape = StepShape(moe_layers=(True, False), sharing=sharing, expert_form=form, shared_experts=True)
+    tasks = [task for task in build_graph(shape).tasks if task.forward and task.microbatch is not None]
+    places = [place_of(task.op) for task in tasks]
+    assert places == sorted(places, key=lambda place: (place == "output") - (place == "input"))
+    assert {task.layer for task in tasks if task.op in OUTPUT} == {1}
+    first = [place_of(task.op) for task in tasks if task.layer == 0 and place_of(task.op) != "input"]
+    after = first.index("after")
+    assert set(first[after:]) == {"after"} and "beside" in first[:after]
+
+
+def test_no_op_stands_in_two_places() -> None:
+    every = (*INPUT, *OUTPUT, *AFTER)
+    assert len(set(every)) == len(every)

@@ -148,20 +148,6 @@ def test_dict_is_plain_data() -> None:
     assert Schedule.parse(data["schedule_text"], graph).text() == description.schedule_text
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("flow-moe", "Nearest: flowmoe"),
-        ("Sequental", "Nearest: sequential"),
-        ("zzz", "All: sequential, moe_pipeline"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_nearest(name: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match="no such schedule") as error:
-        describe(name)
-    assert hint in str(error.value)
-
-
 @pytest.mark.parametrize("wrong", ["layers", "microbatches", "chunks", "all_reduce_chunks"])
 def test_nothing_is_cut_into_less_than_one_piece(wrong: str) -> None:
     def count(key: str) -> int:

@@ -2,11 +2,24 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from penstock.config import ConfigError
+from penstock.cost.cluster_file import Fit, LinkModel
+from penstock.cost.clusters import find_cluster
+from penstock.decision import Decision
+from penstock.plan import evaluate
 from penstock.report import RunSummary
+from penstock.report.loads import CELL, COLD, EVEN, HOT, NUMBERS, LoadCourse, colours, draw_loads
+from penstock.report.plan import _table
+from penstock.report.profile import draw_profile, link_bandwidth, profile_text
 from penstock.trace.analysis import Straggler
+from tests.cost.test_clusters import MEASURED
+from tests.plan.problems import problem
 
 SUMMARY = RunSummary(
     schedule="flowmoe",
@@ -95,47 +108,33 @@ def test_what_went_wrong_takes_the_place_of_what_says_least() -> None:
     assert len(labels) == 10 and {"stopped", "skipped", "slow ranks", "checkpoint", "report"} <= set(labels)
 
 
-@pytest.mark.parametrize("eval_loss", [3.241, 3.5])
-def test_a_model_no_better_than_byte_frequencies_is_called_that(eval_loss: float) -> None:
-    text = " ".join(replace(SUMMARY, eval_loss=eval_loss).to_text().split())
-    assert f"{eval_loss:.3f} (± 0.042) on unseen text" in text
-    assert "and the model is no better yet" in text
-    assert "learned" not in text
+ALONE = {
+    "processes": 1,
+    "num_local_experts": 8,
+    "steps": 1,
+    "communication_s": 0.0,
+    "exposed_communication_s": 0.0,
+}
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "words", "unsaid"),
     [
-        ({"eval_loss": 3.2}, "the difference is too little to tell"),
-        ({"eval_noise": None}, "one batch is too little to tell"),
+        ({"eval_loss": 3.241}, "3.241 (± 0.042) on unseen text", "learned"),
+        ({"eval_loss": 3.5}, "and the model is no better yet", "learned"),
+        ({"eval_loss": 3.2}, "the difference is too little to tell", ": it has learned"),
+        ({"eval_noise": None}, "one batch is too little to tell", ": it has learned"),
+        ({"eval_loss": float("nan")}, "the training diverged", "learned"),
+        ({"eval_loss": float("inf")}, "the training diverged", "learned"),
+        ({"eval_loss": None}, "not evaluated", "learned"),
+        (ALONE, "8 experts per MoE layer, 1 step on 1 process,", "network"),
     ],
 )
-def test_what_may_be_noise_is_not_called_learning(change: dict[str, float | None], words: str) -> None:
-    text = " ".join(replace(SUMMARY, **change).to_text().split())  # type: ignore[arg-type]  # either field
-    assert words in text and ": it has learned" not in text
-
-
-@pytest.mark.parametrize("eval_loss", [float("nan"), float("inf")])
-def test_a_diverged_run_is_called_that(eval_loss: float) -> None:
-    text = replace(SUMMARY, eval_loss=eval_loss).to_text()
-    assert "the training diverged" in text
-    assert "learned" not in text
-
-
-def test_a_run_without_evaluation_claims_nothing() -> None:
-    text = replace(SUMMARY, eval_loss=None).to_text()
-    assert "not evaluated" in text
-    assert "learned" not in text
-
-
-def test_a_single_process_has_nothing_to_hide() -> None:
-    alone = replace(
-        SUMMARY, processes=1, num_local_experts=8, steps=1, communication_s=0.0, exposed_communication_s=0.0
-    )
-    text = alone.to_text()
-    assert alone.hidden_communication == 1.0
-    assert "network" not in text
-    assert "8 experts per MoE layer, 1 step on 1 process," in text
+def test_no_more_is_claimed_than_is_known(change: dict[str, Any], words: str, unsaid: str) -> None:
+    summary = replace(SUMMARY, **change)
+    text = " ".join(summary.to_text().split())
+    assert words in text and unsaid not in text
+    assert change is not ALONE or summary.hidden_communication == 1.0
 
 
 def test_only_files_that_exist_are_named() -> None:
@@ -163,3 +162,166 @@ def test_dict_is_plain_data() -> None:
         "cluster": None,
         "loads": "runs/first/loads.png",
     }
+
+
+# ---- plans -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "shown"), [(110, True), (60, False)])
+def test_only_columns_that_are_shown_are_explained(width: int, shown: bool) -> None:
+    """In a narrow terminal some are left out."""
+    each = problem()
+    found = [evaluate(each, Decision(schedule=name)) for name in ("flowmoe", "moe_pipeline")]
+    head, *_, legend = _table(found, width, dispatches=False).splitlines()
+    assert ("bound" in head.split()) is shown
+    assert ("bound: lower bound" in legend) is shown
+    assert "chunks: forward/backward" in legend
+
+
+def test_one_plan_is_marked_also_where_another_takes_as_long() -> None:
+    each = problem()
+    found = [evaluate(each, Decision(schedule="moe_pipeline")) for _ in range(2)]
+    _, first, second, _ = _table(found, 110, dispatches=False).splitlines()
+    assert first.startswith("→") and not second.startswith("→") and "+0.0 %" in second
+
+
+# ---- loads -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 20])
+def test_a_picture_is_written_however_many_layers_there_are(tmp_path: Path, layers: int) -> None:
+    loads = np.random.default_rng(0).integers(0, 9, (3, layers, 4))
+    loads[0] = 0
+    path = draw_loads(LoadCourse(tuple(range(layers)), (1, 2, 3), loads), tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_colours_go_from_blue_by_way_of_white_to_orange() -> None:
+    """A quarter of the mean, the mean, four times the mean."""
+    cells = colours(np.array([[1, 4, 16, 0, 0, 3, 4, 4]]))[::CELL, ::CELL]
+    assert [tuple(map(int, cells[0, i])) for i in (0, 1, 2)] == [COLD, EVEN, HOT]
+    assert colours(np.zeros((1, 2), dtype=np.int64)).shape == (CELL, 2 * CELL, 3)
+
+
+def course(steps: int) -> LoadCourse:
+    drawn = np.random.default_rng(1).integers(0, 2**40, (steps, 2, 3))
+    return LoadCourse((1, 4), tuple(range(5, 5 + steps)), drawn)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_loads_are_read_as_they_were_saved(tmp_path: Path, steps: int) -> None:
+    course(2).save(tmp_path)
+    course(steps).save(tmp_path)
+    found = LoadCourse.read(tmp_path / NUMBERS)
+    assert (found.layers, found.steps) == (course(steps).layers, course(steps).steps)
+    assert np.array_equal(found.loads_SYE, course(steps).loads_SYE)
+    assert [each.name for each in tmp_path.iterdir()] == [NUMBERS]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"layers": [1], "steps": [1]},
+        {"layers": [1], "steps": [1, 2], "loads": np.ones((1, 1, 3), dtype=int)},
+        {"layers": [1], "steps": [1], "loads": np.ones((1, 1, 3))},
+        {"layers": [1], "steps": [1], "loads": np.array([None])},
+    ],
+)
+def test_other_arrays_are_refused_with_the_name_of_the_file(tmp_path: Path, arrays: dict[str, Any]) -> None:
+    np.savez(tmp_path / NUMBERS, **arrays)
+    with pytest.raises(ConfigError, match=NUMBERS):
+        LoadCourse.read(tmp_path / NUMBERS)
+
+
+# ---- profiles ----------------------------------------------------------------------------------------------
+
+
+def link(collective: str, ranks: int, op: str = "") -> LinkModel:
+    return LinkModel(
+        collective=collective, group="ep", lane="inter", ranks=ranks, alpha_s=0.0, beta_s_per_byte=1e-8, op=op
+    )
+
+
+@pytest.mark.parametrize(
+    ("collective", "op", "share"),
+    [
+        ("all_to_all", "", 3 / 4),
+        ("all_gather", "", 3 / 4),
+        ("reduce_scatter", "", 3 / 4),
+        ("all_reduce", "", 6 / 4),
+        ("uneven_all_to_all", "", 6 / 5),
+        ("broadcast", "", 3),
+        ("point_to_point", "", 1),
+        ("hierarchical_1d", "DG", 1),
+        ("hierarchical_1d", "D", 1),
+        ("hierarchical_2d", "D", 1 / 2),
+    ],
+)
+def test_bandwidth_is_that_of_the_busiest_link(collective: str, op: str, share: float) -> None:
+    """Of four ranks on two nodes: bytes over that link per byte of the model's argument."""
+    file = replace(MEASURED, nodes=2, ranks_per_node=2, slowness=())
+    assert link_bandwidth(file, link(collective, 4, op)) == pytest.approx(share * 1e8)
+
+
+def test_nothing_crosses_a_link_inside_a_node_of_one_rank() -> None:
+    assert link_bandwidth(MEASURED, link("hierarchical_2d", 2, "DG")) is None
+
+
+def test_groups_that_were_measured_once_share_a_row() -> None:
+    world = replace(MEASURED.links[0], group="world")
+    slower = replace(world, group="rail", alpha_s=1.0)
+    text = profile_text(replace(MEASURED, links=(*MEASURED.links, world, slower)))
+    rows = [line for line in text.splitlines() if "| all_to_all" in line]
+    assert len(rows) == 2 and "ep world" in rows[0] and "rail" in rows[1]
+    assert "100" in rows[0] and "50.0" in rows[0] and "0.990" in rows[0] and "2.0 %" in rows[0]
+
+
+def test_all_parts_are_shown() -> None:
+    text = profile_text(MEASURED)
+    assert text.startswith("measured: 2 ranks on 2 nodes, p, PyTorch 2, 2026-11-21")
+    for shown in ("AT.F", "1.50", "1.10", "copy", "10.0 GB/s", "5.0 %", "rank 1 1.50"):
+        assert shown in text
+    for said in (
+        "transfers take 1.30 times as long during computation as alone; in steps 1.10 times as long as above",
+        "9 real steps took 1.05 times as long as their parts say",
+        "to take 0.95 to 1.05 times their prediction",
+        *MEASURED.doubts,
+    ):
+        assert said in text
+    assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_a_file_written_by_hand_shows_what_it_has() -> None:
+    link = replace(MEASURED.links[0], collective="reduce_scatter", fit=None)
+    text = profile_text(replace(find_cluster("fsmoe-testbed-b"), links=(link,)))
+    assert text.startswith("fsmoe-testbed-b: 32 ranks on 8 nodes\n")
+    assert "reduce_scatter" in text and "kernel" not in text and "FSMoE" in text
+
+
+def test_the_figure_shows_every_line(tmp_path: Path) -> None:
+    path = draw_profile(MEASURED, tmp_path / "new" / "folder")
+    assert path.name == "profile.png" and path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert path.stat().st_size > 5000
+
+
+def test_a_rate_that_explains_nothing_is_not_printed() -> None:
+    noisy = replace(MEASURED.links[0].fit or Fit(r2=0, residual=0, points=()), r2=0.1)
+    file = replace(MEASURED, links=(replace(MEASURED.links[0], fit=noisy),))
+    rate = link_bandwidth(file, file.links[0])
+    assert rate is not None
+    text = profile_text(file)
+    assert f"{rate / 1e6:.1f}" not in text
+    assert "| unknown | 0.100 |" in text.replace("  ", " ")
+    assert "unknown: R2 is below 0.5" in text
+    assert "unknown" not in profile_text(MEASURED)
+
+
+@pytest.mark.parametrize("points", [1, 2, 3])
+def test_two_points_do_not_say_how_well_a_line_fits(points: int) -> None:
+    link = MEASURED.links[0]
+    assert link.fit is not None
+    exact = Fit(r2=1.0, residual=0.0, points=link.fit.points[:points])
+    text = " ".join(profile_text(replace(MEASURED, links=(replace(link, fit=exact),))).split())
+    assert ("| 1.000 | 0.0 % |" in text) is (points == 3)
+    assert ("| unknown | unknown |" in text) is (points < 3)
+    assert ("R2 and residual unknown: fewer than 3 points" in text) is (points < 3)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from statistics import mean
 
 import numpy as np
+import pytest
 from hypothesis import given
 
+from penstock.decision import Decision, GradientBytes
 from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
-from penstock.schedule import Schedule, freeze
+from penstock.ops.gradients import summed
+from penstock.schedule import SCHEDULES, Schedule, StepPlan, freeze, plan_step, unit_cost
 from penstock.step import StepShape
-from penstock.timing import simulate
-from tests.steps import Times, random_seconds, ready_s, seeds, shapes, task_at
+from penstock.step.shape import Updating
+from penstock.timing import iteration_s, simulate
+from tests.steps import SHARED, Times, random_seconds, ready_s, seeds, shapes, task_at
+from tests.support.optimum import shortest_s, small_step
+from tests.support.searching import short_search
 
 Key = Callable[[Task], tuple[int, ...]]
 
@@ -95,3 +102,60 @@ def test_durations_decide_the_order() -> None:
 
     assert chunks_in_the_gap(1.0) == ["L1.AR.p0.B"]
     assert chunks_in_the_gap(1.5) == ["L1.AR.p0.B", "L1.AR.p1.B"]
+
+
+# ---- whole gradients of two layers at a time ---------------------------------------------------------------
+
+
+LAYERS = 5
+BYTES = GradientBytes((4096,) * LAYERS, (4096,) * LAYERS, (1024,) * LAYERS)
+
+
+def planned(name: str, *, releases: bool, edp: bool) -> StepPlan:
+    """A step of that schedule, cut where it can be. Raises ScheduleError for one that deadlocks."""
+    shape = StepShape(
+        moe_layers=(True, True, False, True, True),
+        sharing=SHARED if SCHEDULES[name].expert_form else StepShape(moe_layers=(True,)).sharing,
+        updating=Updating(releases=releases, edp=edp),
+    )
+    choice = Decision(schedule=name, microbatches=2, chunks=2, all_reduce_chunk_bytes=2048)
+    with short_search():
+        return plan_step(choice, shape, BYTES, lambda _: unit_cost)
+
+
+@pytest.mark.parametrize("edp", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_has_an_order(name: str, edp: bool) -> None:
+    plan = planned(name, releases=True, edp=edp)
+    plan.schedule.check(plan.graph)
+    assert any("room" in task.inputs for task in plan.graph.tasks)
+
+
+def test_only_sums_are_moved_and_no_earlier_than_something_waits_for_them() -> None:
+    kept, released = (planned("sequential", releases=each, edp=True) for each in (False, True))
+    for (lane, before), after in zip(
+        kept.schedule.lanes.items(), released.schedule.lanes.values(), strict=True
+    ):
+        names = [[task.name for task in order if not summed(task.op)] for order in (before, after)]
+        assert names[0] == names[1], lane
+    inter = [task.name for task in released.schedule.lanes[Lane.INTER]]
+    first = min(i for i, name in enumerate(inter) if name.layer == 4 and summed(name.op))
+    assert inter[first - 1].layer == 3, "layer 2 is the first that waits"
+
+
+# ---- beside the best that there is -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [8, pytest.param(40, marks=pytest.mark.soak)])
+def test_orders_are_near_the_best_on_small_steps(cases: int) -> None:
+    gaps = []
+    for seed in range(cases):
+        graph, seconds = small_step(seed)
+        found = SCHEDULES["penstock"].order(graph, seconds.__getitem__, Decision(schedule="penstock"))
+        found.check(graph)
+        best_s = shortest_s(graph, seconds)
+        gaps.append(iteration_s(found, graph, seconds.__getitem__) / best_s - 1)
+    assert min(gaps) > -1e-9, "the solver has left something out"
+    assert mean(gaps) < 0.005
+    assert max(gaps) < 0.03

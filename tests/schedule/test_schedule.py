@@ -70,6 +70,7 @@ def test_an_empty_lane_round_trips() -> None:
         ("schedule s\ncompute L0.EM.m0.F", "line 2: expected 'LANE: TASK ...'"),
         ("schedule s\ncompute: L0.EM.m0.F\nnetwork: L0.ST.F", "line 3: expected 'LANE: TASK ...'"),
         ("schedule s\ncompute: L0.EM.m0.F\n\ninter: L0.ST.F", "line 3: expected 'LANE: TASK ...'"),
+        ("schedule s\nnetwork: L0.ST.F", "compute, intra, inter"),
         ("schedule s\ncompute: L0.EM.m0.F L0.EM", "line 2: 'L0.EM' is not a task name"),
         ("schedule s\ncompute: L0.EM.m0.F\ncompute: L0.AT.m0.F", "line 3: lane compute stands twice"),
     ],
@@ -77,11 +78,6 @@ def test_an_empty_lane_round_trips() -> None:
 def test_what_cannot_be_read_is_named(text: str, why: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(why)):
         Schedule.parse(text, example_plan("sequential").graph)
-
-
-def test_an_unknown_lane_is_answered_with_the_lanes_there_are() -> None:
-    with pytest.raises(ScheduleError, match=r"compute.*intra.*inter.*host"):
-        Schedule.parse("schedule s\nnetwork: L0.ST.F", Graph(()))
 
 
 def test_a_name_that_the_graph_lacks_is_refused() -> None:
@@ -114,11 +110,6 @@ def test_two_tasks_swapped_change_the_digest(plan: StepPlan, seed: int) -> None:
     order[at - 1], order[at] = order[at], order[at - 1]
     assume(len(order) > 1)
     assert with_lane(plan.schedule, lane, order).digest != plan.schedule.digest
-
-
-def test_digest_survives_the_text_form() -> None:
-    plan = example_plan("flowmoe")
-    assert Schedule.parse(plan.schedule.text(), plan.graph).digest == plan.schedule.digest
 
 
 # ---- check -------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 
 from penstock.decision import Decision, Partition, Portion, Slot
 from penstock.decision.record import CHUNKS, FIELDS
-from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.ops import Op
@@ -23,16 +22,15 @@ from tests.plan.problems import problem, with_sharing
 from tests.step.support import Rewriting, ancestors
 from tests.steps import (
     SHARED,
-    Times,
     decision,
     example_plan,
     gradients_of,
     overlapping,
     planned,
-    random_seconds,
     ready_s,
     task_at,
 )
+from tests.steps import run_alone as run
 from tests.support.pairwise import pairwise
 
 B = Phase.BACKWARD
@@ -40,19 +38,6 @@ FORMS: tuple[ExpertForm, ...] = ("gather", "s1", "s2", "baseline")
 OWN_FORM = [name for name, system in SCHEDULES.items() if system.expert_form]
 DECIDED = [name for name, system in SCHEDULES.items() if "expert_form" in system.reads]
 LAYERS = {"MoE": (True, True), "mixed": (True, False, True), "dense last": (False, True, False)}
-
-
-def run(name: str, shape: StepShape, seed: int = 0, **decided: Any) -> tuple[StepPlan, Times]:
-    """Plan with random durations, and simulate the plan on one rank with the same durations."""
-    seconds: dict[Task, float] = {}
-
-    def cost_of(cut: StepShape) -> Any:
-        seconds.update(random_seconds(build_graph(cut), seed))
-        return seconds.__getitem__
-
-    plan = planned(name, shape, cost_of, **decided)
-    times = simulate(plan.schedule, plan.graph, seconds.__getitem__).times
-    return plan, {task: (float(when.start[0]), float(when.end[0])) for task, when in times.items()}
 
 
 @pairwise(

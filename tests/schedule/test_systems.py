@@ -6,14 +6,12 @@ import inspect
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.decision import TAIL, Partition, Portion, Slot
-from penstock.features.build import build_graph
 from penstock.graph import Lane, Name, Phase, ScheduleError, Task
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES, StepPlan, cut, plan_step, unit_cost
@@ -23,7 +21,6 @@ from penstock.timing import simulate
 from tests.steps import (
     CUT_INSIDE,
     PICTURE_WIDTH,
-    Times,
     cut_by,
     decision,
     example_plan,
@@ -31,27 +28,14 @@ from tests.steps import (
     of_phase,
     overlapping,
     planned,
-    random_seconds,
     ready_s,
     seeds,
     shapes,
     task_at,
 )
+from tests.steps import run_alone as run
 
 F, B = Phase.FORWARD, Phase.BACKWARD
-
-
-def run(name: str, shape: StepShape, seed: int, **decided: Any) -> tuple[StepPlan, Times]:
-    """Plan with random durations, and simulate the plan on one rank with the same durations."""
-    seconds: dict[Task, float] = {}
-
-    def cost_of(cut: StepShape) -> Any:
-        seconds.update(random_seconds(build_graph(cut), seed))
-        return seconds.__getitem__
-
-    plan = planned(name, shape, cost_of, **decided)
-    times = simulate(plan.schedule, plan.graph, seconds.__getitem__).times
-    return plan, {task: (float(when.start[0]), float(when.end[0])) for task, when in times.items()}
 
 
 def uncut(shape: StepShape) -> StepShape:
@@ -68,12 +52,6 @@ def test_the_docstring_shows_the_schedule(name: str) -> None:
     doc = inspect.getdoc(type(SCHEDULES[name]))
     assert doc is not None
     assert doc.endswith("\n\n" + picture.rstrip("\n"))
-
-
-def test_systems_carry_their_names() -> None:
-    names = ["sequential", "moe_pipeline", "dense_overlap", "lina", "flowmoe", "fsmoe"]
-    names += ["baseline_esp", "parm_s1", "parm_s2", "penstock"]
-    assert [(name, system.name) for name, system in SCHEDULES.items()] == [(name, name) for name in names]
 
 
 degrees = st.integers(1, 4)

@@ -88,18 +88,6 @@ def chain(first: int, second: int, read: str = "L0.D.m0.c0.F") -> Graph:
     )
 
 
-def test_three_chunks_and_two_overlap_as_their_intervals_do() -> None:
-    graph = chain(3, 2).check()
-    assert reads(graph, "L0.X.m0.c0.F") == {"rows": "L0.D.m0.c0.F L0.D.m0.c1.F"}
-    assert reads(graph, "L0.X.m0.c1.F") == {"rows": "L0.D.m0.c1.F L0.D.m0.c2.F"}
-    graph = chain(2, 3).check()
-    assert [reads(graph, f"L0.X.m0.c{i}.F")["rows"] for i in range(3)] == [
-        "L0.D.m0.c0.F",
-        "L0.D.m0.c0.F L0.D.m0.c1.F",
-        "L0.D.m0.c1.F",
-    ]
-
-
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_pieces_meet_exactly_where_they_overlap(first: int, second: int) -> None:
     graph = chain(first, second).check()
@@ -109,13 +97,6 @@ def test_pieces_meet_exactly_where_they_overlap(first: int, second: int) -> None
         assert [name.chunk for name in read] == [
             j for j in range(first) if Fraction(j, first) < mine[1] and mine[0] < Fraction(j + 1, first)
         ]
-
-
-@given(st.integers(1, 12))
-def test_equal_numbers_meet_one_to_one(pieces: int) -> None:
-    graph = chain(pieces, pieces)
-    for i in range(pieces):
-        assert reads(graph, f"L0.X.m0.c{i}.F") == {"rows": f"L0.D.m0.c{i}.F"}
 
 
 def test_what_is_not_cut_meets_every_piece() -> None:

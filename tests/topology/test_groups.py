@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.config import ConfigError
 from penstock.mesh import Axes, Group
-from penstock.topology import Layout, ParallelConfig, lane_groups
+from penstock.topology import Control, Layout, ParallelConfig, find_node_size, lane_groups
 from tests.support.ranks import Pools
 
 
@@ -22,23 +22,6 @@ def layouts(draw: st.DrawFn) -> Layout:
     world_size = ep_size * edp_size
     rank, node_size = draw(st.integers(0, world_size - 1)), draw(st.integers(0, world_size))
     return Layout(world_size=world_size, ep_size=ep_size, rank=rank, node_size=node_size)
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"processes": 0}, "processes"),
-        ({"ep_size": 0}, "ep_size"),
-        ({"ranks_per_node": 0}, "ranks_per_node"),
-        ({"timeout_s": 0.0}, "timeout_s"),
-        ({"timeout_s": float("nan")}, "timeout_s"),
-    ],
-)
-def test_sections_that_cannot_be_used(settings: dict[str, float], key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ParallelConfig(**settings)  # type: ignore[arg-type]  # a table of settings
-    assert caught.value.key == key
-    assert caught.value.hint
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.none() | st.integers(1, 50))
@@ -64,22 +47,6 @@ def test_a_layout_divides_or_the_nearest_one_is_named(
     assert Layout.build(ParallelConfig(ep_size=nearest), world_size, 0, num_experts).ep_size == nearest
     nearer = range(max(1, wanted - abs(wanted - nearest) + 1), wanted + abs(wanted - nearest))
     assert not any(world_size % n == 0 and num_experts % n == 0 for n in nearer)
-
-
-@pytest.mark.parametrize(
-    ("ep_size", "text"),
-    [
-        (
-            3,
-            "parallel.ep_size = 3: must divide the number of ranks (4) and moe.num_experts (6).",
-        ),
-        (None, "moe.num_experts = 6: cannot be shared evenly by 4 ranks. Nearest valid: 8; or"),
-    ],
-)
-def test_the_error_says_what_must_divide(ep_size: int | None, text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Layout.build(ParallelConfig(ep_size=ep_size), 4, 0, 6)
-    assert str(caught.value).startswith(text)
 
 
 @given(layouts())
@@ -177,3 +144,44 @@ def test_what_is_exchanged_inside_nodes_needs_to_know_them(name: str) -> None:
     assert Layout.build(ParallelConfig(**sizes, ranks_per_node=2), 6, 0, 6, node_size=0).node_size == 2
     assert Layout.build(ParallelConfig(**sizes), 6, 0, 6).node_size == 0, "nobody has looked"
     assert Layout.build(ParallelConfig(), 6, 0, 6, node_size=0).node_size == 0
+
+
+# ---- which ranks share a node ------------------------------------------------------------------------------
+
+
+class Told(Control):
+    """A control whose ranks say what their local ranks are."""
+
+    def __init__(self, places: list[int]) -> None:
+        super().__init__(0, 1)
+        self.places = places
+
+    def gather(self, mine: Any, purpose: str) -> list[Any]:
+        del mine, purpose
+        return list(self.places)
+
+
+@pytest.mark.parametrize(
+    ("places", "size"),
+    [
+        ([0], 1),
+        ([0, 1, 2, 3], 4),
+        ([0, 1, 0, 1], 2),
+        ([0, 0, 0], 1),
+        ([0, 1, 0], 0),
+        ([0, 1, 0, 1, 2], 0),
+        ([0, 0, 1, 1], 0),
+        ([1, 0, 1, 0], 0),
+    ],
+)
+def test_equal_runs_of_consecutive_ranks(places: list[int], size: int) -> None:
+    assert find_node_size(Told(places), 0) == size
+
+
+def node_size_here(rank: int, world_size: int, devices: int) -> int:
+    return find_node_size(Control(rank, world_size), rank % devices)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_real_ranks_agree(ranks: Pools, devices: int) -> None:
+    assert ranks(2).run(node_size_here, 2, devices) == [devices, devices]

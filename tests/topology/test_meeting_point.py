@@ -6,8 +6,11 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import pytest
@@ -16,12 +19,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from penstock.topology import CommunicationError, Layout, lane_groups
-from penstock.topology.join import ProcessInfo, join, leave
+from penstock.topology.join import ProcessInfo, join, leave, name_of_attempt
 from penstock.topology.meeting_point import look_at, open_store, within
 from tests.support.patience import HANG_S, outcome_of
 from tests.support.ranks import forking
-
-pytestmark = pytest.mark.slow
 
 SOON_S = 0.5
 CPU = torch.device("cpu")
@@ -73,6 +74,7 @@ def refusal(port: int, rank: int = 1) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_another_program_at_the_port_is_told_apart(
@@ -83,18 +85,21 @@ def test_another_program_at_the_port_is_told_apart(
         assert "program" in refusal(port, rank) and look_at("127.0.0.1", port).kind == "accepts"
 
 
+@pytest.mark.slow
 def test_nothing_at_the_port_is_told_apart(meeting_at: pytest.MonkeyPatch) -> None:
     meeting_at.setenv("MASTER_PORT", "")
     port = free_port()
     assert "no program listens" in refusal(port) and look_at("127.0.0.1", port).kind == "refused"
 
 
+@pytest.mark.slow
 def test_a_name_that_does_not_resolve_is_told_apart(meeting_at: pytest.MonkeyPatch) -> None:
     meeting_at.setenv("MASTER_PORT", "")
     meeting_at.setenv("MASTER_ADDR", "nowhere.invalid")
     assert "does not resolve" in refusal(29500)
 
 
+@pytest.mark.slow
 def test_the_rank_that_has_not_come_is_named(meeting_at: pytest.MonkeyPatch) -> None:
     meeting_at.setenv("MASTER_PORT", "")
     assert "rank 1 has not come" in refusal(free_port(), rank=0)
@@ -107,6 +112,7 @@ def serve_store(pipe: Connection) -> None:
     threading.Event().wait()
 
 
+@pytest.mark.slow
 def test_a_store_that_stops_holds_no_rank(meeting_at: pytest.MonkeyPatch) -> None:
     """A rank that has joined makes groups, and the process that serves the store was stopped by a signal."""
     ours, theirs = forking().Pipe()
@@ -126,9 +132,47 @@ def test_a_store_that_stops_holds_no_rank(meeting_at: pytest.MonkeyPatch) -> Non
         leave()
 
 
+@pytest.mark.slow
 def test_what_ends_in_time_is_handed_on() -> None:
     assert within(HANG_S, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         within(HANG_S, lambda: 1 // 0)
     with closing(socket.create_server(("127.0.0.1", 0))) as nobody, pytest.raises(RuntimeError):
         outcome_of(lambda: open_store("127.0.0.1", nobody.getsockname()[1], SOON_S))
+
+
+# ---- the name of a start -----------------------------------------------------------------------------------
+
+
+# ruff: noqa: TID251 - one rank comes later; the outcome is the same if it does not
+
+
+SOON = timedelta(seconds=HANG_S)
+
+
+def start(store: TCPStore, late: int | None = None) -> list[str]:
+    """Names that three ranks hear, each with a connection of its own; one of them comes later."""
+
+    def join(rank: int) -> str:
+        mine = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
+        time.sleep(0.1 if rank == late else 0)
+        return name_of_attempt(mine, rank, 3, SOON)
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(join, range(3)))
+
+
+def test_every_start_has_a_name_of_its_own() -> None:
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store.set("greeting/1", "of a rank that was killed before it was answered")
+    found = [start(store), start(store, late=2), start(store, late=0)]
+    assert [len(set(names)) for names in found] == [1, 1, 1]
+    assert len({names[0] for names in found}) == 3
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_come_end_the_wait() -> None:
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for rank in (0, 1):
+        with pytest.raises(RuntimeError):
+            name_of_attempt(store, rank, 2, timedelta(seconds=0.2))

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.checkpoint import folder
@@ -18,7 +20,8 @@ from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, 
 from penstock.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from penstock.config import ConfigError, HintWarning
 from penstock.device import Cpu, using
-from penstock.train.checkpoint import Checkpoints
+from penstock.train.checkpoint import Checkpoints, NotFiniteError
+from penstock.train.optimizer import build_adamw, initialise_state
 from tests.support.checkpoints import (
     CASE,
     IDENTITY,
@@ -31,8 +34,9 @@ from tests.support.checkpoints import (
     train,
     trained,
 )
+from tests.support.draws import draws
 from tests.support.killed import left_by_kills
-from tests.support.parity import Case
+from tests.support.parity import Case, stack_of
 from tests.support.ranks import Pools
 
 # ---- the round trip ----------------------------------------------------------------------------------------
@@ -186,26 +190,6 @@ def test_a_save_can_be_given_up(tmp_path: Path) -> None:
     assert run.save(4) == run.newest()
 
 
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_two_ranks_to_one_by_logical_names(ranks: Pools, tmp_path: Path, ep_size: int) -> None:
-    case = replace(CASE, world_size=2, ep_size=ep_size)
-    first, second = ranks(2).run(saved_by, case, tmp_path)
-    whole = bare(0, replace(CASE, seed=5), tmp_path)
-    assert whole.load(tmp_path / "step-00000002") == 2
-    found = state_of(whole)
-    assert [name for name in found if name.endswith("model.layers.1.mlp.experts.w_up.3")]
-    check_equal(found, first | second)
-
-
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_one_rank_to_two(ranks: Pools, tmp_path: Path, ep_size: int) -> None:
-    expected = saved_by(0, CASE, tmp_path)
-    case = replace(CASE, world_size=2, ep_size=ep_size)
-    first, second = ranks(2).run(loaded_by, case, tmp_path / "step-00000002")
-    check_equal(first | second, expected)
-    check_equal(second | first, expected)
-
-
 # ---- which checkpoints there are ---------------------------------------------------------------------------
 
 
@@ -292,21 +276,16 @@ def test_an_identity_that_says_less_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pattern", ["shard-*.safetensors", "model-*.safetensors", "SHA256SUMS", "checkpoint.json"]
 )
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_damaged_file_is_named_by_its_folder(tmp_path: Path, pattern: str, share: float) -> None:
+@pytest.mark.parametrize("share", [None, 0.0, 0.5])
+def test_a_damaged_file_is_named_by_its_folder(tmp_path: Path, pattern: str, share: float | None) -> None:
     run = trained(0, CASE, tmp_path)
     path = run.save(2)
     (damaged,) = path.glob(pattern)
-    damaged.write_bytes(damaged.read_bytes()[: int(damaged.stat().st_size * share)])
+    content = damaged.read_bytes()
+    damaged.unlink()
+    if share is not None:
+        damaged.write_bytes(content[: int(len(content) * share)])
     with pytest.raises(DamagedCheckpointError, match=rf"reading {path} failed"):
-        run.load(path)
-
-
-def test_a_missing_file_is_named_by_its_folder(tmp_path: Path) -> None:
-    run = trained(0, CASE, tmp_path)
-    path = run.save(2)
-    (path / "checkpoint.json").unlink()
-    with pytest.raises(DamagedCheckpointError, match=rf"{path} failed: checkpoint.json cannot be opened"):
         run.load(path)
 
 
@@ -390,3 +369,142 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
         write_sums(path, {**read_sums(path), RECORD: digest_of(path / RECORD)})
         with pytest.raises(CheckpointError, match=rf"is of format {version}, and this version of Penstock"):
             bare(0, CASE, tmp_path).load(path)
+
+
+# ---- what has changed since it was written -----------------------------------------------------------------
+
+
+def flip(path: Path, bit: int) -> None:
+    """Flip one bit of a file, counted over all of it and around."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@draws(30)
+@given(number=st.integers(0, 9), bit=st.integers(0, 1 << 30))
+def test_a_flipped_bit_is_noticed_wherever_it_is(
+    saved_run: tuple[Checkpoints, Path], number: int, bit: int
+) -> None:
+    run, path = saved_run
+    before = state_of(run)
+    files = sorted(path.iterdir())
+    damaged = files[number % len(files)]
+    flip(damaged, bit)
+    try:
+        with pytest.raises(DamagedCheckpointError, match=str(path)):
+            run.load(path)
+    finally:
+        flip(damaged, bit)
+    check_equal(state_of(run), before)
+    assert run.load(path) == 2
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoints, Path]:
+    run = trained(0, CASE, tmp_path_factory.mktemp("saved"))
+    return run, run.save(2)
+
+
+def test_a_list_of_checksums_that_was_cut_is_noticed(tmp_path: Path) -> None:
+    run = trained(0, CASE, tmp_path)
+    path = run.save(2)
+    lines = (path / "SHA256SUMS").read_text().splitlines(keepends=True)
+    for left_out in range(len(lines)):
+        (path / "SHA256SUMS").write_text("".join(lines[:left_out] + lines[left_out + 1 :]))
+        with pytest.raises(DamagedCheckpointError):
+            run.load(path)
+
+
+def test_a_renamed_checkpoint_is_noticed(tmp_path: Path) -> None:
+    run = trained(0, CASE, tmp_path)
+    path = run.save(2).rename(tmp_path / "step-00000005")
+    with pytest.raises(DamagedCheckpointError, match="it holds step 2"):
+        run.load(path)
+
+
+# ---- what is not finite ------------------------------------------------------------------------------------
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["parameter", "exp_avg", "exp_avg_sq", "step"])
+def test_nothing_is_saved_that_is_not_finite(tmp_path: Path, value: float, where: str) -> None:
+    run = trained(0, CASE, tmp_path, keep=1)
+    good = run.save(2)
+    parameter = list(run.stack.model.parameters())[-1]
+    with torch.no_grad():
+        tensor = parameter if where == "parameter" else run.optimizer.state[parameter][where]
+        tensor.view(-1)[-1] = value
+    with pytest.raises(NotFiniteError, match=r"step 3 refused: \S+ on rank 0 is not finite"):
+        run.save(3)
+    assert list(tmp_path.iterdir()) == [good]
+    run.load(good)
+    assert all(parameter.isfinite().all() for parameter in run.stack.parameters())
+
+
+def test_a_model_whose_squares_overflow_is_not_saved(tmp_path: Path) -> None:
+    """Its norms would make zeros of it, with a finite loss, and no gradient could mend it."""
+    run = trained(0, CASE, tmp_path)
+    weight = next(run.stack.model.parameters())
+    with torch.no_grad():
+        weight.fill_(1e18)
+    run.save(3)
+    with torch.no_grad():
+        weight.fill_(1e25)
+    with pytest.raises(NotFiniteError, match="its square is not"):
+        run.save(4)
+
+
+# ---- tied and frozen parameters ----------------------------------------------------------------------------
+
+
+TIED = replace(CASE, model=replace(CASE.model, tie_word_embeddings=True))
+
+
+@pytest.mark.slow
+def test_a_tied_head_comes_back(tmp_path: Path) -> None:
+    first = trained(0, TIED, tmp_path)
+    path = first.save(2)
+    second = trained(0, replace(TIED, seed=5), tmp_path)
+    assert second.load(path) == 2
+    check_equal(state_of(second), state_of(first))
+    model = second.stack.model
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
+    assert train(second, 0, TIED, 2) == train(first, 0, TIED, 2)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "problem"),
+    [
+        (TIED, CASE, "lm_head.weight is missing in it"),
+        (CASE, TIED, r"lm_head.weight\S* exists there and not here"),
+    ],
+)
+def test_tied_and_untied_refuse_each_other(tmp_path: Path, saved: Case, wanted: Case, problem: str) -> None:
+    path = trained(0, saved, tmp_path).save(2)
+    with pytest.raises(ConfigError, match=problem):
+        trained(0, wanted, tmp_path).load(path)
+
+
+def with_frozen_norms(case: Case, folder: Path) -> Checkpoints:
+    stack = stack_of(0, case)
+    for name, parameter in stack.model.named_parameters():
+        parameter.requires_grad_("norm" not in name)
+    optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
+    initialise_state(optimizer)
+    return Checkpoints(folder, stack, optimizer, keep=2, identity=IDENTITY)
+
+
+def test_frozen_parameters_are_saved_without_moments(tmp_path: Path) -> None:
+    first = with_frozen_norms(CASE, tmp_path)
+    train(first, 0, CASE, 2)
+    path = first.save(2)
+    second = with_frozen_norms(replace(CASE, seed=5), tmp_path)
+    assert second.load(path) == 2
+    assert train(second, 0, CASE, 2) == train(first, 0, CASE, 2)
+    saved = dict(first.stack.model.named_parameters())
+    for name, parameter in second.stack.model.named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+    with pytest.raises(ConfigError, match=r"norm.* is missing in it"):
+        trained(0, CASE, tmp_path).load(path)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from math import gcd
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.config import ConfigError, load, to_toml
 from penstock.cost import ClusterConfig
@@ -18,6 +21,7 @@ from penstock.schedule import SCHEDULES
 from penstock.topology import ParallelConfig
 from penstock.train.config import MetricsConfig, OutputConfig, RunConfig, TrainConfig
 from penstock.train.optimizer import OptimizerConfig
+from penstock.train.possible import check_shares
 
 CUTTING = {"flowmoe", "penstock"}
 
@@ -113,23 +117,6 @@ def test_one_sample_is_one_microbatch() -> None:
         assert config.schedule == ScheduleConfig(name=name, microbatches=1)
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_which_schedules_cut_the_batch(name: str) -> None:
-    assert ScheduleConfig(name=name, microbatches=3).reads("microbatches") is (name in CUTTING)
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [(TrainConfig, key, -1) for key in ("steps", "seed", "eval_every", "checkpoint_every", "log_every")]
-    + [(TrainConfig, key, 0) for key in ("steps", "eval_batches", "keep_checkpoints")]
-    + [(OutputConfig, "trace_steps", -1)],
-)
-def test_numbers_out_of_range(section: type, key: str, value: int) -> None:
-    with pytest.raises(ConfigError) as caught:
-        section(**{key: value})
-    assert (caught.value.key, caught.value.value) == (key, value)
-
-
 # ---- saving ------------------------------------------------------------------------------------------------
 
 OTHER = RunConfig(
@@ -150,17 +137,7 @@ OTHER = RunConfig(
 
 @pytest.mark.parametrize("config", [RunConfig(), OTHER, with_preset("flowmoe/bert-large").resolved(4)])
 def test_what_is_saved_is_read_back(tmp_path: Path, config: RunConfig) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(to_toml(config))
-    assert load(RunConfig, path) == config
-
-
-@pytest.mark.parametrize("section", [field.name for field in fields(RunConfig)])
-def test_every_section_is_saved(tmp_path: Path, section: str) -> None:
-    """One section at a time, with other values than its defaults."""
-    other = getattr(OTHER, section)
-    assert other != getattr(RunConfig(), section)
-    config = replace(RunConfig(), **{section: other})
+    assert not [f.name for f in fields(RunConfig) if getattr(OTHER, f.name) == getattr(RunConfig(), f.name)]
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     assert load(RunConfig, path) == config
@@ -186,3 +163,152 @@ TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
 def test_who_names_a_schedule_gets_it(settings: list[str], mode: str) -> None:
     """The ready configuration plans by itself, but not against what is asked for beside it."""
     assert load(RunConfig, TINY, given_schedule(settings)).plan.mode == mode
+
+
+# ---- settings that exclude each other ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "key", "hint"),
+    [
+        (["parallel.tp_size=8"], 8, "tp_size", "4; or model.num_heads=8."),
+        (["parallel.tp_size=3"], 3, "tp_size", "1."),
+        (["parallel.tp_size=4", "model.vocab_size=258"], 4, "tp_size", "2; or model.vocab_size=256"),
+        (["parallel.tp_size=4", "model.vocab_size=259"], 4, "tp_size", "1; or model.vocab_size=260"),
+        (
+            ["parallel.tp_size=4", "model.moe_layers=[0]", "model.ffn_hidden_size=6"],
+            4,
+            "tp_size",
+            "2; or model.ffn",
+        ),
+        (["parallel.tp_size=4", "model.seq_len=3"], 4, "tp_size", "2."),
+        (
+            ["parallel.etp_size=4", "moe.moe_ffn_hidden_size=6"],
+            8,
+            "etp_size",
+            "2; or moe.moe_ffn_hidden_size=4.",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_refused(settings: list[str], ranks: int, key: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, None, settings).resolved(ranks)
+    assert caught.value.key == f"parallel.{key}" and caught.value.hint.startswith(f"Nearest valid: {hint}")
+
+
+def test_what_is_not_there_is_not_cut() -> None:
+    """The width of dense layers where all layers have experts."""
+    check_shares(ModelConfig(ffn_hidden_size=6), MoEConfig(), ParallelConfig(tp_size=4, etp_size=4), 4)
+
+
+def test_a_presets_sizes_count_and_not_the_defaults() -> None:
+    config = RunConfig(model=ModelConfig(preset="flowmoe/bert-large"), parallel=ParallelConfig(tp_size=8))
+    assert config.resolved(8).model.num_heads % 8 == 0
+    with pytest.raises(ConfigError, match=r"model\.num_heads"):
+        replace(config, model=ModelConfig(preset="flowmoe/bert-large", num_heads=2)).resolved(8)
+
+
+@given(
+    heads=st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
+    vocab=st.integers(256, 300),
+    width=st.integers(1, 24),
+    tp=st.integers(1, 12),
+    ranks=st.integers(1, 12),
+)
+def test_the_proposed_size_is_accepted(heads: int, vocab: int, width: int, tp: int, ranks: int) -> None:
+    small = ModelConfig(num_layers=2, moe_layers=(0,), seq_len=5, hidden_size=24, head_dim=2)
+    model = replace(small, num_heads=heads, vocab_size=vocab, ffn_hidden_size=width)
+    fits = gcd(heads, vocab, width) % tp == 0 and tp <= 5
+    try:
+        check_shares(model, MoEConfig(), ParallelConfig(tp_size=tp), ranks)
+    except ConfigError as error:
+        assert not fits
+        nearest = int(error.hint.removeprefix("Nearest valid: ").partition(";")[0].rstrip("."))
+        check_shares(model, MoEConfig(), ParallelConfig(tp_size=nearest), ranks)
+        assert ranks % nearest == 0
+    else:
+        assert fits
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "key"),
+    [
+        (["placement.solver=kuhn_munkres"], 2, "solver"),
+        (["placement.prediction=none", "placement.samples=none"], 2, "prediction"),
+        (["placement.replica_slots=2"], 2, "replica_slots"),
+        (["placement.split=exact"], 2, "split"),
+        (["placement.every=3", "placement.experts=none", "plan.mode=auto"], 2, "every"),
+        (["placement.experts=planned", "parallel.ep_size=1"], 2, "experts"),
+        (["placement.samples=netmoe"], 1, "samples"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(settings: list[str], ranks: int, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, None, settings).resolved(ranks)
+    assert caught.value.key == f"placement.{key}"
+
+
+@pytest.mark.parametrize(
+    ("moves", "beside", "instead"),
+    [
+        ("experts=shadowing", ["schedule.name=baseline_esp", "parallel.tp_size=2"], "schedule.name=flowmoe"),
+        ("experts=planned", ["schedule.expert_form=s2", "parallel.tp_size=2"], "schedule.expert_form=gather"),
+        ("samples=netmoe", ["schedule.name=parm_s1", "parallel.tp_size=2"], "schedule.name="),
+        ("samples=netmoe", ["schedule.expert_form=s1", "parallel.etp_size=2"], "schedule.expert_form=gather"),
+        ("samples=netmoe", ["moe.capacity_factor=1.5"], ""),
+        ("experts=planned", ["moe.capacity_factor=1.5", "plan.mode=auto"], "dropless routing"),
+        ("experts=planned", ["moe.gate=soft"], ""),
+        ("samples=netmoe", ["moe.one_copy_per_rank=true"], ""),
+        ("samples=netmoe", ["moe.bound_factor=2"], "moe.bound_factor=none"),
+        ("experts=planned", ["moe.bound_factor=2"], "moe.bound_factor=none"),
+        ("samples=netmoe", ["moe.aux_loss_group=microbatch"], "moe.aux_loss_group=global"),
+    ],
+)
+def test_what_a_step_cannot_move_is_refused_before_it_starts(
+    moves: str, beside: list[str], instead: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, None, [f"placement.{moves}", *beside]).resolved(4)
+    assert caught.value.key == f"placement.{moves.partition('=')[0]}"
+    assert (
+        beside[0].replace("=true", "").partition("=")[0] in caught.value.why and instead in caught.value.hint
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["placement.samples=netmoe", "schedule.name=parm_s1"],
+        ["placement.experts=planned", "schedule.name=parm_s1", "parallel.tp_size=2"],
+        ["placement.experts=planned", "schedule.name=baseline_esp", "parallel.etp_size=2"],
+        ["placement.samples=netmoe", "placement.experts=planned", "parallel.tp_size=2"],
+    ],
+)
+def test_what_a_step_can_move_is_taken(settings: list[str]) -> None:
+    config = load(RunConfig, None, settings)
+    assert config.resolved(4) == config
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["placement.samples=netmoe", "placement.solver=kuhn_munkres"],
+        ["placement.experts=planned", "placement.replica_slots=2", "placement.every=3"],
+        ["placement.replica_slots=2", "placement.prediction=none", "plan.mode=auto"],
+        [
+            "placement.replica_slots=2",
+            "parallel.ep_size=1",
+            "placement.samples=netmoe",
+            "plan.mode=replay",
+            "plan.file=p.json",
+        ],
+    ],
+)
+def test_what_may_count_is_taken(settings: list[str]) -> None:
+    assert load(RunConfig, None, settings).resolved(2).placement.replica_slots in (1, 2)
+
+
+def test_rounding_that_nothing_chooses_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'plan\.comm_dtype = "auto": .*searched.*moe\.comm_dtype'):
+        load(RunConfig, None, ["plan.comm_dtype=auto"])
+    assert load(RunConfig, None, ["plan.comm_dtype=auto", "plan.mode=auto"]).plan.comm_dtype == "auto"

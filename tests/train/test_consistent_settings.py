@@ -13,7 +13,6 @@ from penstock.train.config import RunConfig, check_same_settings
 from tests.support.forked import run_forked
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
-from tests.support.training import Told, folder_of, train_on
 
 pytestmark = pytest.mark.slow
 
@@ -56,18 +55,6 @@ def test_places_on_a_machine_may_differ(ranks: Pools, own: list[str]) -> None:
 def test_mixtures_may_lie_elsewhere_on_every_machine(ranks: Pools) -> None:
     told = ranks(2).run(compare, [["data.mixture./a/x=1"], ["data.mixture./b/x=1"]])
     assert told == [None, None]
-
-
-def train(rank: int, folder: Path, overrides: list[list[str]]) -> Told:
-    return train_on(rank, len(overrides), folder, overrides[rank], None)
-
-
-def test_nothing_is_trained_with_different_settings(ranks: Pools, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, "run", 2)
-    rates = [[f"optimizer.lr={rate}", "train.steps=2"] for rate in (0.01, 0.001)]
-    told = ranks(2).run(train, folder, rates)
-    assert [each.refused[0] for each in told] == ["optimizer.lr"] * 2
-    assert not any(each.plans for each in told)
 
 
 def enter(rank: int, rates: list[float]) -> str | None:

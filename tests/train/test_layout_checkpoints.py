@@ -29,7 +29,6 @@ from tests.support.checkpoints import (
     bare,
     check_equal,
     parts_in,
-    saved_with_little_room,
     state_of,
     train,
     trained,
@@ -275,13 +274,6 @@ def test_a_damaged_file_is_refused_on_all_ranks(
 # ---- what fails on one rank --------------------------------------------------------------------------------
 
 SHARED = World(4, 2, 2, 2)
-
-
-@pytest.mark.parametrize("full", range(4))
-def test_no_room_on_one_rank_ends_the_save_on_all(ranks: Pools, tmp_path: Path, full: int) -> None:
-    errors = ranks(4).run(saved_with_little_room, SHARED.case, tmp_path, full)
-    assert all(error.startswith("saving the checkpoint of step 3 failed") for error in errors), errors
-    assert complete_checkpoints(tmp_path) == []
 
 
 def not_finite(rank: int, case: Case, folder: Path, name: str, only: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,20 @@ from hypothesis import strategies as st
 
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import EMPTY, ExpertPlacement, Replication
-from penstock.train.measuring import RowsOfReplicas, figures_of, max_over_mean, rank_loads, relative_entropy
+from penstock.train.measuring import (
+    RowsOfReplicas,
+    _joined,
+    figures_of,
+    load_figures,
+    max_over_mean,
+    rank_loads,
+    relative_entropy,
+)
+from tests.runtime.features.expert_replicas.test_moving import small
+from tests.support.cases import ROUTINGS, hosting_case
+from tests.support.parity import Case, batch_of
+from tests.support.ranks import Pools
+from tests.support.replicas import RandomReplicas, stack_with_replicas
 
 
 def figures(*given: Any, **named: Any) -> SimpleNamespace:
@@ -114,3 +128,51 @@ def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
     found = figures(loads, [placement], mesh, 4, replica_rows=hosted)
     assert found.rows_crossing_nodes is not None and found.rows_crossing_nodes[0] <= away / loads.sum()
     assert hosted.rows_PY.sum() == ranks.sum()
+
+
+# ---- found by all ranks together ---------------------------------------------------------------------------
+
+
+def measured(rank: int, case: Case) -> tuple[Any, ...]:
+    """Of the second step: its loads, what this rank's group hosted, and two metrics."""
+    stack = stack_with_replicas(rank, case, RandomReplicas(moving=small(2, "least_loaded")))
+    tokens, labels = batch_of(case)
+    mine = case.mine(rank)
+    for _ in range(2):
+        stack(tokens[mine], labels[mine]).backward()
+    found = load_figures(stack)
+    figures = found["rank_rows_max_over_mean"], found["rows_crossing_nodes"]
+    return stack.loads[-1], stack.loads.replications, figures
+
+
+def test_replicas_of_all_expert_groups_count(ranks: Pools) -> None:
+    """Two groups of two ranks; the second has more rows, and other replicas."""
+    case = replace(hosting_case(4, ROUTINGS[0], "flowmoe"), ep_size=2, node_size=1, batches=(2, 1, 4, 5))
+    found, mesh = ranks(4).run(measured, case), Mesh(world_size=4, ep_size=2)
+    loads, replications, figures = found[0]
+    assert all(each[2] == figures for each in found)
+    assert replications != found[2][1]
+    groups = [RowsOfReplicas.of_group(loads, found[first][1], mesh, 1, first) for first in (0, 2)]
+    assert all((group.rows_PY.sum(axis=1) > 0).sum() == 2 for group in groups), "each knows its own"
+    together = RowsOfReplicas.joined([groups[rank // 2].share(mesh, rank) for rank in range(4)])
+    assert together.rows_PY.sum() == loads.sum()
+    crossing = together.away_Y / loads.sum(axis=(0, 2))
+    assert figures == (tuple(max_over_mean(together.rows_PY.T)), tuple(crossing))
+
+
+# ---- routing of every sample -------------------------------------------------------------------------------
+
+
+ONE, TWO = np.array([[1, 0]]), np.array([[0, 2]])
+
+
+def test_samples_that_move_between_layers_keep_their_numbers() -> None:
+    """Two ranks with a sample each, which they exchange between two layers."""
+    first = [(np.array([7]), ONE), (np.array([3]), TWO)]
+    second = [(np.array([3]), TWO), (np.array([7]), ONE)]
+    assert _joined([first, second]).tolist() == [[[1, 0], [1, 0]], [[0, 2], [0, 2]]]
+
+
+def test_parts_of_a_sample_on_several_ranks_are_added() -> None:
+    shared = [[(np.array([7]), ONE)], [(np.array([7]), TWO)]]
+    assert _joined(shared).tolist() == [[[1, 2]]]

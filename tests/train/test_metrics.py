@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
+import tracemalloc
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -16,15 +20,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config import ConfigError, load
+from penstock.train.config import RunConfig
+from penstock.train.history import TYPICAL, History
 from penstock.train.metrics import (
+    ID_FILE,
     JsonLines,
     MetricsWriter,
     StepMetrics,
     TensorBoard,
     WeightsAndBiases,
+    _id_in,
     read_metrics,
 )
 from tests.support.metrics import EXAMPLE, step
+from tests.support.metrics import step as step_metrics
+from tests.support.runs import refused, write_config
 
 LAYERS = (1, 3)
 """Numbers of the layers that have experts."""
@@ -222,3 +233,89 @@ def test_another_place_gets_the_same_curves_by_step() -> None:
     assert picture == {"step": 1, "moe/loads": (16, 24, 3)}, "layers x experts, drawn in some steps"
     assert second["step"] == 2
     assert noted.finished == 1
+
+
+# ---- what is kept of the steps of a run --------------------------------------------------------------------
+
+
+def test_first_last_and_skipped_steps() -> None:
+    history = History()
+    steps = [replace(step_metrics(n), loss=float(n), skipped=n in (1, 4) or None) for n in range(1, 5)]
+    for each in steps:
+        history.add(each)
+    assert (history.first, history.last_applied, history.last) == (steps[1], steps[2], steps[3])
+    assert history.skipped == 2
+
+
+def test_medians_leave_the_first_steps_out_and_mean_layers() -> None:
+    history = History()
+    layers = [(1.0, 3.0), (5.0, 5.0), (2.0, 2.0), None, (1.0, 2.0), (4.0, 6.0)]
+    for number, each in enumerate(layers):
+        history.add(replace(step_metrics(number + 1), iteration_s=float(number), loads_in_common=each))
+    assert history.typical("iteration_s") == median([2, 3, 4, 5])
+    assert history.typical("loads_in_common") == median([2, fmean((1, 2)), 5])
+    assert history.typical("rows_crossing_nodes") is None
+
+
+def test_a_short_run_counts_all_its_steps() -> None:
+    history = History()
+    history.add(replace(step_metrics(1), iteration_s=3.0))
+    assert history.typical("iteration_s") == 3.0
+
+
+@pytest.mark.slow
+def test_a_long_run_takes_some_bytes_per_step() -> None:
+    """Steps of a model with 24 MoE layers; as they come from a step, each takes kilobytes."""
+
+    def metrics(number: int) -> StepMetrics:
+        layers = tuple(float(number + layer) for layer in range(24))
+        return replace(step_metrics(number), loads_in_common=layers, rows_crossing_nodes=layers)
+
+    history, steps = History(), 3000
+    tracemalloc.start()
+    try:
+        for number in range(1, steps + 1):
+            history.add(metrics(number))
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 2 * 8 * len(TYPICAL) * steps
+
+
+# ---- Weights & Biases --------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="the package is installed here")
+@pytest.mark.parametrize("mode", ["true", "offline"])
+def test_a_missing_package_is_said_before_anything_starts(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "train", write_config(tmp_path), f"metrics.wandb={mode}")
+    assert said.startswith("penstock: metrics.wandb = ") and "pip install 'penstock[wandb]'" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_it_is_off_unless_it_is_asked_for(tmp_path: Path) -> None:
+    assert load(RunConfig, write_config(tmp_path), []).metrics.wandb is False
+
+
+def test_a_run_that_resumes_keeps_its_number(tmp_path: Path) -> None:
+    first = _id_in(tmp_path, resumes=False)
+    assert _id_in(tmp_path, resumes=True) == first
+    second = _id_in(tmp_path, resumes=False)
+    assert second != first and (tmp_path / ID_FILE).read_text() == f"{second}\n"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "large"])
+def test_a_number_comes_from_no_other_file(tmp_path: Path, kind: str) -> None:
+    """It is sent to a server: a link could lead to what nobody else is to read."""
+    (tmp_path / "mine").write_text("a secret")
+    if kind == "link":
+        (tmp_path / ID_FILE).symlink_to(tmp_path / "mine")
+    elif kind == "pipe":
+        os.mkfifo(tmp_path / ID_FILE)
+    else:
+        (tmp_path / ID_FILE).write_text("x" * 100_000)
+    with pytest.raises(ConfigError) as caught:
+        _id_in(tmp_path, resumes=True)
+    assert caught.value.key == str(tmp_path / ID_FILE)

@@ -260,12 +260,6 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path, below: str) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_folder_nobody_may_write_to_is_refused() -> None:
-    """Not even the superuser makes a folder in /proc."""
-    with pytest.raises(ConfigError, match=r"output\.dir.*cannot be written to"):
-        OutputFolder(Path("/proc/penstock-run"), keep=False).__enter__()
-
-
 def test_a_kill_leaves_some_configuration(tmp_path: Path) -> None:
     (folder := tmp_path / "run").mkdir()
     keep_config(folder, "a = 1\n", 0)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import io
+import logging
 import os
 import pty
 import re
 import struct
 import sys
 import termios
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from penstock.train import logs
+from penstock.train.logs import RankLog, show, telling
 from penstock.train.progress import Progress, describe
 from tests.support.metrics import step
 
@@ -28,19 +33,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_step_in_words() -> None:
-    words = describe(step(3, eval_loss=2.75), 72.4, 100)
-    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  network hidden 93 %  eta 0:01:12"
-
-
-def test_a_step_in_words_stays_within_its_width() -> None:
-    words = describe(step(3, eval_loss=2.75), 72.4, 70)
-    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  eta 0:01:12"
-
-
-def test_one_process_has_no_network() -> None:
-    words = describe(replace(step(3), communication_s=0.0, exposed_communication_s=0.0), 72.4, 100)
-    assert words == "loss 2.500  12,346 tokens/s  eta 0:01:12"
+@pytest.mark.parametrize(
+    ("change", "width", "words"),
+    [
+        ({"eval_loss": 2.75}, 100, "held-out loss 2.750  12,346 tokens/s  network hidden 93 %  eta 0:01:12"),
+        ({"eval_loss": 2.75}, 70, "held-out loss 2.750  12,346 tokens/s  eta 0:01:12"),
+        ({"communication_s": 0.0, "exposed_communication_s": 0.0}, 100, "12,346 tokens/s  eta 0:01:12"),
+    ],
+)
+def test_a_step_in_words_stays_within_its_width(change: dict[str, float], width: int, words: str) -> None:
+    """One process has no network."""
+    assert describe(replace(step(3), **change), 72.4, width) == f"loss 2.500  {words}"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
@@ -143,3 +146,105 @@ def test_a_run_goes_on_where_nothing_more_can_be_shown(lost: str) -> None:
             os._exit(0)
         os._exit(1)
     assert os.waitpid(process, 0)[1] == 0
+
+
+# ---- where lines go ----------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("penstock.somewhere")
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (\w+) penstock\.somewhere: (.*)")
+
+
+@pytest.fixture
+def shown() -> Iterator[list[str]]:
+    """What the terminal shows; nothing shows anything afterwards."""
+    before, found = list(logs.PACKAGE.handlers), list[str]()
+    show(found.append)
+    yield found
+    logs.PACKAGE.handlers[:] = before
+
+
+def lines(path: Path) -> list[tuple[str, str]]:
+    found = [LINE.fullmatch(line) for line in path.read_text().splitlines()]
+    return [(each[1], each[2]) for each in found if each]
+
+
+def test_the_terminal_shows_decisions_and_the_file_has_everything_with_times(
+    tmp_path: Path, shown: list[str]
+) -> None:
+    with RankLog(3) as log:
+        logger.info("before there is a folder")
+        log.open(tmp_path)
+        logger.debug("a measurement of 100 %")
+        logger.warning("another cluster")
+        logger.error("the end")
+    logger.info("later")
+    assert shown == ["before there is a folder", "warning: another cluster", "later"]
+    assert lines(tmp_path / "logs" / "rank-00003.log") == [
+        ("INFO", "before there is a folder"),
+        ("DEBUG", "a measurement of 100 %"),
+        ("WARNING", "another cluster"),
+        ("ERROR", "the end"),
+    ]
+
+
+def test_only_the_last_to_show_shows_but_all_that_are_told_hear(shown: list[str]) -> None:
+    second, told = list[str](), list[str]()
+    with telling(told.append):
+        logger.debug("a round")
+        show(second.append)
+        logger.info("a plan")
+    logger.info("a step")
+    assert (shown, second, told) == ([], ["a plan", "a step"], ["a round", "a plan"])
+
+
+@pytest.mark.usefixtures("shown")
+def test_a_run_that_goes_on_adds_to_its_file(tmp_path: Path) -> None:
+    for number in range(2):
+        with RankLog(0) as log:
+            log.open(tmp_path)
+            logger.info(f"start {number}")
+    assert [line for _, line in lines(tmp_path / "logs" / "rank-00000.log")] == ["start 0", "start 1"]
+
+
+@pytest.mark.usefixtures("shown")
+def test_a_file_grows_to_its_limit_and_the_one_before_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "MOST_BYTES", 1000)
+    with RankLog(0) as log:
+        log.open(tmp_path)
+        for number in range(100):
+            logger.info(f"line {number}")
+    files = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    assert files == ["rank-00000.log", "rank-00000.log.1"]
+    kept = [line for name in reversed(files) for _, line in lines(tmp_path / "logs" / name)]
+    assert kept == [f"line {number}" for number in range(100 - len(kept), 100)]
+    assert all((tmp_path / "logs" / name).stat().st_size <= 1000 for name in files)
+
+
+@pytest.mark.usefixtures("shown")
+def test_a_file_that_is_taken_away_is_begun_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with RankLog(0) as log:
+        log.open(folder)
+        logger.info("first")
+        folder.rename(tmp_path / "elsewhere")
+        logger.info("second")
+    assert [line for _, line in lines(folder / "logs" / "rank-00000.log")] == ["second"]
+
+
+def test_a_file_that_cannot_be_written_is_named_once_and_ends_nothing(
+    tmp_path: Path, shown: list[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "mine").write_text("as it was")
+    (tmp_path / "logs" / "rank-00000.log").symlink_to(tmp_path / "mine")
+    with RankLog(0) as log:
+        log.open(tmp_path)
+        for number in range(3):
+            logger.info(f"line {number}")
+    warnings = [line for line in shown if line.startswith("warning: ")]
+    assert len(warnings) == 1 and str(tmp_path / "logs" / "rank-00000.log") in warnings[0]
+    assert [line for line in shown if line not in warnings] == ["line 0", "line 1", "line 2"]
+    assert (tmp_path / "mine").read_text() == "as it was"

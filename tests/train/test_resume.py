@@ -248,7 +248,7 @@ MANY = ("schedule.name=penstock", "schedule.microbatches=4", "data.batch_per_dev
     [
         pytest.param("fixed", (), marks=pytest.mark.soak),
         ("auto", ()),
-        ("fixed", ("moe.bound_factor=1.5", "train.eval_every=3")),
+        ("fixed", ("moe.bound_factor=1.5", "train.eval_every=3", "model.dropout=0.1")),
     ],
 )
 def test_the_very_same_losses_where_the_plan_is_continued(

@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from penstock.topology.join import ALONE
 from penstock.train.batches import Batch
 from penstock.train.config import RunConfig
 from penstock.train.logs import show
+from penstock.train.measuring import evaluate
 from penstock.train.metrics import StepMetrics, read_metrics
 from penstock.train.output import OutputError, OutputFolder
 from penstock.train.trainer import Trainer
@@ -273,19 +275,6 @@ def test_a_longer_trace(tmp_path: Path) -> None:
 # ---- going on ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("flowmoe", marks=pytest.mark.soak), "penstock"])
-def test_a_continued_run_has_the_same_bits(tmp_path: Path, schedule: str) -> None:
-    """Metrics behind the checkpoint are dropped and made again; the order may be frozen at another step."""
-    settings = (f"schedule.name={schedule}", "train.checkpoint_every=3", "train.steps=8", "model.dropout=0.1")
-    whole = run(tmp_path, *settings)
-    expected = [(m.step, m.loss, m.grad_norm, m.learning_rate) for m in metrics(tmp_path)]
-    remove_checkpoint(tmp_path, 8)
-    again = run(tmp_path, *settings, "train.resume=true")
-    assert [(m.step, m.loss, m.grad_norm, m.learning_rate) for m in metrics(tmp_path)] == expected
-    assert (again.steps, again.eval_loss) == (whole.steps, whole.eval_loss)
-    assert not (tmp_path / "run.1").exists()
-
-
 def test_resume_without_a_checkpoint_starts_anew_only_when_asked_to(tmp_path: Path) -> None:
     run(tmp_path)
     remove_checkpoint(tmp_path, 6)
@@ -509,3 +498,17 @@ def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyte
 def test_a_folder_that_cannot_be_written_to_is_found_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'output\.dir = "/proc/x"'):
         trainer(tmp_path, "output.dir=/proc/x")
+
+
+@pytest.mark.usefixtures("joined")
+def test_a_batch_without_a_label_does_not_count(tmp_path: Path) -> None:
+    """As of documents of one token each, where they are kept apart."""
+    run = trainer(tmp_path)
+    (some,) = run.source.stream.held_out_batches(1)
+    none = replace(some, labels_BL=torch.full_like(some.labels_BL, -100))
+    expected = evaluate(run.stack, [some])
+    found = evaluate(run.stack, [some, none])
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.noise is None
+    with pytest.raises(ConfigError, match="no token is to be predicted in 2 batches of held-out text"):
+        evaluate(run.stack, [none, none])

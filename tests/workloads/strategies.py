@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
@@ -122,6 +121,3 @@ def steps(draw: st.DrawFn, *, capacity: bool | None = None) -> tuple[StepShape, 
     )
     batch = routing_sizes(work, sum(shape.moe_layers))
     return shape, work, draw(routings_of(batch))
-
-
-NOWHERE = Path("no such folder") / "routing.jsonl"

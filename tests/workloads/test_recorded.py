@@ -28,7 +28,7 @@ from penstock.workloads import (
 from penstock.workloads.recorded import recorded_routing
 from tests.lab.virtual.test_stack import case_of
 from tests.support.parity import Case, batch_of, stack_of
-from tests.workloads.strategies import NOWHERE, recordings, sizes
+from tests.workloads.strategies import recordings, sizes
 
 MODEL = RecordedModel(moe_layers=2, num_experts=3, top_k=1)
 LOADS = [[1, 2, 3], [6, 0, 0]]
@@ -195,11 +195,6 @@ def test_a_wrong_file_names_its_line(tmp_path: Path, lines: list[str], message: 
         read_recording(path)
     assert str(caught.value).startswith(f"recorded = {json.dumps(str(path))}: {message}")
     assert caught.value.hint
-
-
-def test_a_missing_file() -> None:
-    with pytest.raises(ConfigError, match="there is no such file"):
-        read_recording(NOWHERE)
 
 
 def batch(moe_layers: int, num_experts: int, top_k: int) -> RoutingSizes:

@@ -107,11 +107,10 @@ def _change(module: nn.Module, own: dict[str, Any]) -> None:
 
 def _around(kind: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method of this name for a class below `kind`."""
-    plain = getattr(kind, name)
 
-    @wraps(plain)
+    @wraps(getattr(kind, name))
     def method(self: Any, *given: Any, **named: Any) -> Any:
-        return own(plain, self, *given, **named)
+        return own(getattr(kind, name), self, *given, **named)  # as it is now: others may change the class
 
     # The marker does not load the compiler, which would look into the whole schedule.
     return _disable_dynamo(method) if name == "forward" else method

@@ -11,7 +11,7 @@ counts.
 One microbatch in one layer, on one of 1,024 ranks with one expert each, nodes of 8, with 4 slices and chunks
 of one and of two: 0.7 ms and 1.0 MB (flat), 0.8 ms and 0.9 MB (hierarchical_2d), 4.2 ms and 1.8 MB on the
 first rank of a node (hierarchical_1d), 15 ms and 10 MB with 16,384 rows (node_once). On 256 ranks these are
-0.2, 0.2, 0.8 and 3.4 ms. `tests/routing/test_growth.py` holds the memory.
+0.2, 0.2, 0.8 and 3.4 ms. `tests/routing/test_replicas.py` holds the memory.
 
 Shapes: P ranks of the expert group, H ranks that share every expert, C slices (the chunks of a plan of an
 order), N counts per rank and slice. A source is a rank of the expert group, or its place there and its shard.

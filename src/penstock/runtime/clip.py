@@ -82,11 +82,12 @@ def clip_grad_norm_(
             here = here._values() if here.is_sparse else here
             groups.setdefault((here.device, here.dtype), []).append(here)
         for (there, dtype), group in groups.items():
+            factor = scale.to(there, dtype)
             if foreach is False:
                 for gradient in group:
-                    gradient.mul_(scale.to(there, dtype))
+                    gradient.mul_(factor)
             else:
-                torch._foreach_mul_(group, scale.to(there, dtype))
+                torch._foreach_mul_(group, factor)
     return norm
 
 

@@ -136,7 +136,10 @@ class StepFeature:
         """Begin a backward pass, whose gradients lie in these buckets. Nothing has been changed by then."""
 
     def over(self) -> None:
-        """Take back what was lent to the step, whose last task has run."""
+        """Take back what was lent to the step, whose last task has run.
+
+        A step that runs a second time (`moe.bound_factor`) calls it after each run.
+        """
 
     def end(self, context: StepContext, graph: Graph) -> None:
         """Use what a backward pass that has succeeded has found."""

@@ -3,14 +3,24 @@ same everywhere."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.features.expert_replicas.encoding import (
+    numbers_of,
+    plain_of,
+    replication_of,
+    share_of,
+    told_bytes,
+)
+from penstock.features.expert_replicas.evening import Ways
 from penstock.features.expert_replicas.model import LayerLoad, layer_seconds
 from penstock.features.expert_replicas.planners import PLANNERS, find_planner, overlap, pays, planning_s
 from penstock.features.expert_replicas.problem import ExpertProblem
@@ -18,6 +28,7 @@ from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
 from penstock.routing.integers import Ints
 from penstock.routing.replicas import Tier, matched
 from tests.features.problems import costs_of, expert_problems, skewed_loads
+from tests.support.replicas import random_replication
 
 NODES = (0,) * 4 + (1,) * 4 + (2,) * 4 + (3,) * 4
 
@@ -174,3 +185,65 @@ def test_more_ranks_and_experts_take_longer_to_plan(name: str) -> None:
     sizes = [(2, 2), (4, 4), (4, 16), (16, 16), (16, 64), (64, 64)]
     seconds = [planning_s(name, *each) for each in sizes]
     assert seconds[0] > 0 and seconds == sorted(set(seconds))
+
+
+# ---- what ranks tell each other ----------------------------------------------------------------------------
+
+
+EVEN = ExpertPlacement.even(6, 3)
+
+
+def replications() -> st.SearchStrategy[Replication]:
+    """Some with a limit."""
+
+    def drawn(seed: int, limit: int | None) -> Replication:
+        return replace(random_replication(EVEN, 1 + seed % 2, Random(seed)), limit=limit)
+
+    return st.builds(drawn, st.integers(0, 2**32 - 1), st.none() | st.just(SPLIT + 1))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 2), st.booleans())
+def test_what_is_told_is_read(seed: int, slots: int, in_use: bool) -> None:
+    random = Random(seed)
+    known = [Replication.none(EVEN, slots), random_replication(EVEN, slots, random)]
+    share = ((random_replication(EVEN, slots, random), in_use), (known[1], not in_use))
+    found = share_of(numbers_of(share, known), known)
+    assert found == share and found[1][0] is known[1]
+
+
+@given(replications())
+def test_what_a_file_says_is_read(replication: Replication) -> None:
+    assert replication_of(json.loads(json.dumps(plain_of(replication))), EVEN) == replication
+
+
+@given(replications())
+def test_the_price_is_of_what_is_told(replication: Replication) -> None:
+    assert told_bytes(replication) == numbers_of(((replication, True),), [Replication.none(EVEN, 1)]).nbytes
+
+
+def test_replicas_for_rows_of_their_own_ranks_take_few_bytes() -> None:
+    local = Replication.local(EVEN, [[2], [4], [0]])
+    assert numbers_of(((local, True),), [Replication.none(EVEN, 1)]).nbytes == 4 * (3 + 3)
+    assert not numbers_of((), []).size
+
+
+# ---- one more copy -----------------------------------------------------------------------------------------
+
+
+UNEVEN_NODES = (0, 0, 0, 1, 1, 2)
+
+
+@pytest.mark.parametrize("card_per_rank", [False, True])
+@given(st.integers(0, 2**32 - 1))
+def test_one_by_one_as_all_at_once(card_per_rank: bool, seed: int) -> None:
+    links, rng = (
+        replace(costs_of(UNEVEN_NODES).links, card_per_rank=card_per_rank),
+        np.random.default_rng(seed),
+    )
+    copies = rng.integers(0, 3, (6, 6)) * (1 - np.eye(6, dtype=np.int64))
+    ways = Ways(links, copies)
+    for _ in range(6):
+        owner, home = map(int, rng.choice(6, 2, replace=False))
+        copies[owner, home] += 1
+        assert ways.with_one_more(owner, home) == links.seconds(copies)
+        ways.add(owner, home)

@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.features.sample_placement import solvers as transport
 from penstock.features.sample_placement.assign import assign
+from penstock.features.sample_placement.prediction import ConditionalTable
 from penstock.features.sample_placement.rows import Nearness, SampleProblem, sample_problem
-from penstock.features.sample_placement.solvers import SOLVERS
+from penstock.features.sample_placement.solvers import SOLVERS, find_solver
 from penstock.placement import ExpertPlacement, Replication
-from penstock.routing.integers import Ints
+from penstock.routing.integers import Floats, Ints
 from tests.features.problems import even_problem
 
 
@@ -188,3 +190,109 @@ def test_another_process_places_a_thousand_random_cases_alike_and_loads_no_torch
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout == f"{thousand_placements()} False True\n"
+
+
+# ---- prediction --------------------------------------------------------------------------------------------
+
+
+def test_it_predicts_a_fixed_passage_from_expert_to_expert() -> None:
+    """Samples of one expert each, which go on to the next expert: what was seen comes out again."""
+    counts = 12 * np.eye(4, dtype=np.int64)[[0, 1, 2, 3, 0, 2]]
+    table = ConditionalTable(4)
+    for _ in range(5):
+        table.learn(counts, np.roll(counts, 1, axis=1))
+    assert table.predict(counts).tolist() == np.roll(counts, 1, axis=1).tolist()
+
+
+def test_it_is_worth_more_than_popularity() -> None:
+    """Of four kinds of samples: homes chosen by the table leave fewer of the next rows across nodes."""
+    rng = np.random.default_rng(0)
+    kinds = rng.dirichlet(np.full(8, 0.2), (2, 4))  # [layer, kind, expert]
+
+    def batch() -> tuple[Ints, Ints]:
+        kind = rng.integers(0, 4, 32)
+        present, following = (np.stack([rng.multinomial(256, layer[k]) for k in kind]) for layer in kinds)
+        return present, following
+
+    table = ConditionalTable(8)
+    for _ in range(20):
+        table.learn(*batch())
+    present, following = batch()
+    homes, nodes = np.repeat(np.arange(8), 4), np.repeat(np.arange(2), 4)
+    nothing = np.zeros_like(following)
+    rows = {}
+    for name, predicted in (("table", table.predict(present)), ("popular", nothing), ("truth", following)):
+        chosen = assign(even_problem(nothing, homes, nodes, predicted))
+        rows[name] = even_problem(nothing, homes, nodes, following).rows(chosen)[0]
+    assert rows["truth"] <= rows["table"] < 0.8 * rows["popular"]
+
+
+def test_it_forgets() -> None:
+    counts = np.array([[100, 0], [0, 100]])
+    table = ConditionalTable(2)
+    for _ in range(40):
+        table.learn(counts, counts)
+    for _ in range(40):
+        table.learn(counts, counts[::-1])
+    assert table.predict(counts)[0, 1] >= 99
+
+
+def test_of_an_unseen_expert_nothing_is_said() -> None:
+    assert ConditionalTable(2, following=3).predict(np.array([[4, 4]])).tolist() == [[0, 0, 0]]
+
+
+# ---- solvers -----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def assignments(draw: st.DrawFn) -> tuple[Floats, Ints]:
+    """Costs [I, C] with many ties, and room [C]."""
+    room = np.array(draw(st.lists(st.integers(0, 3), min_size=1, max_size=3).filter(any)))
+    numbers = st.lists(
+        st.integers(0, 4), min_size=int(room.sum()) * len(room), max_size=int(room.sum()) * len(room)
+    )
+    return np.array(draw(numbers), np.float64).reshape(-1, len(room)), room
+
+
+def cost(costs: Floats, places: Ints) -> float:
+    return float(costs[np.arange(len(places)), places].sum())
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@given(problem=assignments())
+def test_no_arrangement_is_cheaper(name: str, problem: tuple[Floats, Ints]) -> None:
+    costs, room = problem
+    goers = np.repeat(np.arange(len(room)), room)
+    places = find_solver(name)(costs, room)
+    assert np.bincount(places, minlength=len(room)).tolist() == room.tolist()
+    assert cost(costs, places) == min(
+        cost(costs, np.array(other)) for other in set(itertools.permutations(goers.tolist()))
+    )
+
+
+def test_they_agree_on_large_costs() -> None:
+    """Costs as large as those of 4,096 samples of 4,096 tokens, where rounding would show."""
+    rng = np.random.default_rng(0)
+    room = np.array([40, 0, 30, 50])
+    costs = rng.integers(0, 1 << 45, (120, 4)).astype(np.float64)
+    first, second = (cost(costs, solve(costs, room)) for solve in SOLVERS.values())
+    assert first == second
+
+
+def test_guessed_prices_change_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for thousands of samples, on assignments small enough to solve the other way."""
+    monkeypatch.setattr(transport, "MANY", 0)
+    rng = np.random.default_rng(0)
+    for most in (2, 50, 1 << 20):
+        room = np.array([30, 0, 50, 20])
+        costs = rng.integers(0, most, (100, 4)).astype(np.float64)
+        places = find_solver("network_simplex")(costs, room)
+        assert np.bincount(places, minlength=4).tolist() == room.tolist()
+        assert cost(costs, places) == cost(costs, find_solver("kuhn_munkres")(costs, room))
+
+
+def test_an_unknown_solver_is_refused_by_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"no solver is called 'greedy'; there are network_simplex, kuhn_munkres"
+    ):
+        find_solver("greedy")

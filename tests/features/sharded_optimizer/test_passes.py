@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from penstock.features.build import build_graph
 from penstock.features.sharded_optimizer.ops import GATHERS, UPDATES
-from penstock.features.sharded_optimizer.passes import ShardedOptimizer
+from penstock.features.sharded_optimizer.passes import LAYERS, ShardedOptimizer
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
+from penstock.ops.gradients import summed as is_sum
 from penstock.step import StepShape
 from penstock.step.passes import GradientPieces, Transpose
 from penstock.step.plain import PlainStep
@@ -84,3 +85,33 @@ def test_every_reader_has_what_was_gathered_and_no_update_comes_before_it(
     updated = {task.writes[0] for task in graph.tasks if task.op in UPDATES}
     alone = {state for state in updated if not edp and state.startswith("expert")}
     assert {gather.writes[0] for gather in gathers} == updated - alone, "every rank gets what changes"
+
+
+# ---- room for whole gradients ------------------------------------------------------------------------------
+
+
+def test_the_picture_of_rooms_is_true() -> None:
+    shape = StepShape(moe_layers=(True,) * 3, all_reduce_chunks=(2,) * 3, updating=Updating())
+    kept, released = (
+        build_graph(replace(shape, updating=Updating(releases=releases))) for releases in (False, True)
+    )
+    assert not any("room" in task.inputs for task in kept.tasks)
+    (first,) = [task for task in released.tasks if "room" in task.inputs]
+    assert str(first) == "L0.U.m0.B"
+    assert list(map(str, first.inputs["room"])) == ["L2.RA.p0.B", "L2.RA.p1.B"]
+
+
+@draws(40)
+@given(shapes(layers=4), st.booleans(), st.booleans(), st.booleans())
+def test_no_gradient_is_made_before_those_two_layers_above_are_summed(
+    shape: StepShape, edp: bool, split_experts: bool, shared: bool
+) -> None:
+    sharing = SHARED if shared and len(shape.dispatch) == 1 else shape.sharing
+    updating = Updating(edp=edp, releases=True)
+    graph = build_graph(replace(shape, updating=updating, split_experts=split_experts, sharing=sharing))
+    sums = [task for task in graph.tasks if is_sum(task.op) and (edp or task.op != "RX")]
+    for task in graph.tasks:
+        if task.accumulates:
+            before = ancestors(graph, task)
+            above = {each for each in sums if each.layer == task.layer + LAYERS}
+            assert above <= before, f"{task} adds before there is room"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.graph import Graph
+from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
+from penstock.graph import Graph, Name
 from penstock.ops import Op
-from penstock.step.passes import Chunks, Microbatches, Transpose
+from penstock.step import StepShape
+from penstock.step.passes import Chunks, Microbatches, Settle, Transpose
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
 from tests.step.support import names, reads
-from tests.steps import task_at
+from tests.steps import shapes, task_at
 
 numbers = st.integers(1, 6)
 
@@ -73,3 +78,119 @@ def test_microbatches_keep_their_chunks_to_themselves(count: int) -> None:
     for m in range(count):
         assert reads(graph, f"L0.X.m{m}.c1.F")["rows"] == f"L0.D.m{m}.c1.F"
         assert task_at(graph, f"L0.X.m{m}.c1.F").cut.microbatches == count
+
+
+# ---- settling ----------------------------------------------------------------------------------------------
+
+
+SHAPE = StepShape(
+    moe_layers=(True,),
+    microbatches=2,
+    chunks=2,
+    dispatch=DISPATCHES["hierarchical_2d"].hops,
+    shared_experts=True,
+    split_experts=True,
+    all_reduce_chunks=(2,),
+    expert_all_reduce_chunks=(1,),
+)
+WRITTEN_OUT = """
+    EM.m0.F EM.m1.F AT.m0.F AT.m1.F
+    N.m0.F DG.m0.c0.F DG.m0.c1.F D.m0.c0.F D.m0.c1.F N.m1.F DG.m1.c0.F DG.m1.c1.F D.m1.c0.F D.m1.c1.F
+    S.m0.F S.m1.F X.m0.c0.F X.m0.c1.F X.m1.c0.F X.m1.c1.F
+    C.m0.c0.F C.m0.c1.F C.m1.c0.F C.m1.c1.F CS.m0.c0.F CS.m0.c1.F CS.m1.c0.F CS.m1.c1.F
+    U.m0.F U.m1.F HD.m0.F HD.m1.F ST.F
+    HD.m1.B HD.m0.B U.m1.B U.m0.B
+    CS.m1.c0.B CS.m1.c1.B CS.m0.c0.B CS.m0.c1.B C.m1.c0.B C.m1.c1.B C.m0.c0.B C.m0.c1.B
+    S.m1.B S.m0.B X.m1.c0.I X.m1.c1.I X.m0.c0.I X.m0.c1.I
+    D.m1.c0.B D.m1.c1.B D.m0.c0.B D.m0.c1.B DG.m1.c0.B DG.m1.c1.B DG.m0.c0.B DG.m0.c1.B
+    AT.m1.B AT.m0.B EM.m1.B EM.m0.B
+    X.m1.c0.W X.m1.c1.W X.m0.c0.W X.m0.c1.W XR.p0.B AR.p0.B AR.p1.B
+"""
+
+
+def test_a_step_written_out() -> None:
+    assert names(build_graph(SHAPE)) == [f"L0.{name}" for name in WRITTEN_OUT.split()]
+
+
+@given(shapes())
+def test_nothing_is_lost_and_what_is_settled_stays(shape: StepShape) -> None:
+    graph = build_graph(shape)
+    assert Settle()(graph) == graph
+    scattered = Graph.of(reversed(graph.tasks))
+    assert Counter(Settle()(scattered).tasks) == Counter(graph.tasks)
+
+
+@given(shapes())
+def test_microbatches_go_up_forward_and_down_backward(shape: StepShape) -> None:
+    graph = build_graph(shape)
+    for forward in (True, False):
+        for op in {task.op for task in graph.tasks}:
+            for layer in range(shape.num_layers):
+                tasks = [t for t in graph.tasks if (t.op, t.layer, t.forward) == (op, layer, forward)]
+                turns = [((t.microbatch or 0) * (1 if forward else -1), t.chunk or 0) for t in tasks]
+                assert turns == sorted(turns)
+
+
+@given(shapes())
+def test_shared_experts_stand_before_the_routed_ones(shape: StepShape) -> None:
+    graph = build_graph(shape)
+    place = graph.position
+    for task in graph.tasks:
+        if task.op == "S":
+            experts = [
+                t for t in graph.tasks if (t.op, t.layer, t.forward) == ("X", task.layer, task.forward)
+            ]
+            assert all(place[task] < place[expert] for expert in experts)
+
+
+# ---- microbatches ------------------------------------------------------------------------------------------
+
+
+PLAIN = PlainStep(moe_layers=(True, False)).graph()
+
+
+def test_the_picture_of_microbatches_is_true() -> None:
+    graph = PlainStep(moe_layers=(True,)).graph()
+    check_picture(Microbatches, graph, Microbatches(2)(graph), layer=0)
+
+
+def test_the_statistics_read_every_microbatch_and_every_backward_reads_them() -> None:
+    graph = Microbatches(3)(Transpose()(PLAIN)).check()
+    assert reads(graph, "L1.ST.F") == {
+        "loss": "L1.HD.m0.F L1.HD.m1.F L1.HD.m2.F",
+        "routers": "L0.AT.m0.F L0.AT.m1.F L0.AT.m2.F",
+    }
+    assert all(reads(graph, f"L1.HD.m{m}.B")["d_loss"] == "L1.ST.F" for m in range(3))
+    assert names(graph).count("L1.ST.F") == 1
+
+
+@given(st.integers(1, 5))
+def test_every_microbatch_is_the_whole_step_again(count: int) -> None:
+    """Apart from sums over the batch, no task of one reads one of another."""
+    whole = Transpose()(PLAIN)
+    graph = Microbatches(count)(whole).check()
+    for m in range(count):
+        mine = [task for task in graph.tasks if task.microbatch == m]
+        assert [t.name._replace(microbatch=0) for t in mine] == [
+            t.name for t in whole.tasks if t.microbatch is not None
+        ]
+        for task in mine:
+            original = whole.by_name[task.name._replace(microbatch=0)]
+            assert (task.lane, task.axes, task.accumulates) == (
+                original.lane,
+                original.axes,
+                original.accumulates,
+            )
+            assert task.inputs == {
+                role: tuple(_moved(name, m) for name in read) for role, read in original.inputs.items()
+            }
+
+
+def _moved(name: Name, microbatch: int) -> Name:
+    return name if name.microbatch is None else name._replace(microbatch=microbatch)
+
+
+def test_a_task_knows_into_how_many_the_batch_is_cut() -> None:
+    graph = Microbatches(3)(PLAIN)
+    assert {task.cut.microbatches for task in graph.tasks if task.microbatch is not None} == {3}
+    assert task_at(graph, "L1.ST.F").cut.microbatches == 1

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.decision import Decision
 from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
+from penstock.ops import Op
 from penstock.ops.gradients import summed
+from penstock.schedule import SCHEDULES, unit_cost
 from penstock.step import StepShape
-from penstock.step.passes import GradientPieces, Microbatches, Transpose, reductions
+from penstock.step.passes import (
+    Chunks,
+    GatheredLoads,
+    GradientPieces,
+    Microbatches,
+    Transpose,
+    WeightGradients,
+    reductions,
+)
 from penstock.step.plain import PlainStep
+from penstock.timing import iteration_s
 from tests.step.passes.pictures import check_picture
 from tests.step.support import ancestors, names, reads
-from tests.steps import shapes, task_at
+from tests.steps import SHARED, gradients_of, shapes, task_at
 from tests.support.draws import draws
 
 
@@ -83,3 +96,88 @@ def test_pieces_that_are_only_priced_read_nothing() -> None:
     assert list(map(str, [*replicated, *experts])) == ["L3.AR.p0.B", "L3.AR.p1.B", "L3.XR.p0.B"]
     assert all(task.inputs == {} for task in [*replicated, *experts])
     assert [task.cut.parts for task in replicated] == [(1, 2), (1, 2)]
+
+
+# ---- weight gradients --------------------------------------------------------------------------------------
+
+
+def derived(*moe_layers: bool) -> Graph:
+    return Transpose()(PlainStep(moe_layers=moe_layers).graph())
+
+
+def test_the_picture_of_weight_gradients_is_true() -> None:
+    graph = derived(True, True)
+    check_picture(WeightGradients, graph, WeightGradients()(graph), layer=1)
+
+
+def test_the_wire_waits_for_input_gradients_only() -> None:
+    graph = WeightGradients()(derived(True)).check()
+    assert reads(graph, "L0.X.m0.c0.I") == {"d_rows": "L0.C.m0.c0.B", "saved": "L0.X.m0.c0.F"}
+    assert reads(graph, "L0.D.m0.c0.B")["d_rows"] == "L0.X.m0.c0.I"
+    assert reads(graph, "L0.X.m0.c0.W") == {"left": "L0.X.m0.c0.I"}
+    assert graph.readers[task_at(graph, "L0.X.m0.c0.W")] == ()
+    assert "L0.X.m0.c0.B" not in names(graph)
+
+
+def test_the_weights_are_what_is_added_to_the_buffer() -> None:
+    graph = GradientPieces({"replicated": [(1,)], "experts": [(1,)]})(
+        WeightGradients()(derived(True))
+    ).check()
+    assert task_at(graph, "L0.X.m0.c0.I").accumulates == ()
+    assert task_at(graph, "L0.X.m0.c0.W").accumulates == ("expert gradients of L0",)
+    assert reads(graph, "L0.XR.p0.B") == {"gradients": "L0.X.m0.c0.W"}
+
+
+def test_every_chunk_leaves_its_own_weights_at_the_end_of_the_layer() -> None:
+    graph = WeightGradients()(Chunks(2, 2)(derived(True, True))).check()
+    assert names(graph)[-2:] == ["L0.X.m0.c0.W", "L0.X.m0.c1.W"]
+    assert reads(graph, "L1.X.m0.c1.W") == {"left": "L1.X.m0.c1.I"}
+    assert task_at(graph, "L1.X.m0.c1.W").cut == task_at(graph, "L1.X.m0.c1.I").cut
+    place = {name: i for i, name in enumerate(names(graph))}
+    assert place["L1.AT.m0.B"] < place["L1.X.m0.c0.W"] < place["L0.U.m0.B"]
+
+
+def test_a_dense_step_stays_as_it_is() -> None:
+    assert WeightGradients()(derived(False)) == derived(False)
+
+
+# ---- gathered loads ----------------------------------------------------------------------------------------
+
+
+def test_the_picture_of_loads_is_true() -> None:
+    graph = Microbatches(2)(Transpose()(PlainStep(moe_layers=(False, True)).graph()))
+    check_picture(GatheredLoads, graph, GatheredLoads()(graph), layer=1)
+
+
+def test_it_reads_every_gate_whatever_task_has_it() -> None:
+    shape = StepShape(moe_layers=(True, False, True), microbatches=2, sharing=SHARED, gathers_loads=True)
+    task = task_at(build_graph(shape), "L2.LG.B")
+    gates = ["L0.GT.m0.F", "L0.GT.m1.F", "L2.GT.m0.F", "L2.GT.m1.F"]
+    assert [str(name) for name in task.inputs["routers"]] == gates
+    assert (task.lane, task.axes) == (Lane.INTER, Group.WORLD)
+
+
+@draws(40)
+@given(shapes())
+def test_nothing_waits_for_it_and_a_model_without_gates_has_none(shape: StepShape) -> None:
+    with_loads, without = (build_graph(replace(shape, gathers_loads=on)) for on in (True, False))
+    added = [task for task in with_loads.tasks if task not in set(without.tasks)]
+    assert [task.op for task in added] == [Op.LOADS] * any(shape.moe_layers)
+    assert [task for task in with_loads.tasks if task not in set(added)] == list(without.tasks)
+    for task in added:
+        assert not with_loads.readers[task]
+        assert task_at(with_loads, f"L{shape.last}.ST.F") in ancestors(with_loads, task)
+
+
+@pytest.mark.slow
+def test_schedules_put_it_where_it_holds_nothing_up() -> None:
+    """One slot of the network under the backward of the head and what follows it."""
+    base = StepShape(moe_layers=(True, True))
+    for name, system in SCHEDULES.items():
+        found = []
+        for on in (True, False):
+            choice = Decision(schedule=name, microbatches=2)
+            shape = system.shape(replace(base, gathers_loads=on), choice, gradients_of(base))
+            graph = build_graph(shape)
+            found.append(iteration_s(system.order(graph, unit_cost, choice), graph, unit_cost))
+        assert found[0] == found[1], name

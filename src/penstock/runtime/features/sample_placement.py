@@ -274,6 +274,7 @@ class SamplePlacement(StackFeature):
     def __init__(self, moving: SampleMoving | None = None) -> None:
         self.moving, self._habits = moving or SampleMoving(), Habits()
         self.relocation: Relocation | None = None
+        self._next: Relocation | None = None
 
     def copy(self) -> SamplePlacement:
         return copy.deepcopy(self)
@@ -283,15 +284,17 @@ class SamplePlacement(StackFeature):
         return replace(shape, carries_residual=stack.machinery.autocast_dtype is None and packs)
 
     def check(self, plan: StepPlan, stack: FeatureStack) -> None:
+        self._next = None
         if plan.shape.moves_samples and any(plan.shape.moe_layers):
             check_samples_may_move(stack.moe_layers, stack.moe)
             if plan.shape.packed_residual:
                 check_packs(stack.parts, stack.machinery.autocast_dtype)
+            # A placer may lack what it needs, and says so here.
+            self._next = Relocation.on(stack.machinery.layout, self.moving, self._habits)
 
     def adopt(self, plan: StepPlan, stack: FeatureStack) -> None:
-        self.relocation = None
-        if plan.shape.moves_samples and any(plan.shape.moe_layers):
-            self.relocation = Relocation.on(stack.machinery.layout, self.moving, self._habits)
+        del plan, stack  # what was checked is adopted
+        self.relocation, self._next = self._next, None
         self.active = self.relocation is not None
 
     def check_dtype(self, autocast_dtype: torch.dtype | None, stack: FeatureStack) -> None:
