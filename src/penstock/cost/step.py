@@ -13,8 +13,8 @@ import numpy.typing as npt
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.parts import kernels_of
 from penstock.cost.workload import FLOAT32_BYTES, Workload
-from penstock.features.sample_placement.ops import PACKED_COLUMNS
 from penstock.features.sharded_optimizer.ops import of_optimizer
+from penstock.features.table import FEATURES
 from penstock.graph import Task
 from penstock.mesh import Axes, Group, stays_inside
 from penstock.ops import Work, spec_of
@@ -162,8 +162,13 @@ class StepCost:
 
     def row_bytes(self, *, outward: bool) -> float:
         """Return bytes of a row in transit, with what it brings along, see `Workload.row_bytes`."""
-        columns = PACKED_COLUMNS if outward and self.shape.packed_residual else 0
+        columns = self._row_columns if outward else 0
         return self.workload.row_bytes(outward=outward) + columns * self.workload.element_bytes
+
+    @cached_property
+    def _row_columns(self) -> int:
+        """Numbers that a row brings to experts beside its hidden state."""
+        return sum(feature.row_columns(self.shape) for feature in FEATURES)
 
     def leg_bytes(self, rows: float, *, outward: bool, between: bool) -> float:
         """Return bytes in one leg of a dispatch, see `Workload.leg_bytes`."""

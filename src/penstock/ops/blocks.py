@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.graph.task import Task
-from penstock.ops.base import Family, Kind, OpSpec, register
+from penstock.ops.base import OPS, Family, Kind, OpSpec, register
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
@@ -138,3 +138,8 @@ register(
         gradients=REPLICATED,
     ),
 )
+
+
+def computes_experts(op: str) -> bool:
+    """Return whether tasks of an op compute routed experts: what they take follows the rows that come."""
+    return op in OPS and OPS[op].gradients == EXPERTS

@@ -47,8 +47,8 @@ def _counts(task: Task, sizes: Sizes) -> Work:
 
 
 def _leg(task: Task, sizes: Sizes) -> Work:
-    rows, between = sizes.rows(task) * task.cut.row_copies, outward(task.op) == Op.DISPATCH
-    sent_bytes = sizes.leg_bytes(rows, outward=task.op in HOME, between=between)
+    rows = sizes.rows(task) * task.cut.row_copies
+    sent_bytes = sizes.leg_bytes(rows, outward=task.op in HOME, between=between_nodes(task.op))
     return Work(collective="leg", sent_bytes=sent_bytes, follows_rows=True)
 
 
@@ -90,3 +90,8 @@ register(
 def outward(op: str) -> str:
     """Return the op of dispatch that takes the same leg as `op`, towards the experts."""
     return AWAY.get(op, op)
+
+
+def between_nodes(op: str) -> bool:
+    """Return whether an op is the leg between nodes, out or home."""
+    return outward(op) == Op.DISPATCH

@@ -21,25 +21,23 @@ from penstock.cost import (
     UnevenRanks,
     Workload,
 )
-from penstock.cost.placed import (
-    Evidence,
-    Placed,
-    SampleMover,
+from penstock.cost.placed import Evidence, rank_loads, received_rows
+from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.expert_replicas.prices import (
     expert_costs,
     planned_replications,
-    rank_loads,
-    received_rows,
     replica_planning_s,
     splits_exactly,
 )
-from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
-from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.problem import Slack
 from penstock.features.field import NOTHING_MOVES
+from penstock.features.sample_placement.prices import SampleMover
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
 from penstock.placement import Replication
+from penstock.routing.rows import Placed
 from penstock.schedule import StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.step import StepShape

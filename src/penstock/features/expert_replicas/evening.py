@@ -8,9 +8,10 @@ import numpy as np
 
 from penstock.features.expert_replicas.builder import ReplicationBuilder
 from penstock.features.expert_replicas.model import LayerSeconds, copies_to, exposed_s, layer_seconds
-from penstock.features.expert_replicas.problem import ExpertProblem, Links
+from penstock.features.expert_replicas.problem import ExpertProblem
 from penstock.placement import SPLIT, Replication
 from penstock.routing.integers import Floats, Ints
+from penstock.routing.links import Links
 
 
 class Ways:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from penstock.config import Within
-from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.ops import OPS
 from penstock.features.expert_replicas.passes import PlannedReplicas, ReplicaGradients, Replicas
+from penstock.features.expert_replicas.prices import ROUTED
 from penstock.features.feature import Feature
 from penstock.features.field import Asked, Choice, Field
 from penstock.mesh import Group
@@ -19,8 +19,6 @@ from penstock.step.stages import Pass
 ExpertMoves = Literal["none", "pro_prophet", "shadowing", "least_loaded", "planned"]
 Split = Literal["auto", "exact", "last_step"]
 MOST_REPLICA_SLOTS = 64
-LOCAL = ("pro_prophet", "shadowing")
-"""Planners whose replicas compute only rows of their own ranks."""
 
 SPLIT_WORDS = {"exact": "the loads of each step", "last_step": "the loads of the step before"}
 
@@ -36,19 +34,6 @@ def why_experts_stay(asked: Asked, choice: Choice) -> str:
         return "no layer has experts"
     if not asked.shape.sharing.is_none and choice.form != "gather":
         return f"expert form {choice.form} sends rows to all shards of their experts at once"
-    return ""
-
-
-def why_not_exact(choice: Choice) -> str:
-    """Return why rows of shared experts cannot be split by their own step's loads; "" = they can."""
-    if choice.experts in LOCAL:
-        return f"placement.experts={choice.experts} gives replicas the rows of their own ranks"
-    if choice.samples != "none":
-        return f"placement.samples={choice.samples} places samples by where their rows go"
-    if choice.form not in ("gather", "s1"):
-        return f"expert form {choice.form} gathers rows of several ranks before they leave"
-    if DISPATCHES[choice.dispatch].joins_rows:
-        return f"moe.dispatch={choice.dispatch} sends one row for several experts"
     return ""
 
 
@@ -110,4 +95,5 @@ FEATURE = Feature(
     passes=_passes,
     why_not=_why_not,
     fields={"experts": EXPERTS, "replica_slots": REPLICA_SLOTS, "split": SPLIT},
+    routed=ROUTED,
 )

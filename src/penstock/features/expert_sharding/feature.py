@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.features.expert_sharding.ops import OPS
+from penstock.features.expert_sharding.ops import OPS, ROUTED
 from penstock.features.expert_sharding.passes import (
     DealtSlots,
     FusedShards,
@@ -65,4 +65,5 @@ FEATURE = Feature(
     ops=OPS,
     passes=_passes,
     fields={"expert_form": EXPERT_FORM},
+    routed=ROUTED,
 )

@@ -10,10 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
+from penstock.apportion import Counts
+from penstock.features.routed import Routed, RoutedStep
 from penstock.graph.task import Task
 from penstock.ops.base import Family, Kind, OpSpec
 from penstock.ops.names import Op
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
+from penstock.routing.routes import in_turn
 
 
 def _over(ranks_of: Callable[[Sizes], int], forward: Collective, backward: Collective) -> WorkOf:
@@ -65,8 +70,30 @@ OPS = (
     _spec(Op.ROWS_KEEP, "this rank's rows", _over_shards("", GATHER), Op.ROWS_GATHER),
 )
 
-MOVES = (
-    *(Op.SHARD_GATHER, Op.SHARD_SCATTER, Op.DEAL_SLOTS, Op.GATHER_SLOTS),
-    *(Op.ROWS_GATHER, Op.ROWS_REDUCE, Op.ROWS_KEEP),
-)
-"""Every op of expert sharding: they move rows, in addition to the legs of a dispatch."""
+
+def _by_shard(sizes_GPH: Counts) -> Counts:
+    shards = sizes_GPH.shape[2]
+    return np.repeat(sizes_GPH.reshape(-1, shards), shards, axis=0)
+
+
+def _dealt(step: RoutedStep, task: Task) -> Counts:
+    """Return what each of the ranks with the same rows is dealt, [P, W]."""
+    shares, rows_PCE = step.sizes.tp_size, step.brought(task)
+    return np.stack([in_turn(rows_PCE, i, shares).sum(axis=(1, 2)) for i in range(shares)], axis=1)
+
+
+def _sent(step: RoutedStep, task: Task) -> Counts:
+    """Return what each of the ranks that share a rank's experts sends, [P, W]."""
+    return _by_shard(step.table(task).sum(axis=(3, 4)))
+
+
+def _received(step: RoutedStep, task: Task) -> Counts:
+    """Return what came to a rank's experts by way of each of their shards, [P, W]."""
+    return _by_shard(step.table(task).sum(axis=(1, 4)).transpose(0, 2, 1))
+
+
+ROUTED = {
+    **dict.fromkeys((Op.DEAL_SLOTS, Op.GATHER_SLOTS), Routed(sizes=_dealt)),
+    **dict.fromkeys((Op.ROWS_GATHER, Op.ROWS_KEEP), Routed(sizes=_sent)),
+    **dict.fromkeys((Op.SHARD_GATHER, Op.SHARD_SCATTER, Op.ROWS_REDUCE), Routed(sizes=_received)),
+}

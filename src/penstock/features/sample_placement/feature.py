@@ -9,8 +9,9 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.feature import why_experts_stay
 from penstock.features.feature import Feature
 from penstock.features.field import Asked, Choice, Field
-from penstock.features.sample_placement.ops import OPS
+from penstock.features.sample_placement.ops import OPS, PACKED_COLUMNS
 from penstock.features.sample_placement.passes import MoveSamples, PackedResidualPass
+from penstock.features.sample_placement.prices import ROUTED
 from penstock.mesh import Group
 from penstock.step.shape import StepShape
 from penstock.step.stages import Pass
@@ -70,4 +71,6 @@ FEATURE = Feature(
     passes=_passes,
     why_not=_why_not,
     fields={"samples": SAMPLES},
+    routed=ROUTED,
+    row_columns=lambda shape: PACKED_COLUMNS if shape.packed_residual else 0,
 )

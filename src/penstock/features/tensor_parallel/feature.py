@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.features.feature import Feature
-from penstock.features.tensor_parallel.ops import OPS
+from penstock.features.tensor_parallel.ops import OPS, ROUTED
 from penstock.features.tensor_parallel.passes import TensorParallel
 from penstock.step.shape import FORM_TOKENS, StepShape
 from penstock.step.stages import Pass
@@ -26,4 +26,5 @@ FEATURE = Feature(
     source="Megatron-LM; Parm, section 3",
     ops=OPS,
     passes=_passes,
+    routed=ROUTED,
 )

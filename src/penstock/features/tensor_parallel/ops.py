@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.features.routed import Move, Routed, RoutedStep, within
 from penstock.graph.task import Task
 from penstock.ops.base import Backward, Family, Kind, OpSpec
 from penstock.ops.blocks import PARTIAL, REPLICATED
 from penstock.ops.names import Op
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
+from penstock.routing.sizes import split_sizes
 
 COUNT_BYTES = 8
 PEAK_BYTES = 3 * 4
@@ -215,8 +217,44 @@ OPS = (
     _transfer(Op.GATHER_OUTPUT, "tokens of all ranks, after unpermute", "all_gather", "", Op.KEEP_OUTPUT),
 )
 
+
+def _tokens(step: RoutedStep, task: Task, rank: int) -> Move:
+    """Return the move of tokens between ranks that share their samples: every sample is cut alike."""
+    work, samples = step.sizes, _num_samples(step, task)
+    sizes = tuple(samples * length for length in split_sizes(work.seq_len, work.tp_size))
+    return _within(step, task, rank, sizes, round(work.hidden_bytes(1)))
+
+
+def _moved_peaks(step: RoutedStep, task: Task, rank: int) -> Move:
+    """Return the move of peaks: every shard of the vocabulary sends those of all tokens."""
+    work = step.sizes
+    return _within(step, task, rank, (_num_samples(step, task) * work.seq_len,) * work.tp_size, PEAK_BYTES)
+
+
+def _moved_choices(step: RoutedStep, task: Task, rank: int) -> Move:
+    work = step.sizes
+    sizes = split_sizes(_num_samples(step, task), work.tp_size)
+    return _within(step, task, rank, sizes, work.num_experts * COUNT_BYTES)
+
+
+def _within(step: RoutedStep, task: Task, rank: int, sizes: tuple[int, ...], row_bytes: int) -> Move:
+    place = step.sizes.mesh.place(rank, task.axes)
+    return within(step.work(task).collective, task.axes, sizes, place, row_bytes)
+
+
+def _num_samples(step: RoutedStep, task: Task) -> int:
+    assert task.microbatch is not None, task
+    return split_sizes(step.sizes.batch, task.cut.microbatches)[task.microbatch]
+
+
 MOVES = (
     *(op for ways in (ATTENTION, DENSE, EMBED, HEAD) for op in ways.all),
     *(Op.KEEP_TOKENS, Op.GATHER_TOKENS, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT),
 )
 """Every op that moves tokens between ranks that share their samples."""
+
+ROUTED = {
+    **dict.fromkeys(MOVES, Routed(move=_tokens)),
+    Op.PEAKS: Routed(move=_moved_peaks),
+    Op.CHOICES: Routed(move=_moved_choices),
+}

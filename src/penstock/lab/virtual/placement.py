@@ -12,19 +12,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.cost import ClusterConfig, StepCost, Workload
-from penstock.cost.placed import (
-    Placed,
-    SampleMover,
-    expert_costs,
-    planning_share,
-    rank_loads,
-    splits_exactly,
-)
+from penstock.cost.placed import rank_loads
 from penstock.decision import Decision, PlacementConfig
 from penstock.features.expert_replicas.planners import find_planner
+from penstock.features.expert_replicas.prices import expert_costs, planning_share, splits_exactly
 from penstock.features.expert_replicas.problem import Slack
 from penstock.features.sample_placement.feature import SampleMoves
+from penstock.features.sample_placement.prices import SampleMover
 from penstock.placement import Replication
+from penstock.routing.rows import Placed
 from penstock.runtime.features.expert_replicas.moving import ExpertMoving, Plans
 from penstock.step import StepShape
 from penstock.workloads import Routing
