@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.graph.task import Name, Phase, Task
 from penstock.ops.base import Kind, spec_of
-from penstock.ops.names import Op
+from penstock.ops.blocks import computes_experts
 
 ROWS = ("rows", "d_rows")
 """Roles under which rows are read in the forward half, and their gradients in the backward half."""
@@ -28,7 +28,7 @@ def journeys(tasks: Iterable[Task]) -> Iterator[tuple[Task, ...]]:
         for source in before[name]:
             after[source.name].append(task)
     for task in by_name.values():
-        if task.op == Op.EXPERTS and task.phase is not Phase.WEIGHT:
+        if computes_experts(task.op) and task.phase is not Phase.WEIGHT:
             there, home = list(_ways(task, before)), list(_ways(task, after))
             for number in range(max(len(there), len(home))):
                 way = reversed(there[number % len(there)])
@@ -38,7 +38,7 @@ def journeys(tasks: Iterable[Task]) -> Iterator[tuple[Task, ...]]:
 def _ways(task: Task, beyond: Mapping[Name, Sequence[Task]]) -> Iterator[tuple[Task, ...]]:
     """Yield every way from a task through the transfers next to it; an empty way where there is none."""
     near = beyond[task.name]
-    legs = [leg for leg in near if spec_of(leg.op).kind is Kind.COLLECTIVE or leg.op == Op.ROW_ORDER]
+    legs = [leg for leg in near if spec_of(leg.op).kind in (Kind.COLLECTIVE, Kind.COPY)]
     if not legs:
         yield ()
     for leg in legs:

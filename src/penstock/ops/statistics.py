@@ -25,6 +25,7 @@ def _loads(task: Task, sizes: Sizes) -> Work:
 register(
     OpSpec(
         name=Op.STATISTICS,
+        once=True,
         launches=80,
         title="sums of loss, tokens and balance statistics",
         kind=Kind.COLLECTIVE,
@@ -34,6 +35,7 @@ register(
     ),
     OpSpec(
         name=Op.LOADS,
+        once=True,
         title="loads of experts, gathered from all ranks",
         kind=Kind.COLLECTIVE,
         work=_loads,

@@ -64,6 +64,7 @@ _TITLES = {
 register(
     OpSpec(
         name=Op.COUNTS,
+        turn="routed",
         sizes_transfers=True,
         launches=4,
         title="exchange of tokens per expert",
@@ -74,6 +75,7 @@ register(
     *(
         OpSpec(
             name=op,
+            turn="routed" if op in HOME else None,
             family=Family.ROWS,
             title=title,
             kind=Kind.COLLECTIVE,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock.features.sharded_optimizer.ops import of_optimizer
 from penstock.graph import Graph, Task
-from penstock.ops.names import ONCE, place_of
+from penstock.ops import spec_of
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce, lateness
 
@@ -47,10 +47,11 @@ class Half:
         return found
 
     def _has(self, task: Task) -> bool:
-        place = place_of(task.op)
+        spec = spec_of(task.op)
+        place = spec.place
         if place == "input":
             is_here = self.begins
-        elif place == "output" or (task.forward and task.op in ONCE):
+        elif place == "output" or (task.forward and spec.once):
             is_here = self.ends
         else:
             is_here = self.blocks or lateness(task) > 0 or of_optimizer(task) != ""

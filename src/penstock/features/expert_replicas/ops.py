@@ -28,7 +28,7 @@ def _planning(task: Task, sizes: Sizes) -> Work:
 
 
 def _replications(task: Task, sizes: Sizes) -> Work:
-    """Return the work of exchanging all layers' replicas and a hash; for longer splits see `PlacedMoves`."""
+    """Return the work of exchanging all layers' replicas and a hash; for longer splits see `prices`."""
     told_bytes = sum(sizes.moe_layers) * NUMBER_BYTES * (FIRST_NUMBERS + sizes.num_replica_slots)
     return Work(collective="all_gather", sent_bytes=told_bytes + 2 * DIGEST_BYTES * sizes.members(task))
 
@@ -52,6 +52,7 @@ OPS = (
     ),
     OpSpec(
         name=Op.PLAN_REPLICAS,
+        once=True,
         title="which replicas ranks hold in the next step",
         kind=Kind.HOST,
         work=_planning,
@@ -60,6 +61,7 @@ OPS = (
     ),
     OpSpec(
         name=Op.COMPARE_REPLICAS,
+        once=True,
         title="exchange of the next replicas",
         kind=Kind.COLLECTIVE,
         work=_replications,

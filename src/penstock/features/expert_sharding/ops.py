@@ -47,6 +47,7 @@ def _over_tokens(forward: Collective, backward: Collective) -> WorkOf:
 def _spec(name: str, title: str, work: WorkOf, transpose: str) -> OpSpec:
     return OpSpec(
         name=name,
+        turn="routed" if name in (Op.SHARD_GATHER, Op.DEAL_SLOTS, Op.ROWS_GATHER) else None,
         family=Family.ROWS,
         title=title,
         kind=Kind.COLLECTIVE,

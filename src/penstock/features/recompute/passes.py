@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from penstock.graph import Graph, Name, Phase, Task
 from penstock.ops import spec_of
-from penstock.ops.names import OUTPUT, Op
+from penstock.ops.base import place_of
+from penstock.ops.blocks import computes_experts
 from penstock.step.stages import Stage
 
 Names = tuple[Name, ...]
@@ -32,12 +33,12 @@ class Recompute:
         # By layer the tasks that bring gradients to it: those of the layer above, or of the head.
         due: dict[int, Names] = defaultdict(tuple)
         for task in graph.tasks:
-            if task.forward or task.op in OUTPUT:
+            if task.forward or place_of(task.op) == "output":
                 continue
             above = [
                 name
                 for name in task.sources()
-                if name.phase is Phase.BACKWARD and (name.layer > task.layer or name.op in OUTPUT)
+                if name.phase is Phase.BACKWARD and (name.layer > task.layer or place_of(name.op) == "output")
             ]
             due[task.layer] = tuple(dict.fromkeys((*due[task.layer], *above)))
         out: list[Task] = []
@@ -53,5 +54,5 @@ class Recompute:
         return Graph.of(out)
 
     def _again(self, task: Task) -> bool:
-        wanted = task.op == Op.EXPERTS or (spec_of(task.op).recomputable and not self.experts_only)
+        wanted = computes_experts(task.op) or (spec_of(task.op).recomputable and not self.experts_only)
         return wanted and task.phase is Phase.BACKWARD and "saved" in task.inputs

@@ -63,6 +63,7 @@ def _ordering(task: Task, sizes: Sizes) -> Work:
 OPS = (
     OpSpec(
         name=Op.SAMPLE_COUNTS,
+        turn="gated",
         title="rows of every sample by expert, here and expected in the next layer",
         kind=Kind.COMPUTE,
         work=_counting,
@@ -70,6 +71,7 @@ OPS = (
     ),
     OpSpec(
         name=Op.SAMPLE_LOADS,
+        turn="routed",
         title="exchange of rows per sample and expert",
         kind=Kind.COLLECTIVE,
         work=_exchange,
@@ -99,6 +101,7 @@ OPS = (
     ),
     OpSpec(
         name=Op.ROW_ORDER,
+        turn="computed",
         title="expert outputs in the order of new homes",
         kind=Kind.COPY,
         work=_ordering,

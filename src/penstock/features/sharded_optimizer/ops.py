@@ -65,6 +65,7 @@ OPS = (
     *(spec for kind in GRADIENT_KINDS.values() for spec in _specs(kind)),
     OpSpec(
         name=Op.NORM,
+        once=True,
         family=Family.OPTIMIZER,
         title="norm of all gradients, from the shares of all ranks",
         kind=Kind.COLLECTIVE,

@@ -10,9 +10,9 @@ from penstock.decision import Decision
 from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, Phase
 from penstock.mesh import Axes
-from penstock.ops import Op
+from penstock.ops.base import place_of
+from penstock.ops.blocks import computes_experts
 from penstock.ops.gradients import GRADIENT_KINDS
-from penstock.ops.names import place_of
 from penstock.plan.problem import Problem
 from penstock.plan.published.degree import DEGREES, Backward, GapLayer, Linear, Made, MoEPart
 from penstock.step import StepShape
@@ -74,7 +74,7 @@ class Durations:
             for task in self._graphs[1].tasks
             if (task.layer, task.phase, task.microbatch, task.chunk) == mine
         ]
-        at = moves.index((Op.EXPERTS, Lane.COMPUTE))
+        at = next(i for i, (op, _) in enumerate(moves) if computes_experts(op))
         before, after = moves[:at], moves[at + 1 :]
 
         def linear(ops: Sequence[Where], lane: Lane) -> Linear:
@@ -88,7 +88,7 @@ class Durations:
             a2a=linear(before, Lane.INTER),
             ag=linear(before, Lane.INTRA),
             rs=linear(after, Lane.INTRA),
-            experts=linear([(Op.EXPERTS, Lane.COMPUTE)], Lane.COMPUTE),
+            experts=linear(moves[at : at + 1], Lane.COMPUTE),
         )
 
     def backward(self) -> Backward:
