@@ -301,7 +301,7 @@ FAULTS = (
     ),
     # ---- prices --------------------------------------------------------------------------------------------
     Fault(
-        "cost/moves.py",
+        "features/routed.py",
         'Move("all_to_all", group, sizes, mine * len(sizes), row_bytes)',
         'Move("all_to_all", group, sizes, sizes, row_bytes)',
         "a reduce-scatter is priced as receiving what it sends",
@@ -309,8 +309,8 @@ FAULTS = (
     ),
     Fault(
         "cost/moves.py",
-        "key = task.microbatch, task.cut.held, self.column(task), outward(task.op) == task.op",
-        "key = task.microbatch, task.cut.held, outward(task.op) == task.op",
+        "key = task.microbatch, task.cut.held, self.column(task), outwards",
+        "key = task.microbatch, task.cut.held, outwards",
         "all layers have the joined rows of the first: a stale key",
         "cost runtime/test_node_once.py",
     ),
@@ -323,8 +323,8 @@ FAULTS = (
     ),
     Fault(
         "cost/step.py",
-        "columns = PACKED_COLUMNS if outward and self.shape.packed_residual else 0",
-        "columns = PACKED_COLUMNS if self.shape.packed_residual else 0",
+        "columns = self._row_columns if outward else 0",
+        "columns = self._row_columns",
         "columns that only leave home are priced on the way back",
         "cost runtime/test_layout_bytes.py runtime/features/sample_placement/test_sample_moves.py",
     ),
@@ -344,7 +344,7 @@ FAULTS = (
         "features/expert_replicas",
     ),
     Fault(
-        "features/expert_replicas/problem.py",
+        "routing/links.py",
         "np.maximum(sent.sum(axis=1), sent.sum(axis=0))",
         "sent.sum(axis=1)",
         "only what a link sends takes time",

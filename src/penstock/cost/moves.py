@@ -99,23 +99,20 @@ class RowMoves:
             whole = tuple(map(int, self._sizes(task)[rank]))
             place = self.sizes.mesh.place(rank, task.axes)
             return within(self.work(task).collective, task.axes, whole, place, row_bytes)
-        leg = self._leg(task, rank)
+        # The leg towards the experts, without regard to where blocks are stored.
+        (group, place, shard), work = self._place(rank), self.sizes
+        stop = Place(place, work.ep_size, work.ranks_per_node)
+        if self._fused(task):
+            shards = ShardPlace.of(self.shape.expert_form, work.mesh, rank)
+            assert shards is not None, task
+            table = self.table(task)[group].sum(axis=3).reshape(-1, work.ep_size)
+            maker = RouteMaker(self._legs, stop, shards=replace(shards, dealt=1))
+            leg: Leg = maker.from_table(table[:, :, None, None]).cuts[1][0][0]
+        else:
+            leg = self._legs.legs(self._planes(task)[group, shard], stop)[self._number(task)]
         there, back = leg.input_splits, leg.output_splits
         sent, received = (there, back) if to_experts(task) else (back, there)
         return Move("all_to_all", leg.axes, sent, received, row_bytes)
-
-    def _leg(self, task: Task, rank: int) -> Leg:
-        """Return the leg of a task towards the experts, without regard to where blocks are stored."""
-        group, place, shard = self._place(rank)
-        work, shape = self.even.workload, self.even.shape
-        there = Place(place, work.ep_size, work.ranks_per_node)
-        if not self._fused(task):
-            return self._legs.legs(self._planes(task)[group, shard], there)[self._number(task)]
-        shards = ShardPlace.of(shape.expert_form, work.mesh, rank)
-        assert shards is not None, task
-        table = self.table(task)[group].sum(axis=3).reshape(-1, work.ep_size)
-        maker = RouteMaker(self._legs, there, shards=replace(shards, dealt=1))
-        return maker.from_table(table[:, :, None, None]).cuts[1][0][0]
 
     def row_bytes(self, task: Task) -> float:
         """Return the bytes of a row as the task moves it."""
@@ -175,7 +172,11 @@ class RowMoves:
             span = self.even.workload.span(Group.EXPERT)
             if flat and span.nodes > 1 and span.most > 1:
                 return self._links.argument(self._ranks(task))
-            share = self._share(task)
+            work = self.sizes  # the part of an even leg's argument that goes over the busiest rank's link
+            if self._fused(task):
+                share = (work.mesh.size(task.axes) - 1) / work.mesh.size(task.axes)
+            else:
+                share = even_leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).share
             argument: Rows = self._remote(task) * (1 / share if share else 0.0)
             return argument
         sizes_PW = self._sizes(task)
@@ -230,14 +231,6 @@ class RowMoves:
     def _links(self) -> NodeLinks:
         return NodeLinks(self.even.workload, self.even.cluster)
 
-    def _share(self, task: Task) -> float:
-        """Return the part of an even leg's argument that goes over the busiest rank's link."""
-        work = self.even.workload
-        if self._fused(task):
-            members = work.mesh.size(task.axes)
-            return (members - 1) / members
-        return even_leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).share
-
     # ---- tables --------------------------------------------------------------------------------------------
 
     def _number(self, task: Task) -> int:
@@ -248,33 +241,27 @@ class RowMoves:
         """Return rows from rank to rank that a leg between nodes carries for every shard, [G, H, S, T]."""
         work = self.even.workload
         if work.joins_rows:
-            return self._joined(task)[:, None]
+            # Joined rows from rank to rank, [G, S, T], as a leg carries them.
+            work = self.even.workload
+            across = self._legs.joins_rows and self._number(task) == 0
+            key = task.microbatch, task.cut.held, self.column(task), task.op in HOME, across
+            if key not in self._known_joined:
+                table_GSTN = self.table(task)[:, :, 0]
+                groups, ranks = table_GSTN.shape[:2]
+                parts = work.nodes if across else ranks
+                inputs, near = table_GSTN.reshape(groups * ranks, parts, -1), work.nearness(parts)
+                found = distinct_rows(inputs, work.top_k, near).reshape(groups, ranks, parts)
+                if across:
+                    nodes_GPN, found = found, np.zeros((groups, ranks, ranks), np.int64)
+                    source, node = np.indices((ranks, parts))
+                    size = work.ranks_per_node
+                    found[:, source, node * size + place_in_node(source, size)] = nodes_GPN
+                self._known_joined[key] = found
+            return self._known_joined[key][:, None]
         table_GSHT: Counts = self.table(task).sum(axis=4)
         if task.cut.row_copies > 1:  # rows are gathered before they leave
             table_GSHT = np.broadcast_to(table_GSHT.sum(axis=2, keepdims=True), table_GSHT.shape)
         return table_GSHT.transpose(0, 2, 1, 3)
-
-    def _joined(self, task: Task) -> Counts:
-        """Return joined rows from rank to rank, [G, S, T], as a leg carries them.
-
-        What crosses nodes goes to the rank of the same place there, for all ranks that a row is for.
-        """
-        work = self.even.workload
-        across = self._legs.joins_rows and self._number(task) == 0
-        key = task.microbatch, task.cut.held, self.column(task), task.op in HOME, across
-        if key not in self._known_joined:
-            table_GSTN = self.table(task)[:, :, 0]
-            groups, ranks = table_GSTN.shape[:2]
-            parts = work.nodes if across else ranks
-            inputs, near = table_GSTN.reshape(groups * ranks, parts, -1), work.nearness(parts)
-            found = distinct_rows(inputs, work.top_k, near).reshape(groups, ranks, parts)
-            if across:
-                nodes_GPN, found = found, np.zeros((groups, ranks, ranks), np.int64)
-                source, node = np.indices((ranks, parts))
-                size = work.ranks_per_node
-                found[:, source, node * size + place_in_node(source, size)] = nodes_GPN
-            self._known_joined[key] = found
-        return self._known_joined[key]
 
     @cached_property
     def _known_joined(self) -> dict[object, Counts]:

@@ -245,7 +245,9 @@ class QuickBounds:
         key = shape, priced
         if key not in self._known:
             example = self._few.shape.moe_layers.index(is_moe)
-            cost = self._alone(example).cost(choice, shape)
+            if example not in self._known_alone:
+                self._known_alone[example] = self._few.only((example,))
+            cost = self._known_alone[example].cost(choice, shape)
             graph = build_graph(shape)
             whole = {task: cost(task) for task in graph.tasks}
             seconds = [fastest(each) for each in whole.values()]
@@ -254,7 +256,15 @@ class QuickBounds:
             inner = {task: each for task, each in whole.items() if task not in ends and task not in once}
             ends_s = sum(fastest(each) for task, each in ends.items() if task.microbatch == 0)
             (sums,) = (fastest(whole[task]) for task in once if spec_of(task.op).normalises)
-            chain_s = _through(graph, seconds) - ends_s - sums
+            # The longest chain from the first microbatch's embedding to the embedding's backward. Only that
+            # goes through every layer: experts' weight gradients, or parameters of replicas, leave or enter a
+            # chain inside one layer, and all layers may do so at the same time.
+            first, last = (
+                graph.by_name[Name(0, Op.EMBED, phase, microbatch=0)]
+                for phase in (Phase.FORWARD, Phase.BACKWARD)
+            )
+            begin_s = [0.0 if task is first else -inf for task in graph.tasks]
+            chain_s = earliest(graph.links, seconds, begin_s)[graph.position[last]] - ends_s - sums
             first_s, last_s, back_s = _waits(graph, seconds)
             self._known[key] = _Kind(
                 ends=_Part(work=_work(ends), chain_s=ends_s),
@@ -264,12 +274,6 @@ class QuickBounds:
                 once=once,
             )
         return self._known[key]
-
-    def _alone(self, layer: int) -> Problem:
-        """Return the step with one of the few layers."""
-        if layer not in self._known_alone:
-            self._known_alone[layer] = self._few.only((layer,))
-        return self._known_alone[layer]
 
 
 # ---- work --------------------------------------------------------------------------------------------------
@@ -303,22 +307,6 @@ def _half_s(work: Work, *, forward: bool, waits_s: float) -> float:
     between_s, free_s = lanes[Lane.INTER], work.get((forward, Lane.INTER, True), 0.0)
     lanes[Lane.INTER] = between_s + (np.maximum(waits_s, free_s) if np.any(between_s) else free_s)
     return max(map(slowest, lanes.values()))
-
-
-# ---- one layer ---------------------------------------------------------------------------------------------
-
-
-def _through(graph: Graph, seconds: Sequence[float]) -> float:
-    """Return the longest chain from the first microbatch's embedding to the embedding's backward.
-
-    Only that goes through every layer: experts' weight gradients, or parameters of replicas, leave or enter a
-    chain inside one layer, and all layers may do so at the same time.
-    """
-    first, last = (
-        graph.by_name[Name(0, Op.EMBED, phase, microbatch=0)] for phase in (Phase.FORWARD, Phase.BACKWARD)
-    )
-    begin_s = [0.0 if task is first else -inf for task in graph.tasks]
-    return earliest(graph.links, seconds, begin_s)[graph.position[last]]
 
 
 def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]:

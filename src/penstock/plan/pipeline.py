@@ -124,16 +124,17 @@ class Pipeline:
     @cached_property
     def held(self) -> tuple[frozenset[tuple[int, ...]], ...]:
         """By stage, of how many microbatches it keeps activations for each of its parts, at any time."""
-        return tuple(frozenset(self._held(stage, order)) for stage, order in enumerate(self.slots))
-
-    def _held(self, stage: int, order: Sequence[Slot]) -> Iterator[tuple[int, ...]]:
-        kept = dict.fromkeys(self.parts_of(stage), 0)
-        for slot in order:
-            for cell in slot:
-                kept[cell.part] += cell.forward
-            yield tuple(kept.values())
-            for cell in slot:
-                kept[cell.part] -= not cell.forward
+        found = []
+        for stage, order in enumerate(self.slots):
+            kept, held = dict.fromkeys(self.parts_of(stage), 0), set[tuple[int, ...]]()
+            for slot in order:
+                for cell in slot:
+                    kept[cell.part] += cell.forward
+                held.add(tuple(kept.values()))
+                for cell in slot:
+                    kept[cell.part] -= not cell.forward
+            found.append(frozenset(held))
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,6 @@ class _Board:
     """The tasks of an update as numbers: a lane for each stage, then one for each link that is used."""
 
     def __init__(self, pipeline: Pipeline, times: PipelineTimes) -> None:
-        self._pipeline, self._times = pipeline, times
         self.seconds: list[float] = []
         self.links: list[Sequence[int]] = []
         stages = range(pipeline.pipeline_parallel_size)
@@ -192,7 +192,20 @@ class _Board:
                 self.orders[stage].append(place)
                 for cell, end in zip(slot, ends, strict=True):
                     made[cell], early_s[cell] = place, max(ends) - end
-        arrived = self._send(made, early_s)
+        # The transfers, and for every cell what brings its input; links keep the senders' order. What is sent
+        # while the rest of its slot runs takes as much less when that has ended.
+        known = dict[tuple[int, int], float]()
+        lanes, arrived = dict[tuple[int, int], list[int]](), dict[Cell, int]()
+        for cell, place in made.items():
+            target = cell._replace(part=cell.part + (1 if cell.forward else -1))
+            if not 0 <= target.part < pipeline.parts:
+                continue
+            link = pipeline.stage_of(cell.part), pipeline.stage_of(target.part)
+            if link not in known:
+                known[link] = times.link(*link)
+            arrived[target] = self._add(max(0.0, known[link] - early_s[cell]), (place,))
+            lanes.setdefault(link, []).append(arrived[target])
+        self.orders += lanes.values()
         last = pipeline.parts - 1
         for cell, place in made.items():
             turns = not cell.forward and cell.part == last
@@ -211,22 +224,3 @@ class _Board:
         self.seconds.append(seconds)
         self.links.append(needs)
         return len(self.seconds) - 1
-
-    def _send(self, made: dict[Cell, int], early_s: dict[Cell, float]) -> dict[Cell, int]:
-        """Add the transfers; return, for every cell, what brings its input. Links keep the senders' order.
-
-        What is sent while the rest of its slot runs takes as much less when that has ended.
-        """
-        stage_of, known = self._pipeline.stage_of, dict[tuple[int, int], float]()
-        lanes, arrived = dict[tuple[int, int], list[int]](), dict[Cell, int]()
-        for cell, place in made.items():
-            target = cell._replace(part=cell.part + (1 if cell.forward else -1))
-            if not 0 <= target.part < self._pipeline.parts:
-                continue
-            link = stage_of(cell.part), stage_of(target.part)
-            if link not in known:
-                known[link] = self._times.link(*link)
-            arrived[target] = self._add(max(0.0, known[link] - early_s[cell]), (place,))
-            lanes.setdefault(link, []).append(arrived[target])
-        self.orders += lanes.values()
-        return arrived

@@ -38,8 +38,19 @@ def _rows(
     width: int,
     mark: Task | None,
 ) -> list[str]:
-    cells = {lane: [_cell(slots.get((lane, column)), forward, mark) for column in columns] for lane in lanes}
-    layers = _layer_row([slots.get((Lane.COMPUTE, column)) for column in columns], forward)
+    cells: dict[Lane, list[str]] = {lane: [] for lane in lanes}
+    layers, current = list[str](), -1
+    for column in columns:
+        here = {lane: slots.get((lane, column)) for lane in (*lanes, Lane.COMPUTE)}
+        here = {lane: task for lane, task in here.items() if task is not None and task.forward is forward}
+        for lane in lanes:
+            task = here.get(lane)
+            words = IDLE if task is None else f">{task.cell}<" if task == mark else task.cell
+            cells[lane].append(words)
+        computed = here.get(Lane.COMPUTE)
+        changed = computed is not None and computed.layer != current
+        current = computed.layer if computed is not None else current
+        layers.append(f"L{current}" if changed else "")
     widths = [max(len(row[i]) for row in [layers, *cells.values()]) for i in range(len(columns))]
     lines: list[str] = []
     room = width - LABEL_WIDTH - 1
@@ -55,18 +66,3 @@ def _rows(
             lines.append(f"{label:<{LABEL_WIDTH}} {text}".rstrip())
         lines.append("")
     return lines[:-1]
-
-
-def _cell(task: Task | None, forward: bool, mark: Task | None) -> str:
-    if task is None or task.forward is not forward:
-        return IDLE
-    return f">{task.cell}<" if task == mark else task.cell
-
-
-def _layer_row(compute: list[Task | None], forward: bool) -> list[str]:
-    row, current = [], -1
-    for task in compute:
-        changed = task is not None and task.forward is forward and task.layer != current
-        current = task.layer if task is not None and changed else current
-        row.append(f"L{current}" if changed else "")
-    return row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.features.sharded_optimizer.passes import ROOM
 from penstock.graph import Graph, Lane, Task
@@ -19,24 +19,22 @@ def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Sc
     left = {lane: order[::-1] for lane, order in positions(found, graph).items()}  # the next one is last
     done = set[int]()
     row = advance(left.values(), graph.links, done)
-    while any(left.values()) and _make_room(left.values(), graph, done):
-        row += advance(left.values(), graph.links, done)
+    tasks, moved = graph.tasks, True
+    while moved and any(left.values()):
+        # The sums that some lane waits for, and that could run, come to the front of their lanes.
+        waiting = (tasks[order[-1]] for order in left.values() if order)
+        wanted = {name for task in waiting for name in task.inputs.get(ROOM, ())}
+        moved = False
+        for order in left.values():
+            sums = [i for i in order if tasks[i].name in wanted and done.issuperset(graph.links[i])]
+            assert all(summed(tasks[i].op) for i in sums), "sums make room"
+            for place in sums:
+                order.remove(place)
+                order.append(place)
+                moved = True
+        if moved:
+            row += advance(left.values(), graph.links, done)
     for order in left.values():  # none, or a deadlock of another kind, which the schedule's check names
         row += order[::-1]
-    tasks = [graph.tasks[place] for place in row]
-    return Schedule(name, {lane: tuple(task for task in tasks if task.lane is lane) for lane in found})
-
-
-def _make_room(left: Collection[list[int]], graph: Graph, done: set[int]) -> bool:
-    """Put the sums that some lane waits for, and that could run, at the front of their lanes."""
-    tasks = graph.tasks
-    wanted = {name for order in left if order for name in tasks[order[-1]].inputs.get(ROOM, ())}
-    moved = False
-    for order in left:
-        sums = [i for i in order if tasks[i].name in wanted and done.issuperset(graph.links[i])]
-        assert all(summed(tasks[i].op) for i in sums), "sums make room"
-        for place in sums:
-            order.remove(place)
-            order.append(place)
-            moved = True
-    return moved
+    ran = [tasks[place] for place in row]
+    return Schedule(name, {lane: tuple(task for task in ran if task.lane is lane) for lane in found})

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from penstock.graph import Graph, Task
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.total_order import Row, Timed, TotalOrder, Waits
-from penstock.timing import Cost, Keys, ListScheduler, lanes_of, slowest
+from penstock.timing import Cost, ListScheduler, lanes_of, slowest
 
 PLAYS = 5
 """Changes of an order per change of priorities, which takes longer to simulate."""
@@ -52,9 +52,20 @@ def search(
     # The best list schedule with these priorities and with changes of the best ones.
     plays = ([start[task] for task in graph.tasks] for start in starts)
     listed, keys = min(((scheduler.play(each), each) for each in plays), key=lambda each: each[0].seconds)
-    kinds, step_s = _kinds(graph), 2 * sum(seconds) / len(seconds)
+    by_kind: dict[object, list[int]] = {}  # tasks that differ only in microbatch and chunk, by position
+    for position, task in enumerate(graph.tasks):
+        by_kind.setdefault((task.layer, task.op, task.phase), []).append(position)
+    kinds, step_s = list(by_kind.values()), 2 * sum(seconds) / len(seconds)
     for _ in range(trials // PLAYS):
-        moved = _move(keys, kinds, step_s, rng)
+        # Priorities of a few tasks are shifted by different amounts, or those of a kind by one amount.
+        moved = keys.copy()
+        if rng.random() < WHOLE_KIND:
+            shift_s = rng.gauss(0, step_s)
+            for position in rng.choice(kinds):
+                moved[position] += shift_s
+        else:
+            for _ in range(rng.randint(1, LARGEST_GROUP)):
+                moved[rng.randrange(len(keys))] += rng.gauss(0, step_s)
         found = scheduler.play_below(moved, listed.seconds)
         if found is not None and found.seconds <= listed.seconds:  # an equal one, too: it may lead on
             listed, keys = found, moved
@@ -64,27 +75,6 @@ def search(
     for _ in range(runs):
         best = min(best, _anneal(best, changes, trials // runs), key=lambda each: each.seconds)
     return Schedule(name, lanes_of(graph, total_order.orders(best.row)))
-
-
-def _kinds(graph: Graph) -> list[list[int]]:
-    """Return groups of positions of tasks that differ only in microbatch and chunk."""
-    kinds: dict[object, list[int]] = {}
-    for position, task in enumerate(graph.tasks):
-        kinds.setdefault((task.layer, task.op, task.phase), []).append(position)
-    return list(kinds.values())
-
-
-def _move(keys: Keys, kinds: Sequence[Sequence[int]], step_s: float, rng: random.Random) -> Keys:
-    """Shift the priorities of a few tasks by different amounts, or of all tasks of a kind by one amount."""
-    moved = keys.copy()
-    if rng.random() < WHOLE_KIND:
-        shift_s = rng.gauss(0, step_s)
-        for position in rng.choice(kinds):
-            moved[position] += shift_s
-        return moved
-    for _ in range(rng.randint(1, LARGEST_GROUP)):
-        moved[rng.randrange(len(keys))] += rng.gauss(0, step_s)
-    return moved
 
 
 def _anneal(start: Timed, changes: _Changes, trials: int) -> Timed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import groupby
@@ -38,44 +38,31 @@ class Transpose:
     stage = Stage.TRANSPOSE
 
     def __call__(self, graph: Graph) -> Graph:
-        wanted = _gradients_wanted(graph)
-        back = [_backward(task, wanted[task.name]) for task in reversed(graph.tasks) if _differentiated(task)]
+        # For every task, by role, the tasks that make gradients of its outputs.
+        wanted: dict[Name, dict[str, tuple[Name, ...]]] = defaultdict(dict)
+        for task in graph.tasks:
+            spec = spec_of(task.op)
+            if spec.backward is Backward.NONE:
+                continue
+            source = task.name if spec.backward is Backward.VALUE else task.name.back
+            for role, names in task.inputs.items():
+                if role not in spec.given:
+                    for name in names:
+                        roles = wanted[name]
+                        roles[f"d_{role}"] = (*roles.get(f"d_{role}", ()), source)
+        back = []
+        for task in reversed(graph.tasks):
+            spec = spec_of(task.op)
+            given = {role: names for role, names in task.inputs.items() if role in spec.given}
+            # A transfer of values without gradients has no backward.
+            carries = spec.saves or not task.inputs or len(given) < len(task.inputs)
+            if spec.backward is not Backward.TASK or not carries:
+                continue
+            inputs = wanted[task.name] | ({"saved": (task.name,)} if spec.saves else given)
+            read = tuple(gradients_of(state) for state in task.reads if "parameters" in state)
+            state, facts = read or spec.states(task.layer), (task.lane, task.axes, inputs, task.cut)
+            back.append(Task(task.name.back, *facts, accumulates=state, reads=task.reads))
         return Graph.of([*graph.tasks, *back])
-
-
-def _differentiated(task: Task) -> bool:
-    """Return whether the task has a backward: a transfer of values without gradients has none."""
-    spec = spec_of(task.op)
-    carries = spec.saves or not task.inputs or not task.inputs.keys() <= spec.given
-    return spec.backward is Backward.TASK and carries
-
-
-def _gradients_wanted(graph: Graph) -> dict[Name, dict[str, tuple[Name, ...]]]:
-    """Return for every task, by role, the tasks that make gradients of its outputs."""
-    wanted: dict[Name, dict[str, tuple[Name, ...]]] = defaultdict(dict)
-    for task in graph.tasks:
-        spec = spec_of(task.op)
-        if spec.backward is Backward.NONE:
-            continue
-        source = task.name if spec.backward is Backward.VALUE else task.name.back
-        for role, names in task.inputs.items():
-            if role not in spec.given:
-                for name in names:
-                    roles = wanted[name]
-                    roles[f"d_{role}"] = (*roles.get(f"d_{role}", ()), source)
-    return wanted
-
-
-def _backward(task: Task, wanted: dict[str, tuple[Name, ...]]) -> Task:
-    spec = spec_of(task.op)
-    inputs = dict(wanted)
-    if spec.saves:
-        inputs["saved"] = (task.name,)
-    else:
-        inputs |= {role: names for role, names in task.inputs.items() if role in spec.given}
-    read = tuple(gradients_of(state) for state in task.reads if "parameters" in state)
-    state = read or spec.states(task.layer)
-    return Task(task.name.back, task.lane, task.axes, inputs, task.cut, accumulates=state, reads=task.reads)
 
 
 # ---- the batch, cut along its samples into microbatches that go through whole blocks ----------------------
@@ -310,7 +297,19 @@ class Settle:
 
     def __call__(self, graph: Graph) -> Graph:
         blocks = [list(block) for _, block in groupby(graph.tasks, _block)]
-        return Graph.of(task for block in _shared_first(blocks) for task in sorted(block, key=_place(block)))
+        shared: dict[tuple[int, bool], list[Task]] = defaultdict(list)
+        for block in blocks:
+            if place_of(block[0].op) == "beside":
+                shared[block[0].layer, block[0].forward] += sorted(block, key=_place(block))
+        out: list[Task] = []
+        for block in blocks:
+            first = block[0]
+            if place_of(first.op) == "beside":
+                continue
+            if any(computes_experts(task.op) for task in block):
+                out += shared.pop((first.layer, first.forward), ())
+            out += sorted(block, key=_place(block))
+        return Graph.of(out)
 
 
 def _block(task: Task) -> tuple[object, ...]:
@@ -334,18 +333,3 @@ def _place(block: Sequence[Task]) -> Callable[[Task], tuple[int, ...]]:
         return (m if phase is Phase.FORWARD else -m), *inside, piece or 0
 
     return place
-
-
-def _shared_first(blocks: Sequence[list[Task]]) -> Iterator[list[Task]]:
-    """Yield blocks in order, those of shared experts before the experts of their layer and half."""
-    shared: dict[tuple[int, bool], list[list[Task]]] = {}
-    for block in blocks:
-        if place_of(block[0].op) == "beside":
-            shared.setdefault((block[0].layer, block[0].forward), []).append(block)
-    for block in blocks:
-        first = block[0]
-        if place_of(first.op) == "beside":
-            continue
-        if any(computes_experts(task.op) for task in block):
-            yield from shared.pop((first.layer, first.forward), ())
-        yield block

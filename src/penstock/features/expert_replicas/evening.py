@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from penstock.features.expert_replicas.builder import ReplicationBuilder
-from penstock.features.expert_replicas.model import LayerSeconds, copies_to, exposed_s, layer_seconds
+from penstock.features.expert_replicas.model import copies_to, exposed_s, layer_seconds
 from penstock.features.expert_replicas.problem import ExpertProblem
 from penstock.placement import SPLIT, Replication
 from penstock.routing.integers import Floats, Ints
@@ -121,17 +121,8 @@ def planned(problem: ExpertProblem) -> Replication:
     time = best.split_seconds(limit)
     if layer_seconds(problem, none).total_s <= time.total_s:
         return none
-    reserved = _reserved(best, time)
-    holds = reserved.split_seconds(limit).total_s <= HARMLESS * time.total_s
-    return (reserved if holds else best).replication(limit)
-
-
-def _reserved(best: ReplicationBuilder, time: LayerSeconds) -> ReplicationBuilder:
-    """Return the plan with free slots filled as far as the schedule hides it, the least busy ranks first.
-
-    Rows are split by the loads of the step that runs, so a replica without present work takes its share if
-    its expert is hot in the next step.
-    """
+    # The plan with free slots filled as far as the schedule hides it, the least busy ranks
+    # first.
     builder = best.copy()
     problem, costs, placement = builder.problem, builder.problem.costs, builder.problem.placement
     ways, experts_s = Ways(costs.links, copies_to(builder.replicas, placement)), time.experts_s / 3
@@ -149,7 +140,9 @@ def _reserved(best: ReplicationBuilder, time: LayerSeconds) -> ReplicationBuilde
             if exposed_s(costs, ways.with_one_more(*way), experts_s) <= time.weights_s:
                 builder.add(expert, rank)
                 ways.add(*way)
-    return builder
+    reserved = builder
+    holds = reserved.split_seconds(limit).total_s <= HARMLESS * time.total_s
+    return (reserved if holds else best).replication(limit)
 
 
 def _between(builder: ReplicationBuilder) -> ReplicationBuilder:
@@ -170,40 +163,29 @@ def _promising(builder: ReplicationBuilder, exposed: bool) -> tuple[int, int] | 
     problem, costs = builder.problem, builder.problem.costs
     owners = list(problem.placement.owners)
     to_rank_s = costs.links.pair_s_per_byte[owners]
-    evened = _evened(builder)
-    heaviest = max(builder.computed)
-    room = np.maximum(evened, heaviest - np.array(builder.computed))
-    kept_s = 4 * costs.row_bytes * np.minimum(_kept(builder), room) * to_rank_s
-    weights_s = (costs.parameter_bytes + costs.gradient_bytes) * to_rank_s * exposed
-    scores: Floats = 3 * costs.row_s * evened + kept_s - weights_s
-    for each, homes in enumerate(builder.homes):
-        scores[each, homes] = -np.inf
-    scores[:, [not builder.has_room(rank) for rank in range(problem.ranks)]] = -np.inf
-    expert, rank = np.unravel_index(int(scores.argmax()), scores.shape)
-    return (int(expert), int(rank)) if scores[expert, rank] > 0 else None
-
-
-def _evened(builder: ReplicationBuilder) -> Floats:
-    """Return the rows above the mean of an expert's homes that fit below the mean of a rank, [E, P]."""
-    mean = builder.problem.mean_rows
+    # The rows above the mean of an expert's homes that fit below the mean of a rank, [E, P].
+    mean = problem.mean_rows
     above = [max(0.0, computed - mean) for computed in builder.computed]
     surplus = [
         sum(min(count, above[home]) for home, count in zip(homes, rows, strict=True))
         for homes, rows in zip(builder.homes, builder.rows, strict=True)
     ]
-    room = np.maximum(0, mean - np.array(builder.computed))
-    evened: Floats = np.minimum(np.array(surplus)[:, None], room)
-    return evened
-
-
-def _kept(builder: ReplicationBuilder) -> Ints:
-    """Return the rows that a replica would keep from crossing to the owner, [E, P].
-
-    All rows of its node where the node has no home, else the rank's own.
-    """
-    problem = builder.problem
-    nodes = np.array(problem.costs.links.nodes)
+    below = np.maximum(0, mean - np.array(builder.computed))
+    evened: Floats = np.minimum(np.array(surplus)[:, None], below)
+    heaviest = max(builder.computed)
+    room = np.maximum(evened, heaviest - np.array(builder.computed))
+    # The rows that a replica would keep from crossing to the owner, [E, P]: all of its node where the node
+    # has no home, else the rank's own.
+    nodes = np.array(costs.links.nodes)
     held_EN = np.zeros(problem.node_loads.T.shape, bool)
     for expert, homes in enumerate(builder.homes):
         held_EN[expert, nodes[homes]] = True
-    return np.where(held_EN[:, nodes], problem.loads.T, problem.node_loads.T[:, nodes])
+    kept = np.where(held_EN[:, nodes], problem.loads.T, problem.node_loads.T[:, nodes])
+    kept_s = 4 * costs.row_bytes * np.minimum(kept, room) * to_rank_s
+    weights_s = (costs.parameter_bytes + costs.gradient_bytes) * to_rank_s * exposed
+    scores: Floats = 3 * costs.row_s * evened + kept_s - weights_s
+    for each, homes in enumerate(builder.homes):
+        scores[each, homes] = -np.inf
+    scores[:, [not builder.has_room(rank) for rank in range(problem.ranks)]] = -np.inf
+    best, rank = np.unravel_index(int(scores.argmax()), scores.shape)
+    return (int(best), int(rank)) if scores[best, rank] > 0 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from penstock.features.expert_replicas.ops import REPLICAS
@@ -36,23 +35,19 @@ class Replicas:
     def __call__(self, graph: Graph) -> Graph:
         require(graph, Op.EXPERTS)
         moe_layers = {task.layer for task in graph.tasks if task.op == Op.EXPERTS}
-        return Graph.of(self._tasks(graph, moe_layers))
-
-    def _tasks(self, graph: Graph, moe_layers: set[int]) -> Iterator[Task]:
-        begun: set[int] = set()
+        begun, out = set[int](), list[Task]()
         for task in graph.tasks:
             if task.layer in moe_layers - begun:
                 begun.add(task.layer)
-                yield from _pieces(task.layer, Op.REPLICA_PARAMETERS, Phase.FORWARD, self.pieces)
+                out += _pieces(task.layer, Op.REPLICA_PARAMETERS, Phase.FORWARD, self.pieces)
             if task.op == Op.EXPERTS:
                 made = _pieces(task.layer, Op.REPLICA_PARAMETERS, Phase.FORWARD, self.pieces)
                 inputs = {**task.inputs, "replicas": tuple(each.name for each in made)}
-                yield replace(
-                    task.reading(inputs),
-                    reads=(*task.reads, parameters_of(REPLICAS.format(layer=task.layer))),
-                )
+                reads = (*task.reads, parameters_of(REPLICAS.format(layer=task.layer)))
+                out.append(replace(task.reading(inputs), reads=reads))
             else:
-                yield task
+                out.append(task)
+        return Graph.of(out)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ class Recompute:
             due[task.layer] = tuple(dict.fromkeys((*due[task.layer], *above)))
         out: list[Task] = []
         for task in graph.tasks:
-            if not self._again(task):
+            wanted = computes_experts(task.op) or (spec_of(task.op).recomputable and not self.experts_only)
+            if not (wanted and task.phase is Phase.BACKWARD and "saved" in task.inputs):
                 out.append(task)
                 continue
             (forward,) = task.inputs["saved"]
@@ -52,7 +53,3 @@ class Recompute:
             out.append(Task(name, task.lane, (), inputs, task.cut, reads=graph.by_name[forward].reads))
             out.append(task.reading({**task.inputs, "saved": (name,)}))
         return Graph.of(out)
-
-    def _again(self, task: Task) -> bool:
-        wanted = computes_experts(task.op) or (spec_of(task.op).recomputable and not self.experts_only)
-        return wanted and task.phase is Phase.BACKWARD and "saved" in task.inputs

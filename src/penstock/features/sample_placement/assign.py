@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.features.sample_placement.rows import SampleProblem
-from penstock.features.sample_placement.solvers import Solver, find_solver
+from penstock.features.sample_placement.solvers import find_solver
 from penstock.routing.integers import Floats, Ints
 
 INTER_WEIGHT = 16
@@ -35,8 +35,16 @@ def assign(problem: SampleProblem, solver: str = "network_simplex") -> Ints:
     homes = problem.homes.copy()
     if not len(homes):
         return homes
-    node_I = _nodes(problem, solve)
-    for node, devices in enumerate(problem.devices_of_node):
+    # Stage 1: the node of every sample, numbered as the problem lists nodes.
+    groups, node_I = problem.devices_of_node, np.zeros_like(homes)
+    if len(groups) > 1:
+        node_of_device = np.empty_like(problem.node_of_device)
+        for node, devices in enumerate(groups):
+            node_of_device[devices] = node
+        room = np.array([problem.capacity[devices].sum() for devices in groups])
+        present = node_of_device[problem.homes]
+        node_I = solve(_costs(problem.kept_in_nodes(), present, np.arange(len(groups))), room)
+    for node, devices in enumerate(groups):  # stage 2
         samples = np.flatnonzero(node_I == node)
         if len(devices) == 1 or not len(samples):
             homes[samples] = np.broadcast_to(devices[:1], samples.shape)
@@ -47,19 +55,6 @@ def assign(problem: SampleProblem, solver: str = "network_simplex") -> Ints:
         costs = _costs(kept_SD, problem.homes[samples], devices)
         homes[samples] = devices[solve(costs, problem.capacity[devices])]
     return homes
-
-
-def _nodes(problem: SampleProblem, solve: Solver) -> Ints:
-    """Return the node of every sample (stage 1), [I], numbered as the problem lists nodes."""
-    groups = problem.devices_of_node
-    if len(groups) == 1:
-        return np.zeros_like(problem.homes)
-    node_of_device = np.empty_like(problem.node_of_device)
-    for node, devices in enumerate(groups):
-        node_of_device[devices] = node
-    room = np.array([problem.capacity[devices].sum() for devices in groups])
-    present = node_of_device[problem.homes]
-    return solve(_costs(problem.kept_in_nodes(), present, np.arange(len(groups))), room)
 
 
 def _costs(kept_SC: Ints, present_S: Ints, places_C: Ints) -> Floats:

@@ -51,18 +51,17 @@ class ShardedOptimizer:
         ]
         norm = norm_of(scatters)
         scatters.sort(key=lambda task: not _begins(task))  # what others wait for is updated first
-        updates = [self._update(task, norm) for task in scatters]
+        updates = []
+        for task in scatters:
+            inputs = {"gradients": (task.name,)}
+            if self.clips:
+                inputs["scale"] = (norm.name,)
+            parameters = _parameters(task)
+            written = parameters, parameters.replace(PARAMETERS, "moments")
+            name = task.name._replace(op=BY_SCATTER[task.op].update)
+            read = (*task.writes, *written)
+            updates.append(Task(name, Lane.COMPUTE, (), inputs, task.cut, (), read, written))
         return Graph.of([*_gathered_first(graph, gathers), norm, *updates, *first])
-
-    def _update(self, scatter: Task, norm: Task) -> Task:
-        inputs = {"gradients": (scatter.name,)}
-        if self.clips:
-            inputs["scale"] = (norm.name,)
-        parameters = _parameters(scatter)
-        moments = parameters.replace(PARAMETERS, "moments")
-        written = (parameters, moments)
-        name = scatter.name._replace(op=BY_SCATTER[scatter.op].update)
-        return Task(name, Lane.COMPUTE, (), inputs, scatter.cut, (), (*scatter.writes, *written), written)
 
 
 def norm_of(scatters: Sequence[Task]) -> Task:
@@ -171,9 +170,8 @@ class GradientRoom:
                 after.add(task.name)
             if task.accumulates and not waits:
                 firsts.add(task.name)
-        return Graph.of([_waiting(task, freed) if task.name in firsts else task for task in graph.tasks])
-
-
-def _waiting(task: Task, freed: dict[int, list[Name]]) -> Task:
-    names = tuple(freed.get(task.layer + LAYERS, ()))
-    return task.reading({**task.inputs, ROOM: names}) if names else task
+        out = []
+        for task in graph.tasks:
+            names = tuple(freed.get(task.layer + LAYERS, ())) if task.name in firsts else ()
+            out.append(task.reading({**task.inputs, ROOM: names}) if names else task)
+        return Graph.of(out)

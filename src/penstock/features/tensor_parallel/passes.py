@@ -95,23 +95,19 @@ class _Rewriting:
         split = how.moe_split if moe else how.split
         yield (after := self._after(heads, tensor.ATTENTION, "attended", split=split))
         if not moe:
-            yield from self._dense(task, after)
+            read = {"hidden": task.inputs["hidden"], "attended": (after.name,)}
+            yield (norm := _knowing(task, self._computing(task, Op.DENSE_NORM, split=split, **read)))
+            yield (before := self._before(task, tensor.DENSE, tokens=(norm.name,)))
+            yield (wide := self._computing(task, Op.DENSE, tokens=(before.name,)))
+            yield (after := self._after(wide, tensor.DENSE, "out", split=split))
+            read = {"residual": (norm.name,), "out": (after.name,)}
+            yield _knowing(task, self._computing(task, Op.DENSE_ADD, split=split, **read))
             return
         read = {"hidden": hidden, "attended": (after.name,)}
         yield (gate := _knowing(task, self._computing(task, Op.GATE, split=split, **read)))
         if how.judges_samples and how.moe_split:
             yield self._transfer(task, Op.CHOICES, split=True, choices=(gate.name,))
             self._judged.append(task.name._replace(op=Op.CHOICES))
-
-    def _dense(self, task: Task, attended: Task) -> Iterator[Task]:
-        read = {"hidden": task.inputs["hidden"], "attended": (attended.name,)}
-        split = self._how.split
-        yield (norm := _knowing(task, self._computing(task, Op.DENSE_NORM, split=split, **read)))
-        yield (before := self._before(task, tensor.DENSE, tokens=(norm.name,)))
-        yield (wide := self._computing(task, Op.DENSE, tokens=(before.name,)))
-        yield (after := self._after(wide, tensor.DENSE, "out", split=split))
-        last = {"residual": (norm.name,), "out": (after.name,)}
-        yield _knowing(task, self._computing(task, Op.DENSE_ADD, split=split, **last))
 
     def _unpermute(self, task: Task) -> Iterator[Task]:
         how = self._how
