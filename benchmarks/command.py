@@ -14,7 +14,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from benchmarks.progress import BOARD
+from benchmarks.launching import ProgramFailedError
+from benchmarks.progress import PROGRESS
 from benchmarks.stopping import Stop
 from penstock.cli.failing import INTERRUPTED
 from penstock.cli.ranks import (
@@ -80,7 +81,7 @@ def run_on_ranks(
         show = partial(print_result, render=render, plain=options.json)
 
         def work(info: ProcessInfo) -> int:
-            BOARD.begin(name, shown=info.rank == 0)
+            PROGRESS.begin(name, shown=info.rank == 0)
             with Stop(show, speaks=info.rank == 0) as stop:
 
                 def one_rank(layout: Layout, device: torch.device) -> R:
@@ -116,7 +117,7 @@ def _unless_stopped(measure: Callable[[], R], stop: Stop) -> R:
             stop.end()
         raise
     if stop.asked:
-        BOARD.keep(lambda: found)
+        PROGRESS.keep(lambda: found)
         stop.end()
     return found
 
@@ -134,13 +135,16 @@ def run_alone(
         if (info := detect(os.environ)) is not None:
             why = f"starts all that it needs by itself and has no use for {info.launcher}"
             raise ConfigError(parser.prog, info.rank, why, "Start it once.")
-        BOARD.begin(parser.prog.rpartition(".")[2], shown=True)
+        PROGRESS.begin(parser.prog.rpartition(".")[2], shown=True)
         with Stop(partial(print_result, render=render, plain=options.json), speaks=True) as stop:
             try:
                 found = _unless_stopped(lambda: measure(options), stop)
             except KeyboardInterrupt:
                 stop.tell()
                 return INTERRUPTED
+            except ProgramFailedError as error:
+                print(f"{parser.prog}: {error}", file=sys.stderr)
+                return 1
         return print_result(found, render, options.json)
 
     take_signals()

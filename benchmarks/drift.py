@@ -25,7 +25,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from benchmarks.command import parser_of, run_alone
-from benchmarks.launching import launch_quietly
+from benchmarks.launching import ProgramFailedError, launch_quietly
 from benchmarks.progress import in_rows
 from penstock.lab.emulate import Cluster, EmulateConfig
 
@@ -61,20 +61,28 @@ SETTINGS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class DriftCase:
-    """What changes behind step `change_after` of `steps`. rates: between nodes, bit/s."""
+    """What changes behind step `change_after` of `steps`.
+
+    Attributes:
+        rate_before, rate_after: Between nodes, bit/s.
+        planned_steps: Of the run that meets the slow state from its start.
+        settled: The last steps of a run, of which the median counts.
+    """
 
     change: Change
     rate_before: float
     rate_after: float
     change_after: int
     steps: int
+    planned_steps: int
     settled: int = 15
-    """The last steps of a run, of which the median counts."""
 
 
 CASES: Final = (
-    DriftCase(change="rate", rate_before=1e9, rate_after=250e6, change_after=25, steps=80),
-    DriftCase(change="slow_rank", rate_before=1e9, rate_after=1e9, change_after=25, steps=80),
+    DriftCase(change="rate", rate_before=1e9, rate_after=250e6, change_after=25, steps=60, planned_steps=40),
+    DriftCase(
+        change="slow_rank", rate_before=1e9, rate_after=1e9, change_after=25, steps=60, planned_steps=40
+    ),
 )
 
 
@@ -83,8 +91,8 @@ class DriftResult:
     """Medians of iteration_s: before the change, of the steps behind it until a new plan, and at the end.
 
     planned_s: at the end of the run that knew the slow state from the start. loss_distance: relative
-    difference of the two runs' losses, the largest of any step; end_loss_distance: of their means over the
-    last steps. said: what the drifting run said about its plans.
+    difference of the two runs' losses, the largest of any step that both have; end_loss_distance: of their
+    means over the last of these. said: what the drifting run said about its plans.
     """
 
     change: Change
@@ -135,7 +143,9 @@ def _measure(case: DriftCase) -> DriftResult:
     behind = seconds[case.change_after + 1 :]
     noticed = drifting.noticed_after(case.change_after)
     hit = behind[: max(1, (noticed or len(behind)) - 1)]
-    losses = [np.array([step["loss"] for step in run.steps]) for run in (drifting, planned)]
+    losses = [
+        np.array([step["loss"] for step in run.steps[: case.planned_steps]]) for run in (drifting, planned)
+    ]
     ends = [float(loss[-case.settled :].mean()) for loss in losses]
     return DriftResult(
         change=case.change,
@@ -174,7 +184,8 @@ def _train(case: DriftCase, folder: Path, *, from_start: bool) -> _Training:
     (folder / "config.toml").write_text("", encoding="utf-8")
     emulate = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=rate)
     with Cluster(emulate) as cluster, _watching(case, cluster, output / "metrics.jsonl", from_start):
-        settings = (*SETTINGS, f"train.steps={case.steps}", f"output.dir={output}", "parallel.processes=2")
+        steps = case.planned_steps if from_start else case.steps
+        settings = (*SETTINGS, f"train.steps={steps}", f"output.dir={output}", "parallel.processes=2")
         command = [sys.executable, "-m", "penstock", "train", str(folder / "config.toml"), *settings]
         # It fails before what watches it complains that nothing was changed.
         text = launch_quietly(command, emulate.shape.ranks, cluster, folder / "said.txt")
@@ -202,10 +213,10 @@ def _watching(case: DriftCase, cluster: Cluster, metrics: Path, from_start: bool
 
 
 def _change(case: DriftCase, cluster: Cluster, reached: Callable[[], bool], ended: threading.Event) -> None:
-    """Raises RuntimeError if the run has ended before the change: there would be nothing to report."""
+    """Raises ProgramFailedError if the run has ended before the change: there would be nothing to report."""
     while not reached():
         if ended.wait(POLL_S):
-            raise RuntimeError(f"the run ended before step {case.change_after}, so nothing was changed")
+            raise ProgramFailedError(f"the run ended before step {case.change_after}, so nothing was changed")
     if case.change == "rate":
         cluster.set_rate(inter=case.rate_after)
         return

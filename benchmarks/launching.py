@@ -13,6 +13,10 @@ from penstock.train.launcher import LaunchOutcome, launch
 GRACE_S: Final = 70.0
 
 
+class ProgramFailedError(RuntimeError):
+    """A program that a benchmark has started has failed; the message ends with what the program said."""
+
+
 def launch_quietly(command: Sequence[str], ranks: int, cluster: Cluster | None, said: Path) -> str:
     """Run the ranks with what they print going to the file `said`, and return that.
 
@@ -27,11 +31,11 @@ def launch_quietly(command: Sequence[str], ranks: int, cluster: Cluster | None, 
 
 def check_end(outcome: LaunchOutcome, said: str) -> None:
     """Raise KeyboardInterrupt if a signal ended the run, which then saves and says that all is well;
-    RuntimeError with the end of what it said if it failed."""
+    ProgramFailedError if it failed."""
     if outcome.interrupted_by is not None:
         raise KeyboardInterrupt
     if outcome.exit_code:
-        raise RuntimeError(f"ranks ended with exit code {outcome.exit_code}:\n{said[-2000:]}")
+        raise ProgramFailedError(f"ranks ended with exit code {outcome.exit_code}:\n{said[-2000:]}")
 
 
 def _launched(command: Sequence[str], ranks: int, cluster: Cluster | None, target: int) -> LaunchOutcome:

@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from benchmarks.command import parser_of, run_alone
+from benchmarks.launching import ProgramFailedError
 from benchmarks.progress import in_rows
 from penstock.lab.bench.table import markdown_table
 
@@ -75,7 +76,7 @@ class LossyResult:
 
 
 def measure(steps: int) -> LossyResult:
-    """Every case, one after the other; minutes. Raises RuntimeError with what a run said if it fails."""
+    """Every case, one after the other; minutes. Raises ProgramFailedError if a run fails."""
     with tempfile.TemporaryDirectory(prefix="penstock-lossy-") as name:
         rows = [(case, partial(_train, case, Path(name) / str(i), steps)) for i, case in enumerate(CASES)]
         cases = in_rows(rows, lambda found: LossyResult(steps=steps, cases=found))
@@ -90,7 +91,7 @@ def _train(case: str, folder: Path, steps: int) -> LossyCase:
     given = (*command, *SETTINGS, *own, *CASES[case])
     done = subprocess.run(given, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"training with {case} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise ProgramFailedError(f"training with {case} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return summary(case, list(lines))
 

@@ -15,6 +15,7 @@ from statistics import mean
 from typing import Any, Final
 
 from benchmarks.command import parser_of, run_alone
+from benchmarks.launching import ProgramFailedError
 from penstock.lab.bench.table import markdown_table
 from penstock.lab.emulate.config import parse_rate
 
@@ -86,14 +87,16 @@ def predictions_of(result: Mapping[str, Any]) -> list[Prediction]:
 
 
 def _bench(rate: str, virtual: bool, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """Raises RuntimeError with what it said if it fails."""
+    """Raises ProgramFailedError with what it said if it fails."""
     shape = ("--virtual", "--emulate", "4x4") if virtual else ("--emulate", "2x1")
     sizes = ("moe.num_experts=16", "compare.rounds=3") if virtual else ()
     given = (*shape, "--inter-rate", rate, "--schedules", SCHEDULES, *SETTINGS, *sizes, *overrides)
     command = [sys.executable, "-m", "penstock", "bench", "--json", *given]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"penstock bench at {rate} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise ProgramFailedError(
+            f"penstock bench at {rate} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+        )
     result: Mapping[str, Any] = json.loads(done.stdout)
     return result
 

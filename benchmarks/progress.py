@@ -13,8 +13,8 @@ T = TypeVar("T")
 LINE_EVERY_S: Final = 1.0
 
 
-class ListScheduler:
-    """Of this process, which measures one thing. Silent until a command has begun it."""
+class Progress:
+    """The progress of this process, which measures one thing. It is silent until a command has begun it."""
 
     def __init__(self) -> None:
         self._name, self._row, self._told_s = "", "", 0.0
@@ -48,7 +48,7 @@ class ListScheduler:
         return None if self._result is None else self._result()
 
 
-BOARD: Final = ListScheduler()
+PROGRESS: Final = Progress()
 
 
 def in_rows(
@@ -60,8 +60,8 @@ def in_rows(
     """
     found: list[T] = []
     for number, (what, measure) in enumerate(rows, 1):
-        BOARD.row(f"{what}, {number} of {len(rows)}")
+        PROGRESS.row(f"{what}, {number} of {len(rows)}")
         found.append(measure())
-        BOARD.keep(partial(result, tuple(found)))
-    BOARD.row("")
+        PROGRESS.keep(partial(result, tuple(found)))
+    PROGRESS.row("")
     return tuple(found)

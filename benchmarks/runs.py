@@ -46,15 +46,14 @@ SUITE: Final = (
                 "--rounds",
                 "3",
                 "--steps",
-                "6",
+                "5",
                 "--warmup",
-                "2",
+                "1",
             ),
         ),
         note="The script for supervised fine-tuning that TRL ships, with one line of Penstock, and unchanged "
         "with transformers' expert parallelism (`DistributedConfig`) and AutoEP of DeepSpeed, experts over "
-        "all ranks. Other programs ran on the machine, at loads of 5 to 15: "
-        "[docs/peers.md](docs/peers.md#expert-parallelism-of-transformers-and-autoep).",
+        "all ranks: [docs/peers.md](docs/peers.md#expert-parallelism-of-transformers-and-autoep).",
         seconds=900,
         drawn=False,
     ),

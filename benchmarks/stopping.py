@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final, NoReturn
 
-from benchmarks.progress import BOARD
+from benchmarks.progress import PROGRESS
 from penstock.cli.failing import INTERRUPTED
 from penstock.cli.ranks import NOTHING_MEASURED
 from penstock.stops import POLL_S, SAME_REQUEST_S, SIGNALS, Patience
@@ -79,7 +79,7 @@ class Stop:
         raise KeyboardInterrupt
 
     def _print(self) -> None:
-        result = BOARD.kept()
+        result = PROGRESS.kept()
         if result is not None:
             self._show(result)
         sys.stdout.flush()

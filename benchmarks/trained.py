@@ -105,7 +105,7 @@ class _Turn:
 
 
 def measure() -> TrainedResult:
-    """Minutes. Linux, root. Raises RuntimeError with what a run said if it fails."""
+    """Minutes. Linux, root. Raises ProgramFailedError with what a run said if it fails."""
     with tempfile.TemporaryDirectory(prefix="penstock-trained-") as name:
         folder = Path(name)
         (folder / "texts").mkdir()

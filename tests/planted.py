@@ -79,14 +79,14 @@ FAULTS = (
         "adapt/test_mesh.py adapt/test_own_loss.py adapt/test_engine.py",
     ),
     Fault(
-        "runtime/gradients/buckets.py",
+        "runtime/buckets.py",
         "self.flat.mul_(self.share)",
         "self.flat.mul_(1.0)",
         "sums over copies of the same tokens are not divided by their number",
         "runtime/test_cases.py runtime/gradients",
     ),
     Fault(
-        "runtime/gradients/buckets.py",
+        "runtime/buckets.py",
         "parameter.grad = before.add_(view)",
         "parameter.grad = before.copy_(view)",
         "the gradients of an earlier pass are lost",
@@ -136,28 +136,28 @@ FAULTS = (
     ),
     # ---- ranks that share attention or experts -------------------------------------------------------------
     Fault(
-        "runtime/features/tensor_parallel/handlers.py",
+        "runtime/features/tensor_parallel.py",
         "_moves(after, ways.reduce, reduce, unchanged)",
         "_moves(after, ways.reduce, unchanged, unchanged)",
         "an all-reduce of partial sums is missed where tokens are replicated",
         "runtime/test_cases.py",
     ),
     Fault(
-        "runtime/features/tensor_parallel/handlers.py",
+        "runtime/features/tensor_parallel.py",
         "first = sum(lengths[: context.tensor.rank])",
         "first = lengths[0] * context.tensor.rank",
         "uneven parts of samples begin at the wrong token",
         "runtime/test_cases.py",
     ),
     Fault(
-        "runtime/features/tensor_parallel/handlers.py",
+        "runtime/features/tensor_parallel.py",
         "_transport(context, task).all_reduce(total_BE, task.axes)",
         "_transport(context, task)",
         "balance of a sample is judged on a rank's part of its tokens",
         "runtime/test_cases.py",
     ),
     Fault(
-        "runtime/features/tensor_parallel/handlers.py",
+        "runtime/features/tensor_parallel.py",
         "if not context.counts_once(task):",
         "if context.counts_once(task) is None:",
         "the loss of shared tokens counts once per shard of the vocabulary",
@@ -172,21 +172,21 @@ FAULTS = (
     ),
     # ---- order, races and edges ----------------------------------------------------------------------------
     Fault(
-        "runtime/lanes.py",
-        "        for lane, count in call.waits:\n            other = self.lanes[lane]",
-        "        for lane, count in ():\n            other = self.lanes[lane]",
+        "runtime/executor.py",
+        "for name, count in call.waits:",
+        "for name, count in ():",
         "threads do not wait for each other",
         "runtime/test_lanes.py",
     ),
     Fault(
-        "runtime/lanes.py",
+        "runtime/streams.py",
         "needed = [ends[wanted] for wanted in call.waits if wanted[0] is not Lane.HOST]",
         "needed = list[Event]()",
         "streams do not wait for each other",
         "runtime/test_stream_lanes.py runtime/recorded",
     ),
     Fault(
-        "runtime/lanes.py",
+        "runtime/streams.py",
         "self._kind.record_stream(tensor, stream)",
         "del tensor",
         "memory is given away while another stream reads it",
@@ -229,21 +229,21 @@ FAULTS = (
     ),
     # ---- what ranks must agree about -----------------------------------------------------------------------
     Fault(
-        "runtime/features/sample_placement/handlers.py",
+        "runtime/features/sample_placement.py",
         "if digest != everyone[0]]",
         "if digest != digest]",
         "ranks use new homes of samples that differ",
         "runtime/features/sample_placement/test_sample_moves.py",
     ),
     Fault(
-        "runtime/features/sample_placement/handlers.py",
+        "runtime/features/sample_placement.py",
         "replace(self, crossing=self.crossing.back)",
         "replace(self, crossing=self.crossing)",
         "gradients of samples that moved take the way forward once more",
         "runtime/features/sample_placement/test_sample_moves.py runtime/test_cases.py",
     ),
     Fault(
-        "runtime/features/sample_placement/handlers.py",
+        "runtime/features/sample_placement.py",
         "experts_Tk = experts_Tk.masked_fill(~valid_BL.reshape(-1, 1), -1)",
         "experts_Tk = experts_Tk.masked_fill(valid_BL.reshape(-1, 1) & False, -1)",
         "padding counts among the rows that the next layer expects",
@@ -265,7 +265,7 @@ FAULTS = (
     ),
     # ---- the MoE layer -------------------------------------------------------------------------------------
     Fault(
-        "moe/packed_residual.py",
+        "moe/expert_slots.py",
         "weight_of_row_R % choice.weights.shape[1] == 0",
         "weight_of_row_R % choice.weights.shape[1] >= 0",
         "every choice of a token brings its residual",
@@ -279,7 +279,7 @@ FAULTS = (
         "moe",
     ),
     Fault(
-        "moe/balance.py",
+        "moe/routers.py",
         "        return _share(chosen_BE)\n",
         "        return _share(chosen_BE.sum(dim=0)).expand(chosen_BE.shape)\n",
         "balance by sample is judged by microbatch",

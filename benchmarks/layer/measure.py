@@ -13,8 +13,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
-from benchmarks.progress import BOARD
-from penstock.runtime.host_memory import keep_freed_memory
+from benchmarks.progress import PROGRESS
+from penstock.runtime.machinery import keep_freed_memory
 
 T = TypeVar("T")
 
@@ -66,13 +66,13 @@ def in_turns(
     found: dict[str, list[T]] = {name: [] for name in ways}
     for turn in range(warmup + rounds):
         if result is not None:
-            BOARD.say(f"round {turn - warmup + 1} of {rounds}" if turn >= warmup else "warm-up")
+            PROGRESS.say(f"round {turn - warmup + 1} of {rounds}" if turn >= warmup else "warm-up")
         for name in list(ways)[:: -1 if turn % 2 else 1]:
             value = ways[name]()
             if turn >= warmup:
                 found[name].append(value)
         if result is not None and turn >= warmup:
-            BOARD.keep(partial(result, {name: list(values) for name, values in found.items()}))
+            PROGRESS.keep(partial(result, {name: list(values) for name, values in found.items()}))
     return found
 
 

@@ -14,7 +14,7 @@ from benchmarks.peers.shipped import ShippedTransport
 from penstock.lab.bench.contender import Entry, TransportName
 from penstock.lab.bench.scheduled import Stacks
 from penstock.runtime import PipelinedStack
-from penstock.runtime.lanes import ThreadLanes
+from penstock.runtime.executor import ThreadLanes
 from penstock.runtime.transport import Transports
 from penstock.topology import lane_groups
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.runtime.transport import GlooTransport
-from penstock.runtime.transport.groups import GroupTransport
+from penstock.runtime.groups import GlooTransport, GroupTransport
 
 
 class ShippedTransport(GlooTransport):

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
-from benchmarks.progress import BOARD
+from benchmarks.progress import PROGRESS
 from benchmarks.published.layers import (
     FSMOE_SEQ_LENS,
     LayerProblem,
@@ -256,7 +256,7 @@ def _told(found: Iterable[LayerSeconds], number: int) -> list[LayerSeconds]:
     rows: list[LayerSeconds] = []
     for row in found:
         rows.append(row)
-        BOARD.say(f"layer {len(rows)} of {number}")
+        PROGRESS.say(f"layer {len(rows)} of {number}")
     return rows
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.launching import launch_quietly
-from benchmarks.progress import BOARD
+from benchmarks.progress import PROGRESS
 from benchmarks.sft.contenders import ALONE, Contender
 from benchmarks.sft.prepared import Size, prepare
 from benchmarks.sft.result import OneRun, SftResult
@@ -70,10 +70,10 @@ def measure(plan: Plan) -> SftResult:
     os.environ.update(ENVIRON)
     with tempfile.TemporaryDirectory(prefix="penstock-sft-") as place, ExitStack() as stack:
         folder = Path(place)
-        BOARD.say("preparing the model")
+        PROGRESS.say("preparing the model")
         parameters = prepare(folder, plan.size)
         cluster = None if plan.emulate is None else stack.enter_context(Cluster(plan.emulate))
-        BOARD.say(ALONE.name)
+        PROGRESS.say(ALONE.name)
         alone = _run(plan, ALONE, folder, None)
         rounds: list[list[OneRun]] = []
 
@@ -92,10 +92,10 @@ def measure(plan: Plan) -> SftResult:
         for number in range(plan.rounds):
             found = []
             for contender in plan.contenders:
-                BOARD.say(f"round {number + 1} of {plan.rounds}, {contender.name}")
+                PROGRESS.say(f"round {number + 1} of {plan.rounds}, {contender.name}")
                 found.append(_run(plan, contender, folder, cluster))
             rounds.append(found)
-            BOARD.keep(result)
+            PROGRESS.keep(result)
         return result()
 
 

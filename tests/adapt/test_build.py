@@ -15,7 +15,7 @@ from torch import Tensor
 import penstock
 from penstock.config import ConfigError
 from penstock.decision import Decision
-from penstock.runtime.transport.sockets import Sockets
+from penstock.runtime.groups import Sockets
 from tests.support.adapted import DIVISIBLE, Batch, grads_of, small, with_adapters
 from tests.support.ranks import Pools
 

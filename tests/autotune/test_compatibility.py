@@ -22,9 +22,8 @@ from penstock.autotune.problem import (
 from penstock.config import ConfigError, load
 from penstock.graph import RefusalError
 from penstock.runtime import Machinery
-from penstock.runtime.lanes import ThreadLanes
-from penstock.runtime.machinery import SilentTransport
-from penstock.runtime.transport import Transports
+from penstock.runtime.executor import ThreadLanes
+from penstock.runtime.transport import SilentTransport, Transports
 from penstock.schedule import SCHEDULES
 from penstock.topology import Control, Layout
 from penstock.train.assemble import build_optimizer, build_stack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,11 +134,29 @@ UNEVEN = ("moe.aux_loss_coeff=0.0", "optimizer.lr=0.02")
 """Settings with which experts' loads are soon uneven."""
 
 
+TRIED_BY = 48
+"""After so many steps the plan has been in use for some that is kept."""
+
+
+def stop_after(last: int, trainer: Trainer, step: int) -> None:
+    """As Ctrl-C does. Only a long run tries moves, and what follows a trial is more of the same."""
+    del trainer
+    if step == last:
+        signal.raise_signal(signal.SIGINT)
+
+
+def long_run(ranks: Pools, folder: Path, last: int, *settings: str, slow: bool | None = None) -> list[Told]:
+    """The first steps of a run that is long enough to try moves."""
+    usual = "plan.trials=2", "plan.watch=false", "train.steps=120", "schedule.refine_after=4"
+    before = None if slow is None else partial(slow_where, slow)
+    words = (*auto(folder), *usual, *UNEVEN, *settings)
+    return run(ranks, folder, *words, on_step=partial(stop_after, last), before=before)
+
+
 def run_that_moves(ranks: Pools, folder: Path, *, slow: bool) -> tuple[list[Told], PlanFile]:
     """A run whose prediction says that moving pays. slow: it takes longer than the prediction says."""
     on_slow_devices(folder)
-    settings = "plan.trials=2", "plan.watch=false", "train.steps=120", "schedule.refine_after=4"
-    told = run(ranks, folder, *auto(folder), *settings, *UNEVEN, before=partial(slow_where, slow))
+    told = long_run(ranks, folder, TRIED_BY, slow=slow)
     assert told[0].plans == told[1].plans
     return told, PlanFile.read(folder / "run" / "plan.json")
 
@@ -177,8 +196,7 @@ def test_a_run_that_plans_again_does_not_try_what_has_lost(
     assert trial.measured == pytest.approx(SLOW)
     learnt = ClusterFile.read(folder / "run" / "cluster.json").moves
     assert {"GP", "GG"} <= {move.op for move in learnt}
-    settings = "plan.trials=2", "plan.watch=false", "train.steps=150", "schedule.refine_after=4"
-    again = run(ranks, folder, *auto(folder), *settings, *UNEVEN, "train.resume=true", "plan.budget=0.9")
+    again = long_run(ranks, folder, TRIED_BY + 30, "train.resume=true", "plan.budget=0.9")
     said = " ".join(again[0].said.split())
     assert "planning again instead of continuing" in said and "changing to plan" not in said, said
     paper = PlanFile.read(folder / "run" / "plan.json")
@@ -198,7 +216,6 @@ def test_a_run_in_which_moving_is_as_fast_as_predicted_keeps_it(ranks: Pools, tm
     assert paper.trial_s == STEP_S
     (before,) = paper.others
     assert before.measured_s == SLOW * STEP_S and "experts move" not in before.words
-    settings = "plan.trials=2", "plan.watch=false", "train.steps=124", "schedule.refine_after=4"
-    again = run(ranks, folder, *auto(folder), *settings, *UNEVEN, "train.resume=true")
+    again = long_run(ranks, folder, TRIED_BY + 4, "train.resume=true")
     assert set(again[0].plans) == {told[0].plans[-1]}
     assert PlanFile.read(folder / "run" / "plan.json").choice == paper.choice

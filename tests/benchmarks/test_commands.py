@@ -43,17 +43,6 @@ def test_collectives_as_json() -> None:
         assert row["times_s"].keys() == {"penstock", "gloo"}
 
 
-def test_updates_as_json() -> None:
-    """Whole iterations with both optimisers; one of them keeps half of the moments of what is replicated."""
-    schedules = 'compare.schedules=["flowmoe"]'
-    result = run_forked(2, "--json", *QUICK, schedules, program="benchmarks.updates")
-    assert result.returncode == 0, result.stderr
-    plain, shared = json.loads(result.stdout)["updates"]["ways"]
-    assert (plain["name"], shared["name"]) == ("flowmoe, AdamW", "flowmoe, sharded")
-    assert 0.5 * plain["moments_bytes"] <= shared["moments_bytes"] < plain["moments_bytes"]
-    assert all(way["predicted_s"] > 0 and way["step_s"]["median"] > 0 for way in (plain, shared))
-
-
 def said_here(
     capsys: pytest.CaptureFixture[str], *arguments: str, environ: dict[str, str] | None = None
 ) -> tuple[int, str, str]:
@@ -95,6 +84,15 @@ def test_what_is_wrong_is_named_with_a_way_out(
     code, out, error = said_here(capsys, *arguments, environ=environ)
     check_refusal(code, out, error)
     assert all(word in error for word in words), error
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="it emulates a cluster")
+def test_a_program_that_fails_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = said_here(capsys, "predictions", "--rates", "300mbit", "moe.top_k=99")
+    assert (code, out) == (1, "")
+    assert "penstock bench at 300mbit ended with 2" in error and "moe.top_k = 99" in error
+    assert "Traceback" not in error
 
 
 HOST_ALONE = ("planners", "solvers")

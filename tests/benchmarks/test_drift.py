@@ -26,7 +26,7 @@ from benchmarks.drift import (
     render_drifts,
 )
 from benchmarks.launching import check_end
-from benchmarks.progress import BOARD
+from benchmarks.progress import PROGRESS
 from benchmarks.text import text_of
 from penstock.train.launcher import LaunchOutcome
 from tests.support.patience import HANG_S, wait_for
@@ -94,10 +94,10 @@ def test_a_signal_ends_all_of_it_and_keeps_what_had_ended(
         return RESULT.cases[0]
 
     monkeypatch.setattr(drift, "_measure", measured)
-    BOARD.begin("drift", shown=False)
+    PROGRESS.begin("drift", shown=False)
     with pytest.raises(KeyboardInterrupt):
         measure_drifts([CASES[0]] * 3)
-    assert BOARD.kept() == left and len(begun) == ended + 1
+    assert PROGRESS.kept() == left and len(begun) == ended + 1
 
 
 def test_a_run_that_fails_is_told_with_its_last_words() -> None:

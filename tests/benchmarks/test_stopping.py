@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.layer.measure import in_turns
-from benchmarks.progress import BOARD, in_rows
+from benchmarks.progress import PROGRESS, in_rows
 from benchmarks.published.study import in_processes
 from tests.support.forked import run_text
 from tests.support.launched import start_launcher
@@ -34,7 +34,7 @@ UNTIL_THEN = "penstock: stopped; the table has what was measured until then\n"
 def silent() -> Iterator[None]:
     """Afterwards nothing is told any more."""
     yield
-    BOARD.begin("", shown=False)
+    PROGRESS.begin("", shown=False)
 
 
 def stop() -> int:
@@ -49,30 +49,30 @@ def summed(found: tuple[int, ...]) -> int:
 
 
 def test_rows_are_told_with_their_number_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    BOARD.begin("sums", shown=True)
+    PROGRESS.begin("sums", shown=True)
     rows: list[tuple[str, Callable[[], int]]] = [("five", lambda: 5), ("seven", lambda: 7), ("never", stop)]
     with pytest.raises(KeyboardInterrupt):
         in_rows(rows, summed)
-    assert BOARD.kept() == 12
+    assert PROGRESS.kept() == 12
     said = capsys.readouterr().err.splitlines()
     assert said == ["sums: five, 1 of 3", "sums: seven, 2 of 3", "sums: never, 3 of 3"]
 
 
 def test_nothing_is_kept_where_no_row_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    BOARD.begin("sums", shown=False)
+    PROGRESS.begin("sums", shown=False)
     with pytest.raises(KeyboardInterrupt):
         in_rows([("never", stop)], summed)
-    assert BOARD.kept() is None
+    assert PROGRESS.kept() is None
     assert capsys.readouterr().err == ""
 
 
 def test_only_whole_rounds_are_kept() -> None:
-    BOARD.begin("turns", shown=False)
+    PROGRESS.begin("turns", shown=False)
     numbers = iter(range(5))
     ways = {"a": lambda: next(numbers), "b": lambda: next(numbers, None) or stop()}
     with pytest.raises(KeyboardInterrupt):
         in_turns(ways, rounds=3, warmup=0, result=dict)
-    assert BOARD.kept() == {"a": [0, 3], "b": [1, 2]}
+    assert PROGRESS.kept() == {"a": [0, 3], "b": [1, 2]}
 
 
 def _mark(folder: Path, number: int) -> dict[str, float]:
@@ -89,7 +89,7 @@ def test_processes_that_share_the_work_are_not_waited_for(
     def interrupt(what: str) -> None:
         raise KeyboardInterrupt(what)
 
-    monkeypatch.setattr(BOARD, "say", interrupt)
+    monkeypatch.setattr(PROGRESS, "say", interrupt)
     other = multiprocessing.Process(target=time.sleep, args=(600,))
     other.start()
     try:
@@ -118,10 +118,10 @@ def test_a_stop_while_modules_are_loaded(rank: str | None, said: str) -> None:
 STUCK = """
 import signal, time
 from benchmarks import stopping
-from benchmarks.progress import BOARD
+from benchmarks.progress import PROGRESS
 {clock}
 stopping.GRACE_S = 0.1
-BOARD.begin("stuck", shown=False)
+PROGRESS.begin("stuck", shown=False)
 {keep}
 with stopping.Stop(print, speaks={speaks}):
     try:
@@ -137,8 +137,8 @@ with stopping.Stop(print, speaks={speaks}):
     ("keep", "speaks", "out", "error"),
     [
         ("", True, "", NOTHING),
-        ("BOARD.keep(lambda: 7)", True, "7\n", UNTIL_THEN),
-        ("BOARD.keep(lambda: 7)", False, "", ""),
+        ("PROGRESS.keep(lambda: 7)", True, "7\n", UNTIL_THEN),
+        ("PROGRESS.keep(lambda: 7)", False, "", ""),
     ],
 )
 def test_what_does_not_end_by_itself_is_ended(keep: str, speaks: bool, out: str, error: str) -> None:
@@ -149,7 +149,7 @@ def test_what_does_not_end_by_itself_is_ended(keep: str, speaks: bool, out: str,
 SLOW = """
 import signal, threading, time
 from benchmarks import stopping
-from benchmarks.progress import BOARD
+from benchmarks.progress import PROGRESS
 {clock}
 
 def for_ever():
@@ -164,8 +164,8 @@ def show(result):
     print(result)
 
 stopping.GRACE_S, stopping.SAME_REQUEST_S = 0.1, {same_s}
-BOARD.begin("slow", shown=False)
-BOARD.keep(lambda: 7)
+PROGRESS.begin("slow", shown=False)
+PROGRESS.keep(lambda: 7)
 with stopping.Stop(show, speaks=True) as stop:
     try:
         signal.raise_signal(signal.SIGINT)
@@ -206,15 +206,15 @@ def test_another_signal_cuts_the_printing_off() -> None:
 UNHEARD = """
 import signal, sys
 from benchmarks.command import _unless_stopped
-from benchmarks.progress import BOARD
+from benchmarks.progress import PROGRESS
 from benchmarks.stopping import Stop
 
 def gone():
     stop.asked = True  # by the thread that hears of the signal first
     raise RuntimeError("rank 1 is gone")
 
-BOARD.begin("unheard", shown=False)
-BOARD.keep(lambda: 7)
+PROGRESS.begin("unheard", shown=False)
+PROGRESS.keep(lambda: 7)
 with Stop(print, speaks=True) as stop:
     try:
         _unless_stopped(gone, stop)
@@ -234,7 +234,7 @@ LATE = """
 import signal, sys
 from benchmarks.collectives import CollectivesResult
 from benchmarks.command import run_on_ranks
-from benchmarks.progress import BOARD
+from benchmarks.progress import PROGRESS
 from penstock.topology import CommunicationError
 
 class Late(CommunicationError):
@@ -243,7 +243,7 @@ class Late(CommunicationError):
         return "rank 1 is gone"
 
 def measure(config, layout, emulate):
-    BOARD.keep(lambda: CollectivesResult(ranks=1, nodes=1, inter_rate_bit_per_s=None, rows=()))
+    PROGRESS.keep(lambda: CollectivesResult(ranks=1, nodes=1, inter_rate_bit_per_s=None, rows=()))
     raise Late
 
 sys.argv = ["late", "parallel.processes=1"]
@@ -260,15 +260,15 @@ def test_a_stop_while_an_error_is_reported_prints_what_was_measured() -> None:
 
 TWICE = """
 import signal
-from benchmarks.progress import BOARD
+from benchmarks.progress import PROGRESS
 from benchmarks.stopping import Stop
 
 def show(result):
     print(result)
     signal.raise_signal(signal.SIGINT)
 
-BOARD.begin("twice", shown=False)
-BOARD.keep(lambda: 6)
+PROGRESS.begin("twice", shown=False)
+PROGRESS.keep(lambda: 6)
 with Stop(show, speaks=True) as stop:
     try:
         stop.finish(7)
@@ -338,7 +338,7 @@ def test_ranks_that_are_stopped_end_together(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_starts_others_prints_what_it_has(tmp_path: Path) -> None:
-    code, out, error = stopped(tmp_path, r"small step", "benchmarks.orders", "--problems", "100")
+    code, out, error = stopped(tmp_path, r"link . device", "benchmarks.planners")
     assert code == 130, error
     assert error.count("penstock: stopped; ") == 1 and "Traceback" not in error
-    assert ("| order" in out) == error.endswith(UNTIL_THEN)
+    assert "every planner, 1 of" in error and "planner |" in out

@@ -28,7 +28,7 @@ from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
 from penstock.routing.replicas import rows_by_position
 from penstock.routing.rows import Placed
 from penstock.routing.sizes import split_sizes
-from penstock.runtime.features.sample_placement.moving import Habits, Relocation, SampleMoving
+from penstock.runtime.features.sample_placement import Habits, Relocation, SampleMoving
 from penstock.step import StepShape
 from penstock.topology import Layout, ParallelConfig
 from penstock.workloads import Routing, RoutingConfig, routing_of

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.config import BalanceGroup
+from penstock.moe.routers import BALANCES, Balance
 from tests.support.draws import draws
 
 EXPERTS, CHOICES, LAYERS = 4, 2, 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.features.dispatch import FlatDispatch, Place
 from penstock.moe import ChunkRoute, MoEConfig, MoELayer, RouteMaker, Tokens
-from penstock.moe.packed_residual import ResidualRows, given_back
+from penstock.moe.expert_slots import ResidualRows, given_back
 from tests.moe.test_layer import layer_of, tokens
 from tests.support.draws import draws
 

@@ -24,6 +24,8 @@ FREE = Movable(
     replica_slots=(1, 2),
 )
 
+FEW = replace(FREE, experts=("none", "planned"), replica_slots=(1,))
+
 FROZEN = (
     ("zipf", 8, 4, 4, 2, "penstock", "0x1.887bcfd081b00p-6", "0x1.887bcfd081b00p-6", "none", 883898368),
     (
@@ -57,8 +59,7 @@ def test_small_steps_are_weighed_as_a_whole_and_as_before(
     frozen: tuple[str, int, int, int, int, str, str, str, str, int],
 ) -> None:
     text, *sizes, schedule, still, best, experts, memory_bytes = frozen
-    few = replace(FREE, experts=("none", "planned"), replica_slots=(1,))
-    each = with_routing(step(*sizes), RoutingConfig.parse(text), FREE if sizes[1] < 32 else few)
+    each = with_routing(step(*sizes), RoutingConfig.parse(text), FREE if sizes[1] < 32 else FEW)
     found = weigh(each, [Decision(schedule=schedule)])
     assert (found.still.predicted_s.hex(), found.best.predicted_s.hex()) == (still, best)
     assert (found.best.choice.experts, found.best.memory_bytes) == (experts, memory_bytes)
@@ -74,7 +75,7 @@ def test_small_steps_are_weighed_as_a_whole_and_as_before(
     ],
 )
 def test_a_thousand_ranks_and_64_layers_are_weighed_by_a_sample(text: str) -> None:
-    each = with_routing(step(64, 64, 128, 8), RoutingConfig.parse(text), FREE)
+    each = with_routing(step(64, 64, 128, 8), RoutingConfig.parse(text), FEW)
     assert sample_words(each) == "16 of 64 MoE layers and 1 of 16 expert groups"
     found = weigh(each, [Decision(schedule="sequential")])
     assert any(f"moves weighed on {sample_words(each)}" in line for line in found.lines)
@@ -85,7 +86,7 @@ def test_a_thousand_ranks_and_64_layers_are_weighed_by_a_sample(text: str) -> No
 
 @pytest.mark.slow
 def test_a_thousand_nodes_of_64_are_weighed_by_one_expert_group() -> None:
-    each = with_routing(step(64, 64, 1024, 64), RoutingConfig.parse("zipf"), FREE)
+    each = with_routing(step(64, 64, 1024, 64), RoutingConfig.parse("zipf"), FEW)
     assert sample_words(each) == "16 of 64 MoE layers and 1 of 1024 expert groups"
     found = weigh(each, [Decision(schedule="sequential")])
     assert not any("not weighed" in line for line in found.lines) and found.still.predicted_s > 0

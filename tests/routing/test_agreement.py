@@ -172,7 +172,7 @@ def sizes(work: Workload) -> tuple[int, int]:
 
 
 def rows_of_members(task: Task, shares: tuple[Shares, ...], dealt: int) -> tuple[int, ...]:
-    """The rows of every member as handlers read them (`runtime/features/expert_sharding/handlers.py`)."""
+    """The rows of every member as handlers read them (`runtime/features/expert_sharding.py`)."""
     if task.op in (Op.DEAL_SLOTS, Op.GATHER_SLOTS):
         by_turn = [
             sum(int(in_turn(np.array(each.counts), t, dealt).sum()) for each in shares) for t in range(dealt)

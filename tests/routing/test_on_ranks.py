@@ -31,9 +31,9 @@ from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.placement import SPLIT, ExpertPlacement, Replication
 from penstock.routing.rows import Placed
+from penstock.runtime.executor import Programs
+from penstock.runtime.groups import GroupTransport
 from penstock.runtime.handlers import HANDLERS, Handlers, Inputs, Outputs
-from penstock.runtime.program import Programs
-from penstock.runtime.transport.groups import GroupTransport
 from penstock.schedule import StepPlan
 from tests.support.parity import Case, batch_of, machinery_of, stack_of
 from tests.support.ranks import Pools

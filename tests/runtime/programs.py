@@ -9,9 +9,8 @@ from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes
 from penstock.ops import OPS, Op
-from penstock.runtime.calls import Call, Span
+from penstock.runtime.executor import Call, Program, Span, compile_plan
 from penstock.runtime.handlers import Handler, Handlers, Inputs, Outputs
-from penstock.runtime.program import Program, compile_plan
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import StepShape
 

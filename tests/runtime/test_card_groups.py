@@ -19,8 +19,8 @@ import penstock
 from penstock.device import using
 from penstock.mesh import Group
 from penstock.models import MoEDecoder
-from penstock.runtime.errors import TaskError
-from penstock.runtime.transport import build_transport
+from penstock.runtime.executor import TaskError
+from penstock.runtime.groups import build_transport
 from penstock.topology import CommunicationError, Control, Layout, ParallelConfig
 from penstock.topology.control import host_group
 from penstock.topology.groups import Summation

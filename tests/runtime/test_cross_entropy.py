@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.runtime import cross_entropy
-from penstock.runtime.cross_entropy import cross_entropy_sum
+from penstock.runtime import statistics
+from penstock.runtime.statistics import cross_entropy_sum
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
 @pytest.fixture(params=[1, 22, 1 << 20], ids=["a token each", "two tokens", "one piece"])
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "NUMBERS_AT_ONCE", request.param)
+    monkeypatch.setattr(statistics, "NUMBERS_AT_ONCE", request.param)
 
 
 def drawn(dtype: torch.dtype, tokens: int = 7) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, clip_grad_norm_
-from penstock.runtime.features.sample_placement.moving import NetMoE
-from penstock.runtime.lanes import StreamLanes
+from penstock.runtime.features.sample_placement import NetMoE
+from penstock.runtime.streams import StreamLanes
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.optimizer import build_adamw

@@ -19,9 +19,8 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import spec_of
 from penstock.runtime import TaskError
-from penstock.runtime.executor import Execution
+from penstock.runtime.executor import Execution, ThreadLanes
 from penstock.runtime.handlers import Inputs, Missing, Outputs
-from penstock.runtime.lanes import ThreadLanes
 from penstock.schedule import Schedule, StepPlan, freeze
 from penstock.step import StepShape
 from tests.runtime.programs import program_of

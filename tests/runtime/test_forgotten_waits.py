@@ -15,9 +15,8 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.mesh import Group
-from penstock.runtime.lanes import LaneError, ThreadLanes
-from penstock.runtime.transport import GlooTransport
-from penstock.runtime.transport.groups import exchange
+from penstock.runtime.executor import LaneError, ThreadLanes
+from penstock.runtime.groups import GlooTransport, exchange
 from penstock.topology import Layout, lane_groups
 from penstock.topology.faults import FaultWatcher, give_up, watch
 from tests.runtime.test_lanes import COMPUTE, INTER, run

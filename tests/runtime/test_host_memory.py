@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import json, resource, torch
-from penstock.runtime.host_memory import keep_freed_memory
+from penstock.runtime.machinery import keep_freed_memory
 
 def use():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -19,11 +19,11 @@ from hypothesis import given
 
 from penstock.graph import Lane, Task
 from penstock.mesh import Group
-from penstock.runtime.calls import Call
+from penstock.runtime.executor import Call, LaneError, ThreadLanes, _ThreadRun
+from penstock.runtime.groups import GlooTransport
 from penstock.runtime.handlers import Inputs
-from penstock.runtime.lanes import LaneError, ThreadLanes, _ThreadRun, tensors_in
-from penstock.runtime.transport import GlooTransport
-from penstock.runtime.transport.legs import Later
+from penstock.runtime.streams import tensors_in
+from penstock.runtime.transport import Later
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.topology import Layout, lane_groups
@@ -304,7 +304,7 @@ def test_work_of_the_host_is_waited_for(
     lanes: ThreadLanes, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends by itself, and works on what its caller goes on with."""
-    monkeypatch.setattr("penstock.runtime.lanes.END_S", 0.0)
+    monkeypatch.setattr("penstock.runtime.executor.END_S", 0.0)
     host, inside, ended = replace(lone_task("L0.PE.F"), lane=Lane.HOST), threading.Event(), list[bool]()
 
     def plan() -> None:

@@ -21,8 +21,8 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import Op, transfers
 from penstock.runtime import PipelinedStack
+from penstock.runtime.executor import Programs
 from penstock.runtime.handlers import HANDLERS, Handler, Inputs, Outputs
-from penstock.runtime.program import Programs
 from penstock.step.shape import TokenLayout
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools

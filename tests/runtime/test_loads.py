@@ -11,7 +11,7 @@ import torch
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.runtime.loads import LoadHistory, Loads
+from penstock.runtime.statistics import LoadHistory, Loads
 from penstock.train.assemble import first_plan
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools

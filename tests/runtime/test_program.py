@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from penstock.graph import Graph, Lane, Name, Phase, ScheduleError, Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
-from penstock.runtime.calls import Call
-from penstock.runtime.executor import Execution
+from penstock.runtime.executor import Call, Execution, Program, ThreadLanes, compile_plan
 from penstock.runtime.handlers import Inputs, Outputs
-from penstock.runtime.lanes import ThreadLanes, in_issue_order
-from penstock.runtime.program import Program, compile_plan
+from penstock.runtime.streams import in_issue_order
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.timing import positions, slot_order

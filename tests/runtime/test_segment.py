@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.runtime.segment import PassThrough, Segment, anchor_on
+from penstock.runtime.handlers import PassThrough, Segment, anchor_on
 
 ANCHOR = anchor_on(torch.device("cpu"))
 

@@ -13,7 +13,7 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
-from penstock.runtime.errors import TaskError
+from penstock.runtime.executor import TaskError
 from penstock.runtime.features.sharded_optimizer.adamw import ShardedAdamW
 from penstock.step.shape import Recompute
 from penstock.train.assemble import build_stack

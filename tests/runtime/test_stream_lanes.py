@@ -12,9 +12,10 @@ import torch
 
 from penstock.device import Cuda, Event, Stream, using
 from penstock.graph import Lane, Task
-from penstock.runtime.calls import Call
+from penstock.runtime.executor import Call, LaneError, Ran
 from penstock.runtime.handlers import Inputs
-from penstock.runtime.lanes import LaneError, Ran, StreamLanes, build_lanes
+from penstock.runtime.machinery import build_lanes
+from penstock.runtime.streams import StreamLanes
 from penstock.step import StepShape
 from tests.runtime.programs import plan_in, program_of
 from tests.steps import random_orders
@@ -196,7 +197,7 @@ def run_late(
 ) -> tuple[LateDevice, list[Ran], dict[Task, float]]:
     """A step on a device that is half a second behind; and when the host issued each task."""
     clock, begun = Clock(behind_s=0.5), dict[Task, float]()
-    monkeypatch.setattr("penstock.runtime.lanes.time", clock)
+    monkeypatch.setattr("penstock.runtime.streams.time", clock)
     plan, device = (
         plan_in(StepShape(moe_layers=(True,)), lambda graph: random_orders(graph, 0)),
         LateDevice(clock),

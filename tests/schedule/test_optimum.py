@@ -6,10 +6,10 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.optimum import shortest_s, small_step
 from penstock.decision import Decision
 from penstock.schedule import SCHEDULES
 from penstock.timing import iteration_s
+from tests.support.optimum import shortest_s, small_step
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from penstock.plan import evaluate
 from penstock.plan.published import PUBLISHED
 from penstock.plan.tuner import SizeRange
 from penstock.routing import sizes
-from penstock.runtime.gradients import buckets
-from penstock.runtime.gradients.buckets import GradientBucket
+from penstock.runtime import buckets
+from penstock.runtime.buckets import GradientBucket
 from penstock.schedule.system import MOST_REDUCTIONS, least_chunk_bytes, pieces_of
 from tests.plan.problems import problem
 from tests.support.work import calls_of

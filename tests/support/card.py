@@ -37,7 +37,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 import penstock
 from penstock.device import Event, Gpu, Stream
-from penstock.runtime.gradients.buckets import InShares
+from penstock.runtime.buckets import InShares
 from tests.support import card_autocast, cardccl
 from tests.support.cardccl import KIND
 

@@ -21,8 +21,8 @@ from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW, clip_grad_norm_
 from penstock.runtime.bounds import Passes, RowBounds
-from penstock.runtime.features.sample_placement.moving import Placer, SampleMoving
-from penstock.runtime.lanes import build_lanes
+from penstock.runtime.features.sample_placement import Placer, SampleMoving
+from penstock.runtime.machinery import build_lanes
 from penstock.schedule import StepPlan
 from penstock.sharding import Sharding, shardings_of
 from penstock.step.shape import FORM_TOKENS, Recompute, TokenLayout

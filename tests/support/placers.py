@@ -9,7 +9,7 @@ import numpy as np
 from penstock.apportion import Counts
 from penstock.placement import Replication
 from penstock.routing.samples import SampleTable
-from penstock.runtime.features.sample_placement.moving import NetMoE
+from penstock.runtime.features.sample_placement import NetMoE
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from penstock.device import using
 from penstock.runtime import PipelinedStack
 from penstock.runtime.recorded.gpu import recorded
 from penstock.runtime.recorded.hazards import Hazard, Issued, calls_of, find_hazards
-from penstock.runtime.recorded.log import Entry, Launch
+from penstock.runtime.recorded.recorder import Entry, Launch
 from penstock.train.assemble import build_optimizer
 from penstock.train.update import build_update
 from tests.support.card import CardDevice, Wait, counted, install

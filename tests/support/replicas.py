@@ -13,7 +13,7 @@ import torch
 from penstock.features.expert_replicas.feature import ExpertMoves
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Part, Replication
 from penstock.runtime import PipelinedStack, clip_grad_norm_
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving
 from penstock.train.assemble import first_plan
 from tests.support.parity import (
     CLIP,

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from penstock.decision import ScheduleConfig
 from penstock.models import MoEDecoder
 from penstock.runtime import PipelinedStack, clip_grad_norm_
-from penstock.runtime.errors import ParameterMismatchError
+from penstock.runtime.fingerprints import ParameterMismatchError
 from penstock.sharding import Sharding
 from penstock.train.assemble import first_plan
 from tests.support.parity import Case, batch_of, logical, machinery, parts_of, stack_of

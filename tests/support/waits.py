@@ -8,7 +8,7 @@ from penstock.schedule import SCHEDULES
 from tests.support.card import Wait
 from tests.support.parity import Case
 
-STAGING = "runtime/transport/groups.py"
+STAGING = "runtime/groups.py"
 MORE = 2
 """Waits of a step beside those for the counts of dropless routing."""
 PLANS = 2

@@ -15,9 +15,9 @@ from penstock.config import ConfigError
 from penstock.device import device_of, using
 from penstock.graph import Lane
 from penstock.mesh import Axes, Group
+from penstock.runtime.groups import build_transports
 from penstock.runtime.recorded.gpu import RecordedGpu
 from penstock.runtime.recorded.recorder import Recorder
-from penstock.runtime.transport import build_transports
 from penstock.topology import (
     CommunicationError,
     Layout,
@@ -170,7 +170,7 @@ def test_a_swapped_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"ep_size": 2, "node_size": 2}
     first = calls_of(0, 4, sizes, monkeypatch)
     kinds = groups.INTER_GROUPS
-    monkeypatch.setattr("penstock.runtime.transport.groups.INTER_GROUPS", kinds[::-1])
+    monkeypatch.setattr("penstock.runtime.groups.INTER_GROUPS", kinds[::-1])
     second = calls_of(1, 4, sizes, monkeypatch)
     made = [[call for call in calls if call[0] == "new"] for calls in (first, second)]
     assert made[0] != made[1]

@@ -15,7 +15,7 @@ from penstock.checkpoint.storage import first_not_finite
 from penstock.cli.train_rank import EXPECTED
 from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
-from penstock.runtime.gradients.buckets import has_gradient
+from penstock.runtime.buckets import has_gradient
 from penstock.train import run_state
 from penstock.train import update as update_module
 from penstock.train.metrics import StepMetrics

@@ -37,7 +37,7 @@ from penstock.dtensors import part_of
 from penstock.families.described import refuse_cut_off
 from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import ShardedAdamW
-from penstock.runtime.expert_parallel.optimizers import watch_optimizer
+from penstock.runtime.expert_parallel.ranks import watch_optimizer
 from penstock.topology import Control
 from penstock.train.run_state import OPTIMIZER, of_model, state_part, updated
 from penstock.words import some_of

@@ -20,7 +20,7 @@ from penstock.adapt.cut import Caught, Cut, Inside, RouterUse
 from penstock.families.family import Family
 from penstock.families.inspection import code_of, in_parts
 from penstock.moe import MoELayer, SampleKeys
-from penstock.runtime.cross_entropy import cross_entropy_sum
+from penstock.runtime.statistics import cross_entropy_sum
 from penstock.sharding import shardings_of
 
 if TYPE_CHECKING:

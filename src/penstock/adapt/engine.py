@@ -26,7 +26,7 @@ from penstock.adapt.unchanged import check_unchanged
 from penstock.config import ConfigError
 from penstock.device import device_of
 from penstock.moe import MoEConfig
-from penstock.moe.balance import GlobalBalance
+from penstock.moe.routers import GlobalBalance
 from penstock.runtime import ParameterMismatchError, PipelinedStack
 from penstock.runtime.endings import RankLoss, StepStates, TokenLoss
 from penstock.runtime.handlers import Ending

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.runtime.checks.agree import Turns
+from penstock.runtime.consistency import Turns
 from penstock.topology import Control
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from penstock.ops.transfers import FLAT
 from penstock.plan import Problem
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import PipelinedStack
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
 from penstock.step.shape import Recompute

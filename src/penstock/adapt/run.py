@@ -33,8 +33,8 @@ from penstock.families.weights import quantized_in
 from penstock.models.qwen3_moe import CONFIG
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving
-from penstock.runtime.features.sample_placement.moving import NetMoE, SampleMoving
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving
+from penstock.runtime.features.sample_placement import NetMoE, SampleMoving
 from penstock.schedule import StepPlan
 from penstock.topology import Layout
 from penstock.train.assemble import stack_of_run

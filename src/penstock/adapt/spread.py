@@ -21,7 +21,7 @@ from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.permute.sort import SortPermutation
 from penstock.runtime import Machinery
-from penstock.runtime.transport.legs import Later, exchange_counts, send_home, send_out
+from penstock.runtime.transport import Later, exchange_counts, send_home, send_out
 
 
 class Spread:

@@ -30,7 +30,7 @@ from penstock.models.decoder import TensorShard, held_rows
 from penstock.moe.experts import ExpertShard
 from penstock.partial_state import unmark_share
 from penstock.runtime import Machinery
-from penstock.runtime.checks.samples import check_vocabulary
+from penstock.runtime.batch import check_vocabulary
 from penstock.runtime.transport import Transport
 from penstock.sharding import Sharding
 from penstock.topology import Layout

@@ -34,7 +34,7 @@ from penstock.cost.model_flops import ModelFlops
 from penstock.device import device_of
 from penstock.plan.plan_config import AUTO, DROPPED_STEPS
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving
 from penstock.schedule import StepPlan
 from penstock.trace.analysis import stragglers, typical_seconds
 from penstock.train.config import RunConfig

@@ -22,7 +22,7 @@ from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
 from penstock.plan.plan_file import MOST_OTHERS, LostTrial, OtherPlan
 from penstock.plan.predict import bound, closing_s, interval_s, predicted_timeline
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import StepShape
 from penstock.topology import Control

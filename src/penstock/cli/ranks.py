@@ -16,7 +16,7 @@ from penstock.device import pick_device
 from penstock.graph import RefusalError
 from penstock.plan.plan_config import AUTO
 from penstock.runtime import ScheduleMismatchError, TaskError
-from penstock.runtime.host_memory import keep_freed_memory
+from penstock.runtime.machinery import keep_freed_memory
 from penstock.stops import STOPS
 from penstock.topology import (
     CommunicationError,

@@ -18,7 +18,7 @@ from penstock.device import pick_device
 from penstock.graph import RefusalError
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
-from penstock.runtime.host_memory import keep_freed_memory
+from penstock.runtime.machinery import keep_freed_memory
 from penstock.stops import STOPS
 from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.faults import give_up

@@ -25,8 +25,8 @@ from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
 from penstock.moe.choices import BITS, uniform_bits
 from penstock.moe.experts import ONE_SHARD, ExpertShard
 from penstock.moe.layer import LogicalNames
-from penstock.runtime.checks.samples import check_vocabulary
-from penstock.runtime.cross_entropy import cross_entropy_sum
+from penstock.runtime.batch import check_vocabulary
+from penstock.runtime.statistics import cross_entropy_sum
 from penstock.sharding import Shard, Sharding, shardings_of
 
 

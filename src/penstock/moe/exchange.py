@@ -3,13 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
 from penstock.features.dispatch import Dispatch, Place
 from penstock.moe.permute.sort import Permutation, PermutationPlan
 from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
+
+if TYPE_CHECKING:
+    from penstock.moe.permute.sort import Permutation
+
+
+def check_dispatch(permutation: Permutation, dispatch: Dispatch, node_size: int | None = None) -> None:
+    """Raise ValueError unless `permutation` makes rows for as many ranks as `dispatch` brings them to.
+
+    node_size: ranks of an expert group in one node, where that is known.
+    """
+    made_for = getattr(permutation, "node_size", 1)
+    if made_for > 1 and not dispatch.joins_rows:
+        raise ValueError(
+            f"{type(permutation).__name__}(node_size={made_for}) makes one row for all of a token's experts "
+            f'in a node, and dispatch {dispatch.name} brings a row to one rank: use dispatch="node_once", or '
+            "node_size=1"
+        )
+    if not dispatch.joins_rows:
+        return
+    if not permutation.row_counts:
+        raise ValueError(
+            f"dispatch {dispatch.name} sends one row for all of a token's experts in a node, and "
+            f"{type(permutation).__name__} makes one for each: use MergedPermutation(..., node_size=ranks of "
+            'a node, rank=ep_rank), or dispatch="hierarchical_2d"'
+        )
+    if node_size is not None and node_size != made_for:
+        raise ValueError(
+            f"{type(permutation).__name__} was built for node_size = {made_for}, and {node_size} ranks of an "
+            f"expert group are in one node: build it with node_size={node_size}"
+        )
+
+
+def route_maker(dispatch: Dispatch, place: Place, permutation: Permutation) -> RouteMaker:
+    """Return the maker of the routes of whole experts. Raises ValueError for a permutation of other nodes."""
+    check_dispatch(permutation, dispatch, place.node_size)
+    return RouteMaker(dispatch, place, permutation.row_counts)
 
 
 class Exchange(Protocol):

@@ -192,7 +192,16 @@ class ModuleExperts(Experts):
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
         del product
         parts = zip(self.expert_modules, rows_RM.split(list(sizes)), strict=True)
-        outputs = [_run(expert, part_nM) for expert, part_nM in parts if len(part_nM)]
+        outputs = list[Tensor]()
+        for expert, part_nM in parts:
+            if not len(part_nM):
+                continue
+            outputs.append(expert(part_nM))
+            if outputs[-1].shape != part_nM.shape:
+                raise ValueError(
+                    f"{type(expert).__name__} as an expert must return what it gets, rows of shape "
+                    f"{list(part_nM.shape)}, and returned {list(outputs[-1].shape)}"
+                )
         return torch.cat(outputs) if outputs else rows_RM
 
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
@@ -206,13 +215,3 @@ class ModuleExperts(Experts):
     def replicas(self, slots: int) -> Experts:
         first = self.expert_modules[0]
         return ModuleExperts(lambda: copy.deepcopy(first), slots)
-
-
-def _run(expert: nn.Module, rows_nM: Tensor) -> Tensor:
-    out_nM: Tensor = expert(rows_nM)
-    if out_nM.shape != rows_nM.shape:
-        raise ValueError(
-            f"{type(expert).__name__} as an expert must return what it gets, rows of shape "
-            f"{list(rows_nM.shape)}, and returned {list(out_nM.shape)}"
-        )
-    return out_nM

@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.moe import int8
+from penstock.device import device_of
+from penstock.moe.config import int8_row_bytes
 
 Moment = Literal[
     "before_moe_start",
@@ -131,7 +133,7 @@ class _TwoWay(torch.autograd.Function):
 #
 # A gradient travels back in the form of the rows: what encodes rows in forward decodes gradients in backward.
 # Hooks keep no state between calls, so several microbatches may be in transit, and evaluation between them.
-# Shapes: R rows, M hidden size, W words (see `int8`).
+# Shapes: R rows, M hidden size, W words.
 
 
 HALF_BYTES = 2
@@ -208,13 +210,65 @@ class Int8Rows(EncodedRows):
             raise ValueError(
                 f"Int8Rows(hidden_size={self.hidden_size}) met rows of {rows_RM.shape[1]} numbers"
             )
-        return two_way(rows_RM, int8.encode, self._decode(rows_RM.dtype))
+        return two_way(rows_RM, encode_int8, self._decode(rows_RM.dtype))
 
     def scaled(self, rows: Tensor, by: float) -> Tensor:
-        return int8.scaled(rows, by)
+        return scale_int8(rows, by)
 
     def arrive(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-        return two_way(encoded, self._decode(dtype), int8.encode)
+        return two_way(encoded, self._decode(dtype), encode_int8)
 
     def _decode(self, dtype: torch.dtype) -> partial[Tensor]:
-        return partial(int8.decode, hidden_size=self.hidden_size, dtype=dtype)
+        return partial(decode_int8, hidden_size=self.hidden_size, dtype=dtype)
+
+
+# ---- rows as int8: symmetric, with one scale per row, so that no row is coarser because of another one ----
+#
+# A row [M] becomes W float32 words: M bytes, padding up to a whole word, and its scale. Words are used
+# because autograd gives no gradient to integers. Their values mean nothing: they may be copied, not computed
+# with. Shapes: R rows, M hidden size, W = ceil(M / 4) + 1 words.
+
+
+STEPS = 127
+"""Steps on either side of zero. -128 is not used: the range is symmetric."""
+WORD_BYTES = 4
+SMALLEST = torch.finfo(torch.float32).tiny
+"""The smallest scale with all its digits; rows that would need a smaller one count as zero."""
+BLOCK = 1 << 18
+"""Numbers that are encoded at a time: their intermediate results stay in the processor's L2 cache."""
+
+
+def encode_int8(rows_RM: Tensor) -> Tensor:
+    """Encode rows of any floating type as words [R, W]."""
+    rows_RM = rows_RM.to(torch.float32)
+    hidden = rows_RM.shape[1]
+    words_RW = rows_RM.new_empty(rows_RM.shape[0], int8_row_bytes(hidden) // WORD_BYTES)
+    bytes_RB = words_RW.view(torch.int8)
+    bytes_RB[:, hidden:-WORD_BYTES] = 0
+    scale_R1 = words_RW[:, -1:]
+    # The largest number of a row is 127 steps.
+    most_R1 = torch.maximum(rows_RM.amax(1, keepdim=True), rows_RM.amin(1, keepdim=True).neg_())
+    scale_R1.copy_(F.threshold(most_R1 / STEPS, SMALLEST, 0.0))
+    # The scale of a row of zeros has no inverse; that of a row with an infinite number has inverse 0, and no
+    # number decoded with that scale is finite.
+    inverse_R1 = scale_R1.reciprocal().masked_fill_(scale_R1 == 0, 0)
+    # Rows / scale, rounded to the nearest whole number, as bytes.
+    rows = max(1, BLOCK // rows_RM.shape[1] if device_of(rows_RM).is_cpu else len(rows_RM))
+    scratch = rows_RM.new_empty(min(rows, len(rows_RM)), rows_RM.shape[1])
+    parts = zip(rows_RM.split(rows), inverse_R1.split(rows), bytes_RB[:, :hidden].split(rows), strict=True)
+    for part, inverse, out in parts:
+        out.copy_(torch.mul(part, inverse, out=scratch[: len(part)]).round_())
+    return words_RW
+
+
+def decode_int8(words_RW: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
+    """Decode words to rows [R, M] of the given type."""
+    bytes_RM = words_RW.view(torch.int8)[:, :hidden_size]
+    return bytes_RM.to(torch.float32).mul_(words_RW[:, -1:]).to(dtype)
+
+
+def scale_int8(words_RW: Tensor, by: float) -> Tensor:
+    """Multiply encoded rows by a positive number, through their scales."""
+    found_RW = words_RW.clone()
+    found_RW[:, -1] *= by
+    return found_RW

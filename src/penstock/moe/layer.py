@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,24 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.features.dispatch import Dispatch, find_dispatch
-from penstock.moe.balance import BALANCES
 from penstock.moe.choices import RouterSums, TokenChoice, Tokens, chunk_tokens, made_for
-from penstock.moe.compatibility import check_parts, check_placement
-from penstock.moe.config import BalanceGroup
-from penstock.moe.exchange import Alone, Exchange
-from penstock.moe.expert_slots import OwnSlots, SlotsWithReplicas
+from penstock.moe.config import REFUSED, BalanceGroup
+from penstock.moe.exchange import Alone, Exchange, check_dispatch
+from penstock.moe.expert_slots import TOKENS, OwnSlots, OwnTokens, SlotsWithReplicas
 from penstock.moe.experts import Experts
 from penstock.moe.hooks import Hook, Hooks
-from penstock.moe.packed_residual import TOKENS, OwnTokens
 from penstock.moe.permute.sort import BoundedPermutation, Permutation, PermutationPlan, SortPermutation
 from penstock.moe.products import Product, grouped_product
-from penstock.moe.routers import Router
+from penstock.moe.routers import BALANCES, Router
 from penstock.partial_state import mark_share
-from penstock.placement import ExpertPlacement
+from penstock.placement import ExpertPlacement, PlacementError
 from penstock.routing.routes import ChunkRoute
+
+if TYPE_CHECKING:
+    from penstock.moe.experts import Experts
+    from penstock.moe.hooks import Hook
+    from penstock.moe.permute.sort import Permutation
+    from penstock.moe.routers import Router
 
 
 @dataclass(frozen=True)
@@ -256,7 +259,13 @@ class MoELayer(nn.Module):
         _require_place(self.exchange, self.ep_size, self.ep_rank)
         self.exchange.check(self.experts, x, self._words, first=not self._has_met)
         self._has_met = True
-        routed = self._counted(self._route_checked(x.flatten(0, -2), tokens))
+        routed, bias = self._route_checked(x.flatten(0, -2), tokens), self.gate.bias
+        if bias is not None and self.training:  # it counts in backward what has been trained on
+            chosen_E = routed.sums.chosen_E
+            if routed.weights.requires_grad:
+                routed = replace(routed, weights=bias.when_trained(routed.weights, chosen_E))
+            else:
+                routed = replace(routed, rows_RM=bias.when_trained(routed.rows_RM, chosen_E))
         known, rows_RM = self._known(routed, tokens, x.shape[:-1].numel())
         route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker, self.experts).slices[0]
         rows_RM = self.exchange.to_experts(rows_RM, route)
@@ -268,7 +277,14 @@ class MoELayer(nn.Module):
         slope_BE = self.balance.slope(routed.sums.chosen_BE, chosen_E.unsqueeze(0), 0, total)
         losses = LayerLosses((slope_BE * routed.sums.probability_BE).sum(), routed.sums.z / total)
         out_TM = self.unpermute(rows_RM, routed.weights, routed.plan, shared_TM)
-        return self._keep(losses, out_TM.view_as(x))
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes: autograd runs this call
+            self._losses, self._recomputed = losses, None
+            return out_TM.view_as(x)
+        # A checkpoint's recomputation must not be kept alive by its losses: they would hold all activations
+        # before them to the end of backward. So its output holds the losses, and the layer only their values.
+        self._losses, self._recomputed = losses.detach(), weakref.ref(losses)
+        held: Tensor = _Hold.apply(out_TM.view_as(x), losses)
+        return held
 
     def update_expert_bias(self) -> None:
         """Move the bias of a loss-free balanced gate, once after an optimiser step; all ranks take part."""
@@ -292,28 +308,6 @@ class MoELayer(nn.Module):
                 f"x has hidden size {x_TM.shape[1]}, and {type(self.gate).__name__} was built for "
                 f"{matrix.shape[1]}"
             ) from error
-
-    def _keep(self, losses: LayerLosses, out: Tensor) -> Tensor:
-        """Remember the losses; returns the output.
-
-        A checkpoint's recomputation must not be kept alive by its losses: they would hold all activations
-        before them to the end of backward. So its output holds the losses, and the layer only their values.
-        """
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes: autograd runs this call
-            self._losses, self._recomputed = losses, None
-            return out
-        self._losses, self._recomputed = losses.detach(), weakref.ref(losses)
-        held: Tensor = _Hold.apply(out, losses)
-        return held
-
-    def _counted(self, routed: RoutedTokens) -> RoutedTokens:
-        """Return `routed`, from which a gate with a bias counts in backward what has been trained on."""
-        bias = self.gate.bias
-        if bias is None or not self.training:
-            return routed
-        if routed.weights.requires_grad:
-            return replace(routed, weights=bias.when_trained(routed.weights, routed.sums.chosen_E))
-        return replace(routed, rows_RM=bias.when_trained(routed.rows_RM, routed.sums.chosen_E))
 
     def _known(
         self, routed: RoutedTokens, tokens: Tokens, count: int
@@ -447,3 +441,61 @@ def count_updates() -> None:
         torch.autograd.graph.increment_version(p for p in parameters if not p.is_inference())
 
     register_optimizer_step_post_hook(raise_versions)
+
+
+# ---- checks that the parts of a layer fit together --------------------------------------------------------
+
+
+def check_parts(
+    gate: Router,
+    permutation: Permutation,
+    expert: Experts,
+    dispatch: Dispatch,
+    hooks: tuple[Hook, ...],
+    ep_size: int,
+) -> None:
+    """Raise ValueError that says which parts do not fit, why, and what would."""
+    check_dispatch(permutation, dispatch)
+    if gate.kind not in permutation.kinds:
+        takes = f"it takes choices of kind {' or '.join(permutation.kinds)}, not {gate.kind}"
+        reasons = {(str(kind), str(name)): why for (kind, name), why in REFUSED.items()}
+        why = reasons.get((gate.kind, permutation.name), takes)
+        raise ValueError(f"{type(gate).__name__} with {type(permutation).__name__}: {why}")
+    held = expert.num_local_experts * ep_size
+    if gate.num_experts != held:
+        raise ValueError(
+            f"the gate chooses among num_experts = {gate.num_experts}, but {ep_size} rank(s) with "
+            f"{expert.num_local_experts} experts each hold {held}; build {type(expert).__name__} with "
+            f"num_local_experts = num_experts / ep_size"
+        )
+    encoding = next((hook for hook in hooks if hook.encodes_rows), None)
+    if encoding is not None and permutation.row_counts:
+        raise ValueError(
+            f"{type(encoding).__name__} with one copy per rank or node: numbers that travel with the rows "
+            "would be rounded; use only one of the two"
+        )
+    for name, number in (("num_experts", gate.num_experts), ("ranks", ep_size)):
+        built_for = getattr(permutation, name, number)
+        if built_for != number:
+            raise ValueError(
+                f"{type(permutation).__name__} was built for {name} = {built_for}, but the layer has {name} "
+                f"= {number}: num_experts of {type(gate).__name__}, ranks that share the experts"
+            )
+
+
+def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, slots: int) -> None:
+    """Raise PlacementError unless a layer of these sizes can run under `placement`."""
+    if placement.has_replicas:
+        raise PlacementError(
+            "the placement gives an expert several homes, and a layer does not sum gradients of replicas "
+            "inside an expert group yet: give every expert one home"
+        )
+    for name, found, wanted in (
+        ("experts", placement.num_experts, num_experts),
+        ("ranks", placement.ranks, ep_size),
+        ("slots per rank", placement.slots, slots),
+    ):
+        if found != wanted:
+            raise PlacementError(
+                f"the placement has {found} {name}, and the layer has {wanted}: make one for this layer"
+            )

@@ -481,7 +481,12 @@ class _WeightApart(torch.autograd.Function):
 def _product(
     rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int], store: AutogradWeights | WeightGradients
 ) -> Tensor:
-    parameter = _parameter_of(weight_EMH)
+    # The parameter whose matrices these are, as they are or transposed; else the weight itself.
+    parameter, base = weight_EMH, weight_EMH._base
+    if base is not None and base.dim() == 3 and base.numel() == weight_EMH.numel():
+        turned = base.transpose(1, 2)
+        if (turned.shape, turned.stride()) == (weight_EMH.shape, weight_EMH.stride()):
+            parameter = base
     if parameter.is_leaf and not parameter.requires_grad:  # frozen: a copy without its history serves as well
         kept = _to_compute_with(weight_EMH, parameter, rows_RM.dtype, store.copies)
         return product_of_cast(rows_RM, kept, sizes)
@@ -504,16 +509,6 @@ def _to_compute_with(
 
 def _has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def _parameter_of(weight_EMH: Tensor) -> Tensor:
-    """Return the parameter whose matrices these are, as they are or transposed; else the weight itself."""
-    base = weight_EMH._base
-    if base is None or base.dim() != 3 or base.numel() != weight_EMH.numel():
-        return weight_EMH
-    turned = base.transpose(1, 2)
-    same = (turned.shape, turned.stride()) == (weight_EMH.shape, weight_EMH.stride())
-    return base if same else weight_EMH
 
 
 def _accumulate(rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:

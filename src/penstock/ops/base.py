@@ -1,7 +1,7 @@
 """The definition of an op, and the registry of all ops. Families of ops stand in the other files here.
 
 An op says what its tasks mean before anything runs: title, kind, and what its backward is. What really
-happens is its handler's affair (`runtime/ops/`). `register` adds an op; everything that lists ops reads
+happens is its handler's affair (`runtime/ops.py`). `register` adds an op; everything that lists ops reads
 `OPS`.
 """
 

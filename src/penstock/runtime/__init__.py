@@ -1,9 +1,11 @@
 """The engine: runs a schedule with real tensors, threads and transfers."""
 
 from penstock.runtime.clip import clip_grad_norm_
-from penstock.runtime.errors import ParameterMismatchError, ScheduleMismatchError, TaskError
+from penstock.runtime.consistency import ScheduleMismatchError
+from penstock.runtime.executor import TaskError
 from penstock.runtime.expert_parallel.exchange import ExpertParallel, expert_parameters, ignore_experts
 from penstock.runtime.features.sharded_optimizer.adamw import ShardedAdamW
+from penstock.runtime.fingerprints import ParameterMismatchError
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.parts import BlockParts, ModelParts

@@ -9,7 +9,9 @@ Shapes: B samples of this rank, L tokens per sample.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import Protocol
 
@@ -17,11 +19,87 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock.moe import SampleKeys
+from penstock.device import device_of
+from penstock.mesh import Group
+from penstock.moe import SampleKeys, Tokens
 from penstock.routing.sizes import split_sizes
-from penstock.runtime.handlers import Batch
-from penstock.runtime.sample_metadata import SampleMetadata
+from penstock.runtime.parts import ModelParts
 from penstock.topology import Control, Layout
+
+
+@dataclass(frozen=True)
+class SampleMetadata:
+    """The samples of a microbatch on one rank.
+
+    labels_BL: [B, L]. keys: those of their random numbers. valid_BL: bool, False for padding; None if there
+    is none. longest: tokens per sample of the rank that has most, where ranks share those of every sample;
+    None = all have as many. stay_whole: no chunk has only a part of a sample.
+    """
+
+    labels_BL: Tensor
+    keys: SampleKeys
+    valid_BL: Tensor | None = None
+    longest: int | None = None
+    stay_whole: bool = False
+
+    @cached_property
+    def info(self) -> Tokens:
+        """What an MoE layer is told about the samples: every layer the same."""
+        samples = len(self.labels_BL)
+        return Tokens(
+            samples=samples,
+            keys=self.keys,
+            valid_T=None if self.valid_BL is None else self.valid_BL.flatten(),
+            most=None if self.longest is None else samples * self.longest,
+            stay_whole=self.stay_whole,
+        )
+
+    def part(self, rank: int, ranks: int) -> SampleMetadata:
+        """Return what is known of this rank's tokens, where `ranks` share those of every sample."""
+        length = self.labels_BL.shape[1]
+        here = part_of(length, rank, ranks)
+        return replace(
+            self,
+            labels_BL=self.labels_BL[:, here],
+            keys=replace(self.keys, first_token=here.start),
+            valid_BL=None if self.valid_BL is None else self.valid_BL[:, here],
+            longest=max(split_sizes(length, ranks)),
+        )
+
+    def num_tokens(self) -> Tensor | int:
+        """Return the number of tokens that are not padding."""
+        return self.labels_BL.numel() if self.valid_BL is None else self.valid_BL.sum()
+
+
+def part_of(length: int, rank: int, ranks: int) -> slice:
+    """Return the tokens that one of `ranks` ranks has of a sample with `length`."""
+    sizes = split_sizes(length, ranks)
+    first = sum(sizes[:rank])
+    return slice(first, first + sizes[rank])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's batch, cut into microbatches.
+
+    tokens: of every microbatch, [b, L]. metadata: everything else that is known of its samples. companions:
+    for every microbatch, the number of samples of every rank with which this one exchanges samples; () = with
+    none.
+    """
+
+    tokens: Sequence[Tensor]
+    metadata: Sequence[SampleMetadata]
+    companions: Sequence[tuple[int, ...]] = ()
+
+    def part(self, rank: int, ranks: int) -> Batch:
+        """Return the batch with this rank's part of the tokens, where `ranks` share those of every sample."""
+        here = part_of(self.tokens[0].shape[1], rank, ranks)
+        tokens = [tokens_BL[:, here] for tokens_BL in self.tokens]
+        return replace(self, tokens=tokens, metadata=[each.part(rank, ranks) for each in self.metadata])
+
+
+# ---- preparation of a batch -------------------------------------------------------------------------------
+
 
 NO_LABEL = -100
 
@@ -161,28 +239,21 @@ class EqualSizes:
         if self._control.world_size == 1:
             return samples
         if largest_batch is None:
-            largest_batch, length = self._agree(batch, length)
+            mine = (batch, length if batch else -inf, -length if batch else -inf)
+            largest, longest, shortest = self._control.largest(mine, "comparing the sizes of batches")
+            if largest > 0 and longest != -shortest:
+                raise ValueError(
+                    f"ranks have samples of different lengths, {-shortest:.0f} to {longest:.0f} tokens: with "
+                    "a fixed number of slots per expert all need the same. Fill up with padding and say so "
+                    "with valid_BL, or route dropless (moe.capacity_factor = none)."
+                )
+            largest_batch, length = int(largest), int(longest) if largest > 0 else length
         if batch > largest_batch:
             raise ValueError(
                 f"largest_batch = {largest_batch}: this rank has a batch of {batch} samples. Give the size "
                 "of the largest batch of any rank, the same on all ranks, or leave it out and ranks will ask."
             )
         return samples.filled(largest_batch, length)
-
-    def _agree(self, batch: int, length: int) -> tuple[int, int]:
-        """Return the samples of the largest batch and the length of every sample."""
-        shortest = -length if batch else -inf
-        mine = (batch, length if batch else -inf, shortest)
-        largest, longest, shortest = self._control.largest(mine, "comparing the sizes of batches")
-        if largest == 0:
-            return 0, length
-        if longest != -shortest:
-            raise ValueError(
-                f"ranks have samples of different lengths, {-shortest:.0f} to {longest:.0f} tokens: with a "
-                "fixed number of slots per expert all need the same. Fill up with padding and say so with "
-                "valid_BL, or route dropless (moe.capacity_factor = none)."
-            )
-        return int(largest), int(longest)
 
 
 Shape = tuple[int, int, bool, bool]
@@ -204,9 +275,16 @@ class SharedSizes:
         del largest_batch
         batch, length = samples.tokens_BL.shape
         marks = samples.valid_BL is not None, samples.documents_BL is not None
-        everyone = self._gathered((batch, length, *marks))
-        for ranks in self._layout.mesh.groups(self._layout.mesh.all_experts):
-            shapes = {rank: everyone[rank] for rank in ranks if everyone[rank][0]}
+        # The shapes of every rank, by one exchange of maxima: each is the largest at its place.
+        mine, ranks = (batch, length, *marks), self._layout.world_size
+        numbers = [0.0] * (ranks * len(mine))
+        numbers[self._layout.rank * len(mine) : (self._layout.rank + 1) * len(mine)] = map(float, mine)
+        found = iter(self._control.largest(numbers, "comparing the sizes of batches"))
+        everyone: list[Shape] = [
+            (int(next(found)), int(next(found)), bool(next(found)), bool(next(found))) for _ in range(ranks)
+        ]
+        for group in self._layout.mesh.groups(self._layout.mesh.all_experts):
+            shapes = {rank: everyone[rank] for rank in group if everyone[rank][0]}
             for rank, (_, length_there, marked, separate) in shapes.items():
                 first, (_, wanted, marks_padding, separates) = next(iter(shapes.items()))
                 if length_there != wanted:
@@ -232,12 +310,89 @@ class SharedSizes:
         companions = tuple(everyone[rank][0] for rank in members)
         return replace(samples, companions=companions).of_length(lengths[0] if lengths else length)
 
-    def _gathered(self, mine: Shape) -> list[Shape]:
-        """Return the shapes of every rank, by one exchange of maxima: each is the largest at its place."""
-        ranks, size = self._layout.world_size, len(mine)
-        numbers = [0.0] * (ranks * size)
-        numbers[self._layout.rank * size : (self._layout.rank + 1) * size] = map(float, mine)
-        found = iter(self._control.largest(numbers, "comparing the sizes of batches"))
-        return [
-            (int(next(found)), int(next(found)), bool(next(found)), bool(next(found))) for _ in range(ranks)
-        ]
+
+# ---- checks of what a batch holds -------------------------------------------------------------------------
+
+
+def check_tensors(
+    tokens_BL: Tensor, labels_BL: Tensor, ids_B: Tensor | None, valid_BL: Tensor | None
+) -> None:
+    """Raise ValueError unless shapes and types of a rank's batch fit together."""
+    if tokens_BL.dim() != 2 or labels_BL.shape != tokens_BL.shape:
+        shapes = f"{list(tokens_BL.shape)} and {list(labels_BL.shape)}"
+        raise ValueError(f"tokens and labels must both be [samples, tokens per sample], not {shapes}")
+    if valid_BL is not None and (valid_BL.shape != tokens_BL.shape or valid_BL.dtype != torch.bool):
+        given = f"{valid_BL.dtype} {list(valid_BL.shape)}"
+        raise ValueError(
+            f"valid_BL must be bool and as large as tokens_BL, {list(tokens_BL.shape)}, not {given}: "
+            "True for a token, False for padding"
+        )
+    if ids_B is not None and (ids_B.shape != tokens_BL.shape[:1] or ids_B.dtype != torch.int64):
+        given = f"{ids_B.dtype} {list(ids_B.shape)}"
+        raise ValueError(f"sample_ids_B must be int64 [{len(tokens_BL)}], one for each sample, not {given}")
+
+
+def check_vocabulary(what: str, numbers: Tensor, vocabulary: int, besides: int | None = None) -> None:
+    """Raise IndexError unless all numbers are of the vocabulary, or `besides`.
+
+    what: the numbers, in words. On a GPU the host would have to wait, so the device itself compares them. It
+    prints the message to standard error and stops, as in an embedding of PyTorch. The host learns of it when
+    it waits for the device next (`CUDA error: device-side assert triggered`). By then nothing on the device
+    has gone on, so no update uses the step.
+    """
+    known = (numbers >= 0) & (numbers < vocabulary)
+    if besides is not None:
+        known |= numbers == besides
+    where = f"0 to {vocabulary - 1}" + ("" if besides is None else f", or {besides} for none")
+    if device_of(numbers).is_gpu:
+        # The device keeps messages of less than 255 characters.
+        torch._assert_async(known.all(), f"{what} is out of bounds: the vocabulary is {where}")
+    elif not known.all():
+        found = int(numbers[~known][0])
+        raise IndexError(f"{what} {found} is out of bounds: the vocabulary is {where}")
+
+
+def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
+    """Raise ValueError, the same on all ranks, if ranks that share attention have batches of other sizes.
+
+    Their tokens would not fit together, and transfers would fail or wait. Costs an exchange of 16 bytes.
+    """
+    if layout.tp_size == 1:
+        return
+    everyone = control.gather(tuple(tokens_BL.shape), "comparing the sizes of batches")
+    for ranks in layout.mesh.groups(Group.TENSOR):
+        for rank in ranks:
+            if everyone[rank] != everyone[ranks[0]]:
+                raise ValueError(
+                    f"ranks {ranks[0]} and {rank} share attention (tp_size = {layout.tp_size}) and were "
+                    f"given batches of {list(everyone[ranks[0]])} and {list(everyone[rank])} tokens. Give "
+                    "all ranks of a group the same samples: those of layout.dp_rank"
+                )
+
+
+def with_documents(samples: Samples, documents_BL: Tensor | None, parts: ModelParts) -> Samples:
+    """Return the samples with the starts of documents. Raises ValueError if the model would ignore these."""
+    tokens_BL = samples.tokens_BL
+    if documents_BL is not None and not getattr(parts, "separates_documents", False):
+        raise ValueError(
+            f"documents_BL: the attention of {type(parts).__name__} does not separate documents. Give one "
+            "document per sample, or read keys.documents_BL in embed and mix and set separates_documents"
+        )
+    if documents_BL is not None and (
+        documents_BL.shape != tokens_BL.shape or documents_BL.dtype != torch.int64
+    ):
+        raise ValueError(
+            f"documents_BL must be int64 and as large as tokens_BL, {list(tokens_BL.shape)}, not "
+            f"{documents_BL.dtype} {list(documents_BL.shape)}: where the document of every token begins"
+        )
+    if documents_BL is not None:
+        # Every place says its own number or that of the place before, and the first says 0.
+        places_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
+        begins_BL = documents_BL == places_L
+        goes_on_BL = documents_BL[:, 1:] == documents_BL[:, :-1]
+        device_of(documents_BL).check(
+            begins_BL[:, :1].all() & (begins_BL[:, 1:] | goes_on_BL).all(),
+            "documents_BL must hold, for every token, the place in its sample where its document begins: "
+            "0, 0, 0, 3, 3 for documents of three and two tokens. Numbers of documents are something else",
+        )
+    return replace(samples, documents_BL=documents_BL)

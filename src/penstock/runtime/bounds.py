@@ -9,9 +9,9 @@ Shapes: Y MoE layers, N positions of a layer, X positions of all layers, layer b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,55 +19,14 @@ import torch
 from penstock.apportion import Counts
 from penstock.mesh import Axes
 from penstock.moe import MoELayer
-from penstock.moe.choices import RouterSums
 from penstock.moe.permute.sort import BoundedPermutation, Bounds
-from penstock.runtime.transport import Transport
-from penstock.runtime.transport.legs import HostCounts
+from penstock.runtime.handlers import BySum, Counted, StepBounds
+from penstock.runtime.transport import HostCounts, Transport
 
 STEPS_KEPT = 32
 """Steps whose loads decide on bounds."""
 MULTIPLE = 8
 """Bounds are multiples of this: they change seldom, and so do the sizes of tensors."""
-
-BySum = Mapping[int, Sequence[RouterSums]]
-"""The sums of gates by layer and microbatch."""
-
-
-class StepBounds(Protocol):
-    """The bounds of one step."""
-
-    def applied(self) -> AbstractContextManager[None]:
-        """Bound the rows of the step's layers inside."""
-        ...
-
-    def tell(self, sums: BySum, transport: Transport, axes: Axes) -> None:
-        """Tell all ranks what the gates of this one wanted."""
-        ...
-
-    def exceeded(self) -> bool:
-        """Return whether a rank wanted more rows than it had; the same on all ranks. The host waits for the
-        end of the forward half."""
-        ...
-
-
-class Counted:
-    """The steps of a stack, and each of them, whose rows are always counted."""
-
-    repeats, repeats_steps, late = 0, False, False
-
-    def of_step(self, microbatches: int, *, training: bool, counted: bool = False) -> StepBounds:
-        """Return the bounds of the next step."""
-        del microbatches, training, counted
-        return self
-
-    def applied(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def tell(self, sums: BySum, transport: Transport, axes: Axes) -> None:
-        pass
-
-    def exceeded(self) -> bool:
-        return False
 
 
 class RowBounds:
@@ -156,7 +115,12 @@ class BoundedStep:
             yield
 
     def tell(self, sums: BySum, transport: Transport, axes: Axes) -> None:
-        wanted_X = torch.cat([_most(microbatches) for microbatches in sums.values()])
+        most_N = []
+        for microbatches in sums.values():
+            wanted = [each.wanted_N for each in microbatches if each.wanted_N is not None]
+            assert len(wanted) == len(microbatches), "orders of these layers count what they want"
+            most_N.append(torch.stack(wanted).amax(dim=0))
+        wanted_X = torch.cat(most_N)
         transport.maximum(wanted_X, axes)
         self._wanted = HostCounts(wanted_X)
 
@@ -169,13 +133,6 @@ class BoundedStep:
             else:
                 self._history.add(wanted_X)
         return self._exceeded
-
-
-def _most(microbatches: Sequence[RouterSums]) -> torch.Tensor:
-    """Return the most rows that a microbatch of this rank wanted at every position, [N]."""
-    wanted = [sums.wanted_N for sums in microbatches]
-    assert all(each is not None for each in wanted), "orders of these layers count what they want"
-    return torch.stack([each for each in wanted if each is not None]).amax(dim=0)
 
 
 def bounds_of(layers: Sequence[MoELayer | None]) -> Counted | RowBounds:

@@ -22,16 +22,16 @@ from torch.nn.utils import clip_grad
 from penstock.device import device_of
 from penstock.dtensors import is_dtensor
 from penstock.mesh import Group
-from penstock.runtime.checks.usage import living_stacks
-from penstock.runtime.expert_parallel.optimizers import is_sharded
+from penstock.runtime.checks import living_stacks
 from penstock.runtime.expert_parallel.ranks import (
     ExpertRanks,
+    is_sharded,
     mark_all,
     ranks_of,
     ranks_of_parts,
     share_of,
 )
-from penstock.runtime.transport.legs import HostCounts
+from penstock.runtime.transport import HostCounts
 
 TINY = 1e-6
 EQUAL = 1e-5
@@ -75,7 +75,18 @@ def clip_grad_norm_(
     if error_if_nonfinite:
         _check_finite(norm, norm_type)
     if max_norm != math.inf:
-        _scale(_gradients(parameters), (max_norm / (norm + TINY)).clamp(max=1.0), foreach)
+        scale = (max_norm / (norm + TINY)).clamp(max=1.0)
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in _gradients(parameters):
+            here = gradient.to_local() if is_dtensor(gradient) else gradient
+            here = here._values() if here.is_sparse else here
+            groups.setdefault((here.device, here.dtype), []).append(here)
+        for (there, dtype), group in groups.items():
+            if foreach is False:
+                for gradient in group:
+                    gradient.mul_(scale.to(there, dtype))
+            else:
+                torch._foreach_mul_(group, scale.to(there, dtype))
     return norm
 
 
@@ -174,7 +185,17 @@ def _total_norm(
             f"rank {ranks.layout.rank}: clip_grad_norm_ waited in vain for the others. Every rank must call "
             "it, with its experts, trained or not: pass the module, or all of model.parameters()"
         ) from error
-    _compare(table, ranks)
+    # What is equal on ranks is compared now, but on GPUs in the next call: nobody waits for the host here.
+    counted = HostCounts(table)
+    unread: HostCounts | None = counted
+    if device_of(table).is_gpu:
+        unread, UNREAD[ranks] = UNREAD.get(ranks), counted
+    if unread is not None:
+        _, parts, whole = unread.numbers.T
+        _check_equal(whole.tolist(), "parameters that all ranks hold")
+        for same in ranks.layout.mesh.groups(Group.DATA):
+            of = f"the part of parameters that ranks {', '.join(map(str, same))} hold"
+            _check_equal(parts[list(same)].tolist(), of)
     # Where several ranks hold the same gradients, the largest norm counts: if one rank alone holds a
     # value that is not finite, all must learn of it.
     of_experts, of_parts, of_all = table.unbind(1)
@@ -186,22 +207,6 @@ def _total_norm(
 
 UNREAD: WeakKeyDictionary[ExpertRanks, HostCounts] = WeakKeyDictionary()
 """Norms of all ranks in the last call, where reading them at once would make the host wait for a GPU."""
-
-
-def _compare(table: Tensor, ranks: ExpertRanks) -> None:
-    """Raise RuntimeError if norms of the same gradients differ between ranks; on GPUs those of the last
-    call."""
-    unread = HostCounts(table)
-    if device_of(table).is_gpu:
-        last, UNREAD[ranks] = UNREAD.get(ranks), unread
-        if last is None:
-            return
-        unread = last
-    _, parts, whole = unread.numbers.T
-    _check_equal(whole.tolist(), "parameters that all ranks hold")
-    for same in ranks.layout.mesh.groups(Group.DATA):
-        of = f"the part of parameters that ranks {', '.join(map(str, same))} hold"
-        _check_equal(parts[list(same)].tolist(), of)
 
 
 def _check_equal(found: Sequence[float], of: str) -> None:
@@ -274,18 +279,3 @@ def _each_norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) 
 def _values(gradient: Tensor) -> Tensor:
     """Return the numbers of a gradient; of a sparse one those that are stored, each place once."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _scale(gradients: Sequence[Tensor], scale: Tensor, foreach: bool | None) -> None:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        here = gradient.to_local() if is_dtensor(gradient) else gradient
-        here = here._values() if here.is_sparse else here
-        groups.setdefault((here.device, here.dtype), []).append(here)
-    for (device, dtype), group in groups.items():
-        factor = scale.to(device, dtype)
-        if foreach is False:
-            for gradient in group:
-                gradient.mul_(factor)
-        else:
-            torch._foreach_mul_(group, factor)

@@ -14,11 +14,9 @@ from torch import Tensor
 from penstock.device import device_of
 from penstock.graph import Lane, Task
 from penstock.mesh import Group
-from penstock.runtime.features.tensor_parallel.handlers import gathered, scattered
-from penstock.runtime.features.tensor_parallel.shared_head import LossOverShards
-from penstock.runtime.handlers import Inputs, LossGradients, Outputs, StepContext, TensorPlace
-from penstock.runtime.ops.blocks import microbatch, present
-from penstock.runtime.segment import AnySegment
+from penstock.runtime.features.tensor_parallel import LossOverShards, gathered, scattered
+from penstock.runtime.handlers import AnySegment, Inputs, LossGradients, Outputs, StepContext, TensorPlace
+from penstock.runtime.ops import microbatch, present
 from penstock.runtime.statistics import HeadSums, StepStatistics
 from penstock.runtime.transport import Transport, Transports
 
@@ -243,14 +241,12 @@ class HiddenStates:
         self._samples = [len(h_BLM) for h_BLM in _in_order(self._left)]
         self._batches = context.batch.tokens
         self._layers = sorted(self._routers)
-        routers = [_joined(self._whole(self._routers.pop(layer))) for layer in self._layers]
+        batches, routers = self._batches, list[Tensor]()
+        for pieces in map(self._routers.pop, self._layers):
+            routers.append(_joined({n: self.tokens.whole(each, batches[n]) for n, each in pieces.items()}))
         hidden_BLM = _joined(self._left)
         self._left = {}
         return hidden_BLM, statistics.aux.clone(), *routers
-
-    def _whole(self, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return logits of all tokens, by microbatch."""
-        return {number: self.tokens.whole(pieces[number], self._batches[number]) for number in sorted(pieces)}
 
     def slopes(self, *grads: Tensor) -> LossGradients:
         hidden_BLM, balance, *routers = grads

@@ -1,20 +1,230 @@
-"""The interpreter: runs a compiled plan's calls, and hands every task the outputs on its edges."""
+"""What runs a step: its plan, compiled into calls by lane; the interpreter of calls; lanes of a CPU.
+
+There every communication lane is a thread and the compute lane is the caller's thread; `streams` is for GPUs.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, Protocol
+from weakref import WeakSet, finalize
 
-from penstock.graph import Graph
-from penstock.runtime.calls import Call
-from penstock.runtime.errors import TaskError
-from penstock.runtime.handlers import Inputs, Missing
-from penstock.runtime.lanes import LaneError, Lanes, Ran
-from penstock.runtime.program import Program
+from penstock.graph import Graph, Lane, Name, Phase, Task
+from penstock.mesh import Axes, Group
+from penstock.ops import Op, spec_of
+from penstock.runtime.handlers import Handler, Handlers, Inputs, Missing, check_handlers
 from penstock.schedule import StepPlan
-from penstock.topology.faults import ACTIVITY
+from penstock.timing import issue_order
+from penstock.topology.faults import ACTIVITY, HEARERS, PeerLostError, explain
 from penstock.trace import TaskRecord
+
+MOST_KEPT = 32
+"""Compiled plans that a stack remembers: a comparison runs several in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One task, ready to run.
+
+    reads: for every role the slots on its edges. writes: outputs that are read, and their slots. frees: slots
+    that are not read after this call. shared: slots whose readers on several lanes find out which is the
+    last. waits: for other lanes, how many of their calls in this span must have ended before.
+    """
+
+    task: Task
+    handler: Callable[..., Mapping[str, Any]]
+    reads: tuple[tuple[str, tuple[int, ...]], ...]
+    writes: tuple[tuple[str, int], ...]
+    frees: tuple[int, ...]
+    shared: tuple[int, ...]
+    waits: tuple[tuple[Lane, int], ...]
+
+
+Span = Mapping[Lane, tuple[Call, ...]]
+"""The calls of every lane between two stops."""
+
+
+# ---- a compiled step plan: a flat list of calls per lane, with numbered slots for what they hand on -------
+#
+# What a task waits for, reads, leaves and frees is worked out once, when a plan is adopted. While a step
+# runs, nothing is looked up by name, and a lane asks another only where a value or an order really comes from
+# it.
+
+
+GRADIENT = "d_"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Calls by span. slots: their number. shared: by slot with readers on several lanes, how many lanes."""
+
+    spans: tuple[Span, ...]
+    slots: int
+    shared: Mapping[int, int]
+
+
+def compile_plan(
+    plan: StepPlan,
+    handlers: Handlers,
+    stops: Sequence[Name],
+    silent: Collection[Axes] = (),
+    *,
+    all: bool = True,
+    twice: Handlers = MappingProxyType({}),
+) -> Program:
+    """Compile `plan` into spans that end with the tasks of `stops`; tasks that depend on the last one follow.
+
+    A span holds the tasks that do not depend on its stop, and the stop. all: include what follows the last
+    stop; without it, nothing is kept for readers there. twice: the handlers of tasks that run a second time,
+    and of their second run, where they differ from `handlers`. silent: kinds of groups of one rank; a lane
+    that has no other tasks runs on the compute lane, where it costs no switch of threads. Raises
+    ScheduleError for a task that no handler can run.
+    """
+    check_handlers(plan.graph.tasks, {**handlers, **twice})
+    number: dict[Task, int] = {}  # of stops that must have run before a task
+    stop_numbers = {name: i for i, name in enumerate(stops)}
+    for task in plan.graph.tasks:
+        number[task] = max(
+            (max(number[need], stop_numbers.get(need.name, -1) + 1) for need in plan.graph.needs[task]),
+            default=0,
+        )
+    kept = [task for task in plan.graph.tasks if all or number[task] < len(stops)]
+    # Of a task that runs twice, both runs have their handler in `twice`.
+    again = [task for task in kept if task.phase is Phase.RECOMPUTE] if twice and all else []
+    run_twice = {name for task in again for name in (task.name, *task.inputs["kept"])}
+    handler_of = {t: (twice if t.name in run_twice else handlers)[t.op, t.phase] for t in kept}
+    lanes = _lanes(plan, kept, silent)
+    # A slot for every output that is read, by the task and the output's name.
+    slots: dict[tuple[Name, str], int] = {}
+    for task in kept:
+        for role, names in task.inputs.items():
+            for name in names:
+                slots.setdefault((name, role.removeprefix(GRADIENT)), len(slots))
+    # Of every slot its last reader on every lane that reads it.
+    place = {task: (lane, i) for lane, order in lanes.items() for i, task in enumerate(order)}
+    readers: dict[int, dict[Lane, Task]] = defaultdict(dict)
+    for task in kept:
+        lane, i = place[task]
+        for slot in _read(task, slots):
+            last = readers[slot].get(lane)
+            if last is None or place[last][1] < i:
+                readers[slot][lane] = task
+    spans = []
+    for span in range(len(stops) + all):
+        orders = {lane: [t for t in order if number[t] == span] for lane, order in lanes.items()}
+        spans.append(_calls(orders, plan.graph, handler_of, slots, readers))
+    shared = {slot: len(ends) for slot, ends in readers.items() if len(ends) > 1}
+    return Program(tuple(spans), len(slots), shared)
+
+
+def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> dict[Lane, list[Task]]:
+    """Return the order in which threads run the tasks; silent lanes are merged into the compute lane."""
+    wanted, quiet = set(kept), set(silent)
+    home = {
+        lane: Lane.COMPUTE if all(task.axes in quiet for task in order) else lane
+        for lane, order in plan.schedule.lanes.items()
+    }
+    found: dict[Lane, list[Task]] = {}
+    for place in issue_order(plan.schedule.lanes, plan.graph):
+        if (task := plan.graph.tasks[place]) in wanted:
+            found.setdefault(home[task.lane], []).append(task)
+    return found
+
+
+Slots = Mapping[tuple[Name, str], int]
+
+
+def _read(task: Task, slots: Slots) -> Iterable[int]:
+    return {slots[n, role.removeprefix(GRADIENT)] for role, names in task.inputs.items() for n in names}
+
+
+def _calls(
+    orders: Mapping[Lane, Sequence[Task]],
+    graph: Graph,
+    handler_of: Mapping[Task, Handler],
+    slots: Slots,
+    readers: Mapping[int, Mapping[Lane, Task]],
+) -> Span:
+    place = {task: (lane, i) for lane, order in orders.items() for i, task in enumerate(order)}
+    written: dict[Name, list[tuple[str, int]]] = defaultdict(list)
+    for (name, output), slot in slots.items():
+        written[name].append((output, slot))
+    span: dict[Lane, tuple[Call, ...]] = {}
+    for lane, order in orders.items():
+        known: dict[Lane, int] = {}
+        calls = []
+        for task in order:
+            # How far other lanes must be, unless an earlier task of this lane has waited for that already.
+            wanted: dict[Lane, int] = {}
+            for need in graph.needs[task]:
+                if need in place:
+                    other, i = place[need]
+                    if other is not lane and i + 1 > known.get(other, 0):
+                        wanted[other] = max(wanted.get(other, 0), i + 1)
+            known.update(wanted)
+            ended = [slot for slot in _read(task, slots) if readers[slot][lane] is task]
+            calls.append(
+                Call(
+                    task,
+                    handler_of[task],
+                    tuple(
+                        (role, tuple(slots[name, role.removeprefix(GRADIENT)] for name in names))
+                        for role, names in task.inputs.items()
+                    ),
+                    tuple(written[task.name]),
+                    tuple(slot for slot in ended if len(readers[slot]) == 1),
+                    tuple(slot for slot in ended if len(readers[slot]) > 1),
+                    tuple(wanted.items()),
+                )
+            )
+        span[lane] = tuple(calls)
+    return span
+
+
+class Programs:
+    """Compiled plans, each made when it is first asked for. silent: kinds of groups of one rank. twice: see
+    `compile_plan`."""
+
+    def __init__(
+        self, handlers: Handlers, silent: Collection[Axes], twice: Handlers = MappingProxyType({})
+    ) -> None:
+        self._handlers, self._silent, self._twice = handlers, silent, twice
+        self._known: dict[tuple[int, bool], tuple[StepPlan, Program]] = {}
+
+    def of(self, plan: StepPlan, *, training: bool) -> Program:
+        """Return the program for training or forward alone. Raises ScheduleError for a missing handler."""
+        key = id(plan), training
+        if key not in self._known:
+            stops = [task.name for task in plan.graph.tasks if task.op == Op.STATISTICS]
+            if len(self._known) >= MOST_KEPT:
+                self._known.pop(next(iter(self._known)))
+            program = compile_plan(plan, self._handlers, stops, self._silent, all=training, twice=self._twice)
+            self._known[key] = plan, program  # kept with the plan, or another could get its id
+        return self._known[key][1]
+
+
+# ---- the interpreter: runs a compiled plan's calls, and hands every task the outputs on its edges ---------
+
+
+class TaskError(RuntimeError):
+    """A task failed; the step on this rank is stopped. `str()` ends with the grid, the task in >brackets<.
+
+    task: the task that failed first on this rank. rank: this rank. waited_s: how long it had been running.
+    """
+
+    def __init__(self, task: Task, rank: int, waited_s: float, cause: BaseException, grid: str) -> None:
+        partners = f" with the {Group.name(task.axes)} group" if task.axes else ""
+        super().__init__(
+            f"rank {rank}: task {task} ({spec_of(task.op).title}) failed on lane {task.lane}{partners} "
+            f"after {waited_s:.2f} s: {type(cause).__name__}: {explain(cause)}\n\n{grid}"
+        )
+        self.task, self.rank, self.waited_s = task, rank, waited_s
 
 
 class Execution:
@@ -47,7 +257,12 @@ class Execution:
         try:
             self._times.append(self._lanes.run(span, self._execute, timed=self._timed))
         except LaneError as failure:
-            self._raise(failure)
+            cause = failure.__cause__
+            assert cause is not None
+            if not isinstance(cause, Exception):  # an interrupt is raised unchanged
+                raise cause from cause.__cause__
+            grid = self._plan.schedule.grid(self._plan.graph, mark=failure.task)
+            raise TaskError(failure.task, self._rank, failure.waited_s, cause, grid) from cause
 
     def drop(self) -> None:
         """Let go of what tasks have handed on, and of the context: no further span will run."""
@@ -79,17 +294,276 @@ class Execution:
                 values[slot] = None
         return inputs
 
-    def _raise(self, failure: LaneError) -> None:
-        cause = failure.__cause__
-        assert cause is not None
-        if not isinstance(cause, Exception):  # an interrupt is raised unchanged
-            raise cause
-        grid = self._plan.schedule.grid(self._plan.graph, mark=failure.task)
-        raise TaskError(failure.task, self._rank, failure.waited_s, cause, grid) from cause
-
     def records(self, step: int = 0) -> list[TaskRecord]:
         """Return when every task ran, in seconds from the start of the iteration on this rank; [] if that was
         not measured."""
         ran = [task for times in self._times for task in times()]
         origin_s, rank = self._origin_s, self._rank
         return [TaskRecord(r.task, rank, r.start_s - origin_s, r.end_s - origin_s, step) for r in ran]
+
+
+# ---- lanes, on which tasks really run, and threads of the CPU for them ------------------------------------
+
+
+END_S: Final = 1.0
+"""How long a lane may still be in a transfer after a failure. What can be woken ends in milliseconds."""
+
+Execute = Callable[[Call], Any]
+"""Runs a call; returns what it read, whose memory must outlive the stream that reads it."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """When a task ran, in seconds on the clock of `time.perf_counter`; on a GPU measured by its events."""
+
+    task: Task
+    start_s: float
+    end_s: float
+
+
+class LaneError(Exception):
+    """A task raised an error. Carries the task, how long it ran, and the error as `__cause__`."""
+
+    def __init__(self, task: Task, waited_s: float) -> None:
+        super().__init__(str(task))
+        self.task, self.waited_s = task, waited_s
+
+
+class Lanes(Protocol):
+    """Runs the calls of a span; each starts when the call before it and those that it waits for are done.
+
+    issued_s: by task, how long a thread that hands out all tasks was busy with it when times were last asked
+    for, waits for the device included; empty where every lane has a thread of its own.
+    """
+
+    issued_s: dict[Task, float]
+
+    def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
+        """Run all calls, then return a function that gives their times. Raises LaneError.
+
+        timed: whether times will be asked for; where they cost something there are none otherwise.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class ThreadLanes:
+    """CPU lanes. `on_failure` must wake the threads that wait in a collective, as far as that can be done.
+
+    Gloo wakes no thread whose message is partly on its way when the connection breaks: such a one waits for
+    the timeout. Its lane is left alone after `END_S`, and gets another thread. So a step does not depend on
+    it, neither on the rank that fails nor on one that hears of it.
+    """
+
+    _live: ClassVar[WeakSet[ThreadLanes]] = WeakSet()
+    """Those of this process that meet other ranks."""
+
+    def __init__(self, on_failure: Callable[[], None], *, alone: bool = False) -> None:
+        self._on_failure = on_failure
+        self._workers: dict[Lane, _Worker] = {}
+        finalize(self, _leave_alone, self._workers).atexit = False
+        self.issued_s: dict[Task, float] = {}
+        self._run: _ThreadRun | None = None
+        self._lost = ""
+        if not alone:
+            self._live.add(self)
+
+    def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
+        del timed  # two looks at the clock cost less than to ask whether they are wanted
+        self._run = run = _ThreadRun(span, execute, self._on_failure)
+        try:
+            if self._lost:  # after `_run` is set: news that come between the two are seen twice, not missed
+                run.lose(self._lost)
+            busy = [lane for lane, calls in run.span.items() if calls and not lane.computes]
+            for lane in busy:
+                if lane not in self._workers:
+                    self._workers[lane] = _Worker(lane)
+                self._workers[lane].start(run.walk_to_end)
+            try:
+                run.walk(Lane.COMPUTE)
+            except BaseException as error:  # an interrupt between two tasks
+                run.interrupt(Lane.COMPUTE, error)
+            for lane in run.settle(busy):  # after a failure those that could not be woken
+                self._workers.pop(lane).leave_alone()
+        finally:
+            self._run = None
+        if run.failure is not None:
+            raise run.failure from run.failure.__cause__
+        # What follows keeps not `run`, which refers to `execute`: a cycle would keep a step's tensors.
+        times = {lane: progress.times for lane, progress in run.lanes.items()}
+        return lambda: [
+            Ran(call.task, start_s, end_s)
+            for lane, calls in span.items()
+            for call, (start_s, end_s) in zip(calls, times[lane], strict=True)
+        ]
+
+    @classmethod
+    def hear(cls, told: str) -> None:
+        """End the runs of this process that meet other ranks, those to come on the same connections too: a
+        rank has given up."""
+        for each in list(cls._live):
+            each._lost = told
+            run = each._run
+            if run is not None:
+                run.lose(told)
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.stop()
+        self._workers.clear()
+
+
+HEARERS.append(ThreadLanes.hear)
+
+
+def _leave_alone(workers: Mapping[Lane, _Worker]) -> None:
+    """Let the threads of lanes that nobody holds any more end."""
+    for worker in workers.values():
+        worker.leave_alone()
+
+
+class _Worker:
+    """The thread of one communication lane; lives as long as its lanes."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self._jobs: SimpleQueue[Callable[[Lane], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._loop, name=f"penstock-{lane}", daemon=True)
+        self._thread.start()
+
+    def start(self, job: Callable[[Lane], None]) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        self.leave_alone()
+        self._thread.join()
+
+    def leave_alone(self) -> None:
+        """Let the thread end when its job does, whenever that is."""
+        self._jobs.put(None)
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job(self.lane)
+            del job  # or it would keep the tensors of its step until the next
+
+
+class _Progress:
+    """How far one lane is, and what it waits for. Only its own thread writes `done` and `wanted`.
+
+    A lane that waits names the lane and the count in `wanted`, then looks once more, then sleeps; a lane that
+    ends a call counts it, then looks which lanes want it. One of the two sees the other, so no wake-up is
+    lost.
+    """
+
+    __slots__ = ("done", "times", "wake", "wanted")
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.wanted: tuple[Lane, int] | None = None
+        self.wake: SimpleQueue[None] = SimpleQueue()
+        self.times: list[tuple[float, float]] = []
+
+
+class _ThreadRun:
+    """One span on thread lanes: how far each lane is, and the first failure."""
+
+    def __init__(self, span: Span, execute: Execute, on_failure: Callable[[], None]) -> None:
+        self.span, self._execute, self._on_failure = span, execute, on_failure
+        self.lanes = {lane: _Progress() for lane in span}
+        self._ended: SimpleQueue[Lane | None] = SimpleQueue()
+        self._failing = Lock()
+        self.failure: LaneError | None = None
+
+    def walk(self, lane: Lane) -> None:
+        """Run one lane's calls from front to back; stop early if any lane has failed."""
+        if lane not in self.span:
+            return
+        mine = self.lanes[lane]
+        others = [other for name, other in self.lanes.items() if name is not lane]
+        execute, times, clock = self._execute, mine.times, time.perf_counter
+        for call in self.span[lane]:
+            try:
+                for name, count in call.waits:
+                    awaited = self.lanes[name]
+                    if awaited.done < count:
+                        mine.wanted = (name, count)
+                        while awaited.done < count and self.failure is None:
+                            mine.wake.get()
+                        mine.wanted = None
+                if self.failure is not None:
+                    return
+            except BaseException as error:  # an interrupt while waiting stops all lanes, too
+                self._fail(call.task, 0.0, error)
+                return
+            start_s = clock()
+            try:
+                execute(call)
+            except BaseException as error:
+                self._fail(call.task, clock() - start_s, error)
+                return
+            times.append((start_s, clock()))
+            mine.done += 1
+            for other in others:
+                wanted = other.wanted
+                if wanted is not None and wanted[0] is lane and wanted[1] <= mine.done:
+                    other.wake.put(None)
+
+    def walk_to_end(self, lane: Lane) -> None:
+        """Run one lane's calls, and say so when that is over."""
+        try:
+            self.walk(lane)
+        finally:
+            self._ended.put(lane)
+
+    def settle(self, lanes: Sequence[Lane]) -> Sequence[Lane]:
+        """Wait until these lanes have ended. Return those that a failure has not woken from a transfer.
+
+        An interrupt that comes meanwhile stops all lanes first.
+        """
+        while lanes:
+            # What runs on this host alone ends by itself, and works on what its caller goes on with.
+            stuck = self.failure is not None and all(lane.is_network for lane in lanes)
+            try:
+                ended = self._ended.get(timeout=END_S if stuck else None)
+            except Empty:
+                break
+            except BaseException as error:
+                self.interrupt(lanes[0], error)
+            else:
+                lanes = [lane for lane in lanes if lane is not ended]
+        return lanes
+
+    def interrupt(self, lane: Lane, error: BaseException, waited_s: float = 0.0) -> None:
+        """Stop all lanes because of an interruption from outside while `lane` was running."""
+        lane = lane if self.span.get(lane) else next(each for each, calls in self.span.items() if calls)
+        calls, done = self.span[lane], self.lanes[lane].done
+        self._fail(calls[min(done, len(calls) - 1)].task, waited_s, error)
+
+    def lose(self, told: str) -> None:
+        """Stop all lanes as another rank no longer takes part; the first that may wait for it says so."""
+        going = (
+            lane for lane in self.span if lane.is_network and self.lanes[lane].done < len(self.span[lane])
+        )
+        self.interrupt(next(going, Lane.COMPUTE), PeerLostError(told), ACTIVITY.waited_s)
+
+    def _fail(self, task: Task, waited_s: float, error: BaseException) -> None:
+        with self._failing:
+            first = self.failure is None
+            if first:
+                failure = LaneError(task, waited_s)
+                failure.__cause__ = error
+                self.failure = failure
+        for lane in self.lanes.values():
+            lane.wake.put(None)
+        self._ended.put(None)
+        if first and self.failure is not None:
+            stop_others(self._on_failure, self.failure)
+
+
+def stop_others(on_failure: Callable[[], None], failure: LaneError) -> None:
+    try:
+        on_failure()
+    except Exception as error:  # the first failure is the one to report
+        failure.add_note(f"while stopping the other lanes: {type(error).__name__}: {error}")

@@ -26,7 +26,6 @@ from penstock.mesh import Axes, Group
 from penstock.moe import SampleKeys
 from penstock.moe.choices import uniform_bits
 from penstock.moe.experts import Experts
-from penstock.runtime.errors import ParameterMismatchError
 from penstock.topology import CommunicationError, Control, Layout
 
 EVERY = 64
@@ -92,6 +91,10 @@ ROUNDED = (
     "kinds round differently (up to {limit:.0e} is taken for that; steps: {updates}). If all are of one "
     "kind, look at how gradients are scaled: clip with penstock.clip_grad_norm_(model, ...)"
 )
+
+
+class ParameterMismatchError(RuntimeError):
+    """Ranks would train different parameters, so sums of their gradients would be meaningless."""
 
 
 def is_due(steps: int) -> bool:
@@ -189,7 +192,19 @@ def check_distinct(layers: Sequence[Experts], layout: Layout, control: Control) 
     a single one does. layers: the experts of every MoE layer here. All ranks call it; it reads the first
     `SAMPLED` numbers of each expert's parameters, and exchanges a few bytes.
     """
-    digests = control.gather(_digest(layers), "comparing experts")
+    # A hash of a sample of the experts here; None where those of every layer are equal.
+    samples: list[Tensor] = []
+    vary: list[Tensor] = []
+    for experts in layers:
+        known: dict[str, Tensor] = {}
+        for name, parameter in experts.named_parameters():
+            for logical, _, part in () if is_dtensor(parameter) else experts.split(name, parameter.detach()):
+                samples.append(part.flatten()[:SAMPLED].double())
+                vary.append((known.setdefault(logical, samples[-1]) != samples[-1]).any())
+    mine = None
+    if samples and torch.stack(vary).any():  # waits for the device once
+        mine = hashlib.sha256(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
+    digests = control.gather(mine, "comparing experts")
     for ranks in layout.mesh.groups(Group.EXPERT):
         first: dict[str, int] = {}
         for rank in ranks:
@@ -203,26 +218,6 @@ def check_distinct(layers: Sequence[Experts], layout: Layout, control: Control) 
                     "parameters without `allreduce = False` alone, draw experts by their number in the "
                     "model, or load a checkpoint"
                 )
-
-
-def _digest(layers: Sequence[Experts]) -> str | None:
-    """Return a hash of a sample of the experts here; None where those of every layer are equal.
-
-    It waits for the device once.
-    """
-    samples: list[Tensor] = []
-    vary: list[Tensor] = []
-    for experts in layers:
-        known: dict[str, Tensor] = {}
-        for name, parameter in experts.named_parameters():
-            if is_dtensor(parameter):
-                continue
-            for logical, _, part in experts.split(name, parameter.detach()):
-                samples.append(part.flatten()[:SAMPLED].double())
-                vary.append((known.setdefault(logical, samples[-1]) != samples[-1]).any())
-    if not samples or not torch.stack(vary).any():
-        return None
-    return hashlib.sha256(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
 
 
 # ---- what differs, and by how much -------------------------------------------------------------------------
@@ -376,13 +371,13 @@ def _sketch(tensor: Tensor) -> Tensor:
 
 RANKS, PARAMETERS, EXPERTS, REPLAN, TRAINING, LOSS, NEW, CHANGES = range(8)
 """Places of the facts that the host knows: a one (to count ranks); names and shapes of parameters outside
-experts, then of experts that have replicas; whether the rank requests for another plan, see
-`checks.requests`; whether it trains; the terms of its loss; whether it has taken up new parameters; how often
-values were changed in place since the last step."""
+experts, then of experts that have replicas; whether the rank requests another plan; whether it trains; the
+terms of its loss; whether it has taken up new parameters; how often values were changed in place since the
+last step."""
 FACTS = 8
 SAMPLES, SLOPE, VALUES = range(FACTS, FACTS + 3)
 """Places of what the device knows: the step's samples, and the gradient with which the last backward pass
-began, see `checks.samples`; values, see above."""
+began, see `consistency`; values, see above."""
 FIELDS = FACTS + 3
 
 
@@ -453,28 +448,20 @@ def raise_mismatch(mine: Marks, layout: Layout, control: Control) -> None:
     for rank, theirs in enumerate(everyone):
         for kind, axes in COMPARED.items():
             first = layout.mesh.members(rank, axes)[0]
-            found = _difference(getattr(theirs, kind), getattr(everyone[first], kind))
-            if found is not None:
-                raise _mismatch(f"on rank {rank} against rank {first}: {found}")
+            there: dict[str, Entry] = {entry.name: entry for entry in getattr(theirs, kind)}
+            here: dict[str, Entry] = {entry.name: entry for entry in getattr(everyone[first], kind)}
+            for name in (*here, *there):
+                if name not in there:
+                    problem: str | None = "does not exist there"
+                else:
+                    problem = there[name].differs(here[name]) if name in here else "exists there only"
+                if problem is not None:
+                    raise _mismatch(f"on rank {rank} against rank {first}: {name} {problem}")
     raise _mismatch("they differ in more ways than one message can say")
 
 
 def _mismatch(what: str) -> ParameterMismatchError:
     return ParameterMismatchError(f"ranks train different parameters: {what}. {BEGAN}.")
-
-
-def _difference(entries: Iterable[Entry], reference: Iterable[Entry]) -> str | None:
-    there: Mapping[str, Entry] = {entry.name: entry for entry in entries}
-    here: Mapping[str, Entry] = {entry.name: entry for entry in reference}
-    for name in (*here, *there):
-        if name not in there:
-            return f"{name} does not exist there"
-        if name not in here:
-            return f"{name} exists there only"
-        problem = there[name].differs(here[name])
-        if problem is not None:
-            return f"{name} {problem}"
-    return None
 
 
 def _digest_of_entries(entries: Iterable[Entry]) -> int:

@@ -8,34 +8,170 @@ the `rows` of X.F, and the `rows` of X.B are the `d_rows` of D.B.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.variable import Variable
 
 from penstock.graph import Phase, ScheduleError, Task
+from penstock.mesh import Axes
 from penstock.moe import RouteMaker
-from penstock.moe.balance import Balance
+from penstock.moe.choices import RouterSums
 from penstock.moe.config import MoEConfig
 from penstock.moe.products import AutogradWeights, WeightGradients
+from penstock.moe.routers import Balance
 from penstock.ops import OPS
 from penstock.placement import Replication
 from penstock.routing.replicas import ExactSplit
 from penstock.routing.routes import Degrees
 from penstock.routing.sizes import split_sizes
-from penstock.runtime.bounds import Counted, StepBounds
-from penstock.runtime.gradients.buckets import Buckets
-from penstock.runtime.loads import LayerLoads
-from penstock.runtime.parts import Layer, ModelParts, layers_of
-from penstock.runtime.residual_transport import ResidualTransport
-from penstock.runtime.sample_metadata import SampleMetadata, part_of
-from penstock.runtime.segment import AnySegment
-from penstock.runtime.statistics import StatisticsCodec, StepStatistics
-from penstock.runtime.transport import Transports
-from penstock.runtime.transport.legs import HostCounts
+from penstock.runtime.batch import Batch, SampleMetadata
+from penstock.runtime.buckets import Buckets
+from penstock.runtime.parts import Layer, ModelParts, ResidualTransport, layers_of
+from penstock.runtime.statistics import LayerLoads, StatisticsCodec, StepStatistics
+from penstock.runtime.transport import HostCounts, Transport, Transports
+
+# ---- a compute segment: a piece of the model between two transfers, run forward under autograd on its own
+#
+# Its backward is called by a task and not by the autograd engine, so the order of backward is the schedule's.
+# Neither the inputs nor the outputs of a segment stay in memory for its backward, only what its operators
+# save: inputs enter through a node that catches their gradients, outputs are remembered as edges of the
+# graph.
+
+
+_ENGINE: Final = Variable._execution_engine
+
+
+def anchor_on(device: torch.device) -> Tensor:
+    """Return what makes inputs differentiable: nothing, that requires a gradient. One serves all segments."""
+    return torch.empty(0, device=device, requires_grad=True)
+
+
+class _Entry(torch.autograd.Function):
+    """Identity whose backward puts the gradients of all inputs into `caught`."""
+
+    @staticmethod
+    def forward(ctx: Any, caught: list[Tensor | None], anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        del anchor  # its only use is to make the outputs differentiable
+        ctx.caught = caught
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.caught.extend(grads)
+        return (None,) * (len(grads) + 2)
+
+
+class Segment:
+    """One forward run. `enter` its inputs, compute, `leave` with its outputs, later call `backward` once.
+
+    anchor: see `anchor_on`.
+    """
+
+    def __init__(self, anchor: Tensor) -> None:
+        self._caught: list[Tensor | None] = []
+        self._anchor = anchor
+        self._edges: list[GradientEdge | None] = []
+
+    def enter(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs, cut off from whatever made them, to compute with."""
+        entered: tuple[Tensor, ...] = _Entry.apply(self._caught, self._anchor, *inputs)
+        return entered
+
+    def leave(self, *outputs: Tensor) -> tuple[Tensor, ...]:
+        """Remember how the outputs were made; return them without their history.
+
+        An output that depends on nothing trainable (a frozen embedding) has no history and gets no gradient.
+        """
+        self._edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        return tuple(output.detach() for output in outputs)
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients of the inputs for gradients of the outputs (None: no gradient of that output).
+
+        Parameter gradients are accumulated.
+        """
+        pairs = zip(self._edges, grads, strict=True)
+        reached = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
+        self._edges = []
+        if reached:
+            edges, given = zip(*reached, strict=True)
+            # The engine is entered directly: `torch.autograd.backward` checks in Python, for 20 us a segment,
+            # what the engine checks again. It copies the context of the thread, too, for threads of devices;
+            # the backward pass of the loss, inside of which segments run theirs, has done that.
+            _ENGINE.run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return self._caught
+
+
+class PassThrough:
+    """A segment for evaluation: nothing is remembered, and there is no backward."""
+
+    def enter(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    def leave(self, *outputs: Tensor) -> tuple[Tensor, ...]:
+        return outputs
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        del grads
+        raise RuntimeError("evaluation has no backward: call the model in training mode")
+
+
+AnySegment = Segment | PassThrough
+
+
+# ---- bounds of rows, and steps whose rows have none -------------------------------------------------------
+
+
+BySum = Mapping[int, Sequence[RouterSums]]
+"""The sums of gates by layer and microbatch."""
+
+
+class StepBounds(Protocol):
+    """The bounds of one step."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Bound the rows of the step's layers inside."""
+        ...
+
+    def tell(self, sums: BySum, transport: Transport, axes: Axes) -> None:
+        """Tell all ranks what the gates of this one wanted."""
+        ...
+
+    def exceeded(self) -> bool:
+        """Return whether a rank wanted more rows than it had; the same on all ranks. The host waits for the
+        end of the forward half."""
+        ...
+
+
+class Counted:
+    """The steps of a stack, and each of them, whose rows are always counted."""
+
+    repeats, repeats_steps, late = 0, False, False
+
+    def of_step(self, microbatches: int, *, training: bool, counted: bool = False) -> StepBounds:
+        """Return the bounds of the next step."""
+        del microbatches, training, counted
+        return self
+
+    def applied(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def tell(self, sums: BySum, transport: Transport, axes: Axes) -> None:
+        pass
+
+    def exceeded(self) -> bool:
+        return False
+
+
+# ---- what handlers read, leave and work on ----------------------------------------------------------------
+
 
 Part = TypeVar("Part")
 
@@ -88,26 +224,6 @@ Outputs = Mapping[str, Any]
 """What a task leaves, by name; `saved` is for its own backward."""
 
 NOTHING: Outputs = {}
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's batch, cut into microbatches.
-
-    tokens: of every microbatch, [b, L]. metadata: everything else that is known of its samples. companions:
-    for every microbatch, the number of samples of every rank with which this one exchanges samples; () = with
-    none.
-    """
-
-    tokens: Sequence[Tensor]
-    metadata: Sequence[SampleMetadata]
-    companions: Sequence[tuple[int, ...]] = ()
-
-    def part(self, rank: int, ranks: int) -> Batch:
-        """Return the batch with this rank's part of the tokens, where `ranks` share those of every sample."""
-        here = part_of(self.tokens[0].shape[1], rank, ranks)
-        tokens = [tokens_BL[:, here] for tokens_BL in self.tokens]
-        return replace(self, tokens=tokens, metadata=[each.part(rank, ranks) for each in self.metadata])
 
 
 @dataclass(frozen=True)

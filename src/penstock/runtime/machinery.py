@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from penstock.mesh import Axes, Group, Mesh
+from penstock.device import device_of
 from penstock.partial_state import refuse_pickle
-from penstock.runtime.lanes import Lanes, build_lanes
-from penstock.runtime.transport import Transports, Unconnected
-from penstock.runtime.transport.interface import scattered_in_order
+from penstock.runtime.executor import Lanes, ThreadLanes
+from penstock.runtime.streams import StreamLanes
+from penstock.runtime.transport import SilentTransport, Transports
 from penstock.topology import Control, Layout
 from penstock.topology.device_mesh import RankMeshes
 
@@ -70,53 +70,38 @@ class Machinery:
         return torch.autocast(device, enabled=False)
 
 
-# ---- a transport that sends nothing: the same computation without a network, to measure it alone ----------
-
-
-class SilentTransport(Unconnected):
-    """Gives every rank rows of the right number, made from its own. Values are wrong, sizes and work are
-    right.
-
-    Only for routing with a fixed capacity: exchanged counts would be wrong, too.
-    """
-
-    def __init__(self, mesh: Mesh, rank: int) -> None:
-        self._mesh, self._rank = mesh, rank
-
-    def all_to_all(
-        self,
-        rows: Tensor,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
-        group: Axes = Group.EXPERT,
-    ) -> Tensor:
-        del input_splits, group
-        return _of_length(rows, sum(output_splits))
-
-    def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        del group
-        return _of_length(rows, sum(sizes))
-
-    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        return scattered_in_order(rows, sizes, group, self)
-
-    def size(self, group: Axes) -> int:
-        return self._mesh.size(group)
-
-    def place(self, group: Axes) -> int:
-        return self._mesh.place(self._rank, group)
-
-
-def _of_length(rows: Tensor, length: int) -> Tensor:
-    """Return a copy, cut or repeated to that length, since a receive buffer would be made and filled, too."""
-    if not len(rows):
-        return rows.new_zeros(length, *rows.shape[1:])
-    copies = -(-length // len(rows))
-    return rows.repeat(max(1, copies), *[1] * (rows.dim() - 1))[:length]
-
-
 def silent(machinery: Machinery) -> Machinery:
     """Return the same machinery with a transport that sends nothing, and lanes of its own."""
     transport = SilentTransport(machinery.layout.mesh, machinery.layout.rank)
     lanes = build_lanes(machinery.device, transport.abort, alone=True)
     return replace(machinery, transports=Transports(transport, transport, sends=False), lanes=lanes)
+
+
+def build_lanes(device: torch.device, on_failure: Callable[[], None], *, alone: bool = False) -> Lanes:
+    """Return the lanes of a device. on_failure: wakes whoever waits in a collective. alone: no task meets
+    another rank."""
+    if device_of(device).is_gpu:
+        return StreamLanes(device, on_failure)
+    return ThreadLanes(on_failure, alone=alone)
+
+
+# ---- how this process treats memory that was freed --------------------------------------------------------
+
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+NEVER, TOP_PAD_BYTES = 2**31 - 1, 64 * 2**20
+
+
+def keep_freed_memory() -> bool:
+    """Keep what tensors free instead of returning it to the kernel; return False where that cannot be set.
+
+    A step on a CPU frees and makes the same tensors as the step before. By default the C library returns
+    every large one to the kernel, which then hands out the same memory page by page, each page cleared first.
+    Cost: the process stays as large as it ever was. The setting holds for the whole process, from now on.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # a C library that is not glibc
+        return False
+    settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, NEVER), (M_TOP_PAD, TOP_PAD_BYTES))
+    return all(mallopt(name, value) == 1 for name, value in settings)

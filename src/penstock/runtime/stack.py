@@ -21,65 +21,72 @@ from penstock.features.dispatch import find_dispatch
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
-from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.build import build_permutation
 from penstock.moe.config import MoEConfig
 from penstock.moe.layer import count_updates
+from penstock.moe.routers import BALANCES, Balance
 from penstock.partial_state import refuse_pickle
 from penstock.placement import Replication
 from penstock.runtime import features as _features  # noqa: F401  # registers handlers
 from penstock.runtime import ops as _ops  # noqa: F401
-from penstock.runtime.batch import NO_LABEL, AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
+from penstock.runtime.batch import (
+    NO_LABEL,
+    AnySizes,
+    EqualSizes,
+    SampleNumbers,
+    Samples,
+    SharedSizes,
+    Sizes,
+    check_sizes,
+    check_tensors,
+    with_documents,
+)
 from penstock.runtime.bounds import bounds_of
-from penstock.runtime.checks.agree import Turns, check_agreement
-from penstock.runtime.checks.consistency import Consistency
-from penstock.runtime.checks.layers import (
+from penstock.runtime.buckets import Buckets
+from penstock.runtime.checks import (
     check_layers,
+    check_no_checkpoint,
+    check_no_data_parallel,
+    check_no_second_derivative,
     check_not_moved,
+    check_not_sharded,
     check_placements,
     check_planned_for,
     check_same,
     check_samples_may_move,
     check_shards,
-    placements_of,
-    shape_of,
-    sharing_of,
-)
-from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
-from penstock.runtime.checks.usage import (
-    check_no_checkpoint,
-    check_no_data_parallel,
-    check_no_second_derivative,
-    check_not_sharded,
     check_updates,
+    placements_of,
     refuse_data_parallel,
     refuse_stale,
+    shape_of,
+    sharing_of,
     watch_model,
 )
+from penstock.runtime.consistency import Consistency, Turns, check_agreement
 from penstock.runtime.endings import HiddenStates, SharedTokens, StepStates, TokenLoss
-from penstock.runtime.executor import Execution
-from penstock.runtime.expert_parallel.optimizers import watch_optimizers
-from penstock.runtime.expert_parallel.ranks import ExpertRanks, MarksExperts, mark_experts, mark_parts
-from penstock.runtime.features.expert_replicas.checks import (
+from penstock.runtime.executor import Execution, Program, Programs
+from penstock.runtime.expert_parallel.ranks import (
+    ExpertRanks,
+    MarksExperts,
+    mark_experts,
+    mark_parts,
+    watch_optimizers,
+)
+from penstock.runtime.features.expert_replicas.handlers import (
     check_replicas,
     check_replications,
     check_takes_replicas,
 )
-from penstock.runtime.features.expert_replicas.manager import ReplicaManager
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving
-from penstock.runtime.features.recompute.handlers import repeated
-from penstock.runtime.features.sample_placement.moving import Habits, Relocation, SampleMoving
-from penstock.runtime.features.sample_placement.packed_residual import check_packs, may_pack
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving, ReplicaManager
+from penstock.runtime.features.recompute import repeated
+from penstock.runtime.features.sample_placement import Habits, Relocation, SampleMoving, check_packs, may_pack
 from penstock.runtime.features.sharded_optimizer.updates import Updates
-from penstock.runtime.gradients.buckets import Buckets
-from penstock.runtime.gradients.model_gradients import Gradients
-from penstock.runtime.gradients.outside import OutsideGradients
+from penstock.runtime.gradients import Gradients, OutsideGradients
 from penstock.runtime.handlers import HANDLERS, Ending, TensorPlace
-from penstock.runtime.loads import LoadHistory
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.parts import ModelParts, maker_of
-from penstock.runtime.program import Program, Programs
-from penstock.runtime.statistics import StatisticsCodec, StepStatistics
+from penstock.runtime.statistics import LoadHistory, StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step, Taken
 from penstock.schedule import StepPlan
 from penstock.sharding import mark_shards, mark_states_of_shards

@@ -1,21 +1,30 @@
-"""The sums over all ranks and microbatches that normalise the loss and judge the balance of experts.
-
-Shapes: Y MoE layers, E experts.
-"""
+"""The loss and the statistics of a step: sums over ranks, losses over a vocabulary, loads of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 from zlib import crc32
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from penstock.device import device_of
-from penstock.moe.balance import Balance
 from penstock.moe.choices import RouterSums
 from penstock.moe.config import MoEConfig
+from penstock.moe.routers import Balance
+from penstock.placement import Replication
+from penstock.runtime.batch import NO_LABEL
+
+# ---- sums over all ranks and microbatches that normalise the loss and judge the balance of experts --------
+#
+# Shapes: Y MoE layers, E experts.
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,15 @@ class StatisticsCodec:
             else torch.zeros_like(loss)
         )
         header = torch.stack([loss, valid, tokens, z])
-        pieces = [sum(map(self._piece, layer)) for layer in routers]
+        pieces = [
+            sum(
+                self._balance.piece(
+                    s.chosen_BE if s.judged_BE is None else s.judged_BE, s.probability_BE.double()
+                )
+                for s in layer
+            )
+            for layer in routers
+        ]
         limited = ([s.dropped for s in layer if s.slots is not None] for layer in routers)
         dropped = [sum(layer, start=torch.zeros_like(loss)) for layer in limited]
         chosen = [torch.cat([s.chosen_BE for s in layer]).sum(dim=0) for layer in routers]
@@ -109,9 +126,6 @@ class StatisticsCodec:
         ]
         layers = (torch.as_tensor(each) for each in (*pieces, *dropped, *chosen, *probability))
         return torch.cat([header, *(each.to(header).reshape(-1) for each in layers)])
-
-    def _piece(self, sums: RouterSums) -> Tensor:
-        return self._balance.piece(_judged(sums), sums.probability_BE.double())
 
     def unpack(self, total: Tensor) -> StepStatistics:
         """Return the statistics of the whole batch. total: the packed vector, summed over ranks."""
@@ -139,5 +153,130 @@ class StatisticsCodec:
         )
 
 
-def _judged(sums: RouterSums) -> Tensor:
-    return sums.chosen_BE if sums.judged_BE is None else sums.judged_BE
+# ---- the loss over a vocabulary, computed a piece of the tokens at a time ---------------------------------
+#
+# Shapes: T tokens, V vocabulary.
+
+
+NUMBERS_AT_ONCE = 1 << 24
+"""Logits of a piece: 64 MiB in float32, which keeps a GPU busy and is small beside the logits of a
+microbatch."""
+
+
+def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Return the sum of all tokens' cross entropies, computed in float32 or wider.
+
+    PyTorch's own function keeps the logarithms of all probabilities for backward, and needs logits that are
+    in float32 before: of bfloat16 logits 16 bytes per number at the peak. Pieces need 4: the logits, and
+    their gradient.
+
+    Args:
+        logits_TV: [T, V], of any floating type.
+        labels_T: [T], tokens of the vocabulary or -100.
+
+    Raises:
+        IndexError: for a label outside the vocabulary, on a CPU; a GPU ends with an assertion on the device.
+    """
+    if logits_TV.numel() <= NUMBERS_AT_ONCE:
+        precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+        return F.cross_entropy(precise_TV, labels_T, ignore_index=NO_LABEL, reduction="sum")
+    loss: Tensor = _InPieces.apply(logits_TV, labels_T)
+    return loss
+
+
+class _InPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        losses, totals = [], []  # every token's cross entropy, and the logarithm of its exponentials' sum
+        for piece_TV, piece_T in in_pieces(logits_TV, labels_T):
+            precise_TV = piece_TV.to(torch.promote_types(piece_TV.dtype, torch.float32))
+            totals.append(precise_TV.logsumexp(dim=1))
+            loss_T = F.nll_loss(precise_TV, piece_T, ignore_index=NO_LABEL, reduction="none")
+            losses.append((totals[-1] + loss_T).masked_fill_(piece_T == NO_LABEL, 0))
+        losses_T, totals_T = torch.cat(losses), torch.cat(totals)
+        ctx.save_for_backward(logits_TV, labels_T, totals_T)
+        return losses_T.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        logits_TV, labels_T, totals_T = ctx.saved_tensors
+        grad_TV = torch.empty_like(logits_TV)
+        for piece_TV, piece_T, total_T, out_TV in in_pieces(logits_TV, labels_T, totals_T, grad_TV):
+            known_T1 = (piece_T != NO_LABEL).unsqueeze(1)
+            slope_TV = (piece_TV.to(total_T.dtype) - total_T.unsqueeze(1)).exp_()
+            label_T1 = piece_T.unsqueeze(1).where(known_T1, 0)
+            slope_TV.scatter_add_(1, label_T1, -torch.ones_like(total_T).unsqueeze(1))
+            out_TV.copy_(slope_TV.mul_(known_T1 * grads[0]))
+        return grad_TV, None
+
+
+def in_pieces(logits_TV: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the pieces of several tensors, cut by tokens so that a piece has not too many logits."""
+    tokens = max(1, NUMBERS_AT_ONCE // logits_TV.shape[1])
+    return zip(*(each.split(tokens) for each in (logits_TV, *more)), strict=True)
+
+
+# ---- the loads of experts in the last steps of a stack, as its steps gather them --------------------------
+#
+# Shapes: P ranks, B samples, Y MoE layers, E experts.
+
+
+Loads = npt.NDArray[np.int32]
+STEPS_KEPT = 32
+
+
+@dataclass(frozen=True)
+class SampleLoads:
+    """How often each of some samples chose each expert, [B, E]. ids_B: the numbers of the samples."""
+
+    ids_B: Tensor
+    chosen_BE: Tensor
+
+
+LayerLoads = Sequence[Sequence[SampleLoads]]
+"""By MoE layer and microbatch."""
+
+
+class LoadHistory:
+    """How often tokens of each rank chose each expert, [P, Y, E] for every step, before any drop.
+
+    P are the ranks of the world; of ranks that have the same tokens the first one counts them. All ranks have
+    the same history. It has only steps that were trained on, and whose graph gathers loads. steps: how many
+    there have been in all. of_samples: loads of the samples that this rank had in the last step, by MoE layer
+    and microbatch. replications: those of the last step, by MoE layer; () where no replicas may be held.
+    """
+
+    def __init__(self, kept: int = STEPS_KEPT) -> None:
+        self._kept: deque[Tensor | Loads] = deque(maxlen=kept)
+        self.steps = 0
+        self.of_samples: LayerLoads = ()
+        self.replications: tuple[Replication, ...] = ()
+
+    def add(
+        self, loads_PYE: Tensor, of_samples: LayerLoads = (), replications: Sequence[Replication | None] = ()
+    ) -> None:
+        """Add the loads of one more step. They stay on their device until they are first read."""
+        self._kept.append(loads_PYE)
+        self.of_samples = of_samples
+        self.replications = tuple(replication for replication in replications if replication is not None)
+        self.steps += 1
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Loads:
+        """Return the loads of a kept step: -1 = the last. Costs a copy from a GPU when first read."""
+        found = self._kept[index]
+        if isinstance(found, Tensor):
+            found = self._kept[index] = found.cpu().numpy()
+        return found
+
+    def __iter__(self) -> Iterator[Loads]:
+        """Yield the loads of the kept steps, oldest first."""
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def last(self) -> Loads | None:
+        """The loads of the last step; None before the first."""
+        return self[-1] if self._kept else None

@@ -24,13 +24,13 @@ from penstock.moe.build import dispatch_of
 from penstock.moe.experts import ExpertShard
 from penstock.plan.problem import replica_slack
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
-from penstock.runtime.checks.layers import shape_of, sharing_of
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving
-from penstock.runtime.features.sample_placement.moving import NetMoE, SampleMoving
-from penstock.runtime.gradients.assignment import sizes_bytes
-from penstock.runtime.lanes import build_lanes
+from penstock.runtime.checks import shape_of, sharing_of
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving
+from penstock.runtime.features.sample_placement import NetMoE, SampleMoving
+from penstock.runtime.gradients import sizes_bytes
+from penstock.runtime.groups import build_transports
+from penstock.runtime.machinery import build_lanes
 from penstock.runtime.parts import ModelParts
-from penstock.runtime.transport import build_transports
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
 from penstock.step.shape import Updating

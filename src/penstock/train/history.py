@@ -19,7 +19,7 @@ from penstock.placement import ExpertPlacement
 from penstock.report import RunSummary
 from penstock.report.loads import NUMBERS, LoadCourse
 from penstock.runtime import PipelinedStack
-from penstock.runtime.gradients.assignment import assign
+from penstock.runtime.gradients import assign
 from penstock.sharding import shardings_of
 from penstock.train.config import RunConfig
 from penstock.train.curves import TENSORBOARD_FOLDER

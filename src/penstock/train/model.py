@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.models.qwen3_moe import CONFIG, config_json, lack_of
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving
 from penstock.schedule import StepPlan
 from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig

@@ -12,7 +12,7 @@ import torch
 from penstock.checkpoint.folder import Record
 from penstock.cost.model_flops import ModelFlops
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving
 from penstock.schedule import StepPlan
 from penstock.timing import Timeline
 from penstock.topology import Control

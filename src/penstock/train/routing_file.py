@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock.config import ConfigError
 from penstock.runtime import PipelinedStack
-from penstock.runtime.loads import SampleLoads
+from penstock.runtime.statistics import SampleLoads
 from penstock.topology import Control, Layout
 from penstock.train.config import RunConfig
 from penstock.train.output import written

@@ -27,7 +27,7 @@ from penstock.moe.layer import LogicalNames
 from penstock.placement import Replication
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.runtime.bounds import STEPS_KEPT, Passes, RowBounds
-from penstock.runtime.features.expert_replicas.moving import Plans
+from penstock.runtime.features.expert_replicas.manager import Plans
 from penstock.sharding import shardings_of
 
 STEP: Final = "train.step"

@@ -23,7 +23,7 @@ from penstock.moe import MoELayer, update_expert_biases
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
 from penstock.report.summary import SUMMARY_FILE
-from penstock.runtime.checks.agree import check_layouts
+from penstock.runtime.consistency import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.topology.faults import ACTIVITY

@@ -22,10 +22,10 @@ from penstock.doctor.gpu.numerics import LIMITS, Errors
 from penstock.doctor.gpu.outcome import Outcome, Verdict
 from penstock.doctor.gpu.small import Case, Running
 from penstock.doctor.gpu.stages import STAGES
+from penstock.runtime.groups import GroupTransport
 from penstock.runtime.recorded.gpu import recorded
 from penstock.runtime.recorded.hazards import Hazard, find_hazards
-from penstock.runtime.recorded.log import Launch
-from penstock.runtime.transport.groups import GroupTransport
+from penstock.runtime.recorded.recorder import Launch
 from penstock.topology import ProcessInfo
 from penstock.train.config import RunConfig
 from tests.support.card import CardDevice, counted, install

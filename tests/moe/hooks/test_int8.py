@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe import int8
+from penstock.moe import hooks
 from penstock.moe.config import int8_row_bytes
+from penstock.moe.hooks import SMALLEST, decode_int8, encode_int8, scale_int8
 from tests.support.ranks import Pools
 
 OWN_ROUNDING = 1e-4
@@ -33,7 +34,7 @@ def tables(draw: st.DrawFn) -> Tensor:
 
 
 def roundtrip(rows_RM: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return int8.decode(int8.encode(rows_RM), rows_RM.shape[1], dtype)
+    return decode_int8(encode_int8(rows_RM), rows_RM.shape[1], dtype)
 
 
 @given(tables())
@@ -41,16 +42,16 @@ def test_no_number_moves_by_more_than_half_a_step(rows_RM: Tensor) -> None:
     found = roundtrip(rows_RM).double()
     step_R1 = rows_RM.double().abs().amax(1, keepdim=True) / 127
     bound_R1 = step_R1 * (0.5 + OWN_ROUNDING)
-    small_R1 = step_R1 <= int8.SMALLEST * (1 + 1e-6)  # such rows may count as zero
+    small_R1 = step_R1 <= SMALLEST * (1 + 1e-6)  # such rows may count as zero
     assert ((found - rows_RM.double()).abs() <= torch.where(small_R1, 127 * step_R1, bound_R1)).all()
-    assert ((found == 0) | ~(step_R1 < int8.SMALLEST * (1 - 1e-6))).all()
+    assert ((found == 0) | ~(step_R1 < SMALLEST * (1 - 1e-6))).all()
 
 
 @given(tables(), st.sampled_from((0.5, 2.0, 4.0)))
 def test_encoded_rows_are_scaled_by_their_scales(rows_RM: Tensor, by: float) -> None:
-    words_RW = int8.encode(rows_RM)
-    found = int8.decode(int8.scaled(words_RW, by), rows_RM.shape[1], torch.float32)
-    wanted = int8.decode(words_RW, rows_RM.shape[1], torch.float64) * by
+    words_RW = encode_int8(rows_RM)
+    found = decode_int8(scale_int8(words_RW, by), rows_RM.shape[1], torch.float32)
+    wanted = decode_int8(words_RW, rows_RM.shape[1], torch.float64) * by
     assert torch.equal(found, wanted.float()), "powers of two"
 
 
@@ -66,13 +67,13 @@ def test_zeros_and_signs_are_exact(rows_RM: Tensor) -> None:
     assert torch.equal(roundtrip(-rows_RM), -found)
     assert (found[rows_RM == 0] == 0).all()
     for small in (0.0, 1e-40):
-        words_RW = int8.encode(torch.full_like(rows_RM, small))
+        words_RW = encode_int8(torch.full_like(rows_RM, small))
         assert not words_RW.view(torch.int8).any(), "nothing but zero bits"
 
 
 @pytest.mark.parametrize("hidden", range(1, 10))
 def test_a_row_takes_the_bytes_that_the_configuration_says(hidden: int) -> None:
-    words_RW = int8.encode(torch.full((3, hidden), torch.nan))
+    words_RW = encode_int8(torch.full((3, hidden), torch.nan))
     assert words_RW.dtype == torch.float32
     assert words_RW.nbytes == 3 * int8_row_bytes(hidden)
     padding = words_RW.view(torch.int8)[:, hidden:-4]
@@ -94,7 +95,7 @@ def test_what_is_not_finite_stays_visible(bad: float, place: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_types_are_encoded_as_float32(dtype: torch.dtype) -> None:
     rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert torch.equal(int8.encode(rows).view(torch.int32), int8.encode(rows.float()).view(torch.int32))
+    assert torch.equal(encode_int8(rows).view(torch.int32), encode_int8(rows.float()).view(torch.int32))
     decoded = roundtrip(rows, dtype)
     assert decoded.dtype == dtype
     assert torch.equal(decoded, roundtrip(rows.float()).to(dtype))
@@ -103,16 +104,16 @@ def test_other_types_are_encoded_as_float32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block", [1, 7, 1 << 18])
 def test_blocks_do_not_change_bits(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(11, 6, generator=torch.Generator().manual_seed(0))
-    wanted = int8.encode(rows).view(torch.int32)
-    monkeypatch.setattr(int8, "BLOCK", block)
-    assert torch.equal(int8.encode(rows).view(torch.int32), wanted)
+    wanted = encode_int8(rows).view(torch.int32)
+    monkeypatch.setattr(hooks, "BLOCK", block)
+    assert torch.equal(encode_int8(rows).view(torch.int32), wanted)
 
 
 def test_rows_may_lie_apart_in_memory() -> None:
     rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     for view in (rows.t(), rows[:, ::2], rows[:1].expand(4, 5)):
         assert torch.equal(
-            int8.encode(view).view(torch.int32), int8.encode(view.contiguous()).view(torch.int32)
+            encode_int8(view).view(torch.int32), encode_int8(view.contiguous()).view(torch.int32)
         )
 
 

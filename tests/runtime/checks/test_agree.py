@@ -12,8 +12,12 @@ from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import Hop
-from penstock.runtime.checks.agree import check_agreement, check_layouts, first_difference
-from penstock.runtime.errors import ScheduleMismatchError
+from penstock.runtime.consistency import (
+    ScheduleMismatchError,
+    check_agreement,
+    check_layouts,
+    first_difference,
+)
 from penstock.schedule import Schedule, StepPlan
 from penstock.schedule.system import all_reduce_at_the_end
 from penstock.step import Stage, StepShape

@@ -19,7 +19,7 @@ from penstock.mesh import Axes
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import ParameterMismatchError, PipelinedStack, ShardedAdamW, clip
-from penstock.runtime.transport import GlooTransport
+from penstock.runtime.groups import GlooTransport
 from penstock.topology import CommunicationError
 from tests.runtime.features.sharded_optimizer.steps import Habits, build, loss_of
 from tests.support.layouts import layout_case

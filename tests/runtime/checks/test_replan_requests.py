@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.runtime.checks.consistency import check_replan_requests
-from penstock.runtime.errors import ScheduleMismatchError
+from penstock.runtime.consistency import ScheduleMismatchError, check_replan_requests
 from penstock.runtime.fingerprints import FACTS, REPLAN
 from penstock.topology import Control, Layout
 from tests.support.ranks import Pools

@@ -11,7 +11,7 @@ import torch
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.moe.balance import SequenceBalance
+from penstock.moe.routers import SequenceBalance
 from penstock.runtime import PipelinedStack
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools

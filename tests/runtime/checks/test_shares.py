@@ -12,7 +12,7 @@ from penstock.device import Cpu, using
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.decoder import TensorShard, VocabularyShard
 from penstock.runtime import PipelinedStack
-from penstock.runtime.checks.samples import check_vocabulary
+from penstock.runtime.batch import check_vocabulary
 from penstock.runtime.machinery import silent
 from penstock.topology import ParallelConfig
 from penstock.topology.faults import reason

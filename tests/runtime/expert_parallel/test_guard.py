@@ -23,8 +23,7 @@ from penstock.moe import GeluExperts, MoELayer, SoftmaxRouter, SortPermutation
 from penstock.runtime import ParameterMismatchError
 from penstock.runtime.expert_parallel.guard import ExpertGuard
 from penstock.runtime.expert_parallel.ranks import ExpertRanks
-from penstock.runtime.transport import LocalTransport
-from penstock.runtime.transport.legs import HostCounts
+from penstock.runtime.transport import HostCounts, LocalTransport
 from penstock.topology import Control, Layout
 from tests.support.exchange import (
     CHOICES,

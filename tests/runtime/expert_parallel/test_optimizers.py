@@ -18,8 +18,7 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, ShardedAdamW
-from penstock.runtime.expert_parallel.optimizers import check_optimizer
-from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts
+from penstock.runtime.expert_parallel.ranks import ExpertRanks, check_optimizer, mark_experts
 from penstock.runtime.transport import LocalTransport
 from penstock.topology import Layout
 from tests.runtime.features.sharded_optimizer.steps import Habits, build, loss_of

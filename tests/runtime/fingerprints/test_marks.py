@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.errors import ParameterMismatchError
 from penstock.runtime.fingerprints import (
     EXPERTS,
     FACTS,
     PARAMETERS,
     Entry,
     Marks,
+    ParameterMismatchError,
     agree,
     raise_mismatch,
 )

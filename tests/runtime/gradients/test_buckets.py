@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.runtime.gradients.buckets import FlatGradients, GradientBucket
+from penstock.runtime.buckets import FlatGradients, GradientBucket
 from tests.support.close import check_close
 from tests.support.parity import Case, batch_of, logical, stack_of
 from tests.support.ranks import Pools

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.ops.transfers import as_at_home, by_position, joined, to_ranks, to_slices
+from penstock.runtime.ops import as_at_home, by_position, joined, to_ranks, to_slices
 
 sizes = st.integers(1, 4).flatmap(
     lambda ranks: st.lists(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 
 from penstock.runtime.recorded.hazards import overlap
-from penstock.runtime.recorded.log import (
+from penstock.runtime.recorded.recorder import (
     Access,
     Actor,
     Allocate,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.recorded.hazards import Issued, calls_of, find_disorder, find_hazards
-from penstock.runtime.recorded.log import Actor, Block, Entry, Free, Keep, Launch, Record, Wait
+from penstock.runtime.recorded.recorder import Actor, Block, Entry, Free, Keep, Launch, Record, Wait
 from tests.runtime.recorded import oracle
 from tests.runtime.recorded.test_steps import device_step
 from tests.support.parity import Case

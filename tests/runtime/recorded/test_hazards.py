@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from penstock.runtime.recorded.hazards import find_hazards, overlap
-from penstock.runtime.recorded.log import (
+from penstock.runtime.recorded.recorder import (
     Access,
     Actor,
     Allocate,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.runtime.recorded.hazards import Issued, find_disorder
-from penstock.runtime.recorded.log import Call
+from penstock.runtime.recorded.recorder import Call
 
 EVEN = (8, 8)
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from penstock.device import device_of, gpu_of
 from penstock.runtime.recorded.gpu import recorded
 from penstock.runtime.recorded.hazards import find_hazards
-from penstock.runtime.recorded.log import Allocate, Entry, Free, Launch
-from penstock.runtime.recorded.recorder import Recorder
+from penstock.runtime.recorded.recorder import Allocate, Entry, Free, Launch, Recorder
 
 CPU = torch.device("cpu")
 Touched = list[tuple[str, bool, int, int]]

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from penstock.runtime.transport.legs import Later, to_host
+from penstock.runtime.transport import Later, to_host
 
 PATIENCE_S = 60.0
 

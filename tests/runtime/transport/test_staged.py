@@ -15,10 +15,11 @@ from torch import Tensor
 import penstock
 from penstock.device import gpu_of
 from penstock.mesh import Axes, Group
-from penstock.runtime.errors import TaskError
+from penstock.runtime.executor import TaskError
+from penstock.runtime.groups import GlooTransport, StagedTransport
 from penstock.runtime.recorded.gpu import recorded
 from penstock.runtime.recorded.hazards import find_hazards
-from penstock.runtime.transport import GlooTransport, StagedTransport, Transport
+from penstock.runtime.transport import Transport
 from penstock.topology import Layout, lane_groups
 from penstock.topology.groups import TransportName
 from tests.support.adapted import Batch, distance, grads_of, share_of, small

@@ -20,9 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.mesh import Axes, Group
-from penstock.runtime.transport import GlooTransport, LocalTransport
-from penstock.runtime.transport.groups import Loops
-from penstock.runtime.transport.sockets import Sockets
+from penstock.runtime.groups import GlooTransport, Loops, Sockets
+from penstock.runtime.transport import LocalTransport
 from penstock.topology import Layout, lane_groups
 from tests.support.draws import draws
 from tests.support.parity import machinery

@@ -24,11 +24,9 @@ from penstock.graph import Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.runtime import Machinery
-from penstock.runtime.calls import Call
+from penstock.runtime.executor import Call, LaneError
 from penstock.runtime.handlers import Inputs, Outputs
-from penstock.runtime.lanes import LaneError
-from penstock.runtime.transport import Transport
-from penstock.runtime.transport.legs import send_out
+from penstock.runtime.transport import Transport, send_out
 from penstock.topology import Layout
 from penstock.words import counted
 

@@ -20,9 +20,10 @@ from penstock.doctor.gpu.small import Case, small_machinery
 from penstock.graph import Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.runtime import Machinery
-from penstock.runtime.calls import Call, Span
+from penstock.runtime.executor import Call, Span
+from penstock.runtime.groups import build_transport
 from penstock.runtime.handlers import Handler
-from penstock.runtime.transport import Transport, build_transport
+from penstock.runtime.transport import Transport
 from penstock.words import percent
 
 SIZE: Final = 1024

@@ -20,8 +20,7 @@ from penstock.doctor.gpu.here import Here
 from penstock.doctor.gpu.outcome import Outcome
 from penstock.doctor.gpu.small import Case, small_machinery, small_run
 from penstock.runtime import Machinery
-from penstock.runtime.calls import Call, Span
-from penstock.runtime.lanes import Execute, Lanes, Ran
+from penstock.runtime.executor import Call, Execute, Lanes, Ran, Span
 
 SCHEDULES: Final = ("flowmoe", "fsmoe", "penstock")
 DELAY_S: Final = 5e-4

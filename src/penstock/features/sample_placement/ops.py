@@ -7,7 +7,7 @@ do not pass the experts follow in a transfer of their own (`SM`).
 
 Where it can, the residual stream passes the experts: rows leave with it in place of its norm, and with the
 weight of their choice, and come home with outputs weighted and the residual added
-(`penstock.moe.packed_residual`).
+(`penstock.moe.expert_slots`).
 """
 
 from __future__ import annotations

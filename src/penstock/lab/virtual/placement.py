@@ -21,7 +21,7 @@ from penstock.features.sample_placement.feature import SampleMoves
 from penstock.features.sample_placement.prices import SampleMover
 from penstock.placement import Replication
 from penstock.routing.rows import Placed
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving, Plans
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving, Plans
 from penstock.step import StepShape
 from penstock.workloads import Routing
 

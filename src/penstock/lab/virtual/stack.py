@@ -20,10 +20,9 @@ from penstock.lab.virtual.handlers import Buffers, RankStep, VirtualHandlers, vi
 from penstock.lab.virtual.placement import Movement
 from penstock.ops import Op
 from penstock.plan.problem import replica_slack
-from penstock.runtime.checks.agree import check_agreement
-from penstock.runtime.executor import Execution
+from penstock.runtime.consistency import check_agreement
+from penstock.runtime.executor import Execution, Programs
 from penstock.runtime.machinery import Machinery
-from penstock.runtime.program import Programs
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.trace import TaskRecord

@@ -67,7 +67,21 @@ class MergedPermutation(Permutation):
         self.choices, self.node_size, self.rank = top_k, node_size, rank
         self.capacity_factor, self.min_capacity = capacity_factor, min_capacity
         self.nodes, self.row_kinds = num_nodes(ep_size, node_size), num_sets(node_size)
-        self._check_sizes()
+        of_nodes, there = node_size > 1, self.local_experts * node_size
+        key, value = ("moe.dispatch", "node_once") if of_nodes else ("moe.one_copy_per_rank", True)
+        if there > MOST_EXPERTS_THERE:
+            why = (
+                f"numbers of experts travel with the rows and are exact up to {MOST_EXPERTS_THERE}, and a "
+                f"{'node' if of_nodes else 'rank'} has {there} experts"
+            )
+            other = "moe.dispatch=flat" if of_nodes else "false"
+            raise ConfigError(key, value, why, f"Spread the experts over more ranks, or use {other}.")
+        if node_size > MOST_NODE_SIZE:
+            why = (
+                "ranks tell each other rows for every set of places in a node, which are "
+                f"{self.row_kinds} numbers for {node_size} ranks; at most {MOST_NODE_SIZE} ranks"
+            )
+            raise ConfigError(key, value, why, "Use moe.dispatch=hierarchical_2d.")
 
     @property
     def counts_slots(self) -> bool:
@@ -76,7 +90,12 @@ class MergedPermutation(Permutation):
     def plan(self, choice: Choice, chunks: int) -> PermutationPlan:
         if not isinstance(choice, TokenChoice):
             raise self.refused(choice)
-        experts_Tk = self._kept(choice)
+        experts_Tk = choice.experts_Tk
+        if self.capacity_factor is not None:  # -1 for choices that come after the last slot of their expert
+            slots = capacity_slots(
+                choice.counted, self.num_experts, self.choices, self.capacity_factor, self.min_capacity
+            )
+            experts_Tk = experts_Tk.masked_fill(places(experts_Tk, self.num_experts) >= slots, -1)
         tokens, choices = experts_Tk.shape
         assert choices == self.choices, "gate and permutation were built for the same top_k"
         sizes = split_sizes(tokens, chunks)
@@ -140,31 +159,3 @@ class MergedPermutation(Permutation):
         inputs = sorted_rows(bin_Rk, self.local_experts, sum(sizes))  # counts say how many there are: no sync
         weights_Rk = weights_Rk.contiguous()  # otherwise all columns would be kept for backward
         return inputs.give(experts(inputs.take(x_RM), sizes, product), weights_Rk)
-
-    def _kept(self, choice: TokenChoice) -> Tensor:
-        """Return the choices, [T, k], with -1 for those that come after the last slot of their expert."""
-        if self.capacity_factor is None:
-            return choice.experts_Tk
-        slots = capacity_slots(
-            choice.counted, self.num_experts, self.choices, self.capacity_factor, self.min_capacity
-        )
-        late_Tk = places(choice.experts_Tk, self.num_experts) >= slots
-        return choice.experts_Tk.masked_fill(late_Tk, -1)
-
-    def _check_sizes(self) -> None:
-        of_nodes = self.node_size > 1
-        key, value = ("moe.dispatch", "node_once") if of_nodes else ("moe.one_copy_per_rank", True)
-        there = self.local_experts * self.node_size
-        if there > MOST_EXPERTS_THERE:
-            why = (
-                f"numbers of experts travel with the rows and are exact up to {MOST_EXPERTS_THERE}, and a "
-                f"{'node' if of_nodes else 'rank'} has {there} experts"
-            )
-            other = "moe.dispatch=flat" if of_nodes else "false"
-            raise ConfigError(key, value, why, f"Spread the experts over more ranks, or use {other}.")
-        if self.node_size > MOST_NODE_SIZE:
-            why = (
-                "ranks tell each other rows for every set of places in a node, which are "
-                f"{self.row_kinds} numbers for {self.node_size} ranks; at most {MOST_NODE_SIZE} ranks"
-            )
-            raise ConfigError(key, value, why, "Use moe.dispatch=hierarchical_2d.")

@@ -29,7 +29,7 @@ from penstock.runtime.fingerprints import (
     is_due,
     weight_among,
 )
-from penstock.runtime.transport.legs import HostCounts
+from penstock.runtime.transport import HostCounts
 from penstock.topology import CommunicationError, Control
 
 DESCRIBED_BYTES = 4096

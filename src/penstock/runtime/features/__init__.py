@@ -1,11 +1,13 @@
-"""How features run on ranks, one folder each; importing this registers their handlers."""
+"""How features run on ranks; importing this registers their handlers."""
 
+from penstock.runtime.features import (
+    expert_sharding,
+    recompute,
+    sample_placement,
+    tensor_parallel,
+)
 from penstock.runtime.features.expert_replicas import handlers as expert_replicas
-from penstock.runtime.features.expert_sharding import handlers as expert_sharding
-from penstock.runtime.features.recompute import handlers as recompute
-from penstock.runtime.features.sample_placement import handlers as sample_placement
-from penstock.runtime.features.sharded_optimizer import handlers as sharded_optimizer
-from penstock.runtime.features.tensor_parallel import handlers as tensor_parallel
+from penstock.runtime.features.sharded_optimizer import updates as sharded_optimizer
 
 __all__ = [
     "expert_replicas",

@@ -27,9 +27,8 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.device import Cpu, Event, Gpu, Pending, Stream, using
-from penstock.runtime.recorded.log import Actor
-from penstock.runtime.recorded.recorder import Recorder, Recording
-from penstock.runtime.transport.sockets import Sockets
+from penstock.runtime.groups import Sockets
+from penstock.runtime.recorded.recorder import Actor, Recorder, Recording
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from penstock.runtime.recorded.log import (
+from penstock.runtime.recorded.recorder import (
     Access,
     Actor,
     Allocate,
@@ -267,24 +267,18 @@ def _of_communicator(name: str, ranks: Sequence[Sequence[Issued]]) -> Iterator[D
             absent = [rank for rank in members if rank not in here]
             yield Disorder("number", name, _tasks(here), f"rank {absent[0]} has no call number {number}")
             return
-        disorder = _compared(name, here)
-        if disorder is not None:
-            yield disorder
+        kinds = {(call.op, call.ranks) for _, call in here.values()}
+        if len(kinds) > 1:
+            yield Disorder("kind", name, _tasks(here), " and ".join(sorted(op for op, _ in kinds)))
             return
-
-
-def _compared(name: str, here: Mapping[int, Issued]) -> Disorder | None:
-    """Return what differs in one call of all members of a communicator."""
-    kinds = {(call.op, call.ranks) for _, call in here.values()}
-    if len(kinds) > 1:
-        return Disorder("kind", name, _tasks(here), " and ".join(sorted(op for op, _ in kinds)))
-    for rank, (_, call) in here.items():
-        for place, peer in enumerate(call.ranks):
-            came_bytes = here[peer][1].received_bytes[call.ranks.index(rank)]
-            if call.sent_bytes[place] != came_bytes:
-                detail = f"rank {rank} sends {call.sent_bytes[place]} bytes, rank {peer} expects {came_bytes}"
-                return Disorder("bytes", name, _tasks({each: here[each] for each in (rank, peer)}), detail)
-    return None
+        for rank, (_, call) in here.items():
+            for peer, sent_bytes in zip(call.ranks, call.sent_bytes, strict=True):
+                came_bytes = here[peer][1].received_bytes[call.ranks.index(rank)]
+                if sent_bytes != came_bytes:
+                    detail = f"rank {rank} sends {sent_bytes} bytes, rank {peer} expects {came_bytes}"
+                    both = {each: here[each] for each in (rank, peer)}
+                    yield Disorder("bytes", name, _tasks(both), detail)
+                    return
 
 
 def _deadlocks(ranks: Sequence[Sequence[Issued]]) -> Iterator[Disorder]:

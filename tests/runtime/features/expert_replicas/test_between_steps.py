@@ -16,8 +16,7 @@ from penstock.decision import PlacementConfig
 from penstock.mesh import Group
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, PlacementError, Replication
 from penstock.runtime import PipelinedStack
-from penstock.runtime.features.expert_replicas.manager import ReplicaManager
-from penstock.runtime.features.expert_replicas.moving import Plans
+from penstock.runtime.features.expert_replicas.manager import Plans, ReplicaManager
 from penstock.train.assemble import first_plan
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state

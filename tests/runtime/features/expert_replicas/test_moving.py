@@ -15,7 +15,7 @@ from penstock.features.expert_replicas.problem import ExpertProblem
 from penstock.mesh import Mesh
 from penstock.placement import EMPTY, ExpertPlacement, Replication
 from penstock.runtime import TaskError
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving, Plans, loads_of_group
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving, Plans, loads_of_group
 from tests.features.problems import costs_of
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.parity import Case, batch_of

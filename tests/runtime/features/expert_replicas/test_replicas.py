@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from penstock.moe import SwiGLUExperts
 from penstock.placement import SPLIT, Replication
-from penstock.runtime.features.expert_replicas.checks import check_takes_replicas
+from penstock.runtime.features.expert_replicas.handlers import check_takes_replicas
 from penstock.step import StepShape
 from penstock.topology import Layout as Place
 from tests.support.cases import ROUTINGS, hosting_case

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from penstock.graph import Phase
-from penstock.runtime.features.recompute.handlers import Kept, KeptSlice
-from penstock.runtime.features.recompute.replay import Replay
+from penstock.runtime.features.recompute import Kept, KeptSlice, Replay
 from penstock.step.shape import Recompute
 from tests.support.cases import small_case as case
 from tests.support.parity import Case, batch_of, stack_of

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.apportion import Counts
 from penstock.placement import ExpertPlacement, Replication
-from penstock.runtime.features.sample_placement.moving import Habits, Visit
+from penstock.runtime.features.sample_placement import Habits, Visit
 
 HOSTING = Replication.none(ExpertPlacement.even(4, 2), 0)
 HERE = np.array([[6, 0, 0, 0], [0, 6, 0, 0], [3, 0, 3, 0]])

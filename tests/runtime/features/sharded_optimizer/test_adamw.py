@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from penstock.decision import Decision
 from penstock.runtime import ShardedAdamW, clip_grad_norm_
+from penstock.runtime.buckets import FlatGradients, InShares
 from penstock.runtime.features.sharded_optimizer.share import ReleasingShare, Share
-from penstock.runtime.gradients.buckets import FlatGradients, InShares
 from penstock.schedule import plan_step, unit_cost
 from penstock.train.optimizer import OptimizerConfig, build_adamw
 from tests.runtime.features.sharded_optimizer.steps import Habits, build, go_on, loss_of

@@ -1,9 +1,12 @@
 """Handlers that bring experts to their replicas and gradients of replicas home, and plan the next
-replicas."""
+replicas.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,12 +14,25 @@ import torch
 from penstock.device import on_device
 from penstock.features.expert_replicas.encoding import Numbers
 from penstock.graph import Phase, Task
+from penstock.mesh import Group
+from penstock.moe import MoELayer
 from penstock.ops import Op
-from penstock.placement import PlacementError
-from penstock.runtime.features.expert_replicas.manager import NextReplicas, ReplicaManager, StepReplicas
+from penstock.placement import PlacementError, Replication
+from penstock.runtime.features.expert_replicas.manager import (
+    NextReplicas,
+    ReplicaManager,
+    StepReplicas,
+    check_no_hooks,
+)
 from penstock.runtime.features.expert_replicas.replicas import Piece
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
-from penstock.runtime.transport.legs import Later, to_host
+from penstock.runtime.transport import Later, to_host
+from penstock.step import StepShape
+from penstock.step.shape import FORM_TOKENS
+from penstock.topology import Control, Layout
+
+if TYPE_CHECKING:
+    from penstock.runtime.machinery import Machinery
 
 
 @handles(Op.REPLICA_PARAMETERS, Phase.FORWARD)
@@ -71,3 +87,134 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def _piece(context: StepContext, task: Task) -> Piece:
     assert task.piece is not None, task
     return Piece(task.piece, task.cut.parts, context.transports.of(task.lane, task.axes), task.axes)
+
+
+# ---- checks that ranks can hold replicas of others' experts in a stack, and agree on which rank holds
+# which replica
+
+
+Layers = Sequence[MoELayer | None]
+
+
+def check_replicas(layers: Layers, shape: StepShape, machinery: Machinery) -> None:
+    """Raise ValueError, on all ranks, if their experts differ, where the plan has replica slots.
+
+    Costs an exchange of some bytes per parameter.
+    """
+    if shape.moves and not machinery.transports.sends:
+        raise ValueError(
+            "samples or experts move in this plan, and nothing is sent between the ranks of this stack: each "
+            "would plan by what it alone has. Measure without a network by a plan in which nothing moves"
+        )
+    if not shape.replica_slots:
+        return
+    check_takes_replicas(layers, shape, machinery.layout)
+    moe = [layer for layer in layers if layer is not None]
+    words = []
+    for experts in (layer.experts for layer in moe):
+        kinds = (f"{name} {list(p.shape)} {p.dtype}" for name, p in experts.named_parameters())
+        words.append(f"{type(experts).__name__} ({', '.join(kinds)})")
+    everyone = machinery.control.gather(words, "comparing experts")
+    for rank, found in enumerate(everyone):
+        for theirs, first in zip(found, everyone[0], strict=True):
+            if theirs != first:
+                raise ValueError(
+                    f"rank {rank} has experts of {theirs}, rank 0 of {first}: experts that differ cannot "
+                    "take each other's place. Build them alike, or set placement.experts=none"
+                )
+
+
+def check_takes_replicas(layers: Layers, shape: StepShape, layout: Layout) -> None:
+    """Raise ValueError, saying why, if a plan of this shape cannot have replicas of experts of these
+    layers."""
+    if not shape.replica_slots:
+        return
+    if layout.tp_size > 1 and FORM_TOKENS[shape.expert_form] == "replicated":
+        raise ValueError(
+            f"expert_form = {shape.expert_form} has the same rows on all ranks that share attention, which "
+            "have different places in the expert group and would each send them to other ranks. "
+            "Use expert_form=gather, or set placement.experts=none"
+        )
+    moe = [layer for layer in layers if layer is not None]
+    for layer in moe:
+        layer.permutation.with_slots(layer.ep_size, layer.placement.slots + shape.replica_slots)
+        experts = layer.experts
+        # Parts of experts that a replica would lack, or have otherwise than the owner.
+        if any(True for _ in experts.buffers()):
+            raise ValueError(
+                f"{type(experts).__name__} has buffers, which are not brought to ranks that hold a replica: "
+                "rows would meet others there. Remove them, or set placement.experts=none"
+            )
+        check_no_hooks(experts)
+        sizes: dict[int, list[int]] = {}
+        for name, parameter in experts.named_parameters():
+            for _, slot, part in experts.split(name, parameter):
+                if not part.is_contiguous():
+                    raise ValueError(
+                        f"experts.{name} is not contiguous in memory: make it so with contiguous()"
+                    )
+                sizes.setdefault(slot, []).append(part.numel())
+        if len({tuple(found) for found in sizes.values()}) > 1:
+            raise ValueError(
+                f"the experts of {type(experts).__name__} differ in size or share parameters, so one cannot "
+                "take the place of another. Build them alike, or set placement.experts=none"
+            )
+    seen: set[int] = set()
+    for layer in moe:
+        mine = {id(parameter) for parameter in layer.experts.parameters()}
+        if seen & mine:
+            raise ValueError(
+                "experts of several layers share a parameter: gradients of replicas would be added while "
+                "another layer adds to it. Give every layer its own, or set placement.experts=none"
+            )
+        seen |= mine
+
+
+def check_replications(
+    replications: Sequence[Replication | None],
+    layers: Layers,
+    shape: StepShape,
+    layout: Layout,
+    control: Control,
+) -> tuple[Replication | None, ...]:
+    """Return `replications` if they fit and are alike in an expert group; else raise PlacementError."""
+    everyone = control.gather(
+        (_misfit(replications, layers, shape), [None if h is None else h.digest for h in replications]),
+        "comparing which experts are replicas",
+    )
+    for misfit, _ in everyone:
+        if misfit:
+            raise PlacementError(misfit)
+    mine = everyone[layout.rank][1]
+    for rank in layout.mesh.members(layout.rank, Group.EXPERT_SHARDS):
+        for number, (theirs, own) in enumerate(zip(everyone[rank][1], mine, strict=True)):
+            if theirs != own:
+                raise PlacementError(
+                    f"layer {number}: rank {rank} holds other replicas than rank {layout.rank} knows of, and "
+                    "rows would meet the wrong experts. Use the same replications on all ranks"
+                )
+    return tuple(replications)
+
+
+def _misfit(replications: Sequence[Replication | None], layers: Layers, shape: StepShape) -> str:
+    """Return what does not fit, in words; "" if everything does."""
+    if not shape.replica_slots:
+        return "the plan has no replica slots: use a plan with placement.replica_slots of at least 1"
+    if len(replications) != len(layers):
+        return (
+            f"{len(replications)} replications for {len(layers)} layers: one for each, None for a dense one"
+        )
+    for number, (replication, layer) in enumerate(zip(replications, layers, strict=True)):
+        if (replication is None) is not (layer is None):
+            kind = "dense" if layer is None else "an MoE layer"
+            return f"layer {number} is {kind}, which its replication does not say"
+        if replication is None or layer is None:
+            continue
+        if replication.placement != layer.placement:
+            return f"the replication of layer {number} is for other owners than the layer's experts have"
+        if replication.replica_slots != shape.replica_slots:
+            return (
+                f"the replication of layer {number} has {replication.replica_slots} replica slots, the plan "
+                f"{shape.replica_slots}"
+            )
+    return ""

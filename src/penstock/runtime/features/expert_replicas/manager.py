@@ -7,21 +7,159 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.features.expert_replicas.encoding import Numbers, numbers_of, share_of
-from penstock.mesh import node_of
+from penstock.features.expert_replicas.encoding import Numbers, Share, numbers_of, share_of
+from penstock.features.expert_replicas.planners import Planner, pays
+from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem, Slack
+from penstock.mesh import Group, Mesh, node_of
 from penstock.moe import MoELayer
 from penstock.moe.expert_slots import Spread, slots_with_replicas
 from penstock.moe.experts import Experts
 from penstock.placement import Replication
+from penstock.routing.integers import Ints
 from penstock.routing.replicas import ExactSplit
-from penstock.runtime.features.expert_replicas.moving import ExpertMoving, Plans, loads_of_group
 from penstock.runtime.features.expert_replicas.replicas import LayerReplicas, Trip
-from penstock.runtime.transport.legs import Later
+from penstock.runtime.statistics import Loads
+from penstock.runtime.transport import Later
 from penstock.step import StepShape
 from penstock.topology import Layout
+
+# ---- which experts ranks hold replicas of next: planned from the loads of one step, and dropped where
+# plans do not last
+#
+# A plan is made from the loads of one step, and runs with those of the next. So every plan is judged by the
+# loads of the step after it, whether it ran or not: while it would have been slower than no replicas at all,
+# none are in use, and when plans hold again, they are. A new plan is judged by the loads from which it was
+# made,
+# too: published planners price links by an average.
+#
+# Shapes: P ranks of the world, Y MoE layers, E experts.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertMoving:
+    """How a stack decides which experts are replicas of which ranks.
+
+    planner: makes, from the loads of a layer, the replicas of its ranks. costs: what rows and weights cost,
+    the same on all ranks. slack: by MoE layer, how much of the replicas' transfers the schedule hides; () =
+    what Eq 8 takes for it. every: the number of steps from one plan to the next; plans are judged after each
+    step.
+    exact: whether rows are split by the loads of their own step.
+    """
+
+    planner: Planner
+    costs: ExpertCosts
+    slack: tuple[Slack, ...] = ()
+    every: int = 1
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every = {self.every}: experts are planned after 1 step or more. Use 1")
+
+    @property
+    def name(self) -> str:
+        """A name that distinguishes this way of planning from others."""
+        planner = getattr(self.planner, "__qualname__", type(self.planner).__qualname__)
+        return f"{planner} every {self.every}"
+
+    def costs_of(self, moe_layer: int) -> ExpertCosts:
+        """Return what rows and weights cost in a layer."""
+        return self.costs.hiding(self.slack[moe_layer]) if self.slack else self.costs
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What was planned last, by MoE layer, and which plans are in use.
+
+    age_steps: steps since the plans were made; 0 = plan again.
+    """
+
+    made: tuple[Replication, ...]
+    in_use: tuple[bool, ...]
+    age_steps: int = 0
+
+    @staticmethod
+    def none(replications: Sequence[Replication]) -> Plans:
+        """Return the plans before the first step, with the replicas of that time."""
+        return Plans(tuple(replications), (True,) * len(replications))
+
+    def after(self, loads_YPE: Sequence[Ints], moving: ExpertMoving) -> Plans:
+        """Return the replicas after a step with these loads, [P, E] of each layer."""
+        return self.joined([self.share(loads_YPE, moving)], moving)
+
+    def share(
+        self, loads_YPE: Sequence[Ints], moving: ExpertMoving, place: int = 0, places: int = 1
+    ) -> Share:
+        """Return what one of `places` ranks finds for its layers, which are those of `layers_of`."""
+        assert len(loads_YPE) == len(self.made), (
+            f"{len(loads_YPE)} layers have loads, {len(self.made)} replicas"
+        )
+        found = []
+        for layer in self.layers_of(place, places):
+            made = before = self.made[layer]
+            problem = ExpertProblem(
+                placement=before.placement,
+                replica_slots=before.replica_slots,
+                loads=loads_YPE[layer],
+                costs=moving.costs_of(layer),
+                exact=moving.exact,
+            )
+            in_use = _harmless(before, problem)
+            if not self.age_steps:
+                made = moving.planner(problem)
+                in_use = in_use and _harmless(made, problem)
+            found.append((made, in_use))
+        return tuple(found)
+
+    def joined(self, shares: Sequence[Share], moving: ExpertMoving) -> Plans:
+        """Return the plans joined from what all ranks have found, by place."""
+        places = len(shares)
+        found = [shares[y % places][y // places] for y in range(len(self.made))]
+        made, in_use = tuple(plan for plan, _ in found), tuple(used for _, used in found)
+        return Plans(made, in_use, (self.age_steps + 1) % moving.every)
+
+    def layers_of(self, place: int, places: int) -> range:
+        """Return the MoE layers, counted from 0, that one of `places` ranks plans."""
+        return range(place, len(self.made), places)
+
+    @property
+    def hash64(self) -> int:
+        """A hash of all plans and of the present replications, of 8 bytes."""
+        found = hashlib.blake2b(digest_size=8)
+        for replication in (*self.made, *self.replications):
+            found.update(replication.digest.encode())
+        return int.from_bytes(found.digest(), signed=True)
+
+    @property
+    def replications(self) -> tuple[Replication, ...]:
+        """The replications of the next step."""
+        pairs = zip(self.made, self.in_use, strict=True)
+        return tuple(
+            plan if in_use else Replication.none(plan.placement, plan.replica_slots) for plan, in_use in pairs
+        )
+
+
+def _harmless(plan: Replication, problem: ExpertProblem) -> bool:
+    """Return whether a plan makes the layer no slower than no replicas would, by rank and link."""
+    return plan.is_empty or pays(problem, plan)
+
+
+def loads_of_group(loads_PYE: Loads, mesh: Mesh, rank: int) -> list[Ints]:
+    """Return the rows that start on the ranks of this rank's expert group, by layer: [ranks, E].
+
+    Ranks that share their experts count as one rank.
+    """
+    members, ranks = list(mesh.members(rank, Group.EXPERT_SHARDS)), mesh.size(Group.EXPERT)
+    mine = loads_PYE[members].reshape(ranks, -1, *loads_PYE.shape[1:]).sum(axis=1, dtype=np.int64)
+    return [mine[:, y] for y in range(mine.shape[1])]
+
+
+# ---- replicas from step to step, and the room for them ----------------------------------------------------
+
 
 Layers = Sequence[MoELayer | None]
 Replications = tuple[Replication | None, ...]
@@ -161,7 +299,19 @@ class ReplicaManager:
 
     def use(self, replications: Replications) -> None:
         """Use these replications from the next forward pass on."""
-        self._host(replications)
+        layout, in_use = self._layout, list[LayerReplication | None]()
+        for at, exact in zip(replications, self._splits, strict=True):
+            if at is None:
+                in_use.append(None)
+                continue
+            trip = Trip.of(at, layout.ep_rank)
+            if exact and at.limit is not None:
+                nodes = tuple(node_of(rank, layout.ep_node_size) for rank in range(layout.ep_size))
+                in_use.append(LayerReplication(at, trip, None, ExactSplit.of(at, nodes)))
+            else:
+                spread = Spread(at.splits[layout.ep_rank], self._device)
+                in_use.append(LayerReplication(at, trip, spread, None))
+        self._in_use = tuple(in_use)
         self._plans = Plans.none([replication for replication in replications if replication is not None])
 
     def plan(self, loads_PYE: Tensor) -> Numbers:
@@ -246,19 +396,6 @@ class ReplicaManager:
             if replicas is not None:
                 replicas.forget()
         self._free.append(step_replicas.rooms)
-
-    def _host(self, replications: Replications) -> None:
-        pairs = zip(replications, self._splits, strict=True)
-        self._in_use = tuple(None if at is None else self._known(at, exact=exact) for at, exact in pairs)
-
-    def _known(self, replication: Replication, *, exact: bool) -> LayerReplication:
-        layout, trip = self._layout, Trip.of(replication, self._layout.ep_rank)
-        if exact and replication.limit is not None:
-            nodes = tuple(node_of(rank, layout.ep_node_size) for rank in range(layout.ep_size))
-            return LayerReplication(replication, trip, None, ExactSplit.of(replication, nodes))
-        return LayerReplication(
-            replication, trip, Spread(replication.splits[layout.ep_rank], self._device), None
-        )
 
 
 def splits_exactly(layer: MoELayer | None, shape: StepShape) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -11,17 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.expert_parallel.optimizers import mark_sharded, watch_optimizer
-from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, Share
-from penstock.runtime.features.sharded_optimizer.updates import Updates
-from penstock.runtime.features.sharded_optimizer.usage import (
-    Groups,
-    check_group,
-    check_norm,
-    check_state,
-    refuse_unowned,
-)
-from penstock.runtime.gradients.buckets import give_up_stand_ins
+from penstock.runtime.buckets import give_up_stand_ins, has_gradient
+from penstock.runtime.expert_parallel.ranks import mark_sharded, watch_optimizer
+from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS
+from penstock.runtime.features.sharded_optimizer.updates import Groups, Updates
 from penstock.runtime.machinery import Machinery
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
@@ -192,14 +186,13 @@ class ShardedAdamW(torch.optim.Optimizer):
             if found is not None:
                 zeros = torch.zeros_like(parameter)
                 fresh = {"step": 0, **dict.fromkeys(MOMENTS, zeros)}
-                self._load(parameter, found[1], saved or fresh)
-
-    def _load(self, parameter: nn.Parameter, share: Share, saved: Mapping[str, Any]) -> None:
-        self.updates.steps[parameter].fill_(float(saved["step"]))
-        for name in share.states.keys() & saved.keys():
-            for piece, run in share.runs_of(parameter):
-                part = saved[name].reshape(-1)[run.first :][: run.length]
-                share.state(name, piece, run).copy_(part)
+                share = found[1]
+                known: Mapping[str, Any] = saved or fresh
+                self.updates.steps[parameter].fill_(float(known["step"]))
+                for name in share.states.keys() & known.keys():
+                    for piece, run in share.runs_of(parameter):
+                        part = known[name].reshape(-1)[run.first :][: run.length]
+                        share.state(name, piece, run).copy_(part)
 
     def _check_current(self) -> None:
         """Raise RuntimeError if the stack sums for another optimizer."""
@@ -211,3 +204,92 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _trained(self) -> Sequence[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+# ---- refusals of what a sharded optimiser would leave out, or cannot work with ----------------------------
+
+
+def refuse_unowned(groups: Groups, model: nn.Module) -> None:
+    """Raise RuntimeError if a parameter of these groups has a gradient.
+
+    The stack's steps leave none: it comes from a term that was added to the loss, or from another backward
+    pass.
+    """
+    for group in groups:
+        for parameter in group["params"]:
+            if has_gradient(parameter):
+                names = (name for name, other in model.named_parameters() if other is parameter)
+                name = next(names, f"a parameter of shape {list(parameter.shape)}")
+                raise RuntimeError(
+                    f"{name} has a gradient that no step of the stack has summed (of a "
+                    "term added to the stack's loss, or of another backward pass), and a sharded optimizer "
+                    "updates from the sums alone: compute the term in the loss of the stack, or use "
+                    "optimizer.zero_stage=0. optimizer.zero_grad() discards the gradient"
+                )
+
+
+# ---- checks of what a sharded optimiser can work with: numbers, options, parameters and saved states ------
+
+
+SETTINGS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (lambda lr: 0 <= float(lr) < math.inf, "at least 0"),
+    "betas": (lambda betas: all(0 <= beta < 1 for beta in betas), "at least 0 and less than 1"),
+    "eps": (lambda eps: 0 <= eps < math.inf, "at least 0"),
+    "weight_decay": (lambda decay: 0 <= decay < math.inf, "at least 0"),
+}
+OPTIONS = ("amsgrad", "maximize", "differentiable")
+"""Options of `torch.optim.AdamW` that an update of a share would ignore."""
+
+
+def check_norm(max_norm: float | None) -> None:
+    """Raise ValueError unless gradients can be scaled to this norm."""
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm = {max_norm}: it must be more than 0; None leaves gradients as they are")
+
+
+def check_group(group: Mapping[str, Any], trained: Sequence[nn.Parameter]) -> None:
+    """Raise ValueError unless shares of this group of a stack with these parameters can be updated."""
+    _check_settings(group)
+    known = set(map(id, trained))
+    for parameter in group["params"]:
+        shape = list(parameter.shape)
+        if id(parameter) not in known:
+            raise ValueError(
+                f"a parameter of shape {shape} is none of the stack's, so its gradient is not summed in "
+                "shares: update it with an optimizer of its own"
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"a parameter of shape {shape} is not contiguous, so no share of it can be updated in place: "
+                "make it contiguous, or use optimizer.zero_stage=0"
+            )
+
+
+def check_state(
+    groups: Sequence[Mapping[str, Any]], pairs: Sequence[tuple[nn.Parameter, Mapping[str, Any] | None]]
+) -> None:
+    """Raise ValueError unless saved groups are AdamW's and every state fits the parameter beside it."""
+    for group in groups:
+        _check_settings(group)
+    for parameter, saved in ((p, state) for p, state in pairs if state):
+        for name in MOMENTS:
+            found = None if name not in saved else list(saved[name].shape)
+            if found != list(parameter.shape):
+                raise ValueError(
+                    f"the saved {name} of a parameter of shape {list(parameter.shape)} is of shape {found}: "
+                    "the state is of another model, layout or order of parameters"
+                )
+
+
+def _check_settings(group: Mapping[str, Any]) -> None:
+    for name, (fits, needed) in SETTINGS.items():
+        if name not in group:
+            raise ValueError(f"a parameter group of a sharded optimizer has no {name}: AdamW needs it")
+        if not fits(group[name]):
+            raise ValueError(f"{name} = {group[name]} of a parameter group: it must be {needed}")
+    for option in OPTIONS:
+        if group.get(option):
+            raise ValueError(
+                f"{option} = {group[option]} of a parameter group: a sharded optimizer does not have it; "
+                "leave it out, or use optimizer.zero_stage=0"
+            )

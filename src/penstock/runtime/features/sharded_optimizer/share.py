@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.device import Gpu, device_of
 from penstock.routing.sizes import part_sizes, split_sizes
-from penstock.runtime.gradients.buckets import FlatGradients
+from penstock.runtime.buckets import FlatGradients
 
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,38 @@ from torch import Tensor, nn
 from penstock.features.sharded_optimizer.ops import of_optimizer
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
+from penstock.ops import Op
 from penstock.ops.gradients import GRADIENT_KINDS, KindName, kind_of_task
+from penstock.runtime.buckets import Buckets, FlatGradients, ReleasedGradients
 from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, ReleasingShare, Share
-from penstock.runtime.features.sharded_optimizer.usage import Groups, group_numbers
-from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
+from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.transport import Transport, Transports
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
 from penstock.topology import Layout
+
+Groups = Sequence[Mapping[str, Any]]
+"""Parameter groups as in `torch.optim`."""
+
+
+def group_numbers(groups: Groups) -> dict[int, int]:
+    """Return the number of every parameter's group, by the parameter's id."""
+    return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+
+
+def refuse_left_out(buckets: Buckets, groups: Groups, name_of: Callable[[nn.Parameter], str]) -> None:
+    """Raise RuntimeError if a step would sum gradients of a parameter that is in no group."""
+    known = group_numbers(groups)
+    for bucket in buckets.all:
+        for parameter in (p for flat in bucket.flats for p in flat.parameters):
+            if id(parameter) not in known:
+                raise RuntimeError(
+                    f"{name_of(parameter)} is trained and in no group of the ShardedAdamW, and no other "
+                    "optimizer can update it, since its gradient is summed in shares: give it to "
+                    "optimizer.add_param_group, freeze it (requires_grad_(False)) before the forward pass, "
+                    "or use optimizer.zero_stage=0"
+                )
+
 
 LOST_SUMS = (
     "a backward pass failed after it had begun to sum gradients: call optimizer.zero_grad() and "
@@ -264,9 +288,12 @@ class Updates:
         # The squares of all gradients that count on this rank.
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for (kind, _), shares in self._shares.items():
+            # Gradients that ranks sharing attention compute alike are owned once by each of these ranks.
+            alone = self._axes(kind) != Group.DATA or self._layout.tp_rank == 0
             for share in shares:
                 runs = ((piece, run) for piece, of_piece in enumerate(share.runs) for run in of_piece)
-                found = [share.gradient(*each) for each in runs if self._counts(kind, each[1].parameter)]
+                counted = (each for each in runs if alone or sharding_of(each[1].parameter) is not None)
+                found = [share.gradient(*each) for each in counted]
                 if found:
                     norms = torch._foreach_norm(found, 2.0, dtype=share.wide)
                     total = total + torch.stack(list(norms)).double().square().sum()
@@ -296,33 +323,28 @@ class Updates:
                 mine.mul_(judged.factor.to(mine.dtype))
             for number, group in enumerate(self.groups):
                 chosen = [run for run in runs if self._group_of.get(id(run.parameter)) == number]
-                if chosen:
-                    self._step(share, task.piece, chosen, group, refused)
-
-    def _step(
-        self, share: Share, piece: int, runs: Sequence[Any], group: Mapping[str, Any], refused: Tensor
-    ) -> None:
-        weights = [share.weights(piece, run) for run in runs]
-        beta1, beta2 = group["betas"]
-        torch._fused_adamw_(
-            weights,
-            [share.gradient(piece, run).to(share.wide) for run in runs],
-            [share.state(MOMENTS[0], piece, run) for run in runs],
-            [share.state(MOMENTS[1], piece, run) for run in runs],
-            [],
-            [self.steps[run.parameter] + 1 for run in runs],
-            amsgrad=False,
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            found_inf=refused,
-        )
-        if MASTER in share.states:
-            for run, master in zip(runs, weights, strict=True):
-                run.values.copy_(master)
+                if not chosen:
+                    continue
+                weights = [share.weights(task.piece, run) for run in chosen]
+                torch._fused_adamw_(
+                    weights,
+                    [share.gradient(task.piece, run).to(share.wide) for run in chosen],
+                    [share.state(MOMENTS[0], task.piece, run) for run in chosen],
+                    [share.state(MOMENTS[1], task.piece, run) for run in chosen],
+                    [],
+                    [self.steps[run.parameter] + 1 for run in chosen],
+                    amsgrad=False,
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                    found_inf=refused,
+                )
+                if MASTER in share.states:
+                    for run, master in zip(chosen, weights, strict=True):
+                        run.values.copy_(master)
 
     def end(self, graph: Graph, loss: Tensor) -> None:
         """End a backward pass: note its sums, or count its updates."""
@@ -400,14 +422,6 @@ class Updates:
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
-    def _counts(self, kind: KindName, parameter: nn.Parameter) -> bool:
-        """Return whether no other rank counts the same numbers.
-
-        Gradients that ranks sharing attention compute alike are owned once by each of these ranks.
-        """
-        alone = self._axes(kind) != Group.DATA or self._layout.tp_rank == 0
-        return alone or sharding_of(parameter) is not None
-
     def _of(self, task: Task) -> Sequence[Share]:
         return self._shares[kind_of_task(task).name, task.layer]
 
@@ -424,3 +438,56 @@ class Updates:
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self._parameters()), torch.device("cpu"))
+
+
+# ---- handlers of an optimiser of which every rank owns a share --------------------------------------------
+
+
+def scatter(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Sum a piece of a layer's gradients; this rank has its share of the sum."""
+    del inputs  # the gradients are in the bucket; the edges say that they are complete
+    context.of(Updates).scatter(task, context.transports.of(task.lane, task.axes))
+    return NOTHING
+
+
+@handles(Op.NORM, Phase.BACKWARD)
+def norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Take the norm of all gradients, in a backward pass after which parameters change."""
+    del inputs
+    if context.of(Updates).in_backward:
+        assert context.total is not None, "backward follows forward"
+        transport = context.transports.of(task.lane, task.axes)
+        context.of(Updates).judge(task, transport, context.total.loss)
+    return NOTHING
+
+
+def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Run AdamW on this rank's share of a piece. Without a norm to wait for, only the loss may refuse it."""
+    if context.of(Updates).in_backward:
+        assert context.total is not None, "backward follows forward"
+        context.of(Updates).update(task, None if "scale" in inputs else context.total.loss)
+    return NOTHING
+
+
+def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Gather a piece of stale parameters. Returns parameters: None; the edge says they are current."""
+    del inputs
+    updates = context.maybe(Updates)
+    if updates is not None and updates.waits(task):
+        updates.gather(task, context.transports.of(task.lane, task.axes))
+    return {"parameters": None}
+
+
+def gather_at_once(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Gather a piece of parameters from their owners, in a backward pass after which parameters change."""
+    del inputs
+    if context.of(Updates).in_backward:
+        context.of(Updates).gather(task, context.transports.of(task.lane, task.axes))
+    return NOTHING
+
+
+for kind in GRADIENT_KINDS.values():
+    handles(kind.scatter, Phase.BACKWARD)(scatter)
+    handles(kind.update, Phase.BACKWARD)(update)
+    handles(kind.gather, Phase.FORWARD)(gather)
+    handles(kind.gather, Phase.BACKWARD)(gather_at_once)

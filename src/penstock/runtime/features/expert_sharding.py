@@ -18,7 +18,7 @@ from penstock.graph import Phase, Task
 from penstock.ops import Op
 from penstock.routing.routes import ShardPlace, Shares
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
-from penstock.runtime.ops.transfers import held, joined, routes_of, to_ranks, to_slices
+from penstock.runtime.ops import held, joined, routes_of, to_ranks, to_slices
 from penstock.runtime.transport import Transport
 
 F, B = Phase.FORWARD, Phase.BACKWARD

@@ -8,23 +8,245 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.apportion import Counts
 from penstock.device import device_of, on_device
+from penstock.features.sample_placement.assign import assign
+from penstock.features.sample_placement.feature import Prediction
+from penstock.features.sample_placement.prediction import ConditionalTable
+from penstock.features.sample_placement.rows import Nearness, sample_problem
+from penstock.features.sample_placement.solvers import prepare
 from penstock.graph import Phase, Task
 from penstock.mesh import Axes
-from penstock.moe import MoELayer, Tokens
+from penstock.moe import ChunkRoute, MoELayer, Product, Tokens
 from penstock.moe.choices import count_choices
+from penstock.moe.expert_slots import ResidualRows, given_back
+from penstock.moe.layer import RoutedTokens
 from penstock.ops import Op
-from penstock.placement import PlacementError
-from penstock.routing.samples import Crossing, RowOrder, SampleHomes, SampleTable, TableSize, settle
-from penstock.runtime.features.sample_placement.moving import Relocation, Visit
+from penstock.placement import PlacementError, Replication
+from penstock.routing.samples import (
+    Crossing,
+    ExchangeGroup,
+    Plane,
+    RowOrder,
+    SampleHomes,
+    SampleTable,
+    TableSize,
+    exchange_group_of,
+    settle,
+)
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
-from penstock.runtime.ops.blocks import BESIDE_ROWS, added, microbatch
-from penstock.runtime.transport import Transport
-from penstock.runtime.transport.legs import Later, to_host
+from penstock.runtime.ops import BESIDE_ROWS, added, microbatch
+from penstock.runtime.parts import BlockParts, Layer, ModelParts, in_dtype
+from penstock.runtime.transport import Later, Transport, to_host
+from penstock.topology import Layout
+
+# ---- how samples get their homes while a stack runs: which placer decides, and its view of the layout -----
+
+
+class Placer(Protocol):
+    """Decides which device every sample lives on from the next combine on; alike on all members."""
+
+    def prepare(self) -> None:
+        """Load what the placer needs, so that the first step does not wait for it."""
+        ...
+
+    def homes(self, table: SampleTable, following: Replication | None, moved_rows: int) -> Counts:
+        """Return the device of every sample, [I]; every device keeps as many of each chunk as it had.
+
+        following: where experts of the next MoE layer are; None after the last. moved_rows: the data that
+        follows a sample beside its experts' outputs, measured in rows.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class NetMoE:
+    """Minimises rows across nodes, then devices, in this combine and the next dispatch. solver: by name."""
+
+    solver: str = "network_simplex"
+
+    def prepare(self) -> None:
+        prepare(self.solver)
+
+    def homes(self, table: SampleTable, following: Replication | None, moved_rows: int) -> Counts:
+        homes, expects = table.device_I.copy(), following is not None and table.expected_IE.shape[1] > 0
+        for plane in table.exchange_group.planes:
+            near = _nearness(following, plane) if following is not None and expects else None
+            local_D = np.full(table.exchange_group.devices, -1)
+            local_D[list(plane.devices)] = np.arange(len(plane.devices))
+            for chunk in range(table.chunks):
+                here = np.flatnonzero((table.chunk_I == chunk) & (local_D[table.device_I] >= 0))
+                if here.size:
+                    problem = sample_problem(
+                        counts=table.rows_IKPN[here].sum(axis=1).reshape(len(here), -1),
+                        homes=local_D[homes[here]],
+                        moved_rows=np.full(len(here), moved_rows),
+                        node_of_device=np.array(plane.node_D),
+                        predictions=None if near is None else table.expected_IE[here],
+                        following=near,
+                    )
+                    homes[here] = np.array(plane.devices)[assign(problem, self.solver)]
+        return homes
+
+
+@lru_cache(maxsize=64)
+def _nearness(replication: Replication, plane: Plane) -> Nearness:
+    """Return how near devices and nodes are to experts. Cached: it changes with the replication only."""
+    return Nearness.of_devices(replication, np.array(plane.device_P), np.array(plane.node_D))
+
+
+@dataclass(frozen=True)
+class SampleMoving:
+    """How a stack moves samples.
+
+    placer: decides on homes. prediction: the source of what samples are expected to want of the next MoE
+    layer: what its gate says of their tokens in this layer, what samples like them wanted in past steps, or
+    nothing.
+    """
+
+    placer: Placer = NetMoE()
+    prediction: Prediction = "next_gate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """The samples of a microbatch in an MoE layer. here, following: where its experts and those of the next
+    MoE layer are; None after the last. training: whether something is learnt."""
+
+    layer: int
+    microbatch: int
+    here: Replication
+    following: Replication | None
+    training: bool
+
+
+class Habits:
+    """Which experts of the next MoE layer follow on which of this one, learnt while samples pass both.
+
+    Every layer is reported in turn, alike on all members; old observations fade slowly. Shapes: I samples, E
+    experts.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[int, ConditionalTable] = {}
+        self._passed: dict[int, tuple[int, Counts]] = {}
+
+    def expected(self, counts_IE: Counts, visit: Visit) -> Counts:
+        """Return the rows of every sample by expert of the next layer."""
+        layer, before_IE = self._passed.pop(visit.microbatch, (visit.layer, counts_IE))
+        if layer < visit.layer and visit.training:
+            self.table(layer, before_IE.shape[1]).learn(before_IE, counts_IE)
+        return self.table(visit.layer, counts_IE.shape[1]).predict(counts_IE)
+
+    def left(self, counts_IE: Counts, visit: Visit) -> None:
+        """Note that samples have left the layer. counts_IE: in their order in the next layer."""
+        self._passed[visit.microbatch] = visit.layer, counts_IE
+
+    def table(self, layer: int, num_experts: int) -> ConditionalTable:
+        """Return what is known of a layer; an empty table at first."""
+        return self._tables.setdefault(layer, ConditionalTable(num_experts))
+
+
+@dataclass(frozen=True)
+class Relocation:
+    """How samples move on one rank. exchange_group: ranks that exchange counts. member: this rank's number
+    there."""
+
+    how: SampleMoving
+    exchange_group: ExchangeGroup
+    member: int
+    habits: Habits
+
+    @staticmethod
+    def on(layout: Layout, how: SampleMoving, habits: Habits) -> Relocation:
+        """Return how samples of this rank's group move."""
+        how.placer.prepare()
+        member = layout.mesh.place(layout.rank, layout.mesh.all_experts)
+        return Relocation(how, exchange_group_of(layout.mesh, layout.rank, layout.node_size), member, habits)
+
+    def homes(self, table: SampleTable, visit: Visit, moved_rows: int) -> Counts:
+        """Return the device of every sample. moved_rows: see Placer."""
+        if self.how.prediction != "conditional":
+            return self.how.placer.homes(table, visit.following, moved_rows)
+        counts_IE = table.by_expert(visit.here.by_position, visit.here.placement.num_experts)
+        expected_IE = self.habits.expected(counts_IE, visit)
+        if visit.following is not None:
+            table = replace(table, expected_IE=expected_IE)
+        device_I = self.how.placer.homes(table, visit.following, moved_rows)
+        self.habits.left(counts_IE[np.lexsort((table.place_I(device_I), device_I))], visit)
+        return device_I
+
+
+# ---- rows bring the residual stream of samples that move, so that nothing else of a token follows its
+# sample
+#
+# Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, R rows.
+
+
+@dataclass(frozen=True)
+class PackedResidual:
+    """Rows bring the residual stream: see `penstock.moe.expert_slots`. wire_dtype: of tokens for the
+    gate."""
+
+    wire_dtype: torch.dtype | None = None
+    separate_bytes = 0
+
+    def route(
+        self, layer: Layer, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
+    ) -> RoutedTokens:
+        carried = ResidualRows(residual_BLM.flatten(0, 1))
+        return layer.experts.route(in_dtype(x_TM, self.wire_dtype), tokens, slices, carried)
+
+    def compute(self, layer: Layer, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
+        moe = layer.experts
+        through = partial(moe.expert_rows, route=route, product=product)
+        return given_back(rows, row_norm(layer.block), through, residual=moe.experts.shard.rank == 0)
+
+
+def row_norm(block: BlockParts) -> nn.Module:
+    """Return the norm that experts read. Raises ValueError where rows cannot carry the residual stream."""
+    norm = block.row_norm
+    if norm is None:
+        raise ValueError(
+            "rows carry the residual stream of samples that move (placement.samples) in a step planned for "
+            "blocks that have only a LayerNorm or an RMSNorm before their experts and a sum after them, and "
+            "one has more: dropout, hooks, or a norm or methods of its own. Build the stack with them, which "
+            "plans another step, or let samples stay (placement.samples=none)"
+        )
+    return norm
+
+
+def may_pack(parts: ModelParts) -> bool:
+    """Return whether rows of every MoE layer can carry the residual stream."""
+    return all(block.row_norm is not None for block in _with_experts(parts))
+
+
+def check_packs(parts: ModelParts, autocast_dtype: torch.dtype | None) -> None:
+    """Raise ValueError where rows cannot carry the residual stream, or it would be rounded on the way."""
+    if autocast_dtype is not None:
+        dtype = str(autocast_dtype).removeprefix("torch.")
+        raise ValueError(
+            "rows carry the residual stream of samples that move (placement.samples) in a step planned for "
+            f"exact rows, and this stack computes under autocast in {dtype}, which would round it. Make the "
+            "plan for this precision (train.precision), or let samples stay (placement.samples=none)"
+        )
+    for block in _with_experts(parts):
+        row_norm(block)
+
+
+def _with_experts(parts: ModelParts) -> list[BlockParts]:
+    return [block for block in parts.parts if block.moe is not None]
+
+
+# ---- counting, new homes, and everything that follows a sample --------------------------------------------
+
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 
@@ -34,15 +256,6 @@ def _asked(context: StepContext, layer: int) -> MoELayer | None:
     following = context.following(layer)
     asks = context.of(Relocation).how.prediction == "next_gate" and following is not None
     return context.layers[following].moe if asks and following is not None else None
-
-
-def _row_weight(context: StepContext, layer: int) -> float:
-    """Return how many rows in transit to experts weigh as much as what follows one token beside them."""
-    moe, sent_bytes = context.layers[layer].experts, (context.wire_dtype or torch.float32).itemsize
-    width = 1024  # stands for any hidden size: scales are a small part of a row
-    row_bytes = context.moe.row_bytes(width, sent_bytes)
-    shared = 0 if moe.shared is None else sent_bytes
-    return width * (context.residual_transport.separate_bytes + shared) / row_bytes
 
 
 @handles(Op.SAMPLE_COUNTS, F)
@@ -95,7 +308,12 @@ def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         training=context.training,
     )
     length = context.batch.tokens[microbatch(task)].shape[1]
-    device_I = placing.homes(loads, visit, round(length * _row_weight(context, task.layer)))
+    # How many rows in transit to experts weigh as much as what follows one token beside them.
+    moe, sent_bytes = context.layers[task.layer].experts, (context.wire_dtype or torch.float32).itemsize
+    width = 1024  # stands for any hidden size: scales are a small part of a row
+    beside_bytes = context.residual_transport.separate_bytes + (0 if moe.shared is None else sent_bytes)
+    weight = width * beside_bytes / context.moe.row_bytes(width, sent_bytes)
+    device_I = placing.homes(loads, visit, round(length * weight))
     maker = context.maker(task.layer)
     return {"homes": settle(loads, device_I, placing.member, maker, context.degrees)}
 
@@ -148,7 +366,9 @@ class Ferry:
         leaving, arriving, stayed, staying = (
             on_device(numbers, device) for numbers in (way.leaving, way.arriving, way.kept_from, way.kept_to)
         )
-        packed = torch.cat([_bytes_of(each.index_select(0, leaving)) for each in columns], dim=1)
+        rows = [each.index_select(0, leaving) for each in columns]
+        flat = [each.reshape(len(each), each.shape[1:].numel()).view(torch.uint8) for each in rows]
+        packed = torch.cat(flat, dim=1)
         came = self.transport.all_to_all(packed, way.sent, way.received, self.axes)
         found = []
         sizes_bytes = [each.shape[1:].numel() * each.element_size() for each in columns]
@@ -160,12 +380,6 @@ class Ferry:
             numbers = part.clone(memory_format=torch.contiguous_format).view(-1).view(each.dtype)
             out.index_copy_(0, arriving, numbers.view(len(part), *each.shape[1:]))
         return found
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor as bytes, [B, bytes of a sample]."""
-    flat = tensor.reshape(len(tensor), tensor.shape[1:].numel())
-    return flat.view(torch.uint8)
 
 
 @handles(Op.SAMPLE_MOVE, F)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import socket
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +25,7 @@ from torch import Tensor
 
 from penstock.device import device_of, gpu_of
 from penstock.mesh import Axes, Group, neighbour
-from penstock.runtime.transport.interface import LocalTransport, Transport, Transports, scattered_in_order
-from penstock.runtime.transport.sockets import Sockets
+from penstock.runtime.transport import LocalTransport, Transport, Transports, scattered_in_order
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 from penstock.topology.faults import END_EXCHANGES
 
@@ -233,8 +234,8 @@ class GlooTransport(GroupTransport):
 
         The threads waiting here wake at once, and so do the peers', who learn of the failure in milliseconds
         instead of one timeout later. But Gloo does not tell who waits for a message that is partly sent or
-        partly received when the connection ends: that wait is left to its timeout (`runtime/lanes.py`). The
-        groups cannot be used afterwards.
+        partly received when the connection ends: that wait is left to its timeout (`runtime/executor.py`).
+        The groups cannot be used afterwards.
         """
         self._sockets.cut()
         self._sockets = Sockets(frozenset())
@@ -382,3 +383,76 @@ def build_transport(
     if device_of(device).is_gpu:
         return NcclTransport(make_groups(device), device, in_order=parallel.reduce_scatter == "in_order")
     return GlooTransport(make_groups, parallel.send_buffer_bytes)
+
+
+# ---- the sockets under a transport: Gloo opens them itself and offers no handle, so they are found here
+
+
+FOLDER = Path("/proc/self")
+Target = tuple[int, str]
+"""A descriptor, and what it points at."""
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """Open connections of this process: what each descriptor pointed at when it was found (Linux)."""
+
+    targets: frozenset[Target]
+
+    @staticmethod
+    def now() -> Sockets:
+        """Return all sockets that are open."""
+        return Sockets(frozenset(each for each in _descriptors() if each[1].startswith("socket:")))
+
+    def since(self, before: Sockets) -> Sockets:
+        """Return the sockets that were opened after `before` was taken, by any thread."""
+        return Sockets(self.targets - before.targets)
+
+    def of_gloo(self) -> Sockets:
+        """Return those in which Gloo waits; all of them where the system does not say (gVisor).
+
+        A thread of Gloo waits for its connections in a set of events (epoll). Of the sets of a process these
+        are the ones that a program which it starts would inherit: Python, libuv and the like forbid that.
+        """
+        watched = set[int]()
+        for number, target in _descriptors():
+            if "eventpoll" not in target:
+                continue
+            with suppress(OSError):  # it was closed meanwhile
+                text = (FOLDER / "fdinfo" / str(number)).read_text(encoding="utf-8")
+                flags = re.search(r"^flags:\s*([0-7]+)", text, re.MULTILINE)
+                if flags is not None and not int(flags[1], 8) & os.O_CLOEXEC:
+                    watched.update(map(int, re.findall(r"^tfd:\s*(\d+)", text, re.MULTILINE)))
+        return Sockets(frozenset(each for each in self.targets if each[0] in watched)) if watched else self
+
+    def limit_send_buffers(self, size_bytes: int) -> None:
+        """Let no more than about `size_bytes` wait in each connection; 0 leaves it to the system.
+
+        The system lets megabytes wait. Gloo announces every receive to the sender on the same connection:
+        behind megabytes of data the announcement comes milliseconds late, and the link idles for as long.
+        """
+        if size_bytes > 0:
+            self._each(lambda s: s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size_bytes))
+
+    def cut(self) -> None:
+        """End both directions of every connection: threads that wait for it wake, here and at the peer."""
+        self._each(lambda connection: connection.shutdown(socket.SHUT_RDWR))
+
+    def _each(self, act: Callable[[socket.socket], None]) -> None:
+        for descriptor, target in self.targets:
+            # A connection that was closed, here or by a peer, needs nothing more.
+            with suppress(OSError):
+                copy = os.dup(descriptor)
+                if str((FOLDER / "fd" / str(copy)).readlink()) != target:  # it stands for something else now
+                    os.close(copy)
+                    continue
+                with socket.socket(fileno=copy) as connection:
+                    connection.getpeername()  # a listener has no peer; cutting one would abort the process
+                    act(connection)
+
+
+def _descriptors() -> Iterator[Target]:
+    folder = FOLDER / "fd"
+    for entry in folder.iterdir() if folder.exists() else ():
+        with suppress(FileNotFoundError):  # the descriptor that lists the folder is gone by now
+            yield int(entry.name), str(entry.readlink())

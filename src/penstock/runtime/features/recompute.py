@@ -1,13 +1,7 @@
-"""Replay of what a computation selected, read and drew, so that a second run does the same.
+"""Handlers of computation that is recomputed before its backward (phase R), and of its first run.
 
-Two runs of one computation may differ in the last bit, and a router that then chose another expert would get
-the gradient of a choice that was never made.
-
-Random numbers on the CPU come from one generator of the process, from which other threads draw as well: other
-lanes, or a loader of data. So it is not set back for a second run. Every operator that draws there is given
-a generator of its own, in the state that the process's had the first time. On a GPU all tasks are issued from
-one thread, and kernels of other packages draw without an operator that could be seen, so the device's
-generator is set for the whole run.
+The first time a task runs without autograd and keeps its inputs; the second time the same handler makes
+segments of them. Nothing else in the step knows: the backward finds in `saved` what it always finds.
 """
 
 from __future__ import annotations
@@ -25,6 +19,109 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from penstock.device import device_of
+from penstock.graph import Phase, Task
+from penstock.moe import ChunkRoute
+from penstock.ops import OPS, Op
+from penstock.runtime.handlers import Handler, Handlers, Inputs, Outputs, StepContext
+from penstock.runtime.ops import compute_slice, routes_of, take_slices
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a task was given, and how it is repeated."""
+
+    inputs: Inputs
+    replay: Replay
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Runs a forward task and keeps its inputs, in `kept`, for a second run."""
+
+    handler: Handler
+
+    def __call__(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        replay = Replay(context.marks.device)
+        with replay.first():
+            outputs = self.handler(context, task, inputs)
+        return {**outputs, "kept": Kept(inputs, replay)}
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Runs a task again: leaves `saved` for the backward, and nothing else, since all else has been read."""
+
+    handler: Handler
+
+    def __call__(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        kept: Kept = inputs.one("kept")
+        with kept.replay.second():
+            outputs = self.handler(context, task, kept.inputs)
+        return {"saved": outputs["saved"]}
+
+
+@dataclass(frozen=True)
+class KeptSlice:
+    """The values that run a slice of X.F a second time."""
+
+    rows_RM: Tensor
+    route: ChunkRoute
+    replay: Replay
+
+
+def keep_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return the rows of `experts`, without autograd; kept: by slice, what another run needs."""
+    layer = context.layers[task.layer]
+    routes = routes_of(inputs).at_experts[task.cut.first : task.cut.stop]
+    kept = [
+        KeptSlice(rows_RM, route, Replay(rows_RM.device))
+        for rows_RM, route in zip(inputs.one("rows"), routes, strict=True)
+    ]
+    out = []
+    for each in kept:
+        with each.replay.first():
+            out.append(compute_slice(context, layer, each.rows_RM, each.route)[0])
+    return {"rows": tuple(out), "kept": dict(zip(task.cut.held, kept, strict=True))}
+
+
+def recompute_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return saved: what X.F would have left of the slices of a backward chunk."""
+    layer, saved = context.layers[task.layer], {}
+    for number, each in zip(task.cut.held, take_slices(task, inputs.all("kept")), strict=True):
+        with each.replay.second():
+            saved[number] = compute_slice(context, layer, each.rows_RM, each.route)[1]
+    return {"saved": saved}
+
+
+OWN: Handlers = {
+    (Op.EXPERTS, Phase.FORWARD): keep_experts,
+    (Op.EXPERTS, Phase.RECOMPUTE): recompute_experts,
+}
+"""Handlers of ops whose second run is not that of the first handler on the kept inputs: experts keep and
+repeat their rows slice by slice."""
+
+
+def repeated(handlers: Handlers) -> Handlers:
+    """Return the handlers of tasks that run twice, for every op that may: phases F and R."""
+    found: dict[tuple[str, Phase], Handler] = {}
+    for op, spec in OPS.items():
+        if spec.recomputable and (op, Phase.FORWARD) in handlers:
+            handler = handlers[op, Phase.FORWARD]
+            found[op, Phase.FORWARD], found[op, Phase.RECOMPUTE] = Keep(handler), Repeat(handler)
+    return {**found, **OWN}
+
+
+# ---- replay of what a computation selected, read and drew, so that a second run does the same -------------
+#
+# Two runs of one computation may differ in the last bit, and a router that then chose another expert would
+# get the gradient of a choice that was never made.
+#
+# Random numbers on the CPU come from one generator of the process, from which other threads draw as well:
+# other lanes, or a loader of data. So it is not set back for a second run. Every operator that draws there is
+# given a generator of its own, in the state that the process's had the first time. On a GPU all tasks are
+# issued from one thread, and kernels of other packages draw without an operator that could be seen, so the
+# device's generator is set for the whole run.
+
 
 _ATEN = torch.ops.aten
 SELECTING = frozenset(

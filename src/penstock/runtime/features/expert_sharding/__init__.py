@@ -1,1 +1,0 @@
-"""Expert sharding on ranks: see `penstock.features.expert_sharding`."""

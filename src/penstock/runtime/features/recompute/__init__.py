@@ -1,1 +1,0 @@
-"""Recomputation on ranks: see `penstock.features.recompute`."""

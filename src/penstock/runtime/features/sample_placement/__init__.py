@@ -1,1 +1,0 @@
-"""Sample placement on ranks: see `penstock.features.sample_placement`."""

@@ -1,1 +1,0 @@
-"""Tensor parallelism on ranks: see `penstock.features.tensor_parallel`."""

@@ -1,1 +1,0 @@
-"""Gradients of a model: which reduction each belongs to, the buckets they lie in, and their norm."""
