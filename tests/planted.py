@@ -164,7 +164,7 @@ FAULTS = (
         "runtime/test_cases.py",
     ),
     Fault(
-        "features/expert_sharding/passes.py",
+        "features/expert_sharding/feature.py",
         "return _counts_known_to_all(_copied(fused, (*BETWEEN, Op.EXPERTS), self.shards))",
         "return _copied(fused, (*BETWEEN, Op.EXPERTS), self.shards)",
         "shards do not know what other shards receive",
@@ -200,28 +200,28 @@ FAULTS = (
         "step features",
     ),
     Fault(
-        "features/recompute/passes.py",
+        "features/recompute/feature.py",
         'out.append(task.reading({**task.inputs, "saved": (name,)}))',
         "out.append(task)",
         "backward reads what the first run has saved, which keeps nothing",
         "runtime/features/sharded_optimizer/test_steps.py runtime/test_cases.py",
     ),
     Fault(
-        "features/sample_placement/passes.py",
+        "features/sample_placement/feature.py",
         "reads=(*task.reads, *norms)",
         "reads=task.reads",
         "experts compute the norm of carried rows, and do not say that they read it",
         "features",
     ),
     Fault(
-        "features/expert_replicas/passes.py",
+        "features/expert_replicas/feature.py",
         "writes=(parameters_of(replicas),) if there else ()",
         "writes=()",
         "bringing replicas writes no state, so their readers have no order",
         "features",
     ),
     Fault(
-        "features/sharded_optimizer/passes.py",
+        "features/sharded_optimizer/feature.py",
         'inputs["scale"] = (norm.name,)',
         'inputs["scale"] = inputs["gradients"]',
         "updates do not wait for the norm by which they are clipped",
@@ -330,14 +330,14 @@ FAULTS = (
     ),
     # ---- where samples and experts go ----------------------------------------------------------------------
     Fault(
-        "features/sample_placement/rows.py",
+        "features/sample_placement/assign.py",
         "kept_IN -= self.moved_rows[:, None] * away_IN",
         "kept_IN += self.moved_rows[:, None] * away_IN",
         "moving a sample to another node is a gain",
         "features/sample_placement",
     ),
     Fault(
-        "features/expert_replicas/model.py",
+        "features/expert_replicas/problem.py",
         "self.computed - self.traffic.diagonal()",
         "self.computed",
         "a rank receives its own rows",

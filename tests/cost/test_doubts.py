@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.cost.contention import Contention
-from penstock.cost.doubts import STOPPED, listed, scattered
+from penstock.cost.measured import STOPPED, listed, scattered
 
 
 def test_kinds_that_differ_from_step_to_step_share_a_line() -> None:

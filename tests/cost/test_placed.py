@@ -19,7 +19,7 @@ from penstock.cost.moves import NodeLinks
 from penstock.cost.placed import rank_loads
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.expert_replicas.model import copies_of
+from penstock.features.expert_replicas.problem import copies_of
 from penstock.features.sample_placement.prices import SampleMover, _by_position, device_groups
 from penstock.graph import Task
 from penstock.mesh import Group, Mesh

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.cost import ClusterConfig, Span, StateTypes, StepCost, UnevenRanks, Workload
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.sharded_optimizer.ops import of_optimizer
+from penstock.features.sharded_optimizer.feature import of_optimizer
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op

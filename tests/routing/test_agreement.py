@@ -19,7 +19,7 @@ from penstock.cost import RoutedCost, Workload
 from penstock.cost.moves import to_experts
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES, Place
-from penstock.features.expert_sharding import ops as shards
+from penstock.features.expert_sharding import feature as shards
 from penstock.graph import Task
 from penstock.mesh import Group, node_of
 from penstock.ops import Op

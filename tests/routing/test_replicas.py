@@ -13,11 +13,11 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from benchmarks.skewed import drifting_loads, expert_problem
-from penstock.features.expert_replicas.model import LayerLoad
 from penstock.features.expert_replicas.planners import find_planner
+from penstock.features.expert_replicas.problem import LayerLoad
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, PlacementError, Replication
-from penstock.routing.integers import Ints
 from penstock.routing.replicas import ExactSplit, filled
+from penstock.routing.sizes import Ints
 from tests.features.problems import expert_problems
 from tests.support.draws import draws
 

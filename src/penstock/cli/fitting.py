@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from penstock.config import ConfigError
 from penstock.plan import MemoryBudget, Subject
+from penstock.plan.candidate import least_memory
 from penstock.plan.layouts import layout_sizes
-from penstock.plan.room import least_memory
 from penstock.words import gib
 
 Changes = Mapping[str, Any]

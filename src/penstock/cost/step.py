@@ -12,7 +12,7 @@ import numpy.typing as npt
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.parts import kernels_of
 from penstock.cost.workload import FLOAT32_BYTES, Workload
-from penstock.features.sharded_optimizer.ops import of_optimizer
+from penstock.features.sharded_optimizer.feature import of_optimizer
 from penstock.features.table import FEATURES
 from penstock.graph import Task
 from penstock.mesh import Group, stays_inside

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.device import on_device
-from penstock.features.sample_placement.ops import PACKED_COLUMNS
+from penstock.features.sample_placement.feature import PACKED_COLUMNS
 from penstock.moe.choices import Choice, TokenChoice, Tokens, placed
 from penstock.moe.experts import Experts
 from penstock.moe.permute.rows import RowPlan

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.decision import Decision
 from penstock.features.build import build_graph
-from penstock.features.sharded_optimizer.passes import norm_of, updates_of
+from penstock.features.sharded_optimizer.feature import norm_of, updates_of
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.ops import Op, spec_of
 from penstock.ops.base import Family, place_of

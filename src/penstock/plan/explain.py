@@ -9,11 +9,10 @@ from typing import Any
 from penstock.cost import StepCost
 from penstock.decision import Decision
 from penstock.graph import Lane
-from penstock.plan.candidate import Candidate
+from penstock.plan.candidate import Candidate, recompute_words
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone, predict_s, step_ratio
 from penstock.plan.problem import Problem
-from penstock.plan.room import recompute_words
 from penstock.plan.search import FoundPlan, find_plan
 from penstock.schedule import StepPlan
 from penstock.timing import lane_work

@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from penstock.cost import Workload
 from penstock.decision import Decision
-from penstock.features.sharded_optimizer.passes import LAYERS
+from penstock.features.sharded_optimizer.feature import LAYERS
 from penstock.ops.gradients import GRADIENT_KINDS, KindName
 from penstock.plan.problem import Problem
 from penstock.step import StepShape

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from penstock.decision import Decision
+from penstock.plan.candidate import NothingFitsError
 from penstock.plan.memory import MemoryBudget, MemoryEstimate
 from penstock.plan.pipeline import Pipeline
 from penstock.plan.problem import Problem
-from penstock.plan.room import NothingFitsError
 from penstock.plan.search import first_choices
 from penstock.plan.space import settled, usual_chunk_bytes, valid
 from penstock.plan.stages import Part, PipelinePlan, Stages, placed, stages_memory

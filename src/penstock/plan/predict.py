@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.cost import ProfiledCluster
 from penstock.decision import Decision
-from penstock.features.sharded_optimizer.ops import GATHERS, UPDATE_COPIES, UPDATES
+from penstock.features.sharded_optimizer.feature import GATHERS, UPDATE_COPIES, UPDATES
 from penstock.graph import Phase, Task
 from penstock.mesh import Mesh, Seconds
 from penstock.ops import Op, Work

@@ -29,12 +29,11 @@ from itertools import islice
 from penstock.config import ConfigError
 from penstock.decision import Decision, Partition
 from penstock.plan.bound import QuickBounds
-from penstock.plan.candidate import Candidate, check_prices, evaluate
+from penstock.plan.candidate import Candidate, NothingFitsError, Room, check_prices, evaluate, least_memory
 from penstock.plan.effort import Effort, Meter, OutOfBudgetError, Searched
 from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget
 from penstock.plan.problem import QUICK, Problem
 from penstock.plan.published import fsmoe_choice, idle_only, planners
-from penstock.plan.room import NothingFitsError, Room, least_memory
 from penstock.plan.space import neighbours, settled, space, usual_chunk_bytes, valid
 from penstock.plan.successive_halving import SuccessiveHalving
 from penstock.schedule.flowmoe import FlowMoE

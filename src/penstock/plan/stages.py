@@ -24,10 +24,12 @@ from penstock.plan.pipeline import (
     SIZE,
     VIRTUAL_SIZE,
     Cell,
+    Half,
     Pipeline,
     PipelineRun,
     PipelineTimes,
     Slot,
+    in_order,
     run_pipeline,
 )
 from penstock.plan.predict import closing_s, predict_s, task_cost
@@ -35,7 +37,6 @@ from penstock.plan.problem import Problem
 from penstock.schedule import Schedule, StepPlan, freeze
 from penstock.schedule.flowmoe import all_to_all_first
 from penstock.schedule.penstock import remaining_path
-from penstock.schedule.stage import Half, in_order
 from penstock.timing import Issuing, iteration_s, simulate, slowest
 from penstock.words import counted
 

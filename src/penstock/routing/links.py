@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.routing.integers import Floats, Ints
+from penstock.routing.sizes import Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True)

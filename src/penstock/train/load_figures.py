@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.features.expert_replicas.model import LayerLoad
 from penstock.features.expert_replicas.planners import overlap
+from penstock.features.expert_replicas.problem import LayerLoad
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import ExpertPlacement, Replication
 

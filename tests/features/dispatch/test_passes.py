@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.dispatch.passes import Hierarchical
+from penstock.features.dispatch.feature import Hierarchical
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.step.passes import Transpose

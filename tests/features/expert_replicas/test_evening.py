@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.features.expert_replicas.evening import Ways
+from penstock.features.expert_replicas.planners import Ways
 from tests.features.problems import costs_of
 
 NODES = (0, 0, 0, 1, 1, 2)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from penstock.features.expert_replicas.model import LayerLoad, paper_seconds, seconds_of
-from penstock.features.expert_replicas.problem import ExpertCosts
+from penstock.features.expert_replicas.problem import ExpertCosts, LayerLoad, paper_seconds, seconds_of
 from penstock.routing.links import Links
 
 APART = Links(nodes=(0, 1), across_s_per_byte=1.0, inside_s_per_byte=1.0)

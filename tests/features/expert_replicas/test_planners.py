@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.features.expert_replicas.model import LayerLoad, layer_seconds
 from penstock.features.expert_replicas.planners import PLANNERS, find_planner, overlap, pays, planning_s
-from penstock.features.expert_replicas.problem import ExpertProblem
+from penstock.features.expert_replicas.problem import ExpertProblem, LayerLoad, layer_seconds
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
-from penstock.routing.integers import Ints
 from penstock.routing.replicas import Tier, matched
+from penstock.routing.sizes import Ints
 from tests.features.problems import costs_of, expert_problems, skewed_loads
 
 NODES = (0,) * 4 + (1,) * 4 + (2,) * 4 + (3,) * 4

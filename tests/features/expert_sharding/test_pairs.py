@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.features.build import build_graph
-from penstock.features.expert_sharding.passes import SimultaneousPair
+from penstock.features.expert_sharding.feature import SimultaneousPair
 from penstock.graph import Graph, Phase, ScheduleError, Task
 from penstock.step import Sharing, StepShape
 from penstock.step.passes import Chunks

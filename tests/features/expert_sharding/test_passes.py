@@ -8,8 +8,8 @@ import pytest
 
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.dispatch.passes import Hierarchical
-from penstock.features.expert_sharding.passes import DealtSlots, FusedShards, GatheredShards, RepeatedRows
+from penstock.features.dispatch.feature import Hierarchical
+from penstock.features.expert_sharding.feature import DealtSlots, FusedShards, GatheredShards, RepeatedRows
 from penstock.graph import Graph, Lane, ScheduleError
 from penstock.mesh import Axes, Group
 from penstock.ops import Op, spec_of

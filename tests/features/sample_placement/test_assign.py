@@ -13,11 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.features.sample_placement.assign import assign
-from penstock.features.sample_placement.rows import Nearness, SampleProblem, sample_problem
-from penstock.features.sample_placement.solvers import SOLVERS
+from penstock.features.sample_placement.assign import SOLVERS, Nearness, SampleProblem, assign, sample_problem
 from penstock.placement import ExpertPlacement, Replication
-from penstock.routing.integers import Ints
+from penstock.routing.sizes import Ints
 from tests.features.problems import even_problem
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.features.build import build_graph
-from penstock.features.sample_placement.passes import MoveSamples, PackedResidualPass
+from penstock.features.sample_placement.feature import MoveSamples, PackedResidualPass
 from penstock.graph import Phase
 from penstock.step import Sharing, StepShape
 from penstock.step.plain import PlainStep

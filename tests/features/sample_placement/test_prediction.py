@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.features.sample_placement.assign import assign
-from penstock.features.sample_placement.prediction import ConditionalTable
-from penstock.routing.integers import Ints
+from penstock.features.sample_placement.assign import ConditionalTable, assign
+from penstock.routing.sizes import Ints
 from tests.features.problems import even_problem
 
 

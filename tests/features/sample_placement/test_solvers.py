@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.features.sample_placement import solvers as transport
-from penstock.features.sample_placement.solvers import SOLVERS, find_solver
-from penstock.routing.integers import Floats, Ints
+from penstock.features.sample_placement import assign as transport
+from penstock.features.sample_placement.assign import SOLVERS, find_solver
+from penstock.routing.sizes import Floats, Ints
 
 
 @st.composite

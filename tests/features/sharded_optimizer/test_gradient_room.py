@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.features.build import build_graph
-from penstock.features.sharded_optimizer.passes import LAYERS
+from penstock.features.sharded_optimizer.feature import LAYERS
 from penstock.ops.gradients import summed
 from penstock.step import StepShape
 from penstock.step.shape import Updating

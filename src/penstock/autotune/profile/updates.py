@@ -13,7 +13,7 @@ from penstock.autotune.profile.sample import Action, Budget, measure_sizes
 from penstock.cost import ClusterConfig
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.fit import fit_line
-from penstock.features.sharded_optimizer.ops import UPDATE_COPIES, UPDATES
+from penstock.features.sharded_optimizer.feature import UPDATE_COPIES, UPDATES
 from penstock.graph import Phase
 from penstock.train.optimizer import OptimizerConfig, build_adamw, initialise_state, set_learning_rate
 

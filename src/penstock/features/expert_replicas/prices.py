@@ -15,9 +15,8 @@ from penstock.apportion import Counts
 from penstock.config import ConfigError
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.encoding import told_bytes
-from penstock.features.expert_replicas.model import copies_of
 from penstock.features.expert_replicas.planners import find_planner, pays, planning_s
-from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem
+from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem, copies_of
 from penstock.features.field import Choice
 from penstock.features.routed import (
     Batch,

@@ -5,13 +5,17 @@ Shapes: P ranks of the expert group, N nodes, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from penstock.placement import ExpertPlacement
-from penstock.routing.integers import Ints, exact_product
+import numpy as np
+
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
 from penstock.routing.links import Links
+from penstock.routing.replicas import ExactSplit
+from penstock.routing.sizes import Floats, Ints, exact_product
 
 
 class Slack(NamedTuple):
@@ -94,3 +98,133 @@ class ExpertProblem:
     def mean_rows(self) -> float:
         """Rows that every rank would compute if all computed alike."""
         return float(self.loads.sum() / self.ranks)
+
+
+# ---- the time of a layer with some experts as replicas: per rank and link, and by the equations of Pro-
+# Prophet
+#
+# Shapes: P ranks of the expert group, E experts.
+
+
+Equation = Literal[6, 8]
+"""Equation of Pro-Prophet: 6 adds transfers of weights to everything else, 8 hides them under computation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLoad:
+    """The load of a layer on ranks and links in one step.
+
+    traffic: [P, P], rows that rank p sends to rank r, its own on the diagonal. copies: [P, P], experts whose
+    parameters rank p sends to rank r, and whose gradients it gets back.
+    """
+
+    traffic: Floats
+    copies: Ints
+
+    @staticmethod
+    def of(loads: Ints, replication: Replication, nodes: Sequence[int] = ()) -> LayerLoad:
+        """Return the load with rows `loads` [P, E] sent as a replication says. nodes: by rank; () = one
+        node."""
+        ranks = replication.placement.ranks
+        if replication.limit is not None:
+            table_SPCN = ExactSplit.of(replication, nodes).table(loads[:, None])
+            rows = table_SPCN.sum(axis=(2, 3)).astype(np.float64)
+            return LayerLoad(traffic=rows, copies=copies_of(replication))
+        pairs, rank_of_position = replication.pairs, np.repeat(np.arange(ranks), replication.slots)
+        rows = loads[pairs.rank, pairs.expert] * pairs.parts
+        cells = np.bincount(pairs.rank * ranks + rank_of_position[pairs.position], rows, ranks**2)
+        return LayerLoad(traffic=cells.reshape(ranks, ranks) / SPLIT, copies=copies_of(replication))
+
+    @cached_property
+    def computed(self) -> Floats:
+        """Rows that every rank computes: H of Eq 2, [P]."""
+        rows: Floats = self.traffic.sum(axis=0)
+        return rows
+
+    @cached_property
+    def received(self) -> Floats:
+        """Rows that every rank receives from others: R of Eq 1, [P]."""
+        rows: Floats = self.computed - self.traffic.diagonal()
+        return rows
+
+    @property
+    def imbalance(self) -> float:
+        """The largest load of a rank over the mean; 1 without rows."""
+        mean = float(self.computed.mean())
+        return float(self.computed.max()) / mean if mean else 1.0
+
+
+def copies_of(replication: Replication) -> Ints:
+    """Return the number of experts whose parameters rank p sends to rank r, [P, P]."""
+    return copies_to(replication.replicas, replication.placement)
+
+
+def copies_to(replicas: Sequence[Sequence[int]], placement: ExpertPlacement) -> Ints:
+    """Return copies, [P, P], for replicas by rank that are not yet a replication; EMPTY slots get none."""
+    copies = np.zeros((placement.ranks,) * 2, np.int64)
+    for rank, here in enumerate(replicas):
+        for expert in here:
+            if expert != EMPTY:
+                copies[placement.owners[expert], rank] += 1
+    return copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSeconds:
+    """The parts of a layer's time in one step, forward and backward.
+
+    rows_s: four all-to-alls. experts_s: the slowest rank's experts. weights_s: parts of Trans and Agg that
+    are exposed.
+    """
+
+    rows_s: float
+    experts_s: float
+    weights_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.rows_s + self.experts_s + self.weights_s
+
+
+def seconds_of(costs: ExpertCosts, load: LayerLoad) -> LayerSeconds:
+    """Return times by rank and link: each transfer's busiest link, each computation's slowest rank."""
+    experts_s = costs.row_s * float(load.computed.max())
+    rows_s = 4 * costs.row_bytes * costs.links.seconds(load.traffic)
+    weights_s = exposed_s(costs, costs.links.seconds(load.copies), experts_s)
+    return LayerSeconds(rows_s=rows_s, experts_s=3 * experts_s, weights_s=weights_s)
+
+
+def exposed_s(costs: ExpertCosts, per_byte_s: float, experts_s: float) -> float:
+    """Return the exposed seconds of Trans and Agg.
+
+    per_byte_s: of the busiest link on the way of copies, 0 = none; experts_s: forward of experts.
+    """
+    if not per_byte_s:
+        return 0.0
+    forward_slack_s, backward_slack_s = costs.slack_s(experts_s)  # Agg is Trans in reverse
+    forward_s = max(0.0, per_byte_s * costs.parameter_bytes - forward_slack_s)
+    return forward_s + max(0.0, per_byte_s * costs.gradient_bytes - backward_slack_s)
+
+
+def layer_seconds(problem: ExpertProblem, replication: Replication) -> LayerSeconds:
+    """Return the time of the layer with these replicas, by rank and link."""
+    return seconds_of(problem.costs, LayerLoad.of(problem.loads, replication, problem.costs.links.nodes))
+
+
+def paper_seconds(
+    costs: ExpertCosts, received: Floats, computed: Floats, copied: int, excluded: int, equation: Equation = 8
+) -> float:
+    """Return the time of the layer by Eq 6 or Eq 8 of Pro-Prophet.
+
+    received, computed: R and H, [P]. copied: s, experts with replicas. excluded: n, ranks that do not get
+    such an expert.
+    """
+    ranks, byte_s = len(computed), costs.links.mean_s_per_byte
+    experts_s = costs.row_s * float(computed.max())
+    copies = copied * (ranks - excluded) / ranks
+    trans_s, agg_s = copies * costs.parameter_bytes * byte_s, copies * costs.gradient_bytes * byte_s
+    if equation == 8:
+        trans_s = max(0.0, trans_s - experts_s - costs.other_s)
+        agg_s = max(0.0, agg_s - 2 * experts_s - 2 * costs.other_s)
+    rows_s = float(received.max()) * costs.row_bytes * byte_s
+    return 4 * rows_s + 3 * experts_s + trans_s + agg_s

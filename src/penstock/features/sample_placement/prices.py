@@ -14,9 +14,7 @@ import numpy as np
 
 from penstock.apportion import Counts
 from penstock.features.routed import Batch, Move, Routed, RoutedStep, Rows, exchanged, gathered, nodes_of
-from penstock.features.sample_placement.assign import assign
-from penstock.features.sample_placement.ops import COUNT_BYTES
-from penstock.features.sample_placement.rows import Nearness, sample_problem
+from penstock.features.sample_placement.assign import Nearness, assign, sample_problem
 from penstock.graph.task import Task
 from penstock.mesh import Group
 from penstock.ops import Op
@@ -29,6 +27,7 @@ from penstock.step.shape import StepShape
 
 FLOAT32_BYTES: Final = 4
 INTEGER_BYTES: Final = 8
+COUNT_BYTES: Final = 4
 SOLVING_S, SOLVING_S_PER_CELL = 1e-3, 3e-7
 """Seconds to find new homes, fixed and per cell (see `_solving_s`): twice what a 2 GHz core needs."""
 

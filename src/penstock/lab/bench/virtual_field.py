@@ -14,7 +14,7 @@ from penstock.autotune.profile import profile_links
 from penstock.autotune.profile.measure import LINKS_S
 from penstock.autotune.profile.sample import ignore
 from penstock.cost import ProfiledCluster, RoutedCost
-from penstock.cost.doubts import listed
+from penstock.cost.measured import listed
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.lab.bench.config import BenchConfig, variants

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.cost import RoutedCost, Workload
 from penstock.cost.moves import MOVES
 from penstock.features.routed import Move
-from penstock.features.sharded_optimizer.ops import GATHERS
+from penstock.features.sharded_optimizer.feature import GATHERS
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op

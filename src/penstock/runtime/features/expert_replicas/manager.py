@@ -19,8 +19,8 @@ from penstock.moe import MoELayer
 from penstock.moe.expert_slots import Spread, slots_with_replicas
 from penstock.moe.experts import Experts
 from penstock.placement import Replication
-from penstock.routing.integers import Ints
 from penstock.routing.replicas import ExactSplit
+from penstock.routing.sizes import Ints
 from penstock.runtime.features.expert_replicas.replicas import LayerReplicas, Trip
 from penstock.runtime.statistics import Loads
 from penstock.runtime.transport import Later
