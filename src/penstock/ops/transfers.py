@@ -54,6 +54,49 @@ def _leg(task: Task, sizes: Sizes) -> Work:
     return Work(collective="leg", sent_bytes=sent_bytes, follows_rows=True)
 
 
+# ---- ops by which all ranks learn numbers of the whole step: loss, statistics, and loads of experts -------
+
+
+STATISTICS_BYTES = 8
+LOAD_BYTES = 4
+
+
+def _statistics(task: Task, sizes: Sizes) -> Work:
+    del task
+    size = sum(sizes.moe_layers) * 2 * (1 + sizes.num_experts) * STATISTICS_BYTES
+    return Work(collective="all_reduce", sent_bytes=size)
+
+
+def _loads(task: Task, sizes: Sizes) -> Work:
+    table_bytes = sum(sizes.moe_layers) * sizes.num_experts * LOAD_BYTES
+    return Work(collective="all_gather", sent_bytes=sizes.members(task) * table_bytes)
+
+
+register(
+    OpSpec(
+        name=Op.STATISTICS,
+        once=True,
+        launches=80,
+        title="sums of loss, tokens and balance statistics",
+        kind=Kind.COLLECTIVE,
+        work=_statistics,
+        backward=Backward.VALUE,
+        indices="",
+    ),
+    OpSpec(
+        name=Op.LOADS,
+        once=True,
+        title="loads of experts, gathered from all ranks",
+        kind=Kind.COLLECTIVE,
+        work=_loads,
+        backward=Backward.NONE,
+        indices="",
+    ),
+)
+
+# ---- the legs of rows, out and home -----------------------------------------------------------------------
+
+
 _TITLES = {
     Op.DISPATCH_GATHER: "dispatch inside the node, on the way out",
     Op.DISPATCH: "tokens to their experts",
@@ -99,47 +142,6 @@ def outward(op: str) -> str:
 def between_nodes(op: str) -> bool:
     """Return whether an op is the leg between nodes, out or home."""
     return outward(op) == Op.DISPATCH
-
-
-# ---- ops by which all ranks learn numbers of the whole step: loss, statistics, and loads of experts -------
-
-
-STATISTICS_BYTES = 8
-LOAD_BYTES = 4
-
-
-def _statistics(task: Task, sizes: Sizes) -> Work:
-    del task
-    size = sum(sizes.moe_layers) * 2 * (1 + sizes.num_experts) * STATISTICS_BYTES
-    return Work(collective="all_reduce", sent_bytes=size)
-
-
-def _loads(task: Task, sizes: Sizes) -> Work:
-    table_bytes = sum(sizes.moe_layers) * sizes.num_experts * LOAD_BYTES
-    return Work(collective="all_gather", sent_bytes=sizes.members(task) * table_bytes)
-
-
-register(
-    OpSpec(
-        name=Op.STATISTICS,
-        once=True,
-        launches=80,
-        title="sums of loss, tokens and balance statistics",
-        kind=Kind.COLLECTIVE,
-        work=_statistics,
-        backward=Backward.VALUE,
-        indices="",
-    ),
-    OpSpec(
-        name=Op.LOADS,
-        once=True,
-        title="loads of experts, gathered from all ranks",
-        kind=Kind.COLLECTIVE,
-        work=_loads,
-        backward=Backward.NONE,
-        indices="",
-    ),
-)
 
 
 # ---- the way of rows through a step: out to their experts and home ----------------------------------------
