@@ -20,9 +20,8 @@ import numpy as np
 from benchmarks.command import parser_of, run_alone
 from benchmarks.progress import in_rows
 from benchmarks.skewed import DRIFT, ROWS, costs, drifting_loads, expert_problem
-from penstock.features.expert_replicas.model import LayerLoad, LayerSeconds, seconds_of
 from penstock.features.expert_replicas.planners import PLANNERS, find_planner, overlap, pays
-from penstock.features.expert_replicas.problem import ExpertProblem
+from penstock.features.expert_replicas.problem import ExpertProblem, LayerLoad, LayerSeconds, seconds_of
 from penstock.lab.bench.result import markdown_table
 from penstock.placement import Replication
 

@@ -8,9 +8,10 @@ from typing import Final
 
 import numpy as np
 
-from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem, Links
+from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem
 from penstock.placement import ExpertPlacement
-from penstock.routing.integers import Floats, Ints
+from penstock.routing.links import Links
+from penstock.routing.sizes import Floats, Ints
 
 HOT: Final = 3
 """Experts that have more than half of the rows."""

@@ -20,9 +20,14 @@ from benchmarks.layer.measure import Band, in_turns, quiet_process
 from benchmarks.progress import in_rows
 from benchmarks.skewed import expert_problem
 from penstock.features.expert_replicas.planners import PLANNERS
-from penstock.features.sample_placement.assign import assign
-from penstock.features.sample_placement.rows import Nearness, SampleProblem, sample_problem
-from penstock.features.sample_placement.solvers import SOLVERS, prepare
+from penstock.features.sample_placement.assign import (
+    SOLVERS,
+    Nearness,
+    SampleProblem,
+    assign,
+    prepare,
+    sample_problem,
+)
 from penstock.lab.bench.result import markdown_table
 from penstock.placement import ExpertPlacement, Replication
 from penstock.words import counted

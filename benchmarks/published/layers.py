@@ -21,8 +21,7 @@ from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group, holders
-from penstock.ops import Op
-from penstock.ops.names import INPUT, OUTPUT
+from penstock.ops import OPS, Op
 from penstock.plan import Problem
 from penstock.step import StepShape
 from penstock.step.shape import Sharing
@@ -42,7 +41,8 @@ class LayerProblem(Problem):
 
     def cost(self, choice: Decision, cut: StepShape) -> Cost:
         cost = super().cost(choice, cut)
-        return lambda task: 0.0 if task.op in (*INPUT, *OUTPUT, Op.STATISTICS) else cost(task)
+        outside = {op for op, spec in OPS.items() if spec.normalises or spec.place in ("input", "output")}
+        return lambda task: 0.0 if task.op in outside else cost(task)
 
 
 @dataclass(frozen=True, kw_only=True)

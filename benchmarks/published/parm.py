@@ -19,8 +19,7 @@ from penstock.cost import ProfiledCluster, Workload
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
 from penstock.mesh import holders, num_nodes, ranks_per_node
-from penstock.ops import Op
-from penstock.ops.names import INPUT, OUTPUT
+from penstock.ops import OPS, Op
 from penstock.plan import Problem
 from penstock.plan.published import fsmoe_choice, parm_choice
 from penstock.plan.published.parm import SLICES
@@ -32,7 +31,13 @@ FLOAT_BYTES, TOP_K = 4, 2
 BASELINE, S1, S2, PARM = "baseline_esp", "parm_s1", "parm_s2", "parm"
 FSMOE, WHOLE = "fsmoe", "fsmoe, whole"
 UNCOUNTED = frozenset(
-    {*INPUT, *OUTPUT, Op.STATISTICS, Op.ATTENTION, Op.HEADS, Op.TOKEN_COPY, Op.TOKEN_REDUCE}
+    {
+        *(op for op, spec in OPS.items() if spec.normalises or spec.place in ("input", "output")),
+        Op.ATTENTION,
+        Op.HEADS,
+        Op.TOKEN_COPY,
+        Op.TOKEN_REDUCE,
+    }
 )
 """What the study's layers do not have."""
 

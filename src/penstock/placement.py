@@ -91,8 +91,41 @@ class ExpertPlacement:
     owners: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check_owners(self)
-        _check_slots(self)
+        if len(self.owners) != self.num_experts:
+            raise PlacementError(
+                f"{len(self.owners)} owners for {self.num_experts} experts: every expert needs one"
+            )
+        for expert, (homes, owner) in enumerate(zip(self.homes, self.owners, strict=True)):
+            if not homes:
+                raise PlacementError(f"expert {expert} has no home: rows sent to it would be lost")
+            if owner not in {home.rank for home in homes}:
+                ranks = ", ".join(str(home.rank) for home in homes)
+                raise PlacementError(
+                    f"expert {expert} is owned by rank {owner}, which does not hold it (homes: {ranks}): the "
+                    "owner updates the expert and needs it in one of its slots"
+                )
+        used: dict[Home, int] = {}
+        for expert, homes in enumerate(self.homes):
+            for home in homes:
+                if not (0 <= home.rank < self.ranks and 0 <= home.slot < self.slots):
+                    raise PlacementError(
+                        f"expert {expert} is in slot {home.slot} of rank {home.rank}, and there are ranks "
+                        f"0 to {self.ranks - 1} with slots 0 to {self.slots - 1}"
+                    )
+                if (other := used.setdefault(home, expert)) != expert:
+                    raise PlacementError(
+                        f"experts {other} and {expert} are both in slot {home.slot} of rank {home.rank}"
+                    )
+            if len({home.rank for home in homes}) < len(homes):
+                raise PlacementError(f"expert {expert} has two slots of one rank: a rank holds it once")
+        counts = [0] * self.ranks
+        for home in used:
+            counts[home.rank] += 1
+        for rank, slots in enumerate(counts):
+            if slots < self.slots:
+                raise PlacementError(
+                    f"rank {rank} uses {slots} of {self.slots} slots: every rank needs equally many experts"
+                )
 
     @staticmethod
     @cache
@@ -172,7 +205,12 @@ class ExpertPlacement:
         """Return by expert the position to which `rank` sends rows: its own if it holds one, or the
         owner's."""
         return tuple(
-            self.position(next((home for home in homes if home.rank == rank), self._owning(expert)))
+            self.position(
+                next(
+                    (home for home in homes if home.rank == rank),
+                    next(home for home in self.homes[expert] if home.rank == self.owners[expert]),
+                )
+            )
             for expert, homes in enumerate(self.homes)
         )
 
@@ -180,9 +218,6 @@ class ExpertPlacement:
     def digest(self) -> str:
         """A hash of the whole placement, for ranks to compare."""
         return _digest((self.ranks, self.slots, self.homes, self.owners))
-
-    def _owning(self, expert: int) -> Home:
-        return next(home for home in self.homes[expert] if home.rank == self.owners[expert])
 
 
 @dataclass(frozen=True)
@@ -206,12 +241,59 @@ class Replication:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        _check_replicas(self)
-        _check_splits(self)
+        placement = self.placement
+        if len(self.replicas) != placement.ranks:
+            raise PlacementError(
+                f"replicas of {len(self.replicas)} ranks, and {placement.ranks} ranks have experts"
+            )
+        for rank, replicas in enumerate(self.replicas):
+            if len(replicas) != self.replica_slots:
+                raise PlacementError(
+                    f"rank {rank} has {len(replicas)} replica slots, all ranks have {self.replica_slots}"
+                )
+            held = set(placement.held(rank))
+            for slot, expert in enumerate(replicas):
+                if expert == EMPTY:
+                    continue
+                if not 0 <= expert < placement.num_experts:
+                    raise PlacementError(
+                        f"replica slot {slot} of rank {rank} has expert {expert}, and there are experts 0 to "
+                        f"{placement.num_experts - 1} ({EMPTY} for none)"
+                    )
+                if expert in held:
+                    raise PlacementError(
+                        f"replica slot {slot} of rank {rank} has expert {expert}, which the rank holds "
+                        "already: a rank holds an expert once"
+                    )
+                held.add(expert)
+        self._check_splits()
         if self.limit is not None and self.limit < SPLIT:
             raise PlacementError(
                 f"limit = {self.limit}: ranks compute the mean at least, which is {SPLIT}; None for no limit"
             )
+
+    def _check_splits(self) -> None:
+        placement = self.placement
+        if len(self.splits) != placement.ranks:
+            raise PlacementError(f"splits of {len(self.splits)} ranks, and {placement.ranks} ranks have rows")
+        for rank, splits in enumerate(self.splits):
+            if len(splits) != placement.num_experts:
+                raise PlacementError(
+                    f"rank {rank} splits rows of {len(splits)} experts, and there are {placement.num_experts}"
+                )
+        for rank, expert, parts in self.own_splits:
+            told = f"rows of expert {expert} that start on rank {rank}"
+            for position, share in parts:
+                if not (0 <= position < self.positions and self.by_position[position] == expert):
+                    raise PlacementError(f"{told} go to position {position}, which does not hold the expert")
+                if share < 1:
+                    raise PlacementError(
+                        f"{told} go to position {position} with {share} parts: leave it out instead"
+                    )
+            if len({position for position, _ in parts}) < len(parts):
+                raise PlacementError(f"{told} name a position twice")
+            if (total := sum(share for _, share in parts)) != SPLIT:
+                raise PlacementError(f"{told} are split into {total} parts in all, which must be {SPLIT}")
 
     @staticmethod
     @cache
@@ -268,7 +350,13 @@ class Replication:
         found = []
         for rank, splits in enumerate(self.splits):
             if id(splits) not in by_splits:
-                by_splits[id(splits)] = _pairs_of(splits)
+                of_rank = []
+                for expert, parts in enumerate(splits):
+                    upto = 0
+                    for part in sorted(parts):
+                        of_rank.append((0, expert, part.position, upto, upto + part.parts))
+                        upto += part.parts
+                by_splits[id(splits)] = np.array(of_rank, np.int64).reshape(-1, 5)
             pairs = by_splits[id(splits)].copy()
             pairs[:, 0] = rank
             found.append(pairs)
@@ -325,17 +413,6 @@ class SamplePlacement:
         return _digest((self.ranks, self.homes))
 
 
-def _pairs_of(splits: tuple[tuple[Part, ...], ...]) -> Counts:
-    """Return the splits of a rank as rows of `SplitPairs`, whose first number is left open, [., 5]."""
-    found = []
-    for expert, parts in enumerate(splits):
-        upto = 0
-        for part in sorted(parts):
-            found.append((0, expert, part.position, upto, upto + part.parts))
-            upto += part.parts
-    return np.array(found, np.int64).reshape(-1, 5)
-
-
 def local_splits(placement: ExpertPlacement, replicas: Sequence[Sequence[int]]) -> Splits:
     """Return the splits of replicas that compute rows of their own ranks only; other rows pass them by."""
     slots = placement.slots + len(replicas[0])
@@ -362,106 +439,6 @@ def _splits_without(placement: ExpertPlacement, replica_slots: int) -> Splits:
     if all(len(homes) == 1 for homes in placement.homes):  # then all ranks send alike
         return (of(0),) * placement.ranks
     return tuple(map(of, range(placement.ranks)))
-
-
-def _check_owners(placement: ExpertPlacement) -> None:
-    if len(placement.owners) != placement.num_experts:
-        raise PlacementError(
-            f"{len(placement.owners)} owners for {placement.num_experts} experts: every expert needs one"
-        )
-    for expert, (homes, owner) in enumerate(zip(placement.homes, placement.owners, strict=True)):
-        if not homes:
-            raise PlacementError(f"expert {expert} has no home: rows sent to it would be lost")
-        if owner not in {home.rank for home in homes}:
-            ranks = ", ".join(str(home.rank) for home in homes)
-            raise PlacementError(
-                f"expert {expert} is owned by rank {owner}, which does not hold it (homes: {ranks}): the "
-                "owner updates the expert and needs it in one of its slots"
-            )
-
-
-def _check_slots(placement: ExpertPlacement) -> None:
-    used: dict[Home, int] = {}
-    for expert, homes in enumerate(placement.homes):
-        for home in homes:
-            if not (0 <= home.rank < placement.ranks and 0 <= home.slot < placement.slots):
-                raise PlacementError(
-                    f"expert {expert} is in slot {home.slot} of rank {home.rank}, and there are ranks 0 to "
-                    f"{placement.ranks - 1} with slots 0 to {placement.slots - 1}"
-                )
-            if (other := used.setdefault(home, expert)) != expert:
-                raise PlacementError(
-                    f"experts {other} and {expert} are both in slot {home.slot} of rank {home.rank}"
-                )
-        if len({home.rank for home in homes}) < len(homes):
-            raise PlacementError(f"expert {expert} has two slots of one rank: a rank holds it once")
-    for rank, slots in enumerate(_filled(placement, used)):
-        if slots < placement.slots:
-            raise PlacementError(
-                f"rank {rank} uses {slots} of {placement.slots} slots: every rank needs equally many experts"
-            )
-
-
-def _filled(placement: ExpertPlacement, used: dict[Home, int]) -> list[int]:
-    """Return, by rank, how many slots hold an expert."""
-    counts = [0] * placement.ranks
-    for home in used:
-        counts[home.rank] += 1
-    return counts
-
-
-def _check_replicas(replication: Replication) -> None:
-    placement = replication.placement
-    if len(replication.replicas) != placement.ranks:
-        raise PlacementError(
-            f"replicas of {len(replication.replicas)} ranks, and {placement.ranks} ranks have experts"
-        )
-    for rank, replicas in enumerate(replication.replicas):
-        if len(replicas) != replication.replica_slots:
-            raise PlacementError(
-                f"rank {rank} has {len(replicas)} replica slots, all ranks have {replication.replica_slots}"
-            )
-        held = set(placement.held(rank))
-        for slot, expert in enumerate(replicas):
-            if expert == EMPTY:
-                continue
-            if not 0 <= expert < placement.num_experts:
-                raise PlacementError(
-                    f"replica slot {slot} of rank {rank} has expert {expert}, and there are experts 0 to "
-                    f"{placement.num_experts - 1} ({EMPTY} for none)"
-                )
-            if expert in held:
-                raise PlacementError(
-                    f"replica slot {slot} of rank {rank} has expert {expert}, which the rank holds already: "
-                    "a rank holds an expert once"
-                )
-            held.add(expert)
-
-
-def _check_splits(replication: Replication) -> None:
-    placement = replication.placement
-    if len(replication.splits) != placement.ranks:
-        raise PlacementError(
-            f"splits of {len(replication.splits)} ranks, and {placement.ranks} ranks have rows"
-        )
-    for rank, splits in enumerate(replication.splits):
-        if len(splits) != placement.num_experts:
-            raise PlacementError(
-                f"rank {rank} splits rows of {len(splits)} experts, and there are {placement.num_experts}"
-            )
-    for rank, expert, parts in replication.own_splits:
-        told = f"rows of expert {expert} that start on rank {rank}"
-        for position, share in parts:
-            if not (0 <= position < replication.positions and replication.by_position[position] == expert):
-                raise PlacementError(f"{told} go to position {position}, which does not hold the expert")
-            if share < 1:
-                raise PlacementError(
-                    f"{told} go to position {position} with {share} parts: leave it out instead"
-                )
-        if len({position for position, _ in parts}) < len(parts):
-            raise PlacementError(f"{told} name a position twice")
-        if (total := sum(share for _, share in parts)) != SPLIT:
-            raise PlacementError(f"{told} are split into {total} parts in all, which must be {SPLIT}")
 
 
 def _digest(facts: object) -> str:

@@ -20,7 +20,7 @@ from penstock.autotune.profile.tasks import _apart, cuts, measure_tasks, sample_
 from penstock.config import load
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import PAIR, LinkModel
-from penstock.cost.doubts import OVERRAN
+from penstock.cost.measured import OVERRAN
 from penstock.cost.span import Span
 from penstock.decision import Decision, ScheduleConfig
 from penstock.device import Cpu, using

@@ -9,8 +9,8 @@ import pytest
 from penstock.autotune.choose import moves
 from penstock.autotune.choose.moves import _weighed
 from penstock.autotune.planned import Planned
-from penstock.cost.placed import LATE
 from penstock.decision import Decision, Movable
+from penstock.features.expert_replicas.prices import LATE
 from penstock.plan import estimate_memory, evaluate
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import time_limit

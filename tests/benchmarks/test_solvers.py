@@ -11,8 +11,7 @@ from benchmarks.layer.measure import Band
 from benchmarks.solvers import NETMOE, PlannedIn, Solved, SolversResult, measure_solvers, sample_assignment
 from benchmarks.text import text_of
 from penstock.features.expert_replicas.planners import PLANNERS
-from penstock.features.sample_placement.assign import assign
-from penstock.features.sample_placement.solvers import SOLVERS
+from penstock.features.sample_placement.assign import SOLVERS, assign
 
 
 def band(median: float) -> Band:

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config import to_dict
 from penstock.cost.clusters import find_cluster
-from penstock.cost.doubts import STOPPED
+from penstock.cost.measured import STOPPED
 from tests.autotune.test_profile import TINY, check
 from tests.support.forked import run_forked
 from tests.support.launched import start_launcher

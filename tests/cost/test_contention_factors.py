@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from penstock.config import ConfigError
 from penstock.cost.cluster_file import StepFit
 from penstock.cost.contention import MOST_CONTENDED, Contention, Sighting, fit_contention, fit_steps
-from penstock.cost.doubts import STOPPED, listed, scattered
 from penstock.cost.fit import KEPT, _not_negative, fit_line
+from penstock.cost.measured import STOPPED, listed, scattered
 from tests.support.draws import draws
 
 

@@ -14,23 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.apportion import Counts
-from penstock.cost import ClusterConfig, RoutedCost, Workload, placed_moves, routing_sizes
+from penstock.cost import ClusterConfig, RoutedCost, Workload, moves, routing_sizes
 from penstock.cost.moves import NodeLinks
-from penstock.cost.placed import (
-    Placed,
-    SampleMover,
-    _by_position,
-    device_groups,
-    rank_loads,
-)
+from penstock.cost.placed import rank_loads
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.expert_replicas.model import copies_of
+from penstock.features.expert_replicas.problem import copies_of
+from penstock.features.sample_placement.prices import SampleMover, _by_position, device_groups
 from penstock.graph import Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
 from penstock.routing.replicas import rows_by_position
+from penstock.routing.rows import Placed
 from penstock.routing.sizes import split_sizes
 from penstock.runtime.features.sample_placement import Habits, Relocation, SampleMoving
 from penstock.step import StepShape
@@ -291,7 +287,7 @@ def test_rows_by_position_are_worked_out_once_for_all_ranks(monkeypatch: pytest.
         calls.append(replication)
         return rows_by_position(rows_PE, replication, mesh)
 
-    monkeypatch.setattr(placed_moves, "rows_by_position", counted)
+    monkeypatch.setattr(moves, "rows_by_position", counted)
     work = replace(WORK, dispatch="hierarchical_2d")
     shape = replace(SHAPE, replica_slots=1, dispatch=DISPATCHES["hierarchical_2d"].hops)
     counts = counts_of("zipf")

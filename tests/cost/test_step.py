@@ -18,7 +18,7 @@ from penstock.cost.span import even_leg
 from penstock.decision import Decision
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES, HierarchicalDispatch2D
-from penstock.features.sharded_optimizer.ops import of_optimizer
+from penstock.features.sharded_optimizer.feature import of_optimizer
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.config import ConfigError, load, to_toml
-from penstock.cost.placed import splits_exactly
 from penstock.decision import Decision, Movable, PlacementConfig, ScheduleConfig
+from penstock.features.expert_replicas.prices import splits_exactly
 from penstock.graph import ScheduleError
 from penstock.plan import PlanFile, evaluate
 from penstock.plan.space import neighbours, space

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem, Links
-from penstock.features.sample_placement.rows import Nearness, SampleProblem, sample_problem
+from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem
+from penstock.features.sample_placement.assign import Nearness, SampleProblem, sample_problem
 from penstock.placement import ExpertPlacement, Replication
-from penstock.routing.integers import Ints
+from penstock.routing.links import Links
+from penstock.routing.sizes import Ints
 
 
 def even_problem(

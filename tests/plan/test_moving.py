@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 
 from penstock.cost import ClusterConfig, routing_sizes
-from penstock.cost.placed import (
-    Evidence,
-    SampleMover,
-    planned_replications,
-    planning_share,
-    replica_planning_s,
-)
+from penstock.cost.placed import Evidence
 from penstock.decision import Decision, Movable, PlacementConfig
 from penstock.features.expert_replicas.planners import PLANNERS, planning_s
+from penstock.features.expert_replicas.prices import planned_replications, planning_share, replica_planning_s
 from penstock.features.expert_replicas.problem import ExpertCosts
+from penstock.features.sample_placement.prices import SampleMover
 from penstock.graph import Graph, RefusalError, ScheduleError
 from penstock.ops import Op
 from penstock.plan import MemoryBudget, Problem, Subject, evaluate, explain, find_plan

@@ -11,12 +11,12 @@ from penstock.config import ConfigError
 from penstock.cost.workload import StateTypes
 from penstock.decision import Decision
 from penstock.plan import Problem
+from penstock.plan.candidate import NothingFitsError
 from penstock.plan.memory import MemoryBudget, estimate_memory
 from penstock.plan.optimizers import sharing_updates
 from penstock.plan.pipeline import Pipeline, PipelineRun, PipelineTimes, Slot, run_pipeline
 from penstock.plan.pipeline_search import find_pipeline, pipelines
 from penstock.plan.predict import closing_s, predict_s
-from penstock.plan.room import NothingFitsError
 from penstock.plan.stages import Stages, evenly, predict_pipeline, stage_cluster
 from tests.plan.problems import FILE, problem, with_sharing
 from tests.plan.test_predict import profiled

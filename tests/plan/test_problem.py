@@ -25,9 +25,9 @@ from penstock.ops import Op
 from penstock.placement import Replication
 from penstock.plan import MemoryBudget, Problem, estimate_memory, predict_s
 from penstock.plan.bound import QuickBounds
+from penstock.plan.candidate import Room
 from penstock.plan.moving import with_routing
 from penstock.plan.predict import bound
-from penstock.plan.room import Room
 from penstock.plan.space import neighbours, space
 from penstock.schedule import SCHEDULES, StepPlan
 from penstock.step.passes import WeightGradients

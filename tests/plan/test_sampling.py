@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.cost.clusters import find_cluster
-from penstock.cost.placed import LATE, Evidence
+from penstock.cost.placed import Evidence
 from penstock.decision import Decision, Movable
+from penstock.features.expert_replicas.prices import LATE
 from penstock.plan import Problem, evaluate, published_problem
 from penstock.plan.moving import EXACT_CELLS, known_routing, sample_sizes, sample_words, weigh, with_routing
 from penstock.plan.subject import Overrides

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from penstock.apportion import Counts
 from penstock.cost import RoutedCost, Workload
 from penstock.cost.moves import to_experts
-from penstock.cost.placed import Placed
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES, Place
-from penstock.features.expert_sharding import ops as shards
+from penstock.features.expert_sharding import feature as shards
 from penstock.graph import Task
 from penstock.mesh import Group, node_of
 from penstock.ops import Op
@@ -30,6 +29,7 @@ from penstock.routing.joined import joined_legs, num_sets, sets_of
 from penstock.routing.legs import busier_rows, legs_of, place_in
 from penstock.routing.replicas import ExactSplit
 from penstock.routing.routes import RouteMaker, Routes, ShardPlace, Shares, in_turn
+from penstock.routing.rows import Placed
 from penstock.routing.samples import ExchangeGroup, SampleTable, TableSize, settle
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import ExpertForm
@@ -159,7 +159,7 @@ def check(cost: RoutedCost, task: Task, rank: int, routes: Routes) -> None:
             own = place_in(leg.axes, place)
             away = max(sum(splits) - splits[own] for splits in there)
             assert cost._moves._remote(task)[rank] == away
-    elif task.op in shards.MOVES and move.collective:
+    elif task.op in shards.ROUTED and move.collective:
         wanted = rows_of_members(task, routes.shares[task.cut.first : task.cut.stop], cost.workload.tp_size)
         if move.collective == "all_reduce":
             assert move.input_splits == (sum(wanted),)
@@ -188,7 +188,7 @@ def rows_of_members(task: Task, shares: tuple[Shares, ...], dealt: int) -> tuple
 def test_the_simulator_and_transports_agree(step: Step) -> None:
     cost, work = step.cost, step.work
     tasks = [
-        task for task in build_graph(step.shape).tasks if task.op in (*TRANSFERS, *shards.MOVES, Op.EXPERTS)
+        task for task in build_graph(step.shape).tasks if task.op in (*TRANSFERS, *shards.ROUTED, Op.EXPERTS)
     ]
     for layer, microbatch in ((y, m) for y in (0, 2) for m in range(step.shape.microbatches)):
         held = [task for task in tasks if (task.layer, task.microbatch) == (layer, microbatch)]

@@ -19,9 +19,9 @@ import torch
 
 from penstock.apportion import Counts
 from penstock.cost import RoutedCost
-from penstock.cost.moves import ROW_MOVES, TOKEN_MOVES
-from penstock.cost.placed import Placed
+from penstock.cost.moves import ROW_MOVES
 from penstock.decision import PlacementConfig, ScheduleConfig
+from penstock.features.tensor_parallel.ops import ROUTED as TOKENS
 from penstock.graph import Task
 from penstock.lab.virtual import VirtualConfig, VirtualStack, build_virtual
 from penstock.lab.virtual.handlers import virtual_handlers
@@ -30,6 +30,7 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import Op
 from penstock.placement import SPLIT, ExpertPlacement, Replication
+from penstock.routing.rows import Placed
 from penstock.runtime.executor import Programs
 from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
 from penstock.runtime.groups import GroupTransport
@@ -41,7 +42,7 @@ from tests.support.replicas import RandomReplicas, random_replication, stack_wit
 
 pytestmark = pytest.mark.slow
 
-OPS = (*ROW_MOVES, *TOKEN_MOVES, Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS)
+OPS = (*ROW_MOVES, *TOKENS, Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS)
 Sent = dict[str, list[tuple[Axes, tuple[int, ...]]]]
 """By task, the bytes for every member in each exchange; none for the rank itself."""
 

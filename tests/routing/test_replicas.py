@@ -19,15 +19,15 @@ from penstock.apportion import Counts
 from penstock.cost import RoutedCost, Workload
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES, Place
-from penstock.features.expert_replicas.model import LayerLoad
 from penstock.features.expert_replicas.planners import find_planner
+from penstock.features.expert_replicas.problem import LayerLoad
 from penstock.mesh import Mesh
 from penstock.ops import Op
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, PlacementError, Replication
-from penstock.routing.integers import Ints
 from penstock.routing.joined import num_sets
 from penstock.routing.replicas import ExactSplit, filled
 from penstock.routing.routes import RouteMaker, ShardPlace
+from penstock.routing.sizes import Ints
 from penstock.step import StepShape
 from penstock.step.shape import ExpertForm
 from tests.features.problems import expert_problems

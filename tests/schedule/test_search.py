@@ -20,8 +20,7 @@ from penstock.lab.bench.config import BenchConfig
 from penstock.lab.bench.scheduled import run_config_of
 from penstock.schedule import SCHEDULES, Schedule, cut, freeze, unit_cost
 from penstock.schedule.penstock import remaining_path
-from penstock.schedule.search import search
-from penstock.schedule.total_order import TotalOrder
+from penstock.schedule.search import TotalOrder, search
 from penstock.step import StepShape
 from penstock.timing import Cost, Keys, ListScheduler, path_ends, simulate
 from penstock.topology import Layout

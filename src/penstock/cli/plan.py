@@ -38,12 +38,11 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters.line import EXAMPLE as IN_LINE
 from penstock.plan import PlanFile, Subject, explain
-from penstock.plan.candidate import whole_s
+from penstock.plan.candidate import NothingFitsError, whole_s
 from penstock.plan.effort import COMMAND_S, PLACEMENTS, time_limit
 from penstock.plan.models import model_name
 from penstock.plan.moving import Weighed, in_full, weigh
 from penstock.plan.pipeline import SIZE, VIRTUAL_SIZE
-from penstock.plan.room import NothingFitsError
 from penstock.report.pipeline import PLANNED_ONLY
 from penstock.report.plan import PlanReport, saved_plan
 from penstock.words import terminal_width

@@ -25,9 +25,9 @@ from penstock.config import ConfigError, asked, expanded, read_json
 from penstock.config.files import found_or_shipped
 from penstock.cost.clusters.line import EXAMPLE, in_line
 from penstock.plan import PlanFile
+from penstock.plan.candidate import NothingFitsError
 from penstock.plan.explain import reasons
 from penstock.plan.models import model_name
-from penstock.plan.room import NothingFitsError
 from penstock.report.plans_compared import Side, Sweep, TwoPlans
 from penstock.words import whole_number
 

@@ -29,12 +29,12 @@ from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.mesh import holders
 from penstock.plan import MODELS, MemoryBudget, Problem, Subject, published_problem
+from penstock.plan.candidate import NothingFitsError
 from penstock.plan.effort import Effort, time_limit
 from penstock.plan.optimizers import NEAR, SHARDED
 from penstock.plan.pipeline import SIZE, VIRTUAL_SIZE
 from penstock.plan.pipeline_search import FoundPipeline, find_pipeline, pipelines
 from penstock.plan.plan_config import AUTO
-from penstock.plan.room import NothingFitsError
 from penstock.plan.stages import PipelinePlan, can_have, stage_cluster
 from penstock.report.pipeline import PLANNED_ONLY, PipelineReport, stages_dict
 from penstock.words import change, gib, milliseconds

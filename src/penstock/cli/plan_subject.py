@@ -18,13 +18,13 @@ from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.clusters.line import EXAMPLE, in_line
 from penstock.mesh import holders
 from penstock.plan import MemoryBudget, Problem, Subject, published_problem
+from penstock.plan.candidate import least_memory
 from penstock.plan.effort import COMMAND_S, check_budget, time_limit
 from penstock.plan.layouts import find_layouts, layout_sizes, with_layout
 from penstock.plan.models import MODELS, open_models
 from penstock.plan.moving import sample_sizes, with_routing
 from penstock.plan.optimizers import sharing_updates
 from penstock.plan.plan_config import AUTO
-from penstock.plan.room import least_memory
 from penstock.plan.subject import ELEMENT_BYTES, Overrides
 from penstock.words import counted, gib
 from penstock.workloads import RoutingConfig

@@ -88,26 +88,20 @@ def fit_contention(seen: Sequence[Sighting], usual: float = 1.0) -> Contention |
         np.array([getattr(each, name) for each in seen]) for name in ("share", "ratio", "modelled_s")
     )
     low, high = (_quantile(shares, weights, part) for part in (0.1, 0.9))
-    beside = _slope(shares, ratios, weights) if high - low >= CONTRAST else usual
+    beside = usual
+    if high - low >= CONTRAST:  # the line of least absolute deviations, by reweighted least squares
+        matrix, now = np.stack([np.ones_like(shares), shares], axis=1), weights
+        line = np.array([1.0, 0.0])
+        for _ in range(PASSES):
+            root = np.sqrt(now)
+            line = np.linalg.lstsq(matrix * root[:, None], ratios * root, rcond=None)[0]
+            now = weights / np.maximum(np.abs(ratios - matrix @ line), NEAR)
+        beside = 1 + float(line[1] / line[0]) if line[0] > 0 else MOST_CONTENDED
     beside = min(max(beside, 1.0), MOST_CONTENDED)
     expected = 1 + shares * (beside - 1)
     alone = _quantile(ratios / expected, weights, 0.5)
     missed = np.abs(ratios / (alone * expected) - 1)
     return Contention(solo=alone, contended=beside, scatter=NORMAL * _quantile(missed, weights, 0.5))
-
-
-def _slope(shares: Numbers, ratios: Numbers, weights: Numbers) -> float:
-    """Return the factor of contention by the line of least absolute deviations.
-
-    It is found by repeatedly reweighted least squares.
-    """
-    matrix, now = np.stack([np.ones_like(shares), shares], axis=1), weights
-    line = np.array([1.0, 0.0])
-    for _ in range(PASSES):
-        root = np.sqrt(now)
-        line = np.linalg.lstsq(matrix * root[:, None], ratios * root, rcond=None)[0]
-        now = weights / np.maximum(np.abs(ratios - matrix @ line), NEAR)
-    return 1 + float(line[1] / line[0]) if line[0] > 0 else MOST_CONTENDED
 
 
 def _quantile(values: Numbers, weights: Numbers, part: float) -> float:

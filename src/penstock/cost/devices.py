@@ -103,14 +103,12 @@ DEVICES = (
 @cache
 def find_device(name: str) -> Device | None:
     """Return the device of which a name speaks, such as `NVIDIA H100 80GB HBM3`; None = unknown."""
-    found = [each for each in DEVICES if _is_in(name, each.name)]
+    found = []
+    for each in DEVICES:  # whose words stand in the name, with or without spaces between them
+        words = r"[\s_-]*".join(map(re.escape, each.name.lower().split()))
+        if re.search(rf"(?<![a-z0-9]){words}(?![a-z0-9])", name.lower()):
+            found.append(each)
     return max(found, key=lambda each: len(each.name), default=None)
-
-
-def _is_in(name: str, device: str) -> bool:
-    """Return whether the words of `device` stand in `name`, with or without spaces between them."""
-    words = r"[\s_-]*".join(map(re.escape, device.lower().split()))
-    return re.search(rf"(?<![a-z0-9]){words}(?![a-z0-9])", name.lower()) is not None
 
 
 # ---- how fast the kernels of a device are of which nothing but the data sheet is known --------------------

@@ -5,13 +5,11 @@ Shapes: those of `penstock.routing.rows`; W ranks that meet in a task.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.apportion import Counts
 from penstock.cost.cluster import ClusterConfig
@@ -19,125 +17,102 @@ from penstock.cost.span import even_leg
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
 from penstock.features.dispatch import DISPATCHES, Dispatch, Leg, Place
-from penstock.features.expert_replicas.problem import Links
-from penstock.features.expert_sharding import ops as shards
-from penstock.features.tensor_parallel import ops as tensor
+from penstock.features.routed import Move, Rows, links_of, within
+from penstock.features.table import ROUTED
 from penstock.graph import Task
-from penstock.mesh import Axes, Group, node_of, place_in_node
-from penstock.ops import Op
+from penstock.mesh import Group, place_in_node
+from penstock.ops import Work
 from penstock.ops.transfers import HOME, TRANSFERS, outward
-from penstock.ops.work import Collective
-from penstock.placement import ExpertPlacement
+from penstock.placement import ExpertPlacement, Replication
 from penstock.routing.joined import distinct_rows, num_sets
 from penstock.routing.legs import busier_rows
+from penstock.routing.links import Links
+from penstock.routing.replicas import rows_by_position
 from penstock.routing.routes import RouteMaker, ShardPlace, in_turn
-from penstock.routing.rows import by_source_and_target
-from penstock.routing.sizes import split_sizes
+from penstock.routing.rows import Placed, by_source_and_target
+from penstock.step import StepShape
 
-Rows = npt.NDArray[np.float64]
-
-ROW_MOVES: Final = (*TRANSFERS, *shards.MOVES)
-TOKEN_MOVES: Final = (*tensor.MOVES, Op.PEAKS, Op.CHOICES)
-
-
-@dataclass(frozen=True)
-class Move:
-    """Buffers that a task hands to the transport on one rank; `collective` "" = none.
-
-    input_splits, output_splits: rows of `row_bytes` to and from every member of the group; of an all-gather
-    and an all-reduce the first is this rank's rows.
-    """
-
-    collective: Collective
-    group: Axes
-    input_splits: tuple[int, ...]
-    output_splits: tuple[int, ...]
-    row_bytes: int
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of the buffer that is handed over."""
-        return sum(self.input_splits) * self.row_bytes
-
-
-def within(collective: Collective, group: Axes, sizes: tuple[int, ...], place: int, row_bytes: int) -> Move:
-    """Return the move of a collective whose whole tensor has rows of these sizes, one size per member.
-
-    place: this rank's.
-    """
-    mine = (sizes[place],)
-    match collective:
-        case "all_gather":
-            return Move(collective, group, mine, sizes, row_bytes)
-        case "reduce_scatter":  # every member gets parts and adds them, on GPUs in a ring of as many bytes
-            return Move("all_to_all", group, sizes, mine * len(sizes), row_bytes)
-        case "all_reduce":
-            return Move(collective, group, (sum(sizes),), (sum(sizes),), row_bytes)
-    return Move("", group, (), (), row_bytes)
-
-
-@dataclass(frozen=True)
-class TokenMoves:
-    """Moves of tokens between ranks that share attention: every sample is cut alike."""
-
-    even: StepCost
-
-    def move(self, task: Task, rank: int) -> Move:
-        """Return what one rank hands to the transport."""
-        work, mesh = self.even.workload, self.even.workload.mesh
-        assert task.microbatch is not None, task
-        samples = split_sizes(work.batch, task.cut.microbatches)[task.microbatch]
-        lengths = split_sizes(work.seq_len, work.tp_size)
-        row_bytes = round(work.hidden_bytes(1))
-        sizes = tuple(samples * length for length in lengths)
-        if task.op == Op.PEAKS:  # every shard of the vocabulary sends those of all tokens
-            sizes, row_bytes = (samples * work.seq_len,) * work.tp_size, tensor.PEAK_BYTES
-        if task.op == Op.CHOICES:
-            row_bytes = work.num_experts * tensor.COUNT_BYTES
-            sizes = split_sizes(samples, work.tp_size)
-        place = mesh.place(rank, task.axes)
-        return within(self.even.work(task).collective, task.axes, sizes, place, row_bytes)
+ROW_MOVES: Final = (*TRANSFERS, *(op for op, each in ROUTED.items() if each.sizes))
+"""Ops that move rows, whose bytes follow the routing."""
+FOLLOWING: Final = frozenset((*ROW_MOVES, *(op for op, each in ROUTED.items() if each.load)))
+"""Transfers whose time depends on how a layer is routed, and on nothing else in which MoE layers differ."""
+MOVES: Final = (*ROW_MOVES, *(op for op, each in ROUTED.items() if each.move))
+"""Every op of which it is known what a rank hands to the transport."""
 
 
 @dataclass(frozen=True)
 class RowMoves:
-    """Moves of rows on their way to experts and back, in whatever way they meet all shards of the experts.
+    """Moves of a step whose routing is known: of rows on their way to experts and back, in whatever way they
+    meet all shards of the experts, and what features move beside them.
 
-    rows_PRCYE: rows that every rank brings for every expert. placement: where experts are. columns: the layer
-    of the rows that stands for every MoE layer; () = each has its own.
+    Attributes:
+        even: The step with even routing.
+        rows_PRCYE: Rows that every rank brings for every expert.
+        placement: Where experts are.
+        columns: By MoE layer, the layer of the rows that stands for it; () = each has its own.
+        places: Where samples and replicas are; None = nothing moves.
+        arriving_PRCYE: Rows of the samples to which they come home; None = of those that they left.
     """
 
     even: StepCost
     rows_PRCYE: Counts
     placement: ExpertPlacement
     columns: tuple[int, ...] = field(default=(), kw_only=True)
+    places: Placed | None = field(default=None, kw_only=True)
+    arriving_PRCYE: Counts | None = field(default=None, kw_only=True)
+
+    @property
+    def shape(self) -> StepShape:
+        return self.even.shape
+
+    @property
+    def sizes(self) -> Workload:
+        return self.even.workload
+
+    @property
+    def placed(self) -> Placed:
+        """Where samples and replicas are, in a step in which they move."""
+        assert self.places is not None, "samples or experts move"
+        return self.places
+
+    @property
+    def _replications(self) -> tuple[Replication, ...]:
+        return () if self.places is None else self.places.replications
+
+    def work(self, task: Task) -> Work:
+        """Return what the task asks of a rank with even routing."""
+        return self.even.work(task)
+
+    def argument(self, sent_PP: Rows) -> Rows:
+        """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P]."""
+        return self._links.argument(sent_PP)
 
     # ---- of one rank ---------------------------------------------------------------------------------------
 
     def move(self, task: Task, rank: int) -> Move:
         """Return what a rank hands to the transport."""
+        routed = ROUTED.get(task.op)
+        if routed is not None and routed.move is not None:
+            return routed.move(self, task, rank)
         row_bytes = round(self.row_bytes(task))
         if task.op not in TRANSFERS:
-            sizes, place = self._sizes(task)[rank], self.even.workload.mesh.place(rank, task.axes)
-            whole = tuple(map(int, sizes))
-            return within(self.even.work(task).collective, task.axes, whole, place, row_bytes)
-        leg = self._leg(task, rank)
+            whole = tuple(map(int, self._sizes(task)[rank]))
+            place = self.sizes.mesh.place(rank, task.axes)
+            return within(self.work(task).collective, task.axes, whole, place, row_bytes)
+        # The leg towards the experts, without regard to where blocks are stored.
+        (group, place, shard), work = self._place(rank), self.sizes
+        stop = Place(place, work.ep_size, work.ranks_per_node)
+        if self._fused(task):
+            shards = ShardPlace.of(self.shape.expert_form, work.mesh, rank)
+            assert shards is not None, task
+            table = self.table(task)[group].sum(axis=3).reshape(-1, work.ep_size)
+            maker = RouteMaker(self._legs, stop, shards=replace(shards, dealt=1))
+            leg: Leg = maker.from_table(table[:, :, None, None]).cuts[1][0][0]
+        else:
+            leg = self._legs.legs(self._planes(task)[group, shard], stop)[self._number(task)]
         there, back = leg.input_splits, leg.output_splits
         sent, received = (there, back) if to_experts(task) else (back, there)
         return Move("all_to_all", leg.axes, sent, received, row_bytes)
-
-    def _leg(self, task: Task, rank: int) -> Leg:
-        """Return the leg of a task towards the experts, without regard to where blocks are stored."""
-        group, place, shard = self._place(rank)
-        work, shape = self.even.workload, self.even.shape
-        there = Place(place, work.ep_size, work.ranks_per_node)
-        if not self._fused(task):
-            return self._legs.legs(self._planes(task)[group, shard], there)[self._number(task)]
-        shards = ShardPlace.of(shape.expert_form, work.mesh, rank)
-        assert shards is not None, task
-        table = self._table(task)[group].sum(axis=3).reshape(-1, work.ep_size)
-        maker = RouteMaker(self._legs, there, shards=replace(shards, dealt=1))
-        return maker.from_table(table[:, :, None, None]).cuts[1][0][0]
 
     def row_bytes(self, task: Task) -> float:
         """Return the bytes of a row as the task moves it."""
@@ -147,10 +122,13 @@ class RowMoves:
         """Return what a COUNTS task sends and is to receive on one rank.
 
         Sent: [T, C, N]. Received: the same from every rank that is asked, [W, C, N]; where a rank must know
-        what the others send to each other, everything that they send, [W, T, C, N].
+        what the others send to each other, everything that they send, [W, T, C, N]. Where rows are split by
+        the loads of the step itself, it sends its rows by expert, [C, E], and receives all ranks', [W, C, E].
         """
         assert task.microbatch is not None, task
         rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self.column(task)]
+        if self.splits(task):
+            return rows_PCE[rank], rows_PCE[list(self.sizes.mesh.members(rank, task.axes))]
         cut = [self._by_target(rows_PCE[:, c], task) for c in range(rows_PCE.shape[1])]
         group, place, shard = self._place(rank)
         sent = self._with_rows(np.stack([table[group, place, shard] for table in cut], axis=1))
@@ -180,7 +158,7 @@ class RowMoves:
 
     def received(self, task: Task) -> Counts:
         """Return rows that every rank's experts get, [P]: those of all shards, whichever rank brings them."""
-        by_target = self._table(task).sum(axis=(1, 2, 4))
+        by_target = self.table(task).sum(axis=(1, 2, 4))
         return np.repeat(by_target.reshape(-1), self.even.workload.etp_size)
 
     def busier(self, task: Task) -> Rows:
@@ -194,7 +172,11 @@ class RowMoves:
             span = self.even.workload.span(Group.EXPERT)
             if flat and span.nodes > 1 and span.most > 1:
                 return self._links.argument(self._ranks(task))
-            share = self._share(task)
+            work = self.sizes  # the part of an even leg's argument that goes over the busiest rank's link
+            if self._fused(task):
+                share = (work.mesh.size(task.axes) - 1) / work.mesh.size(task.axes)
+            else:
+                share = even_leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).share
             argument: Rows = self._remote(task) * (1 / share if share else 0.0)
             return argument
         sizes_PW = self._sizes(task)
@@ -212,7 +194,7 @@ class RowMoves:
         """Return rows to or from other ranks in this leg, whichever are more, [P]."""
         work = self.even.workload
         if self._fused(task):
-            table_GSHT = self._table(task).sum(axis=4)
+            table_GSHT = self.table(task).sum(axis=4)
             sent_GSH, came_GT = table_GSHT.sum(axis=3) * work.etp_size, table_GSHT.sum(axis=(1, 2))
             own_GSH = np.einsum("gshs->gsh", table_GSHT)
             away: Rows = (np.maximum(sent_GSH, came_GT[:, :, None]) - own_GSH).astype(np.float64)
@@ -225,8 +207,12 @@ class RowMoves:
         return np.array(away_GHP).transpose(0, 2, 1).reshape(-1).astype(np.float64)
 
     def crossing(self, task: Task) -> float:
-        """Return the rows that leave their node, or their rank where there is one node."""
-        return self._links.crossing(self._ranks(task))
+        """Return rows that leave their node, or rank where there is one node, and what moves with them."""
+        routed = ROUTED.get(task.op)
+        crossing = (
+            self._ranks if routed is None or routed.crossing is None else partial(routed.crossing, self)
+        )
+        return self._links.crossing(crossing(task))
 
     def _ranks(self, task: Task) -> Rows:
         """Return rows from rank to rank of the world, [P, P]."""
@@ -245,14 +231,6 @@ class RowMoves:
     def _links(self) -> NodeLinks:
         return NodeLinks(self.even.workload, self.even.cluster)
 
-    def _share(self, task: Task) -> float:
-        """Return the part of an even leg's argument that goes over the busiest rank's link."""
-        work = self.even.workload
-        if self._fused(task):
-            members = work.mesh.size(task.axes)
-            return (members - 1) / members
-        return even_leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).share
-
     # ---- tables --------------------------------------------------------------------------------------------
 
     def _number(self, task: Task) -> int:
@@ -263,33 +241,27 @@ class RowMoves:
         """Return rows from rank to rank that a leg between nodes carries for every shard, [G, H, S, T]."""
         work = self.even.workload
         if work.joins_rows:
-            return self._joined(task)[:, None]
-        table_GSHT: Counts = self._table(task).sum(axis=4)
+            # Joined rows from rank to rank, [G, S, T], as a leg carries them.
+            work = self.even.workload
+            across = self._legs.joins_rows and self._number(task) == 0
+            key = task.microbatch, task.cut.held, self.column(task), task.op in HOME, across
+            if key not in self._known_joined:
+                table_GSTN = self.table(task)[:, :, 0]
+                groups, ranks = table_GSTN.shape[:2]
+                parts = work.nodes if across else ranks
+                inputs, near = table_GSTN.reshape(groups * ranks, parts, -1), work.nearness(parts)
+                found = distinct_rows(inputs, work.top_k, near).reshape(groups, ranks, parts)
+                if across:
+                    nodes_GPN, found = found, np.zeros((groups, ranks, ranks), np.int64)
+                    source, node = np.indices((ranks, parts))
+                    size = work.ranks_per_node
+                    found[:, source, node * size + place_in_node(source, size)] = nodes_GPN
+                self._known_joined[key] = found
+            return self._known_joined[key][:, None]
+        table_GSHT: Counts = self.table(task).sum(axis=4)
         if task.cut.row_copies > 1:  # rows are gathered before they leave
             table_GSHT = np.broadcast_to(table_GSHT.sum(axis=2, keepdims=True), table_GSHT.shape)
         return table_GSHT.transpose(0, 2, 1, 3)
-
-    def _joined(self, task: Task) -> Counts:
-        """Return joined rows from rank to rank, [G, S, T], as a leg carries them.
-
-        What crosses nodes goes to the rank of the same place there, for all ranks that a row is for.
-        """
-        work = self.even.workload
-        across = self._legs.joins_rows and self._number(task) == 0
-        key = task.microbatch, task.cut.held, self.column(task), task.op in HOME, across
-        if key not in self._known_joined:
-            table_GSTN = self._table(task)[:, :, 0]
-            groups, ranks = table_GSTN.shape[:2]
-            parts = work.nodes if across else ranks
-            inputs, near = table_GSTN.reshape(groups * ranks, parts, -1), work.nearness(parts)
-            found = distinct_rows(inputs, work.top_k, near).reshape(groups, ranks, parts)
-            if across:
-                nodes_GPN, found = found, np.zeros((groups, ranks, ranks), np.int64)
-                source, node = np.indices((ranks, parts))
-                size = work.ranks_per_node
-                found[:, source, node * size + place_in_node(source, size)] = nodes_GPN
-            self._known_joined[key] = found
-        return self._known_joined[key]
 
     @cached_property
     def _known_joined(self) -> dict[object, Counts]:
@@ -297,47 +269,44 @@ class RowMoves:
 
     def _sizes(self, task: Task) -> Counts:
         """Return the rows of every member of a task's group, by rank, [P, W]."""
-        match task.op:
-            case Op.DEAL_SLOTS | Op.GATHER_SLOTS:  # what each of the ranks with the same rows is dealt
-                shares = self.even.workload.tp_size
-                rows_PCE = self._held(self.rows_PRCYE, task)
-                dealt = (in_turn(rows_PCE, i, shares).sum(axis=(1, 2)) for i in range(shares))
-                return np.stack([*dealt], axis=1)
-            case Op.ROWS_GATHER | Op.ROWS_KEEP:  # what each of the ranks that share a rank's experts sends
-                return self._by_shard(self._table(task).sum(axis=(3, 4)))
-            case Op.SHARD_GATHER | Op.SHARD_SCATTER | Op.ROWS_REDUCE:
-                # What came to a rank's experts by way of each of their shards.
-                return self._by_shard(self._table(task).sum(axis=(1, 4)).transpose(0, 2, 1))
-        raise KeyError(task.op)
+        sizes = ROUTED[task.op].sizes
+        assert sizes is not None, task
+        return sizes(self, task)
 
-    def _by_shard(self, sizes_GPH: Counts) -> Counts:
-        shards = sizes_GPH.shape[2]
-        return np.repeat(sizes_GPH.reshape(-1, shards), shards, axis=0)
-
-    def _table(self, task: Task) -> Counts:
+    def table(self, task: Task) -> Counts:
         """Return rows of the task's microbatch and chunk as they travel, [G, S, H, T, N].
 
-        The last table is kept: a leg's price asks for it rank by rank.
+        The last table is kept: a leg's price asks for it rank by rank. With replicas all are.
         """
-        key = task.microbatch, task.cut.held, self.column(task), outward(task.op) == task.op
-        if key not in self._last_table:
-            self._last_table.clear()
-            rows_PE = self._held(self._travelling(task), task).sum(axis=1)
-            self._last_table[key] = self._by_target(rows_PE, task)
-        return self._last_table[key]
+        outwards = outward(task.op) == task.op
+        key = task.microbatch, task.cut.held, self.column(task), outwards
+        if key not in self._known_tables:
+            rows = self._dealt if outwards or self.arriving_PRCYE is None else self.arriving_PRCYE
+            if self._replications:  # every slice is split by itself, as ranks tell each other
+                # Where rows are split by the loads of the step, no samples move.
+                rows_PCE = self._held(self.rows_PRCYE if self.splits(task) else rows, task)
+                slices = [self._by_target(rows_PCE[:, c], task) for c in range(rows_PCE.shape[1])]
+                self._known_tables[key] = np.sum(slices, axis=0)
+            else:
+                self._known_tables.clear()
+                self._known_tables[key] = self._by_target(self._held(rows, task).sum(axis=1), task)
+        return self._known_tables[key]
 
     @cached_property
-    def _last_table(self) -> dict[object, Counts]:
+    def _known_tables(self) -> dict[object, Counts]:
         return {}
 
-    def _travelling(self, task: Task) -> Counts:
-        """Return the rows that every rank sends for every expert, or gets back, [P, R, C, Y, E]."""
-        del task  # rows come home to where they started
-        return self._dealt
+    def splits(self, task: Task) -> bool:
+        """Return whether rows of the task's layer are split by the loads of the step."""
+        return bool(self._replications) and self._replications[self.column(task)].limit is not None
 
     def _by_target(self, rows_PE: Counts, task: Task) -> Counts:
-        del task  # experts of all layers are placed alike
-        return by_source_and_target(rows_PE, self.placement, self.even.workload.etp_size)
+        work = self.sizes
+        if not self._replications:  # experts of all layers are placed alike
+            return by_source_and_target(rows_PE, self.placement, work.etp_size)
+        replication = self._replications[self.column(task)]
+        rows_PH, ranks = rows_by_position(rows_PE, replication, work.mesh), replication.placement.ranks
+        return rows_PH.reshape(-1, ranks, work.etp_size, ranks, replication.slots)
 
     @cached_property
     def _dealt(self) -> Counts:
@@ -347,6 +316,10 @@ class RowMoves:
             return self.rows_PRCYE
         turns = [work.mesh.place(rank, Group.TENSOR) for rank in range(work.world_size)]
         return in_turn(self.rows_PRCYE, np.array(turns)[:, None, None, None, None], work.tp_size)
+
+    def brought(self, task: Task) -> Counts:
+        """Return the rows that every rank brings in the slices that a task has, [P, C, E]."""
+        return self._held(self.rows_PRCYE, task)
 
     def _held(self, rows_PRCYE: Counts, task: Task) -> Counts:
         """Return the rows of the slices that a task has, [P, C, E]."""
@@ -370,10 +343,10 @@ class RowMoves:
 
     def column(self, task: Task) -> int:
         """Return the layer of the rows that stands for the task's layer."""
-        layer = self._moe_layer(task)
+        layer = self.moe_layer(task)
         return self.columns[layer] if self.columns else layer
 
-    def _moe_layer(self, task: Task) -> int:
+    def moe_layer(self, task: Task) -> int:
         """Return the number of the task's layer among MoE layers."""
         return sum(self.even.shape.moe_layers[: task.layer])
 
@@ -389,26 +362,6 @@ def to_experts(task: Task) -> bool:
 # Shapes: P ranks of the world.
 
 
-Amounts = npt.NDArray[np.float64]
-
-
-def nodes_of(work: Workload, ranks: Sequence[int]) -> Counts:
-    """Return the node of every one of these ranks, counted from 0."""
-    per_node = work.devices_per_node or work.ranks_per_node * work.etp_size
-    nodes = [node_of(rank, per_node) for rank in ranks]
-    return np.unique(nodes, return_inverse=True)[1].astype(np.int64)
-
-
-def links_of(work: Workload, cluster: ClusterConfig, ranks: Sequence[int]) -> Links:
-    """Return the links between these ranks, by the cluster's rates."""
-    return Links(
-        nodes=tuple(nodes_of(work, ranks).tolist()),
-        across_s_per_byte=1 / cluster.link_bytes_per_s,
-        inside_s_per_byte=1 / cluster.intra_bytes_per_s,
-        card_per_rank=cluster.link_rate_of == "device",
-    )
-
-
 @dataclass(frozen=True)
 class NodeLinks:
     """The links of a cluster in an all-to-all of all expert groups at once.
@@ -420,17 +373,17 @@ class NodeLinks:
     work: Workload
     cluster: ClusterConfig
 
-    def argument(self, sent_PP: Amounts) -> Amounts:
+    def argument(self, sent_PP: Rows) -> Rows:
         """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P].
 
         sent_PP: from rank to rank, in any unit; what stays on a rank takes no time.
         """
         if not self._even_s:  # one rank, which sends nothing
             return np.zeros(len(sent_PP))
-        argument: Amounts = self._links.rank_seconds(sent_PP) / self._even_s
+        argument: Rows = self._links.rank_seconds(sent_PP) / self._even_s
         return argument
 
-    def crossing(self, sent_PP: Amounts) -> float:
+    def crossing(self, sent_PP: Rows) -> float:
         """Return the amount that leaves its node, or its rank where there is one node."""
         links = self._links
         return float((sent_PP * (links.across if max(links.nodes) else links.inside)).sum())

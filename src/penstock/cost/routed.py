@@ -9,29 +9,28 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.apportion import Counts
 from penstock.cost.cluster import ClusterConfig
-from penstock.cost.moves import ROW_MOVES, TOKEN_MOVES, Move, RowMoves, TokenMoves
-from penstock.cost.placed import Placed
-from penstock.cost.placed_moves import PLACED_MOVES, PlacedMoves
+from penstock.cost.moves import FOLLOWING, ROW_MOVES, RowMoves
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
+from penstock.features.routed import Move
+from penstock.features.table import ROUTED
 from penstock.graph import Name, Task
 from penstock.mesh import Group
-from penstock.ops import Op
+from penstock.ops import spec_of
+from penstock.ops.blocks import computes_experts
+from penstock.ops.transfers import between_nodes
 from penstock.placement import ExpertPlacement
+from penstock.routing.rows import Placed
 from penstock.step import StepShape
 from penstock.workloads import RoutingSizes
 
 Seconds = npt.NDArray[np.float64]
-
-FOLLOWING: Final = frozenset((*ROW_MOVES, *PLACED_MOVES, Op.EXPERTS))
-"""Ops whose time depends on how a layer is routed, and beside that on nothing in which MoE layers differ."""
 
 
 def routing_sizes(work: Workload, moe_layers: int) -> RoutingSizes:
@@ -71,7 +70,7 @@ class RoutedCost:
 
     def __call__(self, task: Task) -> Seconds:
         """Return seconds on every rank, [P]; of a transfer without the time to wait for partners."""
-        if not self.columns or task.op not in FOLLOWING:
+        if not (self.columns and (task.op in FOLLOWING or computes_experts(task.op))):
             return self.seconds(task) if task.lane.computes else self.transfer_s(task)
         alike = self._alike(task)
         if alike not in self._known:
@@ -89,23 +88,23 @@ class RoutedCost:
 
     def seconds(self, task: Task) -> Seconds:
         """Return seconds of a compute task on every rank, [P]."""
-        if task.op != Op.EXPERTS:
+        if not computes_experts(task.op):
             return self._everywhere(self._even.compute_s(task))
         even_rows = self._even.rows(task) * task.cut.row_copies
         return self._even.loaded_s(task, self._moves.received(task).astype(np.float64) / max(even_rows, 1))
 
     def transfer_s(self, task: Task) -> Seconds:
         """Return seconds of a communication task on every rank, [P], by its busier direction."""
-        work = self._even.work(task)
-        if isinstance(self._moves, PlacedMoves) and task.op in PLACED_MOVES:
-            return self._by_load(task, self._moves.load(task))
-        if isinstance(self._moves, PlacedMoves) and task.op == Op.SAMPLE_PLACES:
-            return self._everywhere(self._moves.solving_s(task))
-        if isinstance(self._moves, PlacedMoves) and task.op == Op.COUNTS and self._moves.splits(task):
+        work, routed, spec = self._even.work(task), ROUTED.get(task.op), spec_of(task.op)
+        if self.placed is not None and routed is not None:
+            if routed.load is not None:
+                return self._by_load(task, routed.load(self._moves, task))
+            if routed.seconds is not None:
+                seconds = self._even.communication_s(task)
+                return self._everywhere(routed.seconds(self._moves, task, seconds))
+        if spec.sizes_transfers and self._moves.splits(task):
             members = float(self.workload.mesh.size(task.axes))  # every rank gets what all others have
             return self._everywhere(self._even.scaled_s(task, members))
-        if self.placed is not None and task.op == Op.PLAN_REPLICAS:
-            return self._everywhere(max(self.placed.planning_s, self._even.communication_s(task)))
         if task.op not in ROW_MOVES or not work.sent_bytes:
             return self._everywhere(self._even.communication_s(task))
         # The model's argument is a rank's bytes for all experts under even routing.
@@ -130,17 +129,17 @@ class RoutedCost:
 
     def move(self, task: Task, rank: int) -> Move:
         """Return what a task that moves rows or tokens hands to the transport on one rank."""
-        return (self._tokens if task.op in TOKEN_MOVES else self._moves).move(task, rank)
+        return self._moves.move(task, rank)
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
         """Return what a COUNTS task sends and is to receive on one rank, see `RowMoves.exchanged_counts`."""
-        assert task.op == Op.COUNTS, task
+        assert spec_of(task.op).sizes_transfers, task
         return self._moves.exchanged_counts(task, rank)
 
     def crossing_rows(self, tasks: Iterable[Task]) -> float:
         """Return rows that leave their node in the forward pass, or their rank where there is one node."""
-        crossing = (Op.DISPATCH, Op.COMBINE, Op.SAMPLE_MOVE)
-        there = [task for task in tasks if task.forward and task.op in crossing]
+        crossing = {op for op, routed in ROUTED.items() if routed.crossing}
+        there = [t for t in tasks if t.forward and (between_nodes(t.op) or t.op in crossing)]
         known: dict[Name, float] = {}
         for task in there:
             if (alike := self._alike(task)) not in known:
@@ -162,7 +161,7 @@ class RoutedCost:
         rows: dict[int, Seconds] = defaultdict(lambda: self._everywhere(0.0))
         known: dict[Name, Counts] = {}
         for task in tasks:
-            if task.forward and task.op == Op.EXPERTS:
+            if task.forward and computes_experts(task.op):
                 if (alike := self._alike(task)) not in known:
                     known[alike] = self._moves.received(task)
                 rows[task.layer] += known[alike]
@@ -183,14 +182,12 @@ class RoutedCost:
     def _moves(self) -> RowMoves:
         placement = self.placement or self.workload.placement
         even = StepCost(self.shape, self.part, self.cluster)
-        if self.placed is None:
-            return RowMoves(even, self.rows, placement, columns=self.columns)
-        arriving = self.part.cut(self.shape).rows(self.placed.arriving(self.counts_DBYE))
-        return PlacedMoves(even, self.rows, placement, arriving, self.placed, columns=self.columns)
-
-    @cached_property
-    def _tokens(self) -> TokenMoves:
-        return TokenMoves(self._even)
+        placed, arriving = self.placed, None
+        if placed is not None:
+            arriving = self.part.cut(self.shape).rows(placed.arriving(self.counts_DBYE))
+        return RowMoves(
+            even, self.rows, placement, columns=self.columns, places=placed, arriving_PRCYE=arriving
+        )
 
     @cached_property
     def _even(self) -> StepCost:

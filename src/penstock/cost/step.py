@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +12,10 @@ import numpy.typing as npt
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.parts import kernels_of
 from penstock.cost.workload import FLOAT32_BYTES, Workload
-from penstock.features.sample_placement.ops import PACKED_COLUMNS
-from penstock.features.sharded_optimizer.ops import of_optimizer
+from penstock.features.sharded_optimizer.feature import of_optimizer
+from penstock.features.table import FEATURES
 from penstock.graph import Task
-from penstock.mesh import Axes, Group, stays_inside
+from penstock.mesh import Group, stays_inside
 from penstock.ops import Work, spec_of
 from penstock.ops.gradients import KindName, kind_of_task
 from penstock.routing.sizes import part_sizes, split_sizes
@@ -134,26 +133,24 @@ class StepCost:
         """Return the seconds of the task's collective in its groups; without a collective, of its copies."""
         if not work.collective:
             return self.cluster.nominal_s(0.0, load * work.copied_bytes)
-        key = work.collective, task.op, task.axes
+        collective, axes = work.collective, task.axes
+        key = collective, task.op, axes
         if key not in self._lines:
-            self._lines[key] = self._line(*key)
+            cluster, sizes = self.cluster, self.workload
+            match collective:
+                case "leg":
+                    met = Group.EXPERT_SHARDS if axes == Group.EXPERT_SHARDS else Group.EXPERT
+                    line = cluster.leg(sizes.dispatch, task.op, sizes.span(met), met)
+                case "all_to_all":
+                    line = cluster.all_to_all(sizes.span(axes), axes)
+                case "all_reduce" if not stays_inside(axes):
+                    line = cluster.all_reduce(sizes.span(axes))
+                case "all_gather" | "reduce_scatter" if not stays_inside(axes):
+                    line = cluster.parts(sizes.span(axes), axes)
+                case _:
+                    line = cluster.inside(collective, sizes.mesh.size(axes))
+            self._lines[key] = line
         return self._lines[key].seconds(load * work.sent_bytes if work.follows_rows else work.sent_bytes)
-
-    def _line(self, collective: Any, op: str, axes: Axes) -> AlphaBeta:
-        """Return the line of a collective in the groups along these axes."""
-        cluster, sizes = self.cluster, self.workload
-        match collective:
-            case "leg":
-                met = Group.EXPERT_SHARDS if axes == Group.EXPERT_SHARDS else Group.EXPERT
-                return cluster.leg(sizes.dispatch, op, sizes.span(met), met)
-            case "all_to_all":
-                return cluster.all_to_all(sizes.span(axes), axes)
-            case "all_reduce" if not stays_inside(axes):
-                return cluster.all_reduce(sizes.span(axes))
-            case "all_gather" | "reduce_scatter" if not stays_inside(axes):
-                return cluster.parts(sizes.span(axes), axes)
-            case _:
-                return cluster.inside(collective, sizes.mesh.size(axes))
 
     def forward_work(self, task: Task) -> tuple[float, float]:
         """Return the floating-point operations and copied bytes of the forward task."""
@@ -162,8 +159,13 @@ class StepCost:
 
     def row_bytes(self, *, outward: bool) -> float:
         """Return bytes of a row in transit, with what it brings along, see `Workload.row_bytes`."""
-        columns = PACKED_COLUMNS if outward and self.shape.packed_residual else 0
+        columns = self._row_columns if outward else 0
         return self.workload.row_bytes(outward=outward) + columns * self.workload.element_bytes
+
+    @cached_property
+    def _row_columns(self) -> int:
+        """Numbers that a row brings to experts beside its hidden state."""
+        return sum(feature.row_columns(self.shape) for feature in FEATURES)
 
     def leg_bytes(self, rows: float, *, outward: bool, between: bool) -> float:
         """Return bytes in one leg of a dispatch, see `Workload.leg_bytes`."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.features.field import Field
+from penstock.features.routed import Routed
 from penstock.ops.base import OpSpec
 from penstock.step.shape import StepShape
 from penstock.step.stages import Pass
@@ -37,6 +38,8 @@ class Feature:
         why_not: Returns why a step of this shape cannot have the feature, with what to do; "" = it can, or
             does not use it.
         fields: What a plan decides about it, by the name in `Decision`.
+        routed: What its tasks do rank by rank, by op, once it is known how a step is routed.
+        row_columns: Returns the numbers that a row brings to experts beside its hidden state.
     """
 
     name: str
@@ -46,3 +49,5 @@ class Feature:
     passes: Callable[[StepShape], Sequence[Pass]] = _none
     why_not: Callable[[StepShape], str] = _fine
     fields: Mapping[str, Field] = field(default_factory=dict)
+    routed: Mapping[str, Routed] = field(default_factory=dict)
+    row_columns: Callable[[StepShape], int] = lambda shape: 0

@@ -116,6 +116,11 @@ class Choice(Protocol):
     def replica_slots(self) -> int: ...
 
     @property
+    def num_replica_slots(self) -> int:
+        """Replica slots of a rank; 0 = experts stay."""
+        ...
+
+    @property
     def split(self) -> str: ...
 
     @property

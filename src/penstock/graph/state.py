@@ -88,18 +88,15 @@ class _Check:
         for reader in self.touching.reading:
             if (needs := self.graph.links[reader]) not in known:
                 known.add(needs)
-                self._complete(reader)
+                for adder in self.touching.adding:
+                    if adder != reader and not self._before(adder, reader):
+                        raise ScheduleError(
+                            f"{self._task(reader)} reads {self.state} before {self._task(adder)} has added "
+                            "to it: no edge leads from one to the other"
+                        )
             for writer in writing(reader):
                 if writer != reader:
                     self._read(reader, writer)
-
-    def _complete(self, reader: int) -> None:
-        for adder in self.touching.adding:
-            if adder != reader and not self._before(adder, reader):
-                raise ScheduleError(
-                    f"{self._task(reader)} reads {self.state} before {self._task(adder)} has added to it: no "
-                    "edge leads from one to the other"
-                )
 
     def _read(self, reader: int, writer: int) -> None:
         if self._before(writer, reader):
@@ -165,7 +162,11 @@ def _by_part(graph: Ordered, places: Sequence[int]) -> Callable[[int], Iterable[
         task = graph.tasks[place]
         if task.piece is not None and cuts == {_parts(task)}:
             return by_piece.get(task.piece, ())
-        return [other for other in places if _shares(task, graph.tasks[other])]
+        return [
+            other
+            for other in places
+            if task.piece in (None, graph.tasks[other].piece) or _parts(task) != _parts(graph.tasks[other])
+        ]
 
     return sharing
 
@@ -173,8 +174,3 @@ def _by_part(graph: Ordered, places: Sequence[int]) -> Callable[[int], Iterable[
 def _parts(task: Task) -> tuple[int, ...] | None:
     """Return how the buffer is cut of which a task has a piece; None if the task has the whole buffer."""
     return None if task.piece is None else task.cut.parts
-
-
-def _shares(task: Task, other: Task) -> bool:
-    alike = task.piece is not None and _parts(task) == _parts(other)
-    return not alike or task.piece == other.piece

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.device import on_device
-from penstock.features.sample_placement.ops import PACKED_COLUMNS
+from penstock.features.sample_placement.feature import PACKED_COLUMNS
 from penstock.mesh import Group
 from penstock.moe.choices import Choice, TokenChoice, Tokens, placed
 from penstock.moe.permute.rows import RowPlan

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from penstock.graph.task import ScheduleError
 from penstock.ops.work import WorkOf
@@ -48,6 +49,20 @@ class Family(StrEnum):
     HOST = "placement"
 
 
+Place = Literal["input", "block", "after", "beside", "output"]
+"""input, output: below the first layer, above the last layer. after, beside: in a layer, after its experts,
+or while other tasks wait for its experts. block: everything else."""
+
+Turn = Literal["gated", "routed", "computed"]
+"""How several ops of a layer take turns in program order.
+
+gated: in the forward half, a microbatch's rows are counted as soon as they are known, since all ranks wait
+for that. routed: in the forward half, a microbatch passes all of these ops before the next one does, since
+its experts wait for them. computed: a chunk passes these ops before the next one does, so that it leaves
+while the next is computed.
+"""
+
+
 USUAL = {Kind.COLLECTIVE: Family.EXCHANGES, Kind.HOST: Family.HOST}
 """The family of ops that name none, by what they occupy; others belong to the rest of the model."""
 
@@ -56,19 +71,30 @@ USUAL = {Kind.COLLECTIVE: Family.EXCHANGES, Kind.HOST: Family.HOST}
 class OpSpec:
     """The facts of an op.
 
-    name: upper-case letters and digits, as in a task's name. title: what it does, for people. work: returns
-    what one of its tasks asks of a rank; every op needs one. backward: what its backward is. transpose: the
-    op whose work the backward does, where that is another op (a gather's is a reduce-scatter). given: roles
-    that are not differentiated; the backward of an op that saves nothing reads them again. indices: axes that
-    its names carry, out of `mcp`. gradients: state that its backward adds to, `{layer}` for the layer's
-    number; a task that reads other parameters adds to the gradients of those. again: whether a plan may
-    recompute its tasks before their backward, so that they keep nothing for it but their inputs. Then its
-    handler must leave the same outputs both times, and change nothing else. launches: the operations that
-    one of its tasks gives to a GPU, counted for Penstock's ops on a stand-in for one (its own decoder,
-    grouped products); forward and backward differ by less than a half. The default is that of a
-    collective, and of what puts its rows in order. sizes_transfers: whether transfers are cut by its results,
-    which the host must know before it can issue them. family: the group in which pictures show it; None = by
-    its kind.
+    Attributes:
+        name: Upper-case letters and digits, as in a task's name.
+        title: What it does, for people.
+        kind: What it occupies.
+        work: Returns what one of its tasks asks of a rank; every op needs one.
+        backward: What its backward is.
+        transpose: The op whose work the backward does, where that is another op (a gather's is a
+            reduce-scatter).
+        given: Roles that are not differentiated; the backward of an op that saves nothing reads them again.
+        indices: Axes that its names carry, out of `mcp`.
+        gradients: State that its backward adds to, `{layer}` for the layer's number. A task that reads other
+            parameters adds to the gradients of those.
+        recomputable: Whether a plan may recompute its tasks before their backward, so that they keep nothing
+            for it but their inputs. Then its handler must leave the same outputs both times, and change
+            nothing else.
+        launches: The operations that one of its tasks gives to a GPU, counted for Penstock's ops on a
+            stand-in for one (its own decoder, grouped products); forward and backward differ by less than a
+            half. The default is that of a collective, and of what puts its rows in order.
+        sizes_transfers: Whether transfers are cut by its results, which the host must know before it can
+            issue them.
+        family: The group in which pictures show it; None = by its kind.
+        place: Where its tasks stand in a step.
+        once: Whether a step has one task of it, however many its layers.
+        turn: With which other ops of its layer it takes turns in program order; None = with none.
     """
 
     name: str
@@ -84,6 +110,14 @@ class OpSpec:
     launches: int = 3
     sizes_transfers: bool = False
     family: Family | None = None
+    place: Place = "block"
+    once: bool = False
+    turn: Turn | None = None
+
+    @property
+    def normalises(self) -> bool:
+        """Whether its sums over the whole batch normalise the loss: every backward task waits for them."""
+        return self.once and self.backward is Backward.VALUE
 
     @property
     def saves(self) -> bool:
@@ -146,3 +180,8 @@ def family_of(op: str) -> Family:
     if spec is None:
         return Family.MODEL
     return spec.family or USUAL.get(spec.kind, Family.MODEL)
+
+
+def place_of(op: str) -> Place:
+    """Return where tasks of an op stand in a step."""
+    return OPS[op].place if op in OPS else "block"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.graph.task import Task
-from penstock.ops.base import Family, Kind, OpSpec, register
+from penstock.ops.base import OPS, Family, Kind, OpSpec, register
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
@@ -81,6 +81,7 @@ def _head(task: Task, sizes: Sizes) -> Work:
 register(
     OpSpec(
         name=Op.EMBED,
+        place="input",
         launches=4,
         title="token embedding",
         kind=Kind.COMPUTE,
@@ -89,6 +90,7 @@ register(
     ),
     OpSpec(
         name=Op.ATTENTION,
+        turn="gated",
         family=Family.ATTENTION,
         launches=82,
         title="attention, router, permute (a dense block: all of it)",
@@ -100,6 +102,7 @@ register(
     ),
     OpSpec(
         name=Op.SHARED,
+        place="beside",
         family=Family.EXPERTS,
         title="shared experts",
         kind=Kind.COMPUTE,
@@ -109,6 +112,7 @@ register(
     ),
     OpSpec(
         name=Op.EXPERTS,
+        turn="computed",
         family=Family.EXPERTS,
         launches=16,
         title="expert computation",
@@ -121,6 +125,7 @@ register(
     ),
     OpSpec(
         name=Op.UNPERMUTE,
+        place="after",
         launches=6,
         title="unpermute, gate weights, residual",
         kind=Kind.COMPUTE,
@@ -130,6 +135,7 @@ register(
     ),
     OpSpec(
         name=Op.HEAD,
+        place="output",
         launches=8,
         title="final norm, output head, loss",
         kind=Kind.COMPUTE,
@@ -138,3 +144,8 @@ register(
         gradients=REPLICATED,
     ),
 )
+
+
+def computes_experts(op: str) -> bool:
+    """Return whether tasks of an op compute routed experts: what they take follows the rows that come."""
+    return op in OPS and OPS[op].gradients == EXPERTS

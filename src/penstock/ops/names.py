@@ -1,9 +1,8 @@
-"""The names of Penstock's own ops, and the place of each in a step. An op is a string; anybody may register
-more."""
+"""The names of Penstock's own ops. An op is a string; anybody may register more."""
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 
 class Op:
@@ -89,27 +88,3 @@ class Op:
     SAMPLE_HOMES: Final = "SH"
     SAMPLE_MOVE: Final = "SM"
     ROW_ORDER: Final = "RO"
-
-
-Place = Literal["input", "block", "after", "beside", "output"]
-"""input, output: below the first layer, above the last layer. after, beside: in a layer, after its experts,
-or while other tasks wait for its experts. block: everything else."""
-
-INPUT: Final = (Op.EMBED, Op.EMBED_SCATTER, Op.EMBED_REDUCE)
-OUTPUT: Final = (Op.HEAD, Op.HEAD_GATHER, Op.HEAD_COPY, Op.LOGITS, Op.PEAKS, Op.LOSS)
-ONCE: Final = (Op.STATISTICS, Op.LOADS, Op.PLAN_REPLICAS, Op.COMPARE_REPLICAS, Op.NORM)
-"""Ops of which a step has one task, however many its layers."""
-
-AFTER: Final = (Op.UNPERMUTE, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT)
-
-_PLACES: Final[dict[str, Place]] = {
-    **dict.fromkeys(INPUT, "input"),
-    **dict.fromkeys(OUTPUT, "output"),
-    **dict.fromkeys(AFTER, "after"),
-    Op.SHARED: "beside",
-}
-
-
-def place_of(op: str) -> Place:
-    """Return where tasks of an op stand in a step."""
-    return _PLACES.get(op, "block")

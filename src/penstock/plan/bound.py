@@ -16,11 +16,11 @@ import numpy as np
 
 from penstock.decision import Decision
 from penstock.features.build import build_graph
-from penstock.features.sharded_optimizer.passes import norm_of, updates_of
+from penstock.features.sharded_optimizer.feature import norm_of, updates_of
 from penstock.graph import Graph, Lane, Name, Phase, Task
-from penstock.ops import Op
+from penstock.ops import Op, spec_of
+from penstock.ops.base import Family, place_of
 from penstock.ops.gradients import GRADIENT_KINDS, KindName
-from penstock.ops.names import INPUT, ONCE, OUTPUT
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
@@ -29,9 +29,6 @@ from penstock.step.shape import Updating
 from penstock.timing import Cost, earliest, fastest, lower_bound, slowest, tail
 
 USUAL = Decision()
-
-WITHOUT_LAYERS = (Op.LOADS, Op.COMPARE_REPLICAS)
-"""Transfers of the backward half that wait for the backward pass of no layer."""
 
 Slot = tuple[bool, Lane, bool]
 """Whether a task belongs to the forward half, its lane, and whether it is a transfer between nodes that waits
@@ -229,9 +226,9 @@ class QuickBounds:
             shape = replace(self._problem.uncut(choice), replica_slots=choice.num_replica_slots)
             cost = self._problem.cost(choice, shape)
             tasks = {task.op: task for each in kinds for task in each.once}
-            sums_s = fastest(cost(tasks.pop(Op.STATISTICS)))
+            (sums,) = (tasks.pop(op) for op in list(tasks) if spec_of(op).normalises)
             work = _work({task: cost(task) for task in tasks.values()})
-            self._known_once[priced] = sums_s, cost(NORM), work
+            self._known_once[priced] = fastest(cost(sums)), cost(NORM), work
         return self._known_once[priced]
 
     def _kind(self, choice: Decision, priced: Decision, cut: StepShape, is_moe: bool) -> _Kind:
@@ -248,37 +245,43 @@ class QuickBounds:
         key = shape, priced
         if key not in self._known:
             example = self._few.shape.moe_layers.index(is_moe)
-            cost = self._alone(example).cost(choice, shape)
+            if example not in self._known_alone:
+                self._known_alone[example] = self._few.only((example,))
+            cost = self._known_alone[example].cost(choice, shape)
             graph = build_graph(shape)
             whole = {task: cost(task) for task in graph.tasks}
             seconds = [fastest(each) for each in whole.values()]
-            inner = {task: each for task, each in whole.items() if task.op not in (*INPUT, *OUTPUT, *ONCE)}
-            ends = {task: each for task, each in whole.items() if task.op in (*INPUT, *OUTPUT)}
+            once = tuple(task for task in whole if spec_of(task.op).once)
+            ends = {task: each for task, each in whole.items() if _at_ends(task)}
+            inner = {task: each for task, each in whole.items() if task not in ends and task not in once}
             ends_s = sum(fastest(each) for task, each in ends.items() if task.microbatch == 0)
-            (sums,) = (fastest(each) for task, each in whole.items() if task.op == Op.STATISTICS)
-            chain_s = _through(graph, seconds) - ends_s - sums
+            (sums,) = (fastest(whole[task]) for task in once if spec_of(task.op).normalises)
+            # The longest chain from the first microbatch's embedding to the embedding's backward. Only that
+            # goes through every layer: experts' weight gradients, or parameters of replicas, leave or enter a
+            # chain inside one layer, and all layers may do so at the same time.
+            first, last = (
+                graph.by_name[Name(0, Op.EMBED, phase, microbatch=0)]
+                for phase in (Phase.FORWARD, Phase.BACKWARD)
+            )
+            begin_s = [0.0 if task is first else -inf for task in graph.tasks]
+            chain_s = earliest(graph.links, seconds, begin_s)[graph.position[last]] - ends_s - sums
             first_s, last_s, back_s = _waits(graph, seconds)
             self._known[key] = _Kind(
                 ends=_Part(work=_work(ends), chain_s=ends_s),
                 layer=_Part(
                     work=_work(inner), chain_s=chain_s, first_s=first_s, last_s=last_s, back_s=back_s
                 ),
-                once=tuple(task for task in graph.tasks if task.op in ONCE),
+                once=once,
             )
         return self._known[key]
-
-    def _alone(self, layer: int) -> Problem:
-        """Return the step with one of the few layers."""
-        if layer not in self._known_alone:
-            self._known_alone[layer] = self._few.only((layer,))
-        return self._known_alone[layer]
 
 
 # ---- work --------------------------------------------------------------------------------------------------
 
 
 def _slot(task: Task) -> Slot:
-    free = not task.inputs if task.forward else task.op in WITHOUT_LAYERS
+    spec = spec_of(task.op)  # what a step has once waits for no layer, but the norm of all gradients
+    free = not task.inputs if task.forward else spec.once and spec.family is not Family.OPTIMIZER
     return task.forward, task.lane, free and task.lane is Lane.INTER
 
 
@@ -306,29 +309,13 @@ def _half_s(work: Work, *, forward: bool, waits_s: float) -> float:
     return max(map(slowest, lanes.values()))
 
 
-# ---- one layer ---------------------------------------------------------------------------------------------
-
-
-def _through(graph: Graph, seconds: Sequence[float]) -> float:
-    """Return the longest chain from the first microbatch's embedding to the embedding's backward.
-
-    Only that goes through every layer: experts' weight gradients, or parameters of replicas, leave or enter a
-    chain inside one layer, and all layers may do so at the same time.
-    """
-    first, last = (
-        graph.by_name[Name(0, Op.EMBED, phase, microbatch=0)] for phase in (Phase.FORWARD, Phase.BACKWARD)
-    )
-    begin_s = [0.0 if task is first else -inf for task in graph.tasks]
-    return earliest(graph.links, seconds, begin_s)[graph.position[last]]
-
-
 def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]:
     """Return `first_s`, `last_s` and `back_s` of a one-layer step that reduces nothing."""
     tasks, ends = graph.tasks, earliest(graph.links, seconds)
     # Of every forward task by position, the longest chain from its end to the sums of the loss.
-    counted = [task.forward and task.op != Op.STATISTICS for task in tasks]
+    counted = [task.forward and not spec_of(task.op).normalises for task in tasks]
     tails = tail([[place for place in each if counted[place]] for each in graph.readers_at], seconds)
-    sums_s = next(end for task, end in zip(tasks, ends, strict=True) if task.op == Op.STATISTICS)
+    sums_s = next(end for task, end in zip(tasks, ends, strict=True) if spec_of(task.op).normalises)
     starts = [end - each for end, each in zip(ends, seconds, strict=True)]
     there, back = _inner(graph, forward=True), _inner(graph, forward=False)
     first_s = _least(graph, there, starts, ends)
@@ -338,11 +325,15 @@ def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]
 
 def _inner(graph: Graph, *, forward: bool) -> list[int]:
     """Return the positions of a half's tasks that lie between the ends of a step, without free transfers."""
-    outside = (*INPUT, *OUTPUT, *ONCE)
-    tasks = enumerate(graph.tasks)
     return [
-        i for i, task in tasks if task.forward is forward and task.op not in outside and not _slot(task)[2]
+        i
+        for i, task in enumerate(graph.tasks)
+        if task.forward is forward and not (_at_ends(task) or spec_of(task.op).once or _slot(task)[2])
     ]
+
+
+def _at_ends(task: Task) -> bool:
+    return place_of(task.op) in ("input", "output")
 
 
 def _least(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.cost import StepCost
 from penstock.decision import Decision
 from penstock.graph import Lane
-from penstock.plan.candidate import Candidate
+from penstock.plan.candidate import Candidate, recompute_words
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone, predict_s, step_ratio
 from penstock.plan.problem import Problem
-from penstock.plan.room import recompute_words
 from penstock.plan.search import FoundPlan, find_plan
 from penstock.schedule import StepPlan
 from penstock.timing import lane_work
@@ -160,7 +159,21 @@ def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
     binds = f"{words} limits the step"
     if bound.critical_path_s > bound.busiest_lane_s:
         binds = f"the longest chain of tasks that wait for each other limits the step; busiest: {words}"
-    start_up_share = _start_up_share(apart, best, work)
+
+    def left_s(**faster: float) -> dict[Lane, float]:
+        """Return the seconds that transfers have left, by lane, with links that take none."""
+        endless = replace(apart, cluster=apart.cluster.faster(**faster))
+        left = endless.cost(best.choice, best.plan.shape)
+        return lane_work({task: left(task) for task in best.plan.graph.tasks if task.lane.is_network})
+
+    networks = [lane for lane in (Lane.INTER, Lane.INTRA) if work.get(lane)]
+    start_up_share = 0.0
+    if networks:
+        start_ups = left_s(inter=INFINITELY, intra=INFINITELY)
+        start_up_share = sum(start_ups[lane] for lane in networks) / sum(work[lane] for lane in networks)
+    # Whether transfers between nodes take most of their time on links inside nodes.
+    between_s, near_s = (each.get(Lane.INTER, 0.0) for each in (work, left_s(intra=INFINITELY)))
+    inside = problem.has_nodes and near_s < (1 - MOSTLY) * between_s
     if start_up_share > MOSTLY and not bound.busiest_lane.computes:
         share = f"{100 * start_up_share:.0f} % of communication time is start-ups"
         binds = f"latency limits the step: {share}; {binds}"
@@ -175,28 +188,8 @@ def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         rows=row_words(problem, best.choice, best.plan),
         again=recompute_words(problem, best),
         nodes=problem.has_nodes,
-        inside=problem.has_nodes and _is_inside(apart, best, work),
+        inside=inside,
     )
-
-
-def _is_inside(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> bool:
-    """Return whether transfers between nodes take most of their time on links inside nodes."""
-    endless = replace(apart, cluster=apart.cluster.faster(intra=INFINITELY))
-    cost = endless.cost(best.choice, best.plan.shape)
-    left = lane_work({task: cost(task) for task in best.plan.graph.tasks if task.lane.is_network})
-    now_s, left_s = (each.get(Lane.INTER, 0.0) for each in (work, left))
-    return left_s < (1 - MOSTLY) * now_s
-
-
-def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> float:
-    """Return the share of start-ups in the communication time; 0 without communication."""
-    lanes = [lane for lane in (Lane.INTER, Lane.INTRA) if work.get(lane)]
-    if not lanes:
-        return 0.0
-    endless = replace(apart, cluster=apart.cluster.faster(inter=INFINITELY, intra=INFINITELY))
-    cost = endless.cost(best.choice, best.plan.shape)
-    start_ups = lane_work({task: cost(task) for task in best.plan.graph.tasks if task.lane in lanes})
-    return sum(start_ups.values()) / sum(work[lane] for lane in lanes)
 
 
 def row_words(problem: Problem, choice: Decision, plan: StepPlan) -> str:

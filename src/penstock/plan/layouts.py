@@ -17,11 +17,10 @@ from penstock.config import ConfigError, IndivisibleError
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.mesh import group_sizes, holders
-from penstock.plan.candidate import Candidate, evaluate
+from penstock.plan.candidate import Candidate, NothingFitsError, Room, evaluate
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.published import parm_choice
-from penstock.plan.room import NothingFitsError, Room
 from penstock.plan.search import first_choices, sketch
 from penstock.plan.space import settled, valid
 from penstock.plan.subject import Overrides, Subject, published_problem

@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from penstock.cost import Workload
 from penstock.decision import Decision
-from penstock.features.sharded_optimizer.passes import LAYERS
+from penstock.features.sharded_optimizer.feature import LAYERS
 from penstock.ops.gradients import GRADIENT_KINDS, KindName
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
@@ -167,7 +167,11 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     kept_weights, kept_gradients = _weights_bytes(problem), sum(trained_bytes(problem).values())
     releases = problem.shape.updating is not None and problem.shape.updating.releases
     if state.fully_sharded or releases:  # of what is gathered, or released, there are a share and two layers
-        shared = _updated_bytes(problem) + _largest_layers_bytes(problem, choice)
+        # What ranks own shares of, in the largest layers that are whole at a time.
+        released = [kind for kind, owners in _owners(problem).items() if owners > 1]
+        sizes_of = problem.workload.gradients_of(choice.form)
+        sums = [sum(sizes_of[kind][layer] for kind in released) for layer in range(len(layers))]
+        shared = _updated_bytes(problem) + max(sum(sums[i : i + LAYERS]) for i in range(len(sums)))
         kept_weights = shared if state.fully_sharded else kept_weights
         kept_gradients = shared if releases else kept_gradients
     added = kept_gradients + _added_bytes(problem) + replicas
@@ -204,14 +208,6 @@ def _copies_bytes(problem: Problem, replicas: int) -> int:
         return 0
     embedding = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
     return (_weights_bytes(problem) + replicas - embedding) * work.element_bytes // FLOAT32_BYTES
-
-
-def _largest_layers_bytes(problem: Problem, choice: Decision) -> int:
-    """Return the bytes of what ranks own shares of in the largest layers that are whole at a time."""
-    released = [kind for kind, owners in _owners(problem).items() if owners > 1]
-    sizes = problem.workload.gradients_of(choice.form)
-    layers = [sum(sizes[kind][layer] for kind in released) for layer in range(problem.shape.num_layers)]
-    return max(sum(layers[i : i + LAYERS]) for i in range(len(layers)))
 
 
 def _added_bytes(problem: Problem) -> int:

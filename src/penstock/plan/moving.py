@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from penstock.cost import RoutedCost, routing_sizes
-from penstock.cost.placed import LATE, Evidence
+from penstock.cost.placed import Evidence
 from penstock.decision import Decision, Movable
 from penstock.decision.record import FIELDS
 from penstock.features.expert_replicas.feature import why_experts_stay
+from penstock.features.expert_replicas.prices import LATE
 from penstock.features.sample_placement.feature import why_samples_stay
 from penstock.graph import RefusalError
 from penstock.mesh import Group, holders, standing_ranks

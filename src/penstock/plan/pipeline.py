@@ -11,14 +11,18 @@ Every stage, and every link from one to another, is a lane of the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
 from penstock.config import ConfigError
-from penstock.graph import ScheduleError
+from penstock.features.sharded_optimizer.feature import of_optimizer
+from penstock.graph import Graph, ScheduleError, Task
+from penstock.ops import spec_of
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.system import is_all_reduce, lateness
 from penstock.timing import path_ends
 
 SIZE, VIRTUAL_SIZE = "--pipeline-parallel-size", "--virtual-pipeline-parallel-size"
@@ -124,16 +128,17 @@ class Pipeline:
     @cached_property
     def held(self) -> tuple[frozenset[tuple[int, ...]], ...]:
         """By stage, of how many microbatches it keeps activations for each of its parts, at any time."""
-        return tuple(frozenset(self._held(stage, order)) for stage, order in enumerate(self.slots))
-
-    def _held(self, stage: int, order: Sequence[Slot]) -> Iterator[tuple[int, ...]]:
-        kept = dict.fromkeys(self.parts_of(stage), 0)
-        for slot in order:
-            for cell in slot:
-                kept[cell.part] += cell.forward
-            yield tuple(kept.values())
-            for cell in slot:
-                kept[cell.part] -= not cell.forward
+        found = []
+        for stage, order in enumerate(self.slots):
+            kept, held = dict.fromkeys(self.parts_of(stage), 0), set[tuple[int, ...]]()
+            for slot in order:
+                for cell in slot:
+                    kept[cell.part] += cell.forward
+                held.add(tuple(kept.values()))
+                for cell in slot:
+                    kept[cell.part] -= not cell.forward
+            found.append(frozenset(held))
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +184,6 @@ class _Board:
     """The tasks of an update as numbers: a lane for each stage, then one for each link that is used."""
 
     def __init__(self, pipeline: Pipeline, times: PipelineTimes) -> None:
-        self._pipeline, self._times = pipeline, times
         self.seconds: list[float] = []
         self.links: list[Sequence[int]] = []
         stages = range(pipeline.pipeline_parallel_size)
@@ -192,7 +196,20 @@ class _Board:
                 self.orders[stage].append(place)
                 for cell, end in zip(slot, ends, strict=True):
                     made[cell], early_s[cell] = place, max(ends) - end
-        arrived = self._send(made, early_s)
+        # The transfers, and for every cell what brings its input; links keep the senders' order. What is sent
+        # while the rest of its slot runs takes as much less when that has ended.
+        known = dict[tuple[int, int], float]()
+        lanes, arrived = dict[tuple[int, int], list[int]](), dict[Cell, int]()
+        for cell, place in made.items():
+            target = cell._replace(part=cell.part + (1 if cell.forward else -1))
+            if not 0 <= target.part < pipeline.parts:
+                continue
+            link = pipeline.stage_of(cell.part), pipeline.stage_of(target.part)
+            if link not in known:
+                known[link] = times.link(*link)
+            arrived[target] = self._add(max(0.0, known[link] - early_s[cell]), (place,))
+            lanes.setdefault(link, []).append(arrived[target])
+        self.orders += lanes.values()
         last = pipeline.parts - 1
         for cell, place in made.items():
             turns = not cell.forward and cell.part == last
@@ -212,21 +229,67 @@ class _Board:
         self.links.append(needs)
         return len(self.seconds) - 1
 
-    def _send(self, made: dict[Cell, int], early_s: dict[Cell, float]) -> dict[Cell, int]:
-        """Add the transfers; return, for every cell, what brings its input. Links keep the senders' order.
 
-        What is sent while the rest of its slot runs takes as much less when that has ended.
-        """
-        stage_of, known = self._pipeline.stage_of, dict[tuple[int, int], float]()
-        lanes, arrived = dict[tuple[int, int], list[int]](), dict[Cell, int]()
-        for cell, place in made.items():
-            target = cell._replace(part=cell.part + (1 if cell.forward else -1))
-            if not 0 <= target.part < self._pipeline.parts:
-                continue
-            link = stage_of(cell.part), stage_of(target.part)
-            if link not in known:
-                known[link] = self._times.link(*link)
-            arrived[target] = self._add(max(0.0, known[link] - early_s[cell]), (place,))
-            lanes.setdefault(link, []).append(arrived[target])
-        self.orders += lanes.values()
-        return arrived
+# ---- what of a step runs on a pipeline stage: halves of its graph, and two of different microbatches as
+# one
+#
+# The halves of a step on a stage are apart: what a backward reads was made long before, so edges between them
+# are cut. The names of a forward and a backward task differ, so one graph can hold both.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half:
+    """One half of a step on a part of the layers, for one microbatch.
+
+    begins, ends, blocks: whether the part has the embedding, head and loss, and any layers. first: forward
+    only, whether sharded parameters are gathered before. sums, updates: backward only, whether gradients are
+    summed over ranks, and parameters updated.
+    """
+
+    forward: bool
+    begins: bool
+    ends: bool
+    blocks: bool = True
+    first: bool = False
+    sums: bool = False
+    updates: bool = False
+
+    def of(self, graph: Graph) -> list[Task]:
+        """Return the tasks of this half, which read each other alone."""
+        kept = [task for task in graph.tasks if self._has(task)]
+        known, found = {task.name for task in kept}, []
+        for task in kept:
+            inputs = {
+                role: inside
+                for role, names in task.inputs.items()
+                if (inside := tuple(name for name in names if name in known))
+            }
+            found.append(task.reading(inputs))
+        return found
+
+    def _has(self, task: Task) -> bool:
+        spec = spec_of(task.op)
+        place = spec.place
+        if place == "input":
+            is_here = self.begins
+        elif place == "output" or (task.forward and spec.once):
+            is_here = self.ends
+        else:
+            is_here = self.blocks or lateness(task) > 0 or of_optimizer(task) != ""
+        if task.forward is not self.forward or not is_here:
+            return False
+        if self.forward:
+            return self.first or not of_optimizer(task)
+        if is_all_reduce(task):
+            return self.sums
+        return self.updates or not lateness(task)
+
+
+def in_order(schedule: Schedule, tasks: Iterable[Task]) -> Schedule:
+    """Return the order of a step for some of its tasks."""
+    own = {task.name: task for task in tasks}
+    lanes = {
+        lane: tuple(own[task.name] for task in order if task.name in own)
+        for lane, order in schedule.lanes.items()
+    }
+    return Schedule(schedule.name, {lane: order for lane, order in lanes.items() if order})

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from penstock.decision import Decision
+from penstock.plan.candidate import NothingFitsError
 from penstock.plan.memory import MemoryBudget, MemoryEstimate
 from penstock.plan.pipeline import Pipeline
 from penstock.plan.problem import Problem
-from penstock.plan.room import NothingFitsError
 from penstock.plan.search import first_choices
 from penstock.plan.space import settled, usual_chunk_bytes, valid
 from penstock.plan.stages import Part, PipelinePlan, Stages, placed, stages_memory
@@ -96,30 +96,24 @@ class _Search:
             plain = self._memory_of(valid(sample, Decision(recompute=again)), pipeline)
             if not self._fits(plain, buffers=False):  # other ways to run the layers have other buffers
                 continue
-            ways = self._ways(sample, pipeline, again)
+            part = Part(range(sample.shape.num_layers))
+
+            # Where forward and backward overlap, those that fit each other best need not be the best alone.
+            def seconds(way: Decision, sample: Problem = sample, part: Part = part) -> float:
+                stages = self._samples.setdefault(way, Stages(sample, way))
+                return max(stages.together_s(part, part)) if pipeline.overlaps else stages.both_s(part)
+
+            if again not in self._known:
+                first = sorted(first_choices(sample), key=seconds)
+                others = (first[0].deciding("dispatch", name) for name in sample.dispatches)
+                every = (*self._choices(sample), *first, *(valid(sample, way) for way in others))
+                self._known[again] = list(dict.fromkeys(every))
+            ways = sorted(self._known[again], key=seconds)  # the most promising first
             fitting = (way for way in ways if self._fits(self._memory_of(way, pipeline)))
             plans = [placed(self._staged(way), pipeline) for way in islice(fitting, TRIED)]
             if plans:
                 return min(plans, key=lambda plan: plan.update_s)
         return None
-
-    def _ways(self, sample: Problem, pipeline: Pipeline, again: Recompute) -> list[Decision]:
-        """Return ways to run the layers of a stage, the most promising first.
-
-        Where forward and backward overlap, those that fit each other best need not be the best ones alone.
-        """
-        part = Part(range(sample.shape.num_layers))
-
-        def seconds(way: Decision) -> float:
-            stages = self._samples.setdefault(way, Stages(sample, way))
-            return max(stages.together_s(part, part)) if pipeline.overlaps else stages.both_s(part)
-
-        if again not in self._known:
-            first = sorted(first_choices(sample), key=seconds)
-            others = (first[0].deciding("dispatch", name) for name in sample.dispatches)
-            ways = (*self._choices(sample), *first, *(valid(sample, way) for way in others))
-            self._known[again] = list(dict.fromkeys(ways))
-        return sorted(self._known[again], key=seconds)
 
     def _staged(self, choice: Decision) -> Stages:
         whole = replace(choice, partition=None, all_reduce_chunk_bytes=usual_chunk_bytes(self._problem))

@@ -268,20 +268,6 @@ class PlanFile:
             choice.check()  # a decision registered when the file was read may be gone by now
         except ConfigError as error:
             raise error.under(f"{name}.choice") from error
-        self._check(problem, choice, name)
-        try:
-            if self.schedule is None:
-                return problem.plan(choice)
-            shape = problem.cut(choice)
-            graph = build_graph(shape)
-            schedule = Schedule.parse("\n".join(self.schedule) + "\n", graph)
-            schedule.check(graph)
-        except ScheduleError as error:
-            key = "choice" if self.schedule is None else "schedule"
-            raise ConfigError(f"{name}.{key}", UNSET, f"{error}", NEW_ORDER) from error
-        return StepPlan(graph, schedule, shape)
-
-    def _check(self, problem: Problem, choice: Decision, name: str) -> None:
         for key, value in to_dict(PlanSizes.of(problem)).items():
             if (planned := getattr(self.sizes, key)) != value:
                 why = f"this step has {value}: the plan was made for another step"
@@ -295,13 +281,21 @@ class PlanFile:
             key, why = f"{name}.choice.comm_dtype", "rounds rows in transit, which this run does not allow"
             raise ConfigError(key, choice.comm_dtype, why, "Set plan.comm_dtype=auto, or use another plan.")
         self._check_partition(problem, choice, name)
-        samples = problem.workload.batch
-        if choice.microbatches > samples:
-            key, why = (
-                f"{name}.choice.microbatches",
-                f"a batch of {samples} samples has at most {samples} microbatches",
-            )
+        if choice.microbatches > (samples := problem.batch):
+            key, why = f"{name}.choice.microbatches", f"a batch of {samples} samples has at most {samples}"
+            why += " microbatches"
             raise ConfigError(key, choice.microbatches, why, f"Nearest valid: {samples}.")
+        try:
+            if self.schedule is None:
+                return problem.plan(choice)
+            shape = problem.cut(choice)
+            graph = build_graph(shape)
+            schedule = Schedule.parse("\n".join(self.schedule) + "\n", graph)
+            schedule.check(graph)
+        except ScheduleError as error:
+            key = "choice" if self.schedule is None else "schedule"
+            raise ConfigError(f"{name}.{key}", UNSET, f"{error}", NEW_ORDER) from error
+        return StepPlan(graph, schedule, shape)
 
     @staticmethod
     def _check_partition(problem: Problem, choice: Decision, name: str) -> None:

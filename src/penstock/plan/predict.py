@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.cost import ProfiledCluster
 from penstock.decision import Decision
-from penstock.features.sharded_optimizer.ops import GATHERS, UPDATE_COPIES, UPDATES
+from penstock.features.sharded_optimizer.feature import GATHERS, UPDATE_COPIES, UPDATES
 from penstock.graph import Phase, Task
 from penstock.mesh import Mesh, Seconds
 from penstock.ops import Op, Work
@@ -183,7 +183,12 @@ def shares_of(spans: Mapping[Task, tuple[float, float]]) -> dict[Task, float]:
     busy = {
         side: _union(span for task, span in spans.items() if computes[task] is side) for side in (True, False)
     }
-    return {task: _covered(span, *busy[not computes[task]]) for task, span in spans.items()}
+    shares = {}
+    for task, (start, end) in spans.items():
+        moments, busy_s = busy[not computes[task]]
+        common = np.interp(end, moments, busy_s) - np.interp(start, moments, busy_s)
+        shares[task] = float(min(1.0, common / (end - start))) if end > start else 0.0
+    return shares
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> tuple[Seconds, Seconds]:
@@ -195,15 +200,6 @@ def _union(spans: Iterable[tuple[float, float]]) -> tuple[Seconds, Seconds]:
             moments += [start, end]
             busy_s += [busy_s[-1], busy_s[-1] + end - start]
     return np.array(moments), np.array(busy_s)
-
-
-def _covered(span: tuple[float, float], moments: Seconds, busy_s: Seconds) -> float:
-    """Return the share of `span` in which the side was busy. 0 for an empty span."""
-    start, end = span
-    if end <= start:
-        return 0.0
-    common = np.interp(end, moments, busy_s) - np.interp(start, moments, busy_s)
-    return float(min(1.0, common / (end - start)))
 
 
 def _between(problem: Problem, choice: Decision, plan: StepPlan) -> Cost:

@@ -14,32 +14,29 @@ import numpy.typing as npt
 from penstock.config import ConfigError, Table
 from penstock.cost import (
     ClusterConfig,
-    HeldBytes,
     RoutedCost,
     SlowRanks,
     StepCost,
     UnevenRanks,
     Workload,
 )
-from penstock.cost.placed import (
-    Evidence,
-    Placed,
-    SampleMover,
+from penstock.cost.placed import Evidence, rank_loads, received_rows
+from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.expert_replicas.prices import (
     expert_costs,
     planned_replications,
-    rank_loads,
-    received_rows,
     replica_planning_s,
     splits_exactly,
 )
-from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
-from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.problem import Slack
 from penstock.features.field import NOTHING_MOVES
+from penstock.features.sample_placement.prices import SampleMover
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
 from penstock.placement import Replication
+from penstock.routing.rows import Placed
 from penstock.schedule import StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.step import StepShape
@@ -221,7 +218,34 @@ class Problem:
             return None
         key = self._priced_by(choice), cut
         if key not in self._known_placed:
-            self._known_placed[key] = self._place(known, choice, cut)
+            whole = self.workload_of(choice)
+            work = known.part_of(whole)
+            replications: tuple[Replication, ...] = ()
+            planning_s = 0.0
+            if choice.num_replica_slots:
+                groups, few = (each.mesh.size(Group.EXPERT_DATA) for each in (whole, work))
+                loads_YPE = rank_loads(known.before_DBYE, cut, work) * (groups // few)
+                # The same replicas whatever contention a bound assumes, or it would be one of another step.
+                even = StepCost(cut, whole, self.cluster.contended(1.0))
+                # The slack is what a quick order leaves.
+                quick = replace(choice, priority=QUICK)
+                plan = plan_step(quick, self.uncut(choice), self.gradients, lambda _: even)
+                known_costs = expert_costs(even)
+                costs = [known_costs.hiding(slack) for slack in replica_slack(plan, even, self.mesh)]
+                if known.columns:  # by the first layer that each stands for
+                    costs = [costs[known.columns.index(column)] for column in range(known.known_layers)]
+                exact = splits_exactly(choice, work)
+                ends = self.ends if "none" in self.movable.experts else lambda: False
+                replications = planned_replications(
+                    loads_YPE, choice.experts, choice.num_replica_slots, work.placement, costs, exact, ends
+                )
+                planning_s = replica_planning_s(whole, choice.experts, sum(cut.moe_layers))
+            found = (
+                Placed.still(known.now_DBYE, replications)
+                if choice.samples == "none"
+                else SampleMover.of(self.placement, work, cut).placed(known.now_DBYE, replications)
+            )
+            self._known_placed[key] = replace(found, planning_s=planning_s)
         return self._known_placed[key]
 
     def _priced_by(self, choice: Decision) -> Decision:
@@ -238,36 +262,6 @@ class Problem:
     @cached_property
     def _known_placed(self) -> dict[object, Placed]:
         return {}
-
-    def _place(self, evidence: Evidence, choice: Decision, cut: StepShape) -> Placed:
-        whole = self.workload_of(choice)
-        work = evidence.part_of(whole)
-        replications: tuple[Replication, ...] = ()
-        planning_s = 0.0
-        if choice.num_replica_slots:
-            groups, known = (each.mesh.size(Group.EXPERT_DATA) for each in (whole, work))
-            loads_YPE = rank_loads(evidence.before_DBYE, cut, work) * (groups // known)
-            # The same replicas whatever contention a bound assumes, or it would be one of another step.
-            even = StepCost(cut, whole, self.cluster.contended(1.0))
-            # The slack is what a quick order leaves.
-            quick = replace(choice, priority=QUICK)
-            plan = plan_step(quick, self.uncut(choice), self.gradients, lambda _: even)
-            known_costs = expert_costs(even)
-            costs = [known_costs.hiding(slack) for slack in replica_slack(plan, even, self.mesh)]
-            if evidence.columns:  # by the first layer that each stands for
-                costs = [costs[evidence.columns.index(column)] for column in range(evidence.known_layers)]
-            exact = splits_exactly(choice, work)
-            ends = self.ends if "none" in self.movable.experts else lambda: False
-            replications = planned_replications(
-                loads_YPE, choice.experts, choice.num_replica_slots, work.placement, costs, exact, ends
-            )
-            planning_s = replica_planning_s(whole, choice.experts, sum(cut.moe_layers))
-        found = (
-            Placed.still(evidence.now_DBYE, replications)
-            if choice.samples == "none"
-            else SampleMover.of(self.placement, work, cut).placed(evidence.now_DBYE, replications)
-        )
-        return replace(found, planning_s=planning_s)
 
     @property
     def issuing(self) -> Issuing | None:
@@ -305,6 +299,14 @@ class Problem:
         """Return the same step for a model that has only these layers."""
         work, shape = self.workload, self.shape
         moe_layers = [sum(shape.moe_layers[:layer]) for layer in layers if shape.moe_layers[layer]]
+        held = work.held
+        if held is not None:  # weights are taken to be spread as trained ones are
+            others = self.gradients.replicated, self.gradients.partial
+            experts = held.trained_experts * len(moe_layers) // max(1, sum(shape.moe_layers))
+            trained = held.trained_experts + sum(map(sum, others))
+            own = experts + sum(sizes[layer] for sizes in others for layer in layers)
+            weights = held.weights * own // max(1, trained)
+            held = replace(held, weights=weights, trained_experts=experts)
         return replace(
             self,
             evidence=None if self.evidence is None else self.evidence.of_layers(moe_layers),
@@ -325,17 +327,9 @@ class Problem:
                 partial_by_form=tuple(
                     (form, tuple(sizes[layer] for layer in layers)) for form, sizes in work.partial_by_form
                 ),
-                held=None if work.held is None else self._held(work.held, layers),
+                held=held,
             ),
         )
-
-    def _held(self, held: HeldBytes, layers: tuple[int, ...]) -> HeldBytes:
-        """Return what a rank holds of these layers; weights are taken to be spread as trained ones are."""
-        is_moe, others = self.shape.moe_layers, (self.gradients.replicated, self.gradients.partial)
-        experts = held.trained_experts * sum(is_moe[layer] for layer in layers) // max(1, sum(is_moe))
-        trained = held.trained_experts + sum(map(sum, others))
-        own = experts + sum(sizes[layer] for sizes in others for layer in layers)
-        return replace(held, weights=held.weights * own // max(1, trained), trained_experts=experts)
 
 
 def beside_pieces(problem: Problem, choice: Decision) -> Decision:

@@ -30,12 +30,11 @@ from penstock.config import ConfigError
 from penstock.decision import Decision, Partition
 from penstock.decision.record import FIELDS
 from penstock.plan.bound import QuickBounds
-from penstock.plan.candidate import Candidate, check_prices, evaluate
+from penstock.plan.candidate import Candidate, NothingFitsError, Room, check_prices, evaluate, least_memory
 from penstock.plan.effort import Effort, Meter, OutOfBudgetError, Searched
 from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget
 from penstock.plan.problem import QUICK, Problem
 from penstock.plan.published import fsmoe_choice, idle_only, planners
-from penstock.plan.room import NothingFitsError, Room, least_memory
 from penstock.plan.space import CUTS, neighbours, settled, space, usual_chunk_bytes, valid
 from penstock.plan.successive_halving import SuccessiveHalving
 from penstock.schedule.flowmoe import FlowMoE
@@ -182,7 +181,21 @@ class _Search:
         if not firsts and any(map(self._fits, space(self._problem, "memory"))):
             firsts = list(islice(filter(self._fits, space(self._problem)), 1))
         if self._effort == "quick":
-            return self._quickly(firsts)
+            # Look at the first plans and go down from the best, on the short model; simulate one in full.
+            self._stage, screen = "quick plans", self._screen
+            rule = dict(self._problem.forced).get("priority", QUICK)
+            for choice in firsts:
+                screen.look(replace(choice, partition=None, priority=rule), always=True)
+            if not screen.candidates:
+                raise self._too_big()
+            try:
+                self._descend([screen.ranked()[0]])
+            except OutOfBudgetError:  # the best so far is taken
+                self._stage = "quick plans"
+            self._full.look(screen.ranked()[0], always=True)
+            if not self._full.candidates:  # the short model is smaller than what has to fit
+                raise self._too_big()
+            return self._found([], "quick plans", late=self._meter.late)
         everything, stopped, late = list[Decision](), None, False
         if self._effort != "low" or self._memory is not None:  # else only choices on the way are examined
             everything = [choice for choice in dict.fromkeys(space(self._problem)) if self._fits(choice)]
@@ -202,23 +215,6 @@ class _Search:
         if not self._full.candidates:
             raise self._too_big()
         return self._found(everything, stopped, late=late)
-
-    def _quickly(self, firsts: list[Decision]) -> FoundPlan:
-        """Look at the first plans and go down from the best, on the short model; simulate one in full."""
-        self._stage, screen = "quick plans", self._screen
-        rule = dict(self._problem.forced).get("priority", QUICK)
-        for choice in firsts:
-            screen.look(replace(choice, partition=None, priority=rule), always=True)
-        if not screen.candidates:
-            raise self._too_big()
-        try:
-            self._descend([screen.ranked()[0]])
-        except OutOfBudgetError:  # the best so far is taken
-            self._stage = "quick plans"
-        self._full.look(screen.ranked()[0], always=True)
-        if not self._full.candidates:  # the short model is smaller than what has to fit
-            raise self._too_big()
-        return self._found([], "quick plans", late=self._meter.late)
 
     def _begin(self, firsts: list[Decision]) -> None:
         """Simulate the first plans whatever the budget, so that there is an answer."""
@@ -275,7 +271,14 @@ class _Search:
             raise OutOfBudgetError
         begin = checked = meter.spent
         doubled = CHECKPOINT
-        for bound_s, number in self._by_bounds(choices):
+        # A choice's own bound is worked out when its looser one, which costs less, is the least.
+        bounds = [(self._bounds.loose(choice), number, False) for number, choice in enumerate(choices)]
+        heapify(bounds)
+        while bounds:
+            bound_s, number, own = heappop(bounds)
+            if not own:
+                heappush(bounds, (self._bounds.seconds(choices[number]), number, True))
+                continue
             if bound_s >= screen.best_s:
                 break
             self._stage = "all cuts by their bounds"
@@ -307,20 +310,6 @@ class _Search:
             fitting = self._room.with_least_recompute(settled(self._problem, choice))
             if fitting is not None:
                 self._full.look(fitting, always=True)
-
-    def _by_bounds(self, choices: list[Decision]) -> Iterator[tuple[float, int]]:
-        """Yield bounds and places of choices, the least bound first.
-
-        A choice's own bound is worked out when its looser one, which costs less, is the least.
-        """
-        loose = [(self._bounds.loose(choice), number, False) for number, choice in enumerate(choices)]
-        heapify(loose)
-        while loose:
-            bound_s, number, own = heappop(loose)
-            if own:
-                yield bound_s, number
-            else:
-                heappush(loose, (self._bounds.seconds(choices[number]), number, True))
 
     def _finish(self, *, orders: bool) -> None:
         """Simulate the best cuts in full, if wanted also in the best orders that local search finds."""

@@ -24,10 +24,12 @@ from penstock.plan.pipeline import (
     SIZE,
     VIRTUAL_SIZE,
     Cell,
+    Half,
     Pipeline,
     PipelineRun,
     PipelineTimes,
     Slot,
+    in_order,
     run_pipeline,
 )
 from penstock.plan.predict import closing_s, predict_s, task_cost
@@ -35,7 +37,6 @@ from penstock.plan.problem import Problem
 from penstock.schedule import Schedule, StepPlan, freeze
 from penstock.schedule.flowmoe import all_to_all_first
 from penstock.schedule.penstock import remaining_path
-from penstock.schedule.stage import Half, in_order
 from penstock.timing import Issuing, iteration_s, simulate, slowest
 from penstock.words import counted
 
@@ -236,20 +237,17 @@ class Stages:
         """Return the memory of a part with the activations of one microbatch."""
         key = self._kind(part)
         if key not in self._memory:
-            self._memory[key] = self._estimated(part)
+            problem, choice = self._problem(part), self._choice(part)
+            without = replace(problem, workload=replace(problem.workload, vocab_size=0))
+            of_begin, found = (
+                estimate_memory(problem if has else without, choice) for has in (part.begins, part.ends)
+            )
+            found = replace(found, copies_bytes=of_begin.copies_bytes)
+            if not part.layers:
+                logits = found.activations_bytes - estimate_memory(without, choice).activations_bytes
+                found = replace(found, activations_bytes=logits, buffers_bytes=0)
+            self._memory[key] = found
         return self._memory[key]
-
-    def _estimated(self, part: Part) -> MemoryEstimate:
-        problem, choice = self._problem(part), self._choice(part)
-        without = replace(problem, workload=replace(problem.workload, vocab_size=0))
-        of_begin, of_end = (
-            estimate_memory(problem if has else without, choice) for has in (part.begins, part.ends)
-        )
-        found = replace(of_end, copies_bytes=of_begin.copies_bytes)
-        if part.layers:
-            return found
-        logits = of_end.activations_bytes - estimate_memory(without, choice).activations_bytes
-        return replace(found, activations_bytes=logits, buffers_bytes=0)
 
     def _problem(self, part: Part) -> Problem:
         """Return the step of a part; one without layers has a dense one in their place, which never runs."""
@@ -528,7 +526,12 @@ class _Links:
     def seconds(self, sender: int, receiver: int) -> float:
         """Return the same beside the transfers of both stages."""
         across = self._across(sender, receiver)
-        share = max(self._busy(stage, across) for stage in (sender, receiver))
+        share = 0.0  # of a stage's time, in which its own transfers use the same way
+        for stage in (sender, receiver):
+            own = [(self.parts[i], way) for i in self.pipeline.parts_of(stage) for way in (True, False)]
+            busy_s = sum(self.stages.network_s(part, forward=way, across=across) for part, way in own)
+            all_s = sum(self.stages.half_s(part, forward=way) for part, way in own)
+            share = max(share, min(1.0, busy_s / all_s) if all_s else 0.0)
         return self.solo_s(sender, receiver) / (1 - share / 2)
 
     def longer_s(self, slot: Slot, ends_s: Sequence[float], edges: Sequence[bool] = ()) -> float:
@@ -555,13 +558,6 @@ class _Links:
     def _across(self, sender: int, receiver: int) -> bool:
         """Return whether transfers from one stage to another leave their node."""
         return _pairs(self.stages.problem, self.pipeline.node_size, sender, receiver).nodes > 1
-
-    def _busy(self, stage: int, across: bool) -> float:
-        """Return the share of a stage's time in which its own transfers use the same way."""
-        own = [(self.parts[i], way) for i in self.pipeline.parts_of(stage) for way in (True, False)]
-        busy_s = sum(self.stages.network_s(part, forward=way, across=across) for part, way in own)
-        all_s = sum(self.stages.half_s(part, forward=way) for part, way in own)
-        return min(1.0, busy_s / all_s) if all_s else 0.0
 
 
 def _pairs(problem: Problem, node_size: int, sender: int, receiver: int) -> Span:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, KernelModel, LinkModel, TaskModel
-from penstock.cost.doubts import listed
+from penstock.cost.measured import listed
 from penstock.cost.span import even_leg
 from penstock.mesh import num_nodes
 from penstock.report.loads import QUIET, TEXT, sheet

@@ -132,18 +132,8 @@ def distinct_rows(inputs: Counts, top_k: int, nearness: float = 1.0) -> Counts:
     """
     rows, busiest = inputs.sum(axis=2), inputs.max(axis=2, initial=0)
     tokens = np.maximum(np.ceil(rows.sum(axis=1) / top_k), inputs.max(axis=(1, 2), initial=0))[:, None]
-    met = tokens * (1 - _missed(inputs / np.maximum(tokens, 1)[:, :, None], top_k)) * nearness
-    least = np.maximum(busiest, np.ceil(rows / min(top_k, inputs.shape[2])))
-    found: Counts = np.clip(np.rint(met), least, np.minimum(tokens, rows)).astype(np.int64)
-    return found
-
-
-def _missed(share: Odds, top_k: int) -> Odds:
-    """Return the probability that a token chooses nothing in a part, [sources, parts].
-
-    share: of tokens that choose an expert. Of k choices among all: the sum of products of the odds of k
-    experts elsewhere, over that of any k.
-    """
+    # The probability that a token chooses nothing in a part, [sources, parts].
+    share = inputs / np.maximum(tokens, 1)[:, :, None]
     sources, parts, held = share.shape
     even = top_k / max(parts * held - top_k, 1)  # keeps products of many odds in range
     share = np.minimum(share, ALWAYS)
@@ -155,7 +145,10 @@ def _missed(share: Odds, top_k: int) -> Odds:
     before, after = list(_products(own)), list(_products(own[::-1]))[::-1]
     total = np.maximum(before[-1][:, top_k], np.finfo(float).tiny)
     elsewhere = [_product(before[part], after[part + 1])[:, top_k] for part in range(parts)]
-    return np.stack(elsewhere, axis=1) / total[:, None]
+    met = tokens * (1 - (np.stack(elsewhere, axis=1) / total[:, None])) * nearness
+    least = np.maximum(busiest, np.ceil(rows / min(top_k, inputs.shape[2])))
+    found: Counts = np.clip(np.rint(met), least, np.minimum(tokens, rows)).astype(np.int64)
+    return found
 
 
 def _products(polynomials: Odds) -> Iterator[Odds]:

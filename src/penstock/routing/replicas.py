@@ -22,7 +22,7 @@ import numpy as np
 from penstock.apportion import Counts
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import EMPTY, SPLIT, Replication
-from penstock.routing.integers import Ints
+from penstock.routing.sizes import Ints
 
 
 def rows_by_position(rows_PE: Counts, replication: Replication, mesh: Mesh) -> Counts:

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.apportion import Counts, apportion
 from penstock.mesh import Group, Mesh
-from penstock.placement import ExpertPlacement
+from penstock.placement import ExpertPlacement, Replication
 from penstock.routing.sizes import split_sizes
 
 
@@ -129,3 +129,53 @@ def by_source_and_target(rows_PE: Counts, placement: ExpertPlacement, shards: in
     """
     by_position = rows_PE if placement.is_even else rows_PE[:, list(placement.by_position)]
     return by_position.reshape(-1, placement.ranks, shards, placement.ranks, placement.slots)
+
+
+# ---- where samples and experts are, once they move ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Places of samples and experts in one step whose samples or experts move.
+
+    Attributes:
+        held_YDB: Which sample is at every place before each MoE layer, and after the last one, [Y + 1, D, B].
+            Samples are numbered group by group, as the batch has them.
+        replications: By MoE layer, the same in all expert groups; () = experts stay.
+        planning_s: Seconds in which a rank plans its share of the next step's replicas.
+    """
+
+    held_YDB: Counts
+    replications: tuple[Replication, ...] = ()
+    planning_s: float = 0.0
+
+    def leaving(self, counts_DBYE: Counts) -> Counts:
+        """Return counts of the samples that are at every place when rows leave for the experts of a layer."""
+        return _seen(counts_DBYE, self.held_YDB[:-1])
+
+    def arriving(self, counts_DBYE: Counts) -> Counts:
+        """Return counts of the samples that are at every place when a layer's rows have come home."""
+        return _seen(counts_DBYE, self.held_YDB[1:])
+
+    def moved(self, moe_layer: int, first: int, last: int) -> Counts:
+        """Return how many samples of places `first` to `last` go from group to group in a layer, [D, D]."""
+        before_DB, after_DB = self.held_YDB[moe_layer : moe_layer + 2, :, first:last]
+        groups, samples = after_DB.shape
+        origin = np.empty(self.held_YDB[0].size, np.int64)
+        origin[before_DB] = np.arange(groups)[:, None]
+        found = np.zeros((groups, groups), np.int64)
+        np.add.at(found, (origin[after_DB].ravel(), np.repeat(np.arange(groups), samples)), 1)
+        return found
+
+    @staticmethod
+    def still(counts_DBYE: Counts, replications: tuple[Replication, ...] = ()) -> Placed:
+        """Return the places of a step where every sample stays where the batch has it."""
+        groups, samples, layers, _ = counts_DBYE.shape
+        places_DB = np.arange(groups * samples).reshape(groups, samples)
+        return Placed(np.broadcast_to(places_DB, (layers + 1, groups, samples)), replications)
+
+
+def _seen(counts_DBYE: Counts, held_YDB: Counts) -> Counts:
+    groups, samples, layers, experts = counts_DBYE.shape
+    by_sample = counts_DBYE.reshape(groups * samples, layers, experts)
+    return np.stack([by_sample[held_DB, y] for y, held_DB in enumerate(held_YDB)], axis=2)

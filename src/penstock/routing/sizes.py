@@ -8,6 +8,9 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 
 @lru_cache(maxsize=4096)  # a search cuts a few sizes hundreds of thousands of times
 def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
@@ -30,3 +33,21 @@ def capacity_slots(tokens: int, num_experts: int, top_k: int, capacity_factor: f
     """Return slots per expert for `tokens` of one rank: ceil(f * k * tokens / E), at least `minimum`."""
     exact = Fraction(str(capacity_factor)) * top_k * tokens / num_experts  # 1.1 is 11/10, not its float
     return max(minimum, math.ceil(exact))
+
+
+# ---- arrays of integers, and exact matrix products of them by the fast routine for floating point ---------
+#
+# All ranks must derive the same results independently. Therefore costs are integers: a sum of integers below
+# 2 ** 53 is exact in float64, in whatever order a library adds.
+
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+def exact_product(left: Ints | Floats, right: Ints | Floats) -> Ints:
+    """Return the product of two matrices of integers (int64 or float64) whose sums stay below 2 ** 53."""
+    product: Ints = (left.astype(np.float64, copy=False) @ right.astype(np.float64, copy=False)).astype(
+        np.int64
+    )
+    return product

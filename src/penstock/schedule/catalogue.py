@@ -10,7 +10,7 @@ from functools import cached_property
 from penstock.config import ConfigError
 from penstock.decision import Decision, GradientBytes
 from penstock.features.build import build_graph
-from penstock.features.expert_replicas.feature import why_not_exact
+from penstock.features.expert_replicas.prices import why_not_exact
 from penstock.graph import Graph, Phase, RefusalError
 from penstock.ops.transfers import FLAT
 from penstock.schedule.baseline_esp import BaselineESP

@@ -5,10 +5,9 @@ from __future__ import annotations
 from penstock.decision import Decision, Slot
 from penstock.graph import Graph, Task
 from penstock.ops.gradients import summed
-from penstock.schedule.gaps import dense_gap, reduce_in_gaps
 from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import is_all_reduce
+from penstock.schedule.system import dense_gap, is_all_reduce, reduce_in_gaps
 from penstock.timing import Cost
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import ClassVar, cast
 
 from penstock.config import ConfigError
-from penstock.decision import Decision, GradientBytes
+from penstock.decision import TAIL, Decision, GradientBytes, Slot
 from penstock.features.field import READERS
-from penstock.features.sharded_optimizer.ops import GATHERS, UPDATES
-from penstock.graph import Graph, Lane, Task
+from penstock.features.sharded_optimizer.feature import GATHERS, ROOM, UPDATES
+from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.ops import Op
 from penstock.ops.gradients import GRADIENT_KINDS, summed
-from penstock.schedule.room import ordered
 from penstock.schedule.schedule import Schedule
 from penstock.step import StepShape
 from penstock.step.shape import ExpertForm
-from penstock.timing import Cost
+from penstock.timing import Cost, advance, positions
 
 MOST_REDUCTIONS = 1 << 15
 """The most pieces of all layers' gradients in a step. With a start-up of 0.1 ms they alone take 3.3 s."""
@@ -124,3 +124,76 @@ def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
     tasks += sorted(last, key=lambda task: (task.layer, kinds.index(summed(task.op))))
     tasks += [task for task in graph.tasks if lateness(task) and not is_all_reduce(task)]
     return ordered(name, graph, {lane: [task for task in tasks if task.lane is lane] for lane in Lane})
+
+
+# ---- fixed orders in which gradients make room for others: sums are moved to where a task waits for them --
+
+
+def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Schedule:
+    """Return the schedule of these orders; where no lane could proceed, the sums waited for come first."""
+    found = {lane: tuple(order) for lane, order in lanes.items() if order}
+    if not any(ROOM in task.inputs for task in graph.tasks):
+        return Schedule(name, found)
+    left = {lane: order[::-1] for lane, order in positions(found, graph).items()}  # the next one is last
+    done = set[int]()
+    row = advance(left.values(), graph.links, done)
+    tasks, moved = graph.tasks, True
+    while moved and any(left.values()):
+        # The sums that some lane waits for, and that could run, come to the front of their lanes.
+        waiting = (tasks[order[-1]] for order in left.values() if order)
+        wanted = {name for task in waiting for name in task.inputs.get(ROOM, ())}
+        moved = False
+        for order in left.values():
+            sums = [i for i in order if tasks[i].name in wanted and done.issuperset(graph.links[i])]
+            assert all(summed(tasks[i].op) for i in sums), "sums make room"
+            for place in sums:
+                order.remove(place)
+                order.append(place)
+                moved = True
+        if moved:
+            row += advance(left.values(), graph.links, done)
+    for order in left.values():  # none, or a deadlock of another kind, which the schedule's check names
+        row += order[::-1]
+    ran = [tasks[place] for place in row]
+    return Schedule(name, {lane: tuple(task for task in ran if task.lane is lane) for lane in found})
+
+
+# ---- gradient reductions in chosen gaps of the backward pass; everything else in program order ------------
+
+
+def dense_gap(layer: int) -> Slot:
+    """Return the gap under attention of a layer; below layer 0 there is only the tail."""
+    return Slot(layer=layer, part="dense") if layer >= 0 else TAIL
+
+
+def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]]) -> Schedule:
+    """Return a step in program order whose reductions run in their gaps. gaps: every reduction once.
+
+    Raises ScheduleError for a gap between all-to-alls in a layer that has no all-to-alls.
+    """
+    chunked = {task.layer for task in graph.tasks if task.chunk is not None}
+    for slot in gaps:
+        if slot.part == "moe" and slot.layer not in chunked:
+            raise ScheduleError(f"layer {slot.layer} is dense: there is no gap between its all-to-alls")
+    tasks = [task for task in graph.tasks if not lateness(task)]
+    lanes = {lane: [task for task in tasks if task.lane is lane] for lane in Lane}
+    # A layer's dense gap ends where the next MoE layer's all-to-alls below it begin.
+    inter: list[Task] = []
+    left = dict(gaps)
+    above = 1 + max(task.layer for task in graph.tasks)  # gaps of this layer and of higher ones are passed
+    for task in lanes[Lane.INTER]:
+        if task.phase is Phase.BACKWARD and task.op == Op.COMBINE:
+            for layer in reversed(range(task.layer + 1, above)):
+                inter += left.pop(Slot(layer=layer, part="dense"), ())
+            above = task.layer + 1
+        if task.phase is Phase.BACKWARD and task.op == Op.DISPATCH:
+            inter += left.pop(Slot(layer=task.layer, part="moe"), ())
+        inter.append(task)
+    for layer in reversed(range(above)):
+        inter += left.pop(Slot(layer=layer, part="dense"), ())
+    lanes[Lane.INTER] = [*inter, *left.pop(TAIL, ())]
+    assert not left, f"no such gaps: {list(left)}"
+    for task in graph.tasks:  # the optimiser's tasks, which follow the sums of gradients
+        if lateness(task) and not is_all_reduce(task):
+            lanes[task.lane].append(task)
+    return ordered(name, graph, lanes)

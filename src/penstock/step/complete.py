@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 
 from penstock.graph import Graph, Phase, ScheduleError, Task
 from penstock.ops import Backward, spec_of
@@ -22,7 +21,11 @@ def check_complete(graph: Graph, shape: StepShape) -> None:
     _check_gradients(graph)
     # Every buffer that tasks add to is reduced over the ranks as a whole.
     added = {state for task in graph.tasks for state in task.accumulates}
-    written = _written(graph)
+    # By state the pieces that are written, each with the number into which its buffer is cut.
+    written: dict[str, set[tuple[int | None, int]]] = defaultdict(set)
+    for task in graph.tasks:
+        for state in task.writes:
+            written[state].add((task.piece, len(task.cut.parts)))
     for name, kind in GRADIENT_KINDS.items():
         for layer in range(shape.num_layers):
             state = kind.state.format(layer=layer)
@@ -54,7 +57,17 @@ def _check_gradients(graph: Graph) -> None:
         for role, names in task.inputs.items()
         for name in names
     }
-    wanted = {_piece(task): tuple(_differentiated(task)) for task in graph.tasks if task.forward}
+    # By piece the roles of a forward task whose sources have a backward of their own.
+    wanted = {
+        _piece(task): [
+            role
+            for role, names in task.inputs.items()
+            if role not in spec_of(task.op).given
+            and any(spec_of(name.op).backward is Backward.TASK for name in names)
+        ]
+        for task in graph.tasks
+        if task.forward
+    }
     for task in graph.tasks:
         for role in wanted.get(_piece(task), ()) if task.phase in (Phase.BACKWARD, Phase.INPUT) else ():
             if (task.name, role) not in read:
@@ -73,26 +86,6 @@ def _check_gradients(graph: Graph) -> None:
                     raise ScheduleError(f"{task} reads {role} of {total}, which does not sum its {output}")
 
 
-def _differentiated(task: Task) -> Iterator[str]:
-    """Yield the roles of a forward task whose sources have a backward of their own."""
-    spec = spec_of(task.op)
-    for role, names in task.inputs.items():
-        if role not in spec.given and any(spec_of(n.op).backward is Backward.TASK for n in names):
-            yield role
-
-
 def _piece(task: Task) -> tuple[int, str, int | None]:
     """Return what a task has in common with its backward, whose chunks may differ: layer, op, microbatch."""
     return task.layer, task.op, task.microbatch
-
-
-Pieces = set[tuple[int | None, int]]
-
-
-def _written(graph: Graph) -> Mapping[str, Pieces]:
-    """Return by state the pieces that are written, each with the number into which its buffer is cut."""
-    found: dict[str, Pieces] = defaultdict(set)
-    for task in graph.tasks:
-        for state in task.writes:
-            found[state].add((task.piece, len(task.cut.parts)))
-    return found

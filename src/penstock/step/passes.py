@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import groupby
@@ -12,8 +12,8 @@ from math import lcm
 from penstock.graph import Cut, Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Backward, spec_of
-from penstock.ops.base import gradients_of
-from penstock.ops.blocks import PARTIAL, REPLICATED
+from penstock.ops.base import gradients_of, place_of
+from penstock.ops.blocks import PARTIAL, REPLICATED, computes_experts
 from penstock.ops.gradients import GRADIENT_KINDS, KindName
 from penstock.ops.names import Op
 from penstock.step.rewrite import end_layers, require, split
@@ -38,44 +38,31 @@ class Transpose:
     stage = Stage.TRANSPOSE
 
     def __call__(self, graph: Graph) -> Graph:
-        wanted = _gradients_wanted(graph)
-        back = [_backward(task, wanted[task.name]) for task in reversed(graph.tasks) if _differentiated(task)]
+        # For every task, by role, the tasks that make gradients of its outputs.
+        wanted: dict[Name, dict[str, tuple[Name, ...]]] = defaultdict(dict)
+        for task in graph.tasks:
+            spec = spec_of(task.op)
+            if spec.backward is Backward.NONE:
+                continue
+            source = task.name if spec.backward is Backward.VALUE else task.name.back
+            for role, names in task.inputs.items():
+                if role not in spec.given:
+                    for name in names:
+                        roles = wanted[name]
+                        roles[f"d_{role}"] = (*roles.get(f"d_{role}", ()), source)
+        back = []
+        for task in reversed(graph.tasks):
+            spec = spec_of(task.op)
+            given = {role: names for role, names in task.inputs.items() if role in spec.given}
+            # A transfer of values without gradients has no backward.
+            carries = spec.saves or not task.inputs or len(given) < len(task.inputs)
+            if spec.backward is not Backward.TASK or not carries:
+                continue
+            inputs = wanted[task.name] | ({"saved": (task.name,)} if spec.saves else given)
+            read = tuple(gradients_of(state) for state in task.reads if "parameters" in state)
+            state, facts = read or spec.states(task.layer), (task.lane, task.axes, inputs, task.cut)
+            back.append(Task(task.name.back, *facts, accumulates=state, reads=task.reads))
         return Graph.of([*graph.tasks, *back])
-
-
-def _differentiated(task: Task) -> bool:
-    """Return whether the task has a backward: a transfer of values without gradients has none."""
-    spec = spec_of(task.op)
-    carries = spec.saves or not task.inputs or not task.inputs.keys() <= spec.given
-    return spec.backward is Backward.TASK and carries
-
-
-def _gradients_wanted(graph: Graph) -> dict[Name, dict[str, tuple[Name, ...]]]:
-    """Return for every task, by role, the tasks that make gradients of its outputs."""
-    wanted: dict[Name, dict[str, tuple[Name, ...]]] = defaultdict(dict)
-    for task in graph.tasks:
-        spec = spec_of(task.op)
-        if spec.backward is Backward.NONE:
-            continue
-        source = task.name if spec.backward is Backward.VALUE else task.name.back
-        for role, names in task.inputs.items():
-            if role not in spec.given:
-                for name in names:
-                    roles = wanted[name]
-                    roles[f"d_{role}"] = (*roles.get(f"d_{role}", ()), source)
-    return wanted
-
-
-def _backward(task: Task, wanted: dict[str, tuple[Name, ...]]) -> Task:
-    spec = spec_of(task.op)
-    inputs = dict(wanted)
-    if spec.saves:
-        inputs["saved"] = (task.name,)
-    else:
-        inputs |= {role: names for role, names in task.inputs.items() if role in spec.given}
-    read = tuple(gradients_of(state) for state in task.reads if "parameters" in state)
-    state = read or spec.states(task.layer)
-    return Task(task.name.back, task.lane, task.axes, inputs, task.cut, accumulates=state, reads=task.reads)
 
 
 # ---- the batch, cut along its samples into microbatches that go through whole blocks ----------------------
@@ -183,7 +170,7 @@ class WeightGradients:
 
 
 def _splits(task: Task) -> bool:
-    return task.op == Op.EXPERTS and task.phase is Phase.BACKWARD
+    return computes_experts(task.op) and task.phase is Phase.BACKWARD
 
 
 # ---- the number of every rank's rows that went to each expert, told to all ranks once per step ------------
@@ -205,7 +192,7 @@ class GatheredLoads:
 
     def __call__(self, graph: Graph) -> Graph:
         require(graph, Op.STATISTICS, "routers")
-        (total,) = [task for task in graph.tasks if task.op == Op.STATISTICS]
+        (total,) = [task for task in graph.tasks if spec_of(task.op).normalises]
         inputs = {"routers": total.inputs["routers"], "statistics": (total.name,)}
         name = Name(total.layer, Op.LOADS, Phase.BACKWARD)
         return end_layers(graph, {total.layer: [Task(name, Lane.INTER, Group.WORLD, inputs)]})
@@ -297,25 +284,6 @@ def last_to_add(graph: Graph) -> Mapping[str, Sequence[Name]]:
 # ---- program order, by which rules and searches break ties ------------------------------------------------
 
 
-GATED = {Op.ATTENTION, Op.GATE, Op.SAMPLE_COUNTS}
-"""In the forward half, a microbatch's rows are counted as soon as they are known: all ranks wait for that."""
-
-ROUTED = {
-    Op.COUNTS,
-    Op.SAMPLE_LOADS,
-    Op.DEAL_SLOTS,
-    Op.ROWS_GATHER,
-    Op.DISPATCH_GATHER,
-    Op.DISPATCH,
-    Op.DISPATCH_SCATTER,
-    Op.SHARD_GATHER,
-}
-"""In the forward half, a microbatch passes all of these before the next one: its experts wait for them."""
-
-COMPUTED = {Op.EXPERTS, Op.ROW_ORDER}
-"""A chunk passes these before the next one does: it leaves while the next is computed."""
-
-
 @dataclass(frozen=True)
 class Settle:
     """Program order, breadth first as in FlowMoE (Eq. 2-5): an op for all its pieces, then the next op.
@@ -329,23 +297,34 @@ class Settle:
 
     def __call__(self, graph: Graph) -> Graph:
         blocks = [list(block) for _, block in groupby(graph.tasks, _block)]
-        return Graph.of(task for block in _shared_first(blocks) for task in sorted(block, key=_place(block)))
+        shared: dict[tuple[int, bool], list[Task]] = defaultdict(list)
+        for block in blocks:
+            if place_of(block[0].op) == "beside":
+                shared[block[0].layer, block[0].forward] += sorted(block, key=_place(block))
+        out: list[Task] = []
+        for block in blocks:
+            first = block[0]
+            if place_of(first.op) == "beside":
+                continue
+            if any(computes_experts(task.op) for task in block):
+                out += shared.pop((first.layer, first.forward), ())
+            out += sorted(block, key=_place(block))
+        return Graph.of(out)
 
 
 def _block(task: Task) -> tuple[object, ...]:
     """Return the key of tasks that stand together: pieces of one op, or of several for a microbatch."""
     layer, op, phase, *_ = task.name
-    if op in COMPUTED:
-        return layer, "computed", task.forward
-    if phase is Phase.FORWARD:
-        op = "routed" if op in ROUTED else "gated" if op in GATED else op
-    return layer, op, phase
+    turn = spec_of(op).turn
+    if turn == "computed":
+        return layer, turn, task.forward
+    return layer, turn or op if phase is Phase.FORWARD else op, phase
 
 
 def _place(block: Sequence[Task]) -> Callable[[Task], tuple[int, ...]]:
     """Return the sort key of a block's tasks: by microbatch, then in the block's own order."""
     turn = {op: i for i, op in enumerate(dict.fromkeys(task.op for task in block))}
-    by_chunk = block[0].op in COMPUTED
+    by_chunk = spec_of(block[0].op).turn == "computed"
 
     def place(task: Task) -> tuple[int, ...]:
         _, op, phase, microbatch, chunk, piece = task.name
@@ -354,18 +333,3 @@ def _place(block: Sequence[Task]) -> Callable[[Task], tuple[int, ...]]:
         return (m if phase is Phase.FORWARD else -m), *inside, piece or 0
 
     return place
-
-
-def _shared_first(blocks: Sequence[list[Task]]) -> Iterator[list[Task]]:
-    """Yield blocks in order, those of shared experts before the experts of their layer and half."""
-    shared: dict[tuple[int, bool], list[list[Task]]] = {}
-    for block in blocks:
-        if block[0].op == Op.SHARED:
-            shared.setdefault((block[0].layer, block[0].forward), []).append(block)
-    for block in blocks:
-        first = block[0]
-        if first.op == Op.SHARED:
-            continue
-        if any(task.op == Op.EXPERTS for task in block):
-            yield from shared.pop((first.layer, first.forward), ())
-        yield block

@@ -10,13 +10,12 @@ One MoE block (a dense one is its AT alone), data to the right, roles on the edg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.graph.task import Inputs
-from penstock.mesh import Axes, Group
-from penstock.ops import spec_of
+from penstock.mesh import Group
+from penstock.ops import Kind, spec_of
 from penstock.ops.names import Op
 
 F = Phase.FORWARD
@@ -37,48 +36,33 @@ class PlainStep:
 
     def graph(self) -> Graph:
         """Return the graph of the forward half."""
-        return Graph.of(self._tasks())
+        made: list[Task] = []
 
-    def _tasks(self) -> Iterator[Task]:
-        yield (embed := _compute(0, Op.EMBED))
-        hidden, routers = embed, []
+        def task(layer: int, op: str, **read: Task) -> Task:
+            spec = spec_of(op)
+            lane, axes = (Lane.INTER, Group.EXPERT) if spec.kind is Kind.COLLECTIVE else (Lane.COMPUTE, ())
+            name = Name(layer, op, F, 0, 0 if "c" in spec.indices else None)
+            inputs = {role: (source.name,) for role, source in read.items()}
+            made.append(Task(name, lane, axes, inputs, reads=spec.parameters(layer)))
+            return made[-1]
+
+        hidden, routers = task(0, Op.EMBED), []
         for layer, is_moe in enumerate(self.moe_layers):
-            yield (attention := _compute(layer, Op.ATTENTION, hidden=hidden))
-            hidden = attention
-            if is_moe:
-                *inner, hidden = self._moe(attention)
-                yield from (*inner, hidden)
-                routers.append(attention.name)
+            hidden = attention = task(layer, Op.ATTENTION, hidden=hidden)
+            if not is_moe:
+                continue
+            routers.append(attention.name)
+            knows = task(layer, Op.COUNTS, counts=attention) if self.exchange_counts else attention
+            there = task(layer, Op.DISPATCH, rows=attention, route=knows)
+            read = {"residual": attention, "weights": attention, "order": attention}
+            if self.shared_experts:
+                read["shared"] = task(layer, Op.SHARED, tokens=attention)
+            experts = task(layer, Op.EXPERTS, rows=there, route=knows)
+            home = task(layer, Op.COMBINE, rows=experts, route=knows)
+            hidden = task(layer, Op.UNPERMUTE, **read, rows=home)
         last = len(self.moe_layers) - 1
-        yield (head := _compute(last, Op.HEAD, hidden=hidden))
-        yield statistics(last, {"loss": (head.name,), "routers": tuple(routers)})
-
-    def _moe(self, attention: Task) -> Iterator[Task]:
-        layer, knows = attention.layer, attention
-        if self.exchange_counts:
-            yield (knows := _transfer(layer, Op.COUNTS, chunked=False, counts=attention))
-        yield (there := _transfer(layer, Op.DISPATCH, rows=attention, route=knows))
-        read = {"residual": attention, "weights": attention, "order": attention}
-        if self.shared_experts:
-            yield (shared := _compute(layer, Op.SHARED, tokens=attention))
-            read["shared"] = shared
-        yield (experts := _compute(layer, Op.EXPERTS, chunked=True, rows=there, route=knows))
-        yield (home := _transfer(layer, Op.COMBINE, rows=experts, route=knows))
-        yield _task(layer, Op.UNPERMUTE, Lane.COMPUTE, (), False, {**read, "rows": home})
-
-
-def _task(layer: int, op: str, lane: Lane, axes: Axes, chunked: bool, read: dict[str, Task]) -> Task:
-    name = Name(layer, op, F, 0, 0 if chunked else None)
-    inputs = {role: (task.name,) for role, task in read.items()}
-    return Task(name, lane, axes, inputs, reads=spec_of(op).parameters(layer))
-
-
-def _compute(layer: int, op: str, *, chunked: bool = False, **read: Task) -> Task:
-    return _task(layer, op, Lane.COMPUTE, (), chunked, read)
-
-
-def _transfer(layer: int, op: str, *, chunked: bool = True, **read: Task) -> Task:
-    return _task(layer, op, Lane.INTER, Group.EXPERT, chunked, read)
+        head = task(last, Op.HEAD, hidden=hidden)
+        return Graph.of([*made, statistics(last, {"loss": (head.name,), "routers": tuple(routers)})])
 
 
 def statistics(last: int, read: Inputs | None = None) -> Task:

@@ -16,8 +16,7 @@ from penstock.config import Within, check_bounds
 from penstock.config.bounds import MOST_RANKS
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Axes, Mesh
-from penstock.ops import OPS
-from penstock.ops.blocks import EXPERTS
+from penstock.ops.blocks import computes_experts
 from penstock.timing import TaskRecord
 from penstock.writing import write_whole
 
@@ -223,7 +222,7 @@ def typical_seconds(records: Iterable[TaskRecord]) -> dict[Kind, float]:
     """
     kinds: dict[Kind, list[float]] = defaultdict(list)
     for record in records:
-        if record.lane.computes and not (record.task.op in OPS and OPS[record.task.op].gradients == EXPERTS):
+        if record.lane.computes and not (computes_experts(record.task.op)):
             kinds[record.task.op, record.task.phase].append(record.duration_s)
     return {kind: median(seconds) for kind, seconds in kinds.items()}
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from penstock.config import ConfigError
 from penstock.cost import Attention, HeldBytes, StepCost, Workload
-from penstock.cost.placed import expert_costs, splits_exactly
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.device import device_of
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.planners import find_planner
+from penstock.features.expert_replicas.prices import expert_costs, splits_exactly
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.decoder import MakeLayer, TensorShard, on_meta
 from penstock.moe import MoEConfig

@@ -20,8 +20,8 @@ from scipy.special import stdtrit
 from penstock.apportion import Counts
 from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
-from penstock.features.expert_replicas.model import LayerLoad
 from penstock.features.expert_replicas.planners import overlap
+from penstock.features.expert_replicas.problem import LayerLoad
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import ExpertPlacement, Replication
 from penstock.runtime import PipelinedStack

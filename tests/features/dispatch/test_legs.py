@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.features.dispatch import DISPATCHES, Dispatch, Leg, NodeOnceDispatch, Place
-from penstock.features.dispatch.passes import Hierarchical
+from penstock.features.dispatch.feature import Hierarchical
 from penstock.graph import Graph, Lane
 from penstock.mesh import Axes, Group
 from penstock.ops import Op

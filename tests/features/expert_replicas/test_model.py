@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from penstock.features.expert_replicas.model import LayerLoad, paper_seconds, seconds_of
-from penstock.features.expert_replicas.problem import ExpertCosts, Links
+from penstock.features.expert_replicas.problem import ExpertCosts, LayerLoad, paper_seconds, seconds_of
+from penstock.routing.links import Links
 
 APART = Links(nodes=(0, 1), across_s_per_byte=1.0, inside_s_per_byte=1.0)
 """Two nodes of one rank; a byte takes a second."""

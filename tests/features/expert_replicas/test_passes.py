@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.features.build import build_graph
-from penstock.features.expert_replicas.passes import PlannedReplicas, ReplicaGradients, Replicas
+from penstock.features.expert_replicas.feature import PlannedReplicas, ReplicaGradients, Replicas
 from penstock.graph import Graph, Lane, ScheduleError
 from penstock.mesh import Group
 from penstock.ops import Op

@@ -20,13 +20,11 @@ from penstock.features.expert_replicas.encoding import (
     share_of,
     told_bytes,
 )
-from penstock.features.expert_replicas.evening import Ways
-from penstock.features.expert_replicas.model import LayerLoad, layer_seconds
-from penstock.features.expert_replicas.planners import PLANNERS, find_planner, overlap, pays, planning_s
-from penstock.features.expert_replicas.problem import ExpertProblem
+from penstock.features.expert_replicas.planners import PLANNERS, Ways, find_planner, overlap, pays, planning_s
+from penstock.features.expert_replicas.problem import ExpertProblem, LayerLoad, layer_seconds
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
-from penstock.routing.integers import Ints
 from penstock.routing.replicas import Tier, matched
+from penstock.routing.sizes import Ints
 from tests.features.problems import costs_of, expert_problems, skewed_loads
 from tests.support.replicas import random_replication
 

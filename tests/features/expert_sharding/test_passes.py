@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.dispatch.passes import Hierarchical
-from penstock.features.expert_sharding.passes import (
+from penstock.features.dispatch.feature import Hierarchical
+from penstock.features.expert_sharding.feature import (
     DealtSlots,
     FusedShards,
     GatheredShards,

@@ -13,13 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.features.sample_placement import solvers as transport
-from penstock.features.sample_placement.assign import assign
-from penstock.features.sample_placement.prediction import ConditionalTable
-from penstock.features.sample_placement.rows import Nearness, SampleProblem, sample_problem
-from penstock.features.sample_placement.solvers import SOLVERS, find_solver
+from penstock.features.sample_placement import assign as transport
+from penstock.features.sample_placement.assign import (
+    SOLVERS,
+    ConditionalTable,
+    Nearness,
+    SampleProblem,
+    assign,
+    find_solver,
+    sample_problem,
+)
 from penstock.placement import ExpertPlacement, Replication
-from penstock.routing.integers import Floats, Ints
+from penstock.routing.sizes import Floats, Ints
 from tests.features.problems import even_problem
 
 

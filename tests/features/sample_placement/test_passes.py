@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.features.build import build_graph
-from penstock.features.sample_placement.passes import MoveSamples, PackedResidualPass
+from penstock.features.sample_placement.feature import MoveSamples, PackedResidualPass
 from penstock.graph import Graph, Lane, Phase, RefusalError, ScheduleError
 from penstock.mesh import Group
 from penstock.step import Sharing, StepShape

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.features.build import build_graph
-from penstock.features.sharded_optimizer.ops import GATHERS, UPDATES
-from penstock.features.sharded_optimizer.passes import LAYERS, ShardedOptimizer
+from penstock.features.sharded_optimizer.feature import GATHERS, LAYERS, UPDATES, ShardedOptimizer
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.ops.gradients import summed as is_sum

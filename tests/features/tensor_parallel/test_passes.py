@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.features.tensor_parallel.passes import TensorParallel
+from penstock.features.tensor_parallel.feature import TensorParallel
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Kind, spec_of

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from penstock.cost import ClusterConfig, RoutedCost, StepCost, routing_sizes
-from penstock.cost.placed_moves import PLACEMENT_MOVES
 from penstock.decision import PlacementConfig
 from penstock.features.dispatch import DISPATCHES
+from penstock.features.expert_replicas.prices import ROUTED as REPLICAS
 from penstock.features.sample_placement.feature import SampleMoves
+from penstock.features.sample_placement.prices import ROUTED as SAMPLES
 from penstock.graph import Lane
 from penstock.lab.virtual import VirtualConfig, build_virtual
 from penstock.lab.virtual.stack import Movement
@@ -31,6 +32,9 @@ from tests.support.ranks import Pools
 LOCAL = VirtualConfig(routing="dirichlet", dirichlet_concentration=0.1)
 SLEEPS = ClusterConfig(task_overhead_s=5e-4, flops_per_s=1e8)
 BOTH = PlacementConfig(samples="netmoe", experts="planned", replica_slots=2)
+
+PLACEMENT_MOVES = [op for op, each in {**REPLICAS, **SAMPLES}.items() if each.move]
+"""Ops that move what follows samples and experts, and by which ranks tell each other of them."""
 
 
 def case_of(*, ep_size: int = 4) -> Case:

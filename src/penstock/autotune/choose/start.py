@@ -29,7 +29,7 @@ from penstock.config import UNSET, ConfigError, to_dict
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import mismatch
 from penstock.cost.clusters import UNNAMED, find_cluster
-from penstock.cost.doubts import IN_A_RUN, summary
+from penstock.cost.measured import IN_A_RUN, summary
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.plan import (
     Candidate,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from penstock.autotune.profile.sample import Action, Budget, Limits, fitted, measure_sizes
 from penstock.cost import ClusterConfig
 from penstock.cost.cluster_file import PRODUCT, KernelModel, TaskModel
-from penstock.features.sharded_optimizer.ops import UPDATE_COPIES, UPDATES
+from penstock.features.sharded_optimizer.feature import UPDATE_COPIES, UPDATES
 from penstock.graph import Phase
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery

@@ -14,7 +14,7 @@ from penstock.autotune.profile.tasks import measure_tasks
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
 from penstock.cost.clusters import UNNAMED
-from penstock.cost.doubts import OVERRAN, STOPPED
+from penstock.cost.measured import OVERRAN, STOPPED
 from penstock.decision import ScheduleConfig
 from penstock.features.dispatch import DISPATCHES
 from penstock.runtime import Machinery

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost, Workload
 from penstock.cost.contention import MOST_SCATTER, SOLO, Contention, Sighting, fit_contention, fit_steps
-from penstock.cost.doubts import scattered
+from penstock.cost.measured import scattered
 from penstock.decision import Decision
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Task

@@ -24,8 +24,8 @@ from penstock.autotune.profile.sample import PURPOSE, Budget, Limits, fitted, he
 from penstock.autotune.profile.steps import RealSteps, with_steps, worth_running
 from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import TaskModel
-from penstock.cost.doubts import OVERRAN
 from penstock.cost.fit import fit_line
+from penstock.cost.measured import OVERRAN
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.device import device_of, wait_for_gpu
 from penstock.graph import Phase, Task

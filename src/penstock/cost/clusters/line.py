@@ -67,6 +67,8 @@ def in_line(text: str) -> ClusterFile | None:
     of_device = cards >= per_node or joined > per_node  # then each has a card of its own
     peak, shares = device.peak_tflops(device.usual), SHARES[device.architecture]
     assert peak is not None, "its usual precision is one that it has"
+    of_cards = f"{cards} x " if cards > 1 else ""
+    network = "" if nodes == 1 else f"{of_cards}{net / 1e9:g} GB/s per node at "  # as it is understood
     return ClusterFile(
         name=text.strip(),
         nodes=nodes * per_node // joined,
@@ -89,7 +91,7 @@ def in_line(text: str) -> ClusterFile | None:
         source=f"data sheet of {device.name}: {peak:g} TFLOP/s in {device.usual}, {memory_gb} GB, "
         f"{device.memory_gb_per_s:g} GB/s, {device.link} {inside / 1e9:g} GB/s; default efficiency of "
         f"{device.architecture}: {shares.words}, links {100 * LINKS[device.link]:.0f}, "
-        f"network {_network_words(cards, net, nodes)}{100 * FABRICS[fabric]:.0f} %; nothing measured"
+        f"network {network}{100 * FABRICS[fabric]:.0f} %; nothing measured"
         + f"; products in float8, as Penstock does not compute them: {FLOAT8:g} times as fast"
         * in_float8,
     )
@@ -147,13 +149,6 @@ def _rate(text: str, value: str) -> tuple[int, float]:
     if not cards * rate:
         _refuse(text, f"nothing arrives at {value}")
     return cards, rate * BYTES_OF[found[3]]
-
-
-def _network_words(cards: int, net: float, nodes: int) -> str:
-    """Return the rate of a node's network as it is understood; "" for one node, which has none."""
-    if nodes == 1:
-        return ""
-    return f"{f'{cards} x ' if cards > 1 else ''}{net / 1e9:g} GB/s per node at "
 
 
 def _refuse(text: str, why: str) -> NoReturn:

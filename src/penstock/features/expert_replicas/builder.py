@@ -15,11 +15,16 @@ from itertools import chain
 
 import numpy as np
 
-from penstock.features.expert_replicas.model import LayerLoad, LayerSeconds, copies_to, seconds_of
-from penstock.features.expert_replicas.problem import ExpertProblem
+from penstock.features.expert_replicas.problem import (
+    ExpertProblem,
+    LayerLoad,
+    LayerSeconds,
+    copies_to,
+    seconds_of,
+)
 from penstock.placement import EMPTY, SPLIT, Part, Replication
-from penstock.routing.integers import Ints
 from penstock.routing.replicas import ExactSplit, filled, matched, tiers
+from penstock.routing.sizes import Ints
 
 PASSES = 6
 """Rounds in which the rows of all shared experts are levelled, one expert after the other."""

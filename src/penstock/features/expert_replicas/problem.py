@@ -5,88 +5,17 @@ Shapes: P ranks of the expert group, N nodes, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from penstock.placement import ExpertPlacement
-from penstock.routing.integers import Floats, Ints, exact_product
-
-
-@dataclass(frozen=True, kw_only=True)
-class Links:
-    """The cost of a byte between ranks of one node, and between nodes.
-
-    nodes: by rank, from 0. across_s_per_byte: of a node's card, which all of its ranks share, or of each
-    rank's own card where `card_per_rank`. inside_s_per_byte: of each rank's link inside its node.
-    """
-
-    nodes: tuple[int, ...]
-    across_s_per_byte: float
-    inside_s_per_byte: float
-    card_per_rank: bool = False
-
-    def seconds(self, sent_PP: Ints | Floats) -> float:
-        """Return the time that the busiest link needs for bytes sent from every rank to every rank.
-
-        Links are full duplex, and links inside nodes work while cards do.
-        """
-        return float(self.rank_seconds(sent_PP).max(initial=0.0))
-
-    def rank_seconds(self, sent_PP: Ints | Floats) -> Floats:
-        """Return the time of the busiest link that each rank's bytes pass, [P]."""
-        if self.card_per_rank:
-            card_P = _busier(self.across * sent_PP)
-        elif self.firsts is not None:
-            sent_NN = np.add.reduceat(np.add.reduceat(sent_PP, self.firsts, axis=0), self.firsts, axis=1)
-            np.fill_diagonal(sent_NN, 0)
-            card_P = _busier(sent_NN)[np.array(self.nodes)]
-        else:
-            card_P = self.members.T @ _busier(self.members @ (self.across * sent_PP) @ self.members.T)
-        inside_P = _busier(self.inside * sent_PP)
-        found: Floats = np.maximum(self.inside_s_per_byte * inside_P, self.across_s_per_byte * card_P)
-        return found
-
-    @cached_property
-    def pair_s_per_byte(self) -> Floats:
-        """Seconds per byte from rank to rank while all other ranks are silent, [P, P]."""
-        return self.across_s_per_byte * self.across + self.inside_s_per_byte * self.inside
-
-    @cached_property
-    def mean_s_per_byte(self) -> float:
-        """1 / the papers' average bandwidth: seconds per byte that a rank receives when all send evenly."""
-        ranks = len(self.nodes)
-        return self.seconds(np.ones((ranks, ranks))) / max(1, ranks - 1)
-
-    @cached_property
-    def firsts(self) -> Ints | None:
-        """The first rank of every node where the ranks of nodes are consecutive, [N]; else None."""
-        nodes = np.array(self.nodes)
-        if (np.diff(nodes) < 0).any() or len(np.unique(nodes)) <= nodes.max():
-            return None
-        firsts: Ints = np.searchsorted(nodes, np.arange(nodes.max() + 1))
-        return firsts
-
-    @cached_property
-    def members(self) -> Floats:
-        """1 where a rank is in a node, [N, P]."""
-        nodes = np.arange(max(self.nodes) + 1)
-        members: Floats = np.equal.outer(nodes, np.array(self.nodes)).astype(np.float64)
-        return members
-
-    @cached_property
-    def across(self) -> Floats:
-        """1 where two ranks are in different nodes, [P, P]."""
-        nodes = np.array(self.nodes)
-        across: Floats = np.not_equal.outer(nodes, nodes).astype(np.float64)
-        return across
-
-    @cached_property
-    def inside(self) -> Floats:
-        """1 where two different ranks are in one node, [P, P]."""
-        return 1.0 - self.across - np.eye(len(self.nodes))
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
+from penstock.routing.links import Links
+from penstock.routing.replicas import ExactSplit
+from penstock.routing.sizes import Floats, Ints, exact_product
 
 
 class Slack(NamedTuple):
@@ -171,7 +100,131 @@ class ExpertProblem:
         return float(self.loads.sum() / self.ranks)
 
 
-def _busier(sent: Floats) -> Floats:
-    """Return, by row of the matrix, what is sent or received, whichever is more."""
-    busier: Floats = np.maximum(sent.sum(axis=1), sent.sum(axis=0))
-    return busier
+# ---- the time of a layer with some experts as replicas: per rank and link, and by the equations of Pro-
+# Prophet
+#
+# Shapes: P ranks of the expert group, E experts.
+
+
+Equation = Literal[6, 8]
+"""Equation of Pro-Prophet: 6 adds transfers of weights to everything else, 8 hides them under computation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLoad:
+    """The load of a layer on ranks and links in one step.
+
+    traffic: [P, P], rows that rank p sends to rank r, its own on the diagonal. copies: [P, P], experts whose
+    parameters rank p sends to rank r, and whose gradients it gets back.
+    """
+
+    traffic: Floats
+    copies: Ints
+
+    @staticmethod
+    def of(loads: Ints, replication: Replication, nodes: Sequence[int] = ()) -> LayerLoad:
+        """Return the load with rows `loads` [P, E] sent as a replication says. nodes: by rank; () = one
+        node."""
+        ranks = replication.placement.ranks
+        if replication.limit is not None:
+            table_SPCN = ExactSplit.of(replication, nodes).table(loads[:, None])
+            rows = table_SPCN.sum(axis=(2, 3)).astype(np.float64)
+            return LayerLoad(traffic=rows, copies=copies_of(replication))
+        pairs, rank_of_position = replication.pairs, np.repeat(np.arange(ranks), replication.slots)
+        rows = loads[pairs.rank, pairs.expert] * pairs.parts
+        cells = np.bincount(pairs.rank * ranks + rank_of_position[pairs.position], rows, ranks**2)
+        return LayerLoad(traffic=cells.reshape(ranks, ranks) / SPLIT, copies=copies_of(replication))
+
+    @cached_property
+    def computed(self) -> Floats:
+        """Rows that every rank computes: H of Eq 2, [P]."""
+        rows: Floats = self.traffic.sum(axis=0)
+        return rows
+
+    @cached_property
+    def received(self) -> Floats:
+        """Rows that every rank receives from others: R of Eq 1, [P]."""
+        rows: Floats = self.computed - self.traffic.diagonal()
+        return rows
+
+    @property
+    def imbalance(self) -> float:
+        """The largest load of a rank over the mean; 1 without rows."""
+        mean = float(self.computed.mean())
+        return float(self.computed.max()) / mean if mean else 1.0
+
+
+def copies_of(replication: Replication) -> Ints:
+    """Return the number of experts whose parameters rank p sends to rank r, [P, P]."""
+    return copies_to(replication.replicas, replication.placement)
+
+
+def copies_to(replicas: Sequence[Sequence[int]], placement: ExpertPlacement) -> Ints:
+    """Return copies, [P, P], for replicas by rank that are not yet a replication; EMPTY slots get none."""
+    copies = np.zeros((placement.ranks,) * 2, np.int64)
+    for rank, here in enumerate(replicas):
+        for expert in here:
+            if expert != EMPTY:
+                copies[placement.owners[expert], rank] += 1
+    return copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSeconds:
+    """The parts of a layer's time in one step, forward and backward.
+
+    rows_s: four all-to-alls. experts_s: the slowest rank's experts. weights_s: parts of Trans and Agg that
+    are exposed.
+    """
+
+    rows_s: float
+    experts_s: float
+    weights_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.rows_s + self.experts_s + self.weights_s
+
+
+def seconds_of(costs: ExpertCosts, load: LayerLoad) -> LayerSeconds:
+    """Return times by rank and link: each transfer's busiest link, each computation's slowest rank."""
+    experts_s = costs.row_s * float(load.computed.max())
+    rows_s = 4 * costs.row_bytes * costs.links.seconds(load.traffic)
+    weights_s = exposed_s(costs, costs.links.seconds(load.copies), experts_s)
+    return LayerSeconds(rows_s=rows_s, experts_s=3 * experts_s, weights_s=weights_s)
+
+
+def exposed_s(costs: ExpertCosts, per_byte_s: float, experts_s: float) -> float:
+    """Return the exposed seconds of Trans and Agg.
+
+    per_byte_s: of the busiest link on the way of copies, 0 = none; experts_s: forward of experts.
+    """
+    if not per_byte_s:
+        return 0.0
+    forward_slack_s, backward_slack_s = costs.slack_s(experts_s)  # Agg is Trans in reverse
+    forward_s = max(0.0, per_byte_s * costs.parameter_bytes - forward_slack_s)
+    return forward_s + max(0.0, per_byte_s * costs.gradient_bytes - backward_slack_s)
+
+
+def layer_seconds(problem: ExpertProblem, replication: Replication) -> LayerSeconds:
+    """Return the time of the layer with these replicas, by rank and link."""
+    return seconds_of(problem.costs, LayerLoad.of(problem.loads, replication, problem.costs.links.nodes))
+
+
+def paper_seconds(
+    costs: ExpertCosts, received: Floats, computed: Floats, copied: int, excluded: int, equation: Equation = 8
+) -> float:
+    """Return the time of the layer by Eq 6 or Eq 8 of Pro-Prophet.
+
+    received, computed: R and H, [P]. copied: s, experts with replicas. excluded: n, ranks that do not get
+    such an expert.
+    """
+    ranks, byte_s = len(computed), costs.links.mean_s_per_byte
+    experts_s = costs.row_s * float(computed.max())
+    copies = copied * (ranks - excluded) / ranks
+    trans_s, agg_s = copies * costs.parameter_bytes * byte_s, copies * costs.gradient_bytes * byte_s
+    if equation == 8:
+        trans_s = max(0.0, trans_s - experts_s - costs.other_s)
+        agg_s = max(0.0, agg_s - 2 * experts_s - 2 * costs.other_s)
+    rows_s = float(received.max()) * costs.row_bytes * byte_s
+    return 4 * rows_s + 3 * experts_s + trans_s + agg_s

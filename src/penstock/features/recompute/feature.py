@@ -1,14 +1,66 @@
-"""Recomputation of experts or blocks before their backward."""
+"""Computation that is recomputed before its backward, so that it keeps only its inputs."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from penstock.features.feature import Feature
 from penstock.features.field import Field
-from penstock.features.recompute.passes import Recompute
+from penstock.graph import Graph, Name, Phase, Task
+from penstock.ops import spec_of
+from penstock.ops.base import place_of
+from penstock.ops.blocks import computes_experts
 from penstock.step.shape import StepShape
-from penstock.step.stages import Pass
+from penstock.step.stages import Pass, Stage
+
+Names = tuple[Name, ...]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Inserts a task X.R between X.F and X.B. Transfers are not repeated: X.R gets the rows that X.F got.
+
+    It may start as soon as the gradient of what leaves the block is there (`due`), so it runs while rows of
+    gradients are in transit. experts_only: the rest of a block keeps what its backward needs.
+
+        before  X ─saved─ X.B
+        after   X ─kept─ X.R ─saved─ X.B          AT.B of the block above ─due─ X.R
+    """
+
+    experts_only: bool
+    name = "recompute"
+    stage = Stage.TRANSPOSE
+
+    def __call__(self, graph: Graph) -> Graph:
+        # By layer the tasks that bring gradients to it: those of the layer above, or of the head.
+        due: dict[int, Names] = defaultdict(tuple)
+        for task in graph.tasks:
+            if task.forward or place_of(task.op) == "output":
+                continue
+            above = [
+                name
+                for name in task.sources()
+                if name.phase is Phase.BACKWARD and (name.layer > task.layer or place_of(name.op) == "output")
+            ]
+            due[task.layer] = tuple(dict.fromkeys((*due[task.layer], *above)))
+        out: list[Task] = []
+        for task in graph.tasks:
+            wanted = computes_experts(task.op) or (spec_of(task.op).recomputable and not self.experts_only)
+            if not (wanted and task.phase is Phase.BACKWARD and "saved" in task.inputs):
+                out.append(task)
+                continue
+            (forward,) = task.inputs["saved"]
+            name = task.name._replace(phase=Phase.RECOMPUTE)
+            inputs = {"kept": (forward,), "due": due[task.layer]}
+            out.append(Task(name, task.lane, (), inputs, task.cut, reads=graph.by_name[forward].reads))
+            out.append(task.reading({**task.inputs, "saved": (name,)}))
+        return Graph.of(out)
+
+
+# ---- recomputation of experts or blocks before their backward ---------------------------------------------
+
 
 RECOMPUTE = Field(
     values=lambda asked, choice: asked.recompute,

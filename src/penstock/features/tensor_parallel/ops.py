@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.features.routed import Move, Routed, RoutedStep, within
 from penstock.graph.task import Task
-from penstock.ops.base import Backward, Family, Kind, OpSpec
+from penstock.ops.base import Backward, Family, Kind, OpSpec, Place, Turn
 from penstock.ops.blocks import PARTIAL, REPLICATED
 from penstock.ops.names import Op
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
+from penstock.routing.sizes import split_sizes
 
 COUNT_BYTES = 8
 PEAK_BYTES = 3 * 4
@@ -114,20 +116,29 @@ def _choices(task: Task, sizes: Sizes) -> Work:
     return Work(collective="all_reduce", sent_bytes=size)
 
 
-def _transfer(name: str, title: str, forward: Collective, backward: Collective, transpose: str) -> OpSpec:
+def _transfer(
+    name: str,
+    title: str,
+    forward: Collective,
+    backward: Collective,
+    transpose: str,
+    place: Place = "block",
+) -> OpSpec:
     work = _collective(forward, backward)
-    return OpSpec(name=name, title=title, kind=Kind.COLLECTIVE, work=work, transpose=transpose)
+    return OpSpec(name=name, title=title, kind=Kind.COLLECTIVE, work=work, transpose=transpose, place=place)
 
 
-def _around(what: str, ways: Ways) -> list[OpSpec]:
+def _around(what: str, ways: Ways, place: Place = "block") -> list[OpSpec]:
     gather: Collective = "all_gather"
     scatter: Collective = "reduce_scatter"
     t = ATTENTION
     specs = [
-        _transfer(ways.gather, f"tokens of all ranks, for {what}", gather, scatter, t.scatter),
-        _transfer(ways.copy, f"tokens for {what}, whose gradients are summed", "", "all_reduce", t.reduce),
-        _transfer(ways.scatter, f"sum of {what}, to every rank its tokens", scatter, gather, t.gather),
-        _transfer(ways.reduce, f"sum of {what}, to all ranks", "all_reduce", "", t.copy),
+        _transfer(ways.gather, f"tokens of all ranks, for {what}", gather, scatter, t.scatter, place),
+        _transfer(
+            ways.copy, f"tokens for {what}, whose gradients are summed", "", "all_reduce", t.reduce, place
+        ),
+        _transfer(ways.scatter, f"sum of {what}, to every rank its tokens", scatter, gather, t.gather, place),
+        _transfer(ways.reduce, f"sum of {what}, to all ranks", "all_reduce", "", t.copy, place),
     ]
     return [spec for spec in specs if spec.name]
 
@@ -141,6 +152,8 @@ def _computed(
     recomputable: bool = True,
     launches: int = OpSpec.launches,
     family: Family | None = None,
+    place: Place = "block",
+    turn: Turn | None = None,
 ) -> OpSpec:
     return OpSpec(
         name=name,
@@ -152,20 +165,23 @@ def _computed(
         recomputable=recomputable,
         launches=launches,
         family=family,
+        place=place,
+        turn=turn,
     )
 
 
 OPS = (
     *_around("attention", ATTENTION),
     *_around("dense feed-forward parts", DENSE),
-    *_around("the embedding", EMBED),
-    *_around("the output head", HEAD),
+    *_around("the embedding", EMBED, "input"),
+    *_around("the output head", HEAD, "output"),
     _computed(Op.HEADS, "attention of this rank's heads", _heads, BOTH, launches=43, family=Family.ATTENTION),
     _computed(
         Op.GATE,
         "residual, norm, router, permute",
         _gate,
         REPLICATED,
+        turn="gated",
         launches=39,
         family=Family.ATTENTION,
     ),
@@ -178,10 +194,12 @@ OPS = (
         _logits,
         BOTH,
         recomputable=False,
+        place="output",
         launches=16,
     ),
     OpSpec(
         name=Op.PEAKS,
+        place="output",
         title="what all shards of the vocabulary know of a token's logits",
         kind=Kind.COLLECTIVE,
         work=_peaks,
@@ -189,6 +207,7 @@ OPS = (
     ),
     OpSpec(
         name=Op.LOSS,
+        place="output",
         launches=12,
         title="loss over all shards of the vocabulary",
         kind=Kind.COMPUTE,
@@ -211,12 +230,52 @@ OPS = (
         transpose=Op.KEEP_OUTPUT,
         given=frozenset({"gathered"}),
     ),
-    _transfer(Op.KEEP_OUTPUT, "this rank's tokens, after unpermute", "", "all_gather", Op.GATHER_OUTPUT),
-    _transfer(Op.GATHER_OUTPUT, "tokens of all ranks, after unpermute", "all_gather", "", Op.KEEP_OUTPUT),
+    _transfer(
+        Op.KEEP_OUTPUT, "this rank's tokens, after unpermute", "", "all_gather", Op.GATHER_OUTPUT, "after"
+    ),
+    _transfer(
+        Op.GATHER_OUTPUT, "tokens of all ranks, after unpermute", "all_gather", "", Op.KEEP_OUTPUT, "after"
+    ),
 )
+
+
+def _tokens(step: RoutedStep, task: Task, rank: int) -> Move:
+    """Return the move of tokens between ranks that share their samples: every sample is cut alike."""
+    work, samples = step.sizes, _num_samples(step, task)
+    sizes = tuple(samples * length for length in split_sizes(work.seq_len, work.tp_size))
+    return _within(step, task, rank, sizes, round(work.hidden_bytes(1)))
+
+
+def _moved_peaks(step: RoutedStep, task: Task, rank: int) -> Move:
+    """Return the move of peaks: every shard of the vocabulary sends those of all tokens."""
+    work = step.sizes
+    return _within(step, task, rank, (_num_samples(step, task) * work.seq_len,) * work.tp_size, PEAK_BYTES)
+
+
+def _moved_choices(step: RoutedStep, task: Task, rank: int) -> Move:
+    work = step.sizes
+    sizes = split_sizes(_num_samples(step, task), work.tp_size)
+    return _within(step, task, rank, sizes, work.num_experts * COUNT_BYTES)
+
+
+def _within(step: RoutedStep, task: Task, rank: int, sizes: tuple[int, ...], row_bytes: int) -> Move:
+    place = step.sizes.mesh.place(rank, task.axes)
+    return within(step.work(task).collective, task.axes, sizes, place, row_bytes)
+
+
+def _num_samples(step: RoutedStep, task: Task) -> int:
+    assert task.microbatch is not None, task
+    return split_sizes(step.sizes.batch, task.cut.microbatches)[task.microbatch]
+
 
 MOVES = (
     *(op for ways in (ATTENTION, DENSE, EMBED, HEAD) for op in ways.all),
     *(Op.KEEP_TOKENS, Op.GATHER_TOKENS, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT),
 )
 """Every op that moves tokens between ranks that share their samples."""
+
+ROUTED = {
+    **dict.fromkeys(MOVES, Routed(move=_tokens)),
+    Op.PEAKS: Routed(move=_moved_peaks),
+    Op.CHOICES: Routed(move=_moved_choices),
+}

@@ -13,7 +13,7 @@ from penstock.autotune.problem import run_problem
 from penstock.autotune.profile.measure import profile_run, profile_schedules
 from penstock.autotune.profile.sample import ignore
 from penstock.cost import ProfiledCluster
-from penstock.cost.doubts import listed
+from penstock.cost.measured import listed
 from penstock.decision import ScheduleConfig
 from penstock.lab.bench import checkout
 from penstock.lab.bench.config import AUTO, BenchConfig, Named, variants

@@ -27,7 +27,7 @@ from penstock.autotune.profile.steps import (
 )
 from penstock.autotune.profile.tasks import two_layers
 from penstock.cost import ClusterFile, ProfiledCluster, RoutedCost
-from penstock.cost.doubts import listed
+from penstock.cost.measured import listed
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.lab.bench.config import AUTO, BenchConfig, Named, variants

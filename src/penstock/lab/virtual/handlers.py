@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from penstock.cost import RoutedCost, Workload
-from penstock.cost.moves import ROW_MOVES, TOKEN_MOVES, Move
-from penstock.cost.placed_moves import PLACEMENT_MOVES
-from penstock.features.sharded_optimizer.ops import GATHERS
+from penstock.cost.moves import MOVES
+from penstock.features.routed import Move
+from penstock.features.sharded_optimizer.feature import GATHERS
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
@@ -24,7 +24,6 @@ from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transport, Transports
 
 COMMUNICATION_LANES = (Lane.INTER, Lane.INTRA)
-MOVES = (*ROW_MOVES, *TOKEN_MOVES, *PLACEMENT_MOVES)
 
 
 @dataclass(frozen=True)

@@ -16,24 +16,20 @@ from functools import cached_property, partial
 
 from penstock.apportion import Counts
 from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload, routing_sizes
-from penstock.cost.placed import (
-    Placed,
-    SampleMover,
-    expert_costs,
-    planning_share,
-    rank_loads,
-    splits_exactly,
-)
+from penstock.cost.placed import rank_loads
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.device import device_of
 from penstock.features.dispatch import of_hops
 from penstock.features.expert_replicas.planners import find_planner
+from penstock.features.expert_replicas.prices import expert_costs, planning_share, splits_exactly
 from penstock.features.expert_replicas.problem import Slack
 from penstock.features.sample_placement.feature import SampleMoves
+from penstock.features.sample_placement.prices import SampleMover
 from penstock.lab.virtual.handlers import Buffers, RankStep, VirtualHandlers, virtual_handlers
 from penstock.ops import Op
 from penstock.placement import Replication
 from penstock.plan.problem import replica_slack
+from penstock.routing.rows import Placed
 from penstock.runtime.consistency import check_agreement
 from penstock.runtime.executor import Execution, Programs
 from penstock.runtime.features.expert_replicas.manager import ExpertMoving, Plans

@@ -10,9 +10,9 @@ from penstock.decision import Decision
 from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, Phase
 from penstock.mesh import Axes
-from penstock.ops import Op
+from penstock.ops.base import place_of
+from penstock.ops.blocks import computes_experts
 from penstock.ops.gradients import GRADIENT_KINDS
-from penstock.ops.names import place_of
 from penstock.plan.problem import Problem
 from penstock.plan.published.degree import DEGREES, Backward, GapLayer, Linear, Made, MoEPart
 from penstock.step import StepShape
@@ -59,37 +59,35 @@ class Durations:
         if self.problem.evidence is None:  # otherwise rows tell layers of one kind apart
             key = self.problem.layer_kinds.index(self.problem.layer_kinds[layer]), phase
         if key not in self._known_parts:
-            self._known_parts[key] = self._part(*key)
+            layer, phase = key
+            once, twice = self._shape(1), self._shape(2)
+            mine = (layer, phase, 0, 0)
+            moves = [
+                (task.op, task.lane)
+                for task in self._graphs[1].tasks
+                if (task.layer, task.phase, task.microbatch, task.chunk) == mine
+            ]
+            at = next(i for i, (op, _) in enumerate(moves) if computes_experts(op))
+            before, experts, after = moves[:at], moves[at : at + 1], moves[at + 1 :]
+
+            def linear(ops: Sequence[Where], lane: Lane) -> Linear:
+                mine = [op for op, on in ops if on is lane]
+                whole_s = sum(self._seconds(layer, op, phase, once) for op in mine)
+                halves_s = sum(self._seconds(layer, op, phase, twice) for op in mine)
+                start_s = max(0.0, halves_s - whole_s)  # two start-ups less one
+                return Linear(alpha_s=start_s, linear_s=whole_s - start_s)
+
+            self._known_parts[key] = MoEPart(
+                a2a=linear(before, Lane.INTER),
+                ag=linear(before, Lane.INTRA),
+                rs=linear(after, Lane.INTRA),
+                experts=linear(experts, Lane.COMPUTE),
+            )
         return self._known_parts[key]
 
     @cached_property
     def _known_parts(self) -> dict[tuple[int, Phase], MoEPart]:
         return {}
-
-    def _part(self, layer: int, phase: Phase) -> MoEPart:
-        once, twice = self._shape(1), self._shape(2)
-        mine = (layer, phase, 0, 0)
-        moves = [
-            (task.op, task.lane)
-            for task in self._graphs[1].tasks
-            if (task.layer, task.phase, task.microbatch, task.chunk) == mine
-        ]
-        at = moves.index((Op.EXPERTS, Lane.COMPUTE))
-        before, after = moves[:at], moves[at + 1 :]
-
-        def linear(ops: Sequence[Where], lane: Lane) -> Linear:
-            mine = [op for op, on in ops if on is lane]
-            whole_s = sum(self._seconds(layer, op, phase, once) for op in mine)
-            halves_s = sum(self._seconds(layer, op, phase, twice) for op in mine)
-            start_s = max(0.0, halves_s - whole_s)  # two start-ups less one
-            return Linear(alpha_s=start_s, linear_s=whole_s - start_s)
-
-        return MoEPart(
-            a2a=linear(before, Lane.INTER),
-            ag=linear(before, Lane.INTRA),
-            rs=linear(after, Lane.INTRA),
-            experts=linear([(Op.EXPERTS, Lane.COMPUTE)], Lane.COMPUTE),
-        )
 
     def backward(self) -> Backward:
         """Return the backward pass for a partition.

@@ -18,11 +18,14 @@ from torch import Tensor, nn
 
 from penstock.apportion import Counts
 from penstock.device import device_of, on_device
-from penstock.features.sample_placement.assign import assign
+from penstock.features.sample_placement.assign import (
+    ConditionalTable,
+    Nearness,
+    assign,
+    prepare,
+    sample_problem,
+)
 from penstock.features.sample_placement.feature import Prediction
-from penstock.features.sample_placement.prediction import ConditionalTable
-from penstock.features.sample_placement.rows import Nearness, sample_problem
-from penstock.features.sample_placement.solvers import prepare
 from penstock.graph import Phase, Task
 from penstock.mesh import Axes
 from penstock.moe import ChunkRoute, MoELayer, Product, Tokens

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.cost.placed import planned_replications
 from penstock.features.expert_replicas.planners import PLANNERS
+from penstock.features.expert_replicas.prices import planned_replications
 from penstock.features.expert_replicas.problem import ExpertProblem
 from penstock.mesh import Mesh
 from penstock.placement import EMPTY, ExpertPlacement, Replication

@@ -19,8 +19,8 @@ from penstock.mesh import Group, Mesh, node_of
 from penstock.moe import MoELayer
 from penstock.moe.experts import Experts, Spread, slots_with_replicas
 from penstock.placement import Replication
-from penstock.routing.integers import Ints
 from penstock.routing.replicas import ExactSplit
+from penstock.routing.sizes import Ints
 from penstock.runtime.features.expert_replicas.replicas import LayerReplicas, Trip
 from penstock.runtime.handlers import StepContext
 from penstock.runtime.machinery import StepFeature

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.features.sharded_optimizer.ops import of_optimizer
+from penstock.features.sharded_optimizer.feature import of_optimizer
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op

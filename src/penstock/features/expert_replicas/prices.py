@@ -1,0 +1,197 @@
+"""Prices of replicas: what a planner of them is told, what they move, and how long planning takes. No torch.
+
+Shapes: Y MoE layers, P ranks of an expert group, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, Protocol
+
+import numpy as np
+
+from penstock.apportion import Counts
+from penstock.config import ConfigError
+from penstock.features.dispatch import DISPATCHES
+from penstock.features.expert_replicas.encoding import told_bytes
+from penstock.features.expert_replicas.planners import find_planner, pays, planning_s
+from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem, copies_of
+from penstock.features.field import Choice
+from penstock.features.routed import (
+    Batch,
+    Move,
+    Rates,
+    Routed,
+    RoutedStep,
+    Rows,
+    exchanged,
+    gathered,
+    links_of,
+)
+from penstock.graph import RefusalError
+from penstock.graph.task import Phase, Task
+from penstock.mesh import Group
+from penstock.ops import Op
+from penstock.ops.work import DIGEST_BYTES
+from penstock.placement import ExpertPlacement, Replication
+from penstock.routing.sizes import part_sizes
+
+FLOAT32_BYTES: Final = 4
+
+LATE: Final = "not in the time there is; --budget 10 gives more"
+"""Why moves are not weighed on a busy machine, or with very many ranks."""
+
+
+LOCAL = ("pro_prophet", "shadowing")
+"""Planners whose replicas compute only rows of their own ranks."""
+
+
+class PricedStep(Protocol):
+    """A step with even routing. `cost.StepCost` is one."""
+
+    @property
+    def workload(self) -> Batch: ...
+
+    @property
+    def cluster(self) -> Rates: ...
+
+
+def expert_costs(even: PricedStep) -> ExpertCosts:
+    """Return a step's sizes and cluster for a planner of replicas; slack as in Eq 8.
+
+    Where replicas were seen to travel longer than their bytes by the links, these are more bytes.
+    """
+    work, cluster = even.workload, even.cluster
+    tokens = work.tokens(0, 1)
+    forward = partial(cluster.compute_s, phase=Phase.FORWARD, moved_bytes=0.0)
+    rows_s = [forward(Op.EXPERTS, flops=work.expert_flops(n)) for n in (0, tokens)]
+    return ExpertCosts(
+        links=links_of(work, cluster, work.mesh.groups(Group.EXPERT)[0]),
+        row_s=(rows_s[1] - rows_s[0]) / tokens,
+        row_bytes=work.wire_bytes(1),
+        parameter_bytes=work.expert_bytes * cluster.prolonged(Op.REPLICA_PARAMETERS),
+        gradient_bytes=work.expert_bytes * cluster.prolonged(Op.REPLICA_GRADIENTS),
+        other_s=forward(Op.ATTENTION, flops=work.attention_flops(tokens)),
+    )
+
+
+def why_not_exact(choice: Choice) -> str:
+    """Return why rows of shared experts cannot be split by their own step's loads; "" = they can."""
+    if choice.experts in LOCAL:
+        return f"placement.experts={choice.experts} gives replicas the rows of their own ranks"
+    if choice.samples != "none":
+        return f"placement.samples={choice.samples} places samples by where their rows go"
+    if choice.form not in ("gather", "s1"):
+        return f"expert form {choice.form} gathers rows of several ranks before they leave"
+    if DISPATCHES[choice.dispatch].joins_rows:
+        return f"moe.dispatch={choice.dispatch} sends one row for several experts"
+    return ""
+
+
+def splits_exactly(choice: Choice, work: Batch) -> bool:
+    """Return whether rows are split among the homes of their expert by the loads of their own step.
+
+    Raises ConfigError where that was asked for and is impossible.
+    """
+    joined = "moe.one_copy_per_rank=true sends one row for several experts" if work.one_copy_per_rank else ""
+    why = why_not_exact(choice) or joined
+    if why and choice.num_replica_slots and choice.split == "exact":
+        hint = "Leave it out, or set placement.split=last_step."
+        raise ConfigError(
+            "placement.split", choice.split, f"{why}, so loads of a step come too late for it", hint
+        )
+    return choice.split != "last_step" and not why
+
+
+def planned_replications(
+    loads_YPE: Counts,
+    planner: str,
+    replica_slots: int,
+    placement: ExpertPlacement,
+    costs: Sequence[ExpertCosts],
+    exact: bool = True,
+    ends: Callable[[], bool] = lambda: False,
+) -> tuple[Replication, ...]:
+    """Return the replication of every layer by a planner's name, from the loads of the step before.
+
+    A layer homes nothing where replication would not have paid. costs: by layer. ends: tells, before every
+    layer, whether the time is over. Raises RefusalError if it is.
+    """
+    plan, replications = find_planner(planner), list[Replication]()
+    common = partial(ExpertProblem, placement=placement, replica_slots=replica_slots, exact=exact)
+    for loads_PE, cost in zip(loads_YPE, costs, strict=True):
+        if ends():
+            raise RefusalError(LATE)
+        problem = common(loads=loads_PE, costs=cost)
+        replication = plan(problem)
+        replications.append(
+            replication if pays(problem, replication) else Replication.none(placement, replica_slots)
+        )
+    return tuple(replications)
+
+
+def planning_share(work: Batch, layers: int) -> float:
+    """Return the part of planning all layers' replicas on the busiest rank: each rank plans some layers."""
+    return -(-layers // work.mesh.size(work.mesh.all_experts)) / max(1, layers)
+
+
+def replica_planning_s(work: Batch, planner: str, layers: int) -> float:
+    """Return the seconds in which the busiest rank plans its share of the layers, on a thread of the host."""
+    return planning_share(work, layers) * layers * planning_s(planner, work.ep_size, work.num_experts)
+
+
+# ---- what is moved -----------------------------------------------------------------------------------------
+
+
+def _told_bytes(step: RoutedStep, task: Task) -> int:
+    """Return bytes that all ranks exchange about replicas, as if the next step had those of this one."""
+    members, replications = step.sizes.mesh.size(task.axes), step.placed.replications
+    known = [told_bytes(each) for each in replications]
+    return 2 * DIGEST_BYTES * members + sum(known[column] for column in step.columns or range(len(known)))
+
+
+def _compared(step: RoutedStep, task: Task, rank: int) -> Move:
+    """Return the move of every rank's share of the planned replications."""
+    del rank
+    share_bytes = round(_told_bytes(step, task) / step.sizes.mesh.size(task.axes))
+    return gathered(step, task, 1, share_bytes)
+
+
+def _compared_load(step: RoutedStep, task: Task) -> Rows:
+    return np.full(step.sizes.mesh.world_size, _told_bytes(step, task) / step.work(task).sent_bytes)
+
+
+def _replicas(step: RoutedStep, task: Task, rank: int) -> Move:
+    """Return the move of a piece of every replica's parameters to its rank, or of gradients to its owner."""
+    assert task.piece is not None, task
+    elements = round(step.sizes.expert_bytes) // FLOAT32_BYTES
+    piece_bytes = part_sizes(elements, task.cut.parts)[task.piece] * FLOAT32_BYTES
+    sent = copies_of(step.placed.replications[step.column(task)])
+    return exchanged(step, task, rank, sent, Group.EXPERT, piece_bytes)
+
+
+def _replicas_load(step: RoutedStep, task: Task) -> Rows:
+    """Return the load of replicas: the task's work fills every slot."""
+    mesh = step.sizes.mesh
+    sent = np.zeros((mesh.world_size, mesh.world_size))
+    if step.placed.replications:
+        here = copies_of(step.placed.replications[step.column(task)])
+        for ranks in mesh.groups(Group.EXPERT):
+            sent[np.ix_(ranks, ranks)] = here if task.forward else here.T
+    return step.argument(sent) / step.shape.replica_slots
+
+
+def _planned_s(step: RoutedStep, task: Task, seconds: float) -> float:
+    """Return the seconds in which a rank plans its share of the next step's replicas."""
+    del task
+    return max(step.placed.planning_s, seconds)
+
+
+ROUTED = {
+    **dict.fromkeys(
+        (Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS), Routed(move=_replicas, load=_replicas_load)
+    ),
+    Op.PLAN_REPLICAS: Routed(seconds=_planned_s),
+    Op.COMPARE_REPLICAS: Routed(move=_compared, load=_compared_load),
+}

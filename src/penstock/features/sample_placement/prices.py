@@ -1,0 +1,228 @@
+"""Prices of samples that move: where NetMoE's assignment takes them, and what follows them. No torch.
+
+Shapes: D groups of ranks with the same samples, B samples of such a group, I samples of an expert group, V
+its devices (groups of ranks with the same samples), Y MoE layers, E experts, H positions of an expert group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+import numpy as np
+
+from penstock.apportion import Counts
+from penstock.features.routed import Batch, Move, Routed, RoutedStep, Rows, exchanged, gathered, nodes_of
+from penstock.features.sample_placement.assign import Nearness, assign, sample_problem
+from penstock.graph.task import Task
+from penstock.mesh import Group
+from penstock.ops import Op
+from penstock.ops.work import DIGEST_BYTES
+from penstock.placement import SPLIT, Replication
+from penstock.routing.rows import Placed
+from penstock.routing.samples import Plane, exchange_group_of
+from penstock.routing.sizes import split_sizes
+from penstock.step.shape import StepShape
+
+FLOAT32_BYTES: Final = 4
+INTEGER_BYTES: Final = 8
+COUNT_BYTES: Final = 4
+SOLVING_S, SOLVING_S_PER_CELL = 1e-3, 3e-7
+"""Seconds to find new homes, fixed and per cell (see `_solving_s`): twice what a 2 GHz core needs."""
+
+
+class Solving(Protocol):
+    """How samples are assigned. Section [placement] says it."""
+
+    @property
+    def solver(self) -> str: ...
+
+    @property
+    def prediction(self) -> str:
+        """What samples are expected to need in the next layer, "none" = nothing."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMover:
+    """Assigns samples to homes, as NetMoE's tasks do. predicts: whether the next layer counts."""
+
+    work: Batch
+    shape: StepShape
+    solver: str = "network_simplex"
+    predicts: bool = True
+
+    @staticmethod
+    def of(how: Solving, work: Batch, shape: StepShape) -> SampleMover:
+        """Return the mover that section [placement] describes."""
+        return SampleMover(work=work, shape=shape, solver=how.solver, predicts=how.prediction != "none")
+
+    def placed(self, counts_DBYE: Counts, replications: tuple[Replication, ...] = ()) -> Placed:
+        """Return the places of samples with these counts before and after every layer.
+
+        The next layer's gate is assumed to predict exactly what samples will ask of it.
+        """
+        groups, samples, layers, experts = counts_DBYE.shape
+        by_sample = counts_DBYE.reshape(groups * samples, layers, experts)
+        held = [np.arange(groups * samples).reshape(groups, samples)]
+        for layer in range(layers):
+            now_DB = held[-1].copy()
+            replication, following = (
+                replications[y] if y < len(replications) else Replication.none(self.work.placement, 0)
+                for y in (layer, layer + 1)
+            )
+            for group in device_groups(self.work):
+                for places in self._chunks():
+                    cells = np.ix_(np.array(group.devices), np.arange(places.start, places.stop))
+                    here_I = now_DB[cells].reshape(-1)
+                    ahead = by_sample[here_I, layer + 1] if self.predicts and layer + 1 < layers else None
+                    homes_I = self._homes(by_sample[here_I, layer], ahead, group, replication, following)
+                    order = np.argsort(homes_I, kind="stable")
+                    now_DB[cells] = here_I[order].reshape(len(group.devices), -1)
+            held.append(now_DB)
+        return Placed(np.stack(held), replications)
+
+    def _homes(
+        self,
+        counts_IE: Counts,
+        ahead_IE: Counts | None,
+        group: Plane,
+        replication: Replication,
+        following: Replication,
+    ) -> Counts:
+        mesh, devices = self.work.mesh, len(group.devices)
+        ranks = [mesh.groups(Group.TENSOR)[device][0] for device in group.devices]
+        places_V = np.array([mesh.place(rank, Group.EXPERT) for rank in ranks])
+        node_V = nodes_of(self.work, ranks)
+        homes_I = np.repeat(np.arange(devices), len(counts_IE) // devices)
+        near = None if ahead_IE is None else Nearness.of_devices(following, np.array(group.device_P), node_V)
+        problem = sample_problem(
+            counts=_by_position(counts_IE, places_V[homes_I], replication),
+            homes=homes_I,
+            moved_rows=np.full(len(homes_I), round(self.work.seq_len * row_weight(self.work, self.shape))),
+            node_of_device=node_V,
+            predictions=ahead_IE,
+            following=near,
+        )
+        return assign(problem, self.solver)
+
+    def _chunks(self) -> Iterator[range]:
+        """Yield the places of a group's samples that stay together: those of a slice of a microbatch."""
+        start = 0
+        for microbatch in split_sizes(self.work.batch, self.shape.microbatches):
+            for size in split_sizes(microbatch, self.shape.slices):
+                yield range(start, start + size)
+                start += size
+
+
+def row_weight(work: Batch, shape: StepShape) -> float:
+    """Return the number of rows in transit that weigh as much as what follows one token of a moved sample."""
+    residual_bytes = 0 if shape.packed_residual else FLOAT32_BYTES * work.hidden_size
+    shared_bytes = work.hidden_bytes(1) if work.shared_ffn_hidden_size else 0
+    return (residual_bytes + shared_bytes) / work.wire_bytes(1)
+
+
+def device_groups(work: Batch) -> list[Plane]:
+    """Return the groups of devices that exchange rows, by their numbers in the world: samples move inside."""
+    mesh, found = work.mesh, list[Plane]()
+    for ranks in mesh.groups(mesh.all_experts):
+        world = list(dict.fromkeys(mesh.group(rank, Group.TENSOR) for rank in ranks))
+        for plane in exchange_group_of(mesh, ranks[0], work.known_per_node).planes:
+            found.append(replace(plane, devices=tuple(world[device] for device in plane.devices)))
+    return found
+
+
+def _by_position(counts_IE: Counts, places_I: Counts, replication: Replication) -> Counts:
+    """Return rows of every sample by the position that computes them, [I, H]. places: in the expert group."""
+    found, pairs = np.zeros((len(counts_IE), replication.positions), np.int64), replication.pairs
+    by_expert, parts = (pairs.expert, pairs.position), pairs.parts
+    for place in np.unique(places_I):
+        here, own = np.flatnonzero(places_I == place), pairs.of(place)
+        expert, position = (each[own] for each in by_expert)
+        np.add.at(found, (here[:, None], position), counts_IE[here][:, expert] * parts[own])
+    return found // SPLIT
+
+
+# ---- what is moved -----------------------------------------------------------------------------------------
+
+
+def _samples(step: RoutedStep, task: Task) -> range:
+    """Return the places in a group's batch of a task's microbatch."""
+    assert task.microbatch is not None, task
+    sizes = split_sizes(step.sizes.batch, task.cut.microbatches)
+    first = sum(sizes[: task.microbatch])
+    return range(first, first + sizes[task.microbatch])
+
+
+def _loads(step: RoutedStep, task: Task, rank: int) -> Move:
+    """Return the move of every sample's rows by position, and those expected in the next layer."""
+    del rank
+    experts, replications = step.sizes.num_experts, step.placed.replications
+    here = replications[step.column(task)].positions if replications else experts
+    last = step.moe_layer(task) + 1 == sum(step.shape.moe_layers)
+    row_bytes = COUNT_BYTES * (here + (0 if last else experts))
+    return gathered(step, task, len(_samples(step, task)), row_bytes)
+
+
+def _solving_s(step: RoutedStep, task: Task, seconds: float) -> float:
+    """Return the seconds until the new homes of a microbatch are found, by all ranks alike."""
+    del seconds
+    mesh, groups = step.sizes.mesh, device_groups(step.sizes)
+    solved = len(groups) // len(mesh.groups(mesh.all_experts))  # of those that a rank knows of
+    samples = len(_samples(step, task))
+    return SOLVING_S + SOLVING_S_PER_CELL * samples * solved * len(groups[0].devices) ** 2
+
+
+def _between_groups(step: RoutedStep, task: Task) -> Counts:
+    """Return samples that change homes, [D, D]."""
+    places = _samples(step, task)
+    return step.placed.moved(step.column(task), places.start, places.stop)
+
+
+def _moved(step: RoutedStep, task: Task) -> Rows:
+    """Return samples from rank to rank, [P, P]; ranks that share them each move a part of the tokens."""
+    mesh, moved_DD = step.sizes.mesh, _between_groups(step, task)
+    found = np.zeros((mesh.world_size, mesh.world_size))
+    for ranks in zip(*mesh.groups(Group.TENSOR), strict=True):
+        found[np.ix_(ranks, ranks)] = moved_DD if task.forward else moved_DD.T
+    return found
+
+
+def _sample_bytes(step: RoutedStep, task: Task, rank: int) -> int:
+    """Return bytes that follow a sample from this rank, which may have a part of its tokens only."""
+    work = step.sizes
+    tokens = split_sizes(work.seq_len, work.tp_size)[work.mesh.place(rank, Group.TENSOR)]
+    apart = not step.shape.packed_residual
+    streams = apart + (work.shared_ffn_hidden_size > 0)
+    values_bytes = (streams * work.hidden_size + apart * work.top_k) * FLOAT32_BYTES
+    if not task.forward:
+        return tokens * values_bytes
+    return tokens * (values_bytes + (work.top_k + 1) * INTEGER_BYTES) + INTEGER_BYTES
+
+
+def _move(step: RoutedStep, task: Task, rank: int) -> Move:
+    """Return the move of what follows a sample beside its rows: labels and so on; gradients back."""
+    row_bytes = _sample_bytes(step, task, rank)
+    return exchanged(step, task, rank, _between_groups(step, task), Group.DATA, row_bytes)
+
+
+def _load(step: RoutedStep, task: Task) -> Rows:
+    """Return the load of what follows samples: the task's work assumes that all of them leave."""
+    assumed_bytes, sample_bytes = step.work(task).sent_bytes, _sample_bytes(step, task, 0)
+    load: Rows = step.argument(_moved(step, task)) * sample_bytes / max(assumed_bytes, 1)
+    return load
+
+
+def _crossing(step: RoutedStep, task: Task) -> Rows:
+    """Return rows in transit that weigh as much as what follows samples from rank to rank."""
+    work = step.sizes
+    return _moved(step, task) * (work.seq_len * row_weight(work, step.shape) / work.tp_size)
+
+
+ROUTED = {
+    Op.SAMPLE_LOADS: Routed(move=_loads),
+    Op.SAMPLE_PLACES: Routed(seconds=_solving_s),
+    Op.SAMPLE_HOMES: Routed(move=lambda step, task, rank: gathered(step, task, 1, DIGEST_BYTES)),
+    Op.SAMPLE_MOVE: Routed(move=_move, load=_load, crossing=_crossing),
+}
