@@ -29,6 +29,9 @@ DECIDES = re.compile(
     r"|runtime/(ops|features/\w+(/(handlers|updates))?)\.py"
 )
 """Rooms that may decide by names: what an op means, the passes, the handlers, the order rules."""
+SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields): ")
+FIELD = re.compile(r"(?:^|[.;!?)] )(\w+(?:, \w+)*): (?=\S)")
+RAISES = re.compile(r"[.!?)] Raises `?[A-Z]\w*(?:Error|Interrupt)\b")
 TEXT_MODE = re.compile(r"[rwxa]\+?t?\+?")
 OPENS_FOR_WRITING: Mapping[str, str] = {
     "stops.py": "what is loaded before all else puts the null device in place of an output that is gone",
@@ -99,6 +102,30 @@ def without_verb(tree: ast.AST) -> Iterator[str]:
         first = (ast.get_docstring(node) or "Return").split()[0].strip(",.:")
         if NO_VERB.fullmatch(first.lower()):
             yield f"line {node.lineno}: {node.name}: {first} ..."
+
+
+def told_in_prose(tree: ast.AST) -> Iterator[str]:
+    """Public docstrings that describe a parameter, a field or an error outside of Google's sections."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef) or (
+            node.name.startswith("_") and node.name != "__init__"
+        ):
+            continue
+        names = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+        if isinstance(node, ast.ClassDef):
+            yield from told_in_prose(node)
+            names = {each.target.id for each in node.body if _is_field(each)}  # type: ignore[attr-defined]
+        for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
+            text = " ".join(paragraph.split())
+            if SECTION.match(text):
+                continue
+            fields = [each for each in FIELD.findall(text) if set(each.split(", ")) <= names]
+            if fields or RAISES.search(text):
+                yield f"line {node.lineno}: {node.name}: {fields or 'Raises'}"
+
+
+def _is_field(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
 
 
 def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -236,6 +263,31 @@ def test_no_test_gives_up_soon() -> None:
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
     found = {name: lines for name, tree in _sources() if (lines := list(without_verb(tree)))}
     assert found == {}, "say what the function does or returns: Return ..., Write ..., Gather ..."
+
+
+def test_fields_and_errors_have_lines_of_their_own() -> None:
+    found = {name: lines for name, tree in _sources() if (lines := list(told_in_prose(tree)))}
+    assert found == {}, "use the sections Args, Attributes, Returns and Raises"
+
+
+@pytest.mark.parametrize(
+    ("docstring", "found"),
+    [
+        ("Send rows. rows: what is sent.", True),
+        ("Send rows.\n\n    rows: what is sent.", True),
+        ("Send rows. Raises ValueError if there are none.", True),
+        (
+            "Send rows.\n\n    Args:\n        rows: What is sent.\n\n    Raises:\n        ValueError: None.",
+            False,
+        ),
+        ("Send rows. why: not a parameter.", False),
+        ("Raise ValueError if there are no rows.", False),
+    ],
+)
+def test_what_counts_as_told_in_prose(docstring: str, found: bool) -> None:
+    code = f'def send(rows):\n    """{docstring}"""\n'
+    assert bool(list(told_in_prose(ast.parse(code)))) is found
+    assert not list(told_in_prose(ast.parse(code.replace("send", "_send"))))
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,12 @@ Counts = npt.NDArray[np.int64]
 def apportion(weights: Counts, total: Counts | int) -> Counts:
     """Share `total` out in proportion to `weights` by largest remainders.
 
-    weights: [..., E], not negative. total: [...] or one number; 0 where all weights are 0. Returns [..., E]:
-    every share is its exact value rounded down or up, shares sum to `total`, and of equal remainders the
-    first is rounded up. Exact in integers as long as weight * total stays under 2**63.
+    Returns [..., E]: every share is its exact value rounded down or up, shares sum to `total`, and of equal
+    remainders the first is rounded up. Exact in integers as long as weight * total stays under 2**63.
+
+    Args:
+        weights: [..., E], not negative.
+        total: [...] or one number; 0 where all weights are 0.
     """
     target = np.broadcast_to(np.asarray(total, dtype=np.int64), weights.shape[:-1])[..., None]
     sums = weights.sum(axis=-1, keepdims=True)

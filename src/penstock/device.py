@@ -72,11 +72,16 @@ class Stream(Protocol):
 class Device(ABC):
     """A kind of device.
 
-    kind: its name in torch. is_cpu: whether kernels for processors are the fast ones. is_gpu: whether work is
-    queued, so that an operation returns before it has run and reading a number makes the host wait. backend:
-    how process groups of such devices communicate; those of GPUs can also send tensors of the CPU. refused:
-    by name of a variable of the environment, a value with which lanes would wait for each other, why, and
-    what to do. ends_process: the variable by which process groups end the process after an error; "" = none.
+    Attributes:
+        kind: Its name in torch.
+        is_cpu: Whether kernels for processors are the fast ones.
+        is_gpu: Whether work is queued, so that an operation returns before it has run and reading a number
+            makes the host wait.
+        backend: How process groups of such devices communicate; those of GPUs can also send tensors of the
+            CPU.
+        refused: By name of a variable of the environment, a value with which lanes would wait for each other,
+            why, and what to do.
+        ends_process: The variable by which process groups end the process after an error; "" = none.
     """
 
     kind: ClassVar[str]
@@ -191,8 +196,9 @@ class Device(ABC):
 class Gpu(Device):
     """A kind of device on which work is queued, in streams.
 
-    collectives: the back end of process groups that exchange its tensors and no others. loads_lazily: whether
-    a kernel is loaded when it is first launched.
+    Attributes:
+        collectives: The back end of process groups that exchange its tensors and no others. loads_lazily:
+            whether a kernel is loaded when it is first launched.
     """
 
     is_gpu, loads_lazily = True, False
@@ -211,7 +217,11 @@ class Gpu(Device):
 
     @abstractmethod
     def new_stream(self, device: torch.device, name: str) -> Stream:
-        """Return another stream. name: for people."""
+        """Return another stream.
+
+        Args:
+            name: For people.
+        """
 
     @abstractmethod
     def running(self, task: object, stream: Stream) -> AbstractContextManager[None]:
@@ -219,7 +229,11 @@ class Gpu(Device):
 
     @abstractmethod
     def event(self, *, timed: bool) -> Event:
-        """Return an event that has not been recorded. timed: whether it can be asked for times."""
+        """Return an event that has not been recorded.
+
+        Args:
+            timed: Whether it can be asked for times.
+        """
 
     @abstractmethod
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
@@ -242,7 +256,8 @@ class Gpu(Device):
     def group_options(self, device: torch.device, *, connects: bool) -> dict[str, Any]:
         """Return with what `new_group` makes a group of such devices alone.
 
-        connects: at once, and not with its first exchange.
+        Args:
+            connects: At once, and not with its first exchange.
         """
         del device, connects
         return {"backend": self.collectives}
@@ -534,8 +549,9 @@ def wait_for_gpu() -> None:
 def device_of_backend(backend: str) -> torch.device:
     """Return the kind of device whose tensors process groups of this backend are for.
 
-    backend: by kind of device, as `torch.distributed.get_backend_config` says it. Gloo's name stands there
-    beside GPUs, too, whose tensors it would copy to the host.
+    Args:
+        backend: By kind of device, as `torch.distributed.get_backend_config` says it. Gloo's name stands
+            there beside GPUs, too, whose tensors it would copy to the host.
     """
     known = backend.split(",")
     for kind, device in _BY_KIND.items():

@@ -30,11 +30,16 @@ Ranks = TypeVar("Ranks", int, npt.NDArray[np.int64])
 class Group:
     """The kinds of groups that Penstock's own tasks meet in.
 
-    EXPERT: the ranks that share a layer's experts. NODE: those of an EXPERT group that are in one node. RAIL:
-    those of an EXPERT group that have the same place in their nodes. EXPERT_DATA: the replicas of an
-    expert. SHARDS: the ranks that share every one of their experts. EXPERT_SHARDS: all ranks that hold a part
-    of some expert of a layer. TENSOR: the ranks that share attention and see the same samples. DATA: the
-    ranks with the same part of attention and other samples. WORLD: all ranks.
+    Attributes:
+        EXPERT: The ranks that share a layer's experts.
+        NODE: Those of an EXPERT group that are in one node.
+        RAIL: Those of an EXPERT group that have the same place in their nodes.
+        EXPERT_DATA: The replicas of an expert.
+        SHARDS: The ranks that share every one of their experts.
+        EXPERT_SHARDS: All ranks that hold a part of some expert of a layer.
+        TENSOR: The ranks that share attention and see the same samples.
+        DATA: The ranks with the same part of attention and other samples.
+        WORLD: All ranks.
     """
 
     ALONE: Final[Axes] = ()
@@ -80,8 +85,11 @@ class MeshError(ValueError):
 
 @cache
 def resolve(axes: Axes) -> tuple[str, Axes]:
-    """Return the view to which `axes` belong and the view's own axes among them. Raises MeshError for unknown
-    or repeated axes, and for axes of different views."""
+    """Return the view to which `axes` belong and the view's own axes among them.
+
+    Raises:
+        MeshError: For unknown or repeated axes, and for axes of different views.
+    """
     single = [each for axis in axes for each in JOINED.get(axis, (axis,))]
     if len(set(single)) < len(single):
         raise MeshError(f"axes {', '.join(axes)}: an axis stands twice")
@@ -139,7 +147,10 @@ def holders(ranks: int, shards: int) -> int:
 def standing_ranks(mesh: Mesh, node_size: int) -> int:
     """Return how many of the first ranks stand for all: of whole expert groups and whole nodes.
 
-    All of them where such ranks share samples with others. node_size: 0 = one node, or not known.
+    All of them where such ranks share samples with others.
+
+    Args:
+        node_size: 0 = one node, or not known.
     """
     alike = lcm(mesh.ep_size * mesh.etp_size, node_size or 1)
     return mesh.world_size if mesh.world_size % alike or alike % mesh.tp_size else alike
@@ -151,7 +162,11 @@ def neighbour(rank: int, steps: int, ranks: int) -> int:
 
 
 def stage_ranks(ranks: int, stages: int) -> int:
-    """Return how many consecutive ranks a pipeline stage has. Raises MeshError if stages differ in it."""
+    """Return how many consecutive ranks a pipeline stage has.
+
+    Raises:
+        MeshError: If stages differ in it.
+    """
     if not 1 <= stages <= ranks or ranks % stages:
         raise MeshError(f"{stages} stages do not divide {ranks} ranks")
     return ranks // stages
@@ -160,7 +175,8 @@ def stage_ranks(ranks: int, stages: int) -> int:
 def stage_nodes(ranks: int, node_size: int) -> tuple[int, int]:
     """Return the nodes of a stage of consecutive ranks, and its ranks in each of them.
 
-    Raises MeshError for a stage that neither fills whole nodes nor shares one with whole stages.
+    Raises:
+        MeshError: For a stage that neither fills whole nodes nor shares one with whole stages.
     """
     if ranks <= node_size and node_size % ranks == 0:
         return 1, ranks
@@ -183,9 +199,13 @@ def group_sizes(ranks: int) -> list[int]:
 class Mesh:
     """The sizes of all axes. `edp` and `dp` are what is left of the world.
 
-    world_size: ranks. ep_size: ranks among which the experts of a layer are spread. ep_local_size: ranks of
-    such a group in one node; 0 = all. tp_size: ranks that share attention. etp_size: ranks that share every
-    expert. node_size: consecutive ranks in one node; 0 = one node, or not known.
+    Attributes:
+        world_size: ranks.
+        ep_size: Ranks among which the experts of a layer are spread.
+        ep_local_size: Ranks of such a group in one node; 0 = all.
+        tp_size: Ranks that share attention.
+        etp_size: Ranks that share every expert.
+        node_size: Consecutive ranks in one node; 0 = one node, or not known.
     """
 
     world_size: int = 1
@@ -276,7 +296,11 @@ class Mesh:
         return max(len({node_of(rank, self.node_size) for rank in group}) for group in self.groups(axes))
 
     def latest(self, times: Seconds, axes: Axes) -> Seconds:
-        """Return for every rank the latest time within its group along `axes`. times: [ranks]."""
+        """Return for every rank the latest time within its group along `axes`.
+
+        Args:
+            times: [ranks].
+        """
         if not axes or self.size(axes) == 1:
             return times
         view, own = resolve(axes)

@@ -37,10 +37,12 @@ MakeLayer = Callable[[int, int, int], MoELayer]
 class Session:
     """Everything that a training loop needs.
 
-    model: an ordinary module whose steps are scheduled: `model(tokens, labels)` is the loss of the batch of
-    all ranks, and when its `backward` returns every gradient is summed over them. config: the configuration
-    that runs, with the plan's choices. layout: which ranks share what; ranks with the same `layout.dp_rank`
-    work on the same samples, those of part `dp_rank` of `dp_size`.
+    Attributes:
+        model: An ordinary module whose steps are scheduled: `model(tokens, labels)` is the loss of the batch
+            of all ranks, and when its `backward` returns every gradient is summed over them.
+        config: The configuration that runs, with the plan's choices.
+        layout: Which ranks share what; ranks with the same `layout.dp_rank` work on the same samples, those
+            of part `dp_rank` of `dp_size`.
     """
 
     model: PipelinedStack
@@ -71,11 +73,6 @@ def session(
 ) -> Iterator[Session]:
     """Join the processes that torchrun or Slurm has started, or run alone, and build the model of `config`.
 
-    config: sections in Python, or a TOML file; None = the defaults. settings: `section.key=value`, as on the
-    command line; they override the file. make_moe: makes the MoE layer of a block, in place of the one that
-    section [moe] describes, from the block's number, the number of ranks among which experts are spread, and
-    this rank's place among them; its sizes must be those of the configuration.
-
     With plan.mode = "auto" the cluster is measured and a plan searched for before the body runs; unlike
     `penstock train`, which watches its steps, a loop of one's own keeps that plan. All ranks enter together
     and leave together. Leaving ends all threads and connections of the session, and the process group unless
@@ -83,8 +80,16 @@ def session(
     outermost session tells the other ranks why: inside an inner one an error may be caught, and need not end
     the run.
 
-    Raises ConfigError for a setting that cannot be used or that differs between ranks, ValueError for
-    settings beside a RunConfig.
+    Args:
+        config: Sections in Python, or a TOML file; None = the defaults.
+        settings: `section.key=value`, as on the command line; they override the file.
+        make_moe: Makes the MoE layer of a block, in place of the one that section [moe] describes, from the
+            block's number, the number of ranks among which experts are spread, and this rank's place among
+            them; its sizes must be those of the configuration.
+
+    Raises:
+        ConfigError: For a setting that cannot be used or that differs between ranks.
+        ValueError: For settings beside a RunConfig.
     """
     if not isinstance(config, RunConfig):
         read: RunConfig = load(RunConfig, None if config is None else Path(config), given_schedule(settings))

@@ -121,9 +121,12 @@ def share_of(mark: Tensor) -> str:
 def mark_share(module: nn.Module, share: str, inside: Sequence[str] = ("",)) -> None:
     """Mark state dicts of `module` as those of a share, and load no others into it.
 
-    share: what this rank holds, in words that differ between shares. inside: beginnings of the names, in the
-    module, of what belongs to the share; a state dict without any of them is not checked. Marking again
-    changes the words alone.
+    Marking again changes the words alone.
+
+    Args:
+        share: What this rank holds, in words that differ between shares.
+        inside: Beginnings of the names, in the module, of what belongs to the share; a state dict without any
+            of them is not checked.
     """
     is_marked = hasattr(module, KEY)
     setattr(module, KEY, share)  # torch looks up the entries of a state dict as attributes
@@ -240,8 +243,11 @@ class Part:
     def of(self, name: str, given: Tensor) -> Tensor:
         """Return this rank's part of what is loaded: the same part, by its DTensor, or the whole.
 
-        What has another shape is left to torch. Raises ShareError for the part of another rank or layout,
-        and for a tensor of a part's shape that does not say which.
+        What has another shape is left to torch.
+
+        Raises:
+            ShareError: For the part of another rank or layout, and for a tensor of a part's shape that does
+                not say which.
         """
         shape = self.sharding.part_shape
         if not is_dtensor(given):
@@ -320,7 +326,11 @@ def _take(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -
 
 
 def taken_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this rank's parts of a state dict, without marks. Raises ShareError as `Part.of` does."""
+    """Return this rank's parts of a state dict, without marks.
+
+    Raises:
+        ShareError: As `Part.of` does.
+    """
     found = without_marks(state)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in found and (part := part_of(parameter)) is not None:

@@ -79,10 +79,14 @@ Splits = tuple[tuple[tuple[Part, ...], ...], ...]
 class ExpertPlacement:
     """The homes of every expert of a layer, and who owns it. Equal on all ranks, which compare its digest.
 
-    ranks: ranks of the expert group. slots: slots of every rank, all of them used. homes: by expert number;
-    more than one home means replicas, whose gradients are summed at the owner. owners: by expert, the rank of
-    the expert group that keeps its optimiser state and saves it. Raises PlacementError naming expert, rank
-    and slot.
+    Attributes:
+        ranks: Ranks of the expert group.
+        slots: Slots of every rank, all of them used.
+        homes: By expert number; more than one home means replicas, whose gradients are summed at the owner.
+        owners: By expert, the rank of the expert group that keeps its optimiser state and saves it.
+
+    Raises:
+        PlacementError: Naming expert, rank and slot.
     """
 
     ranks: int
@@ -130,7 +134,11 @@ class ExpertPlacement:
     @staticmethod
     @cache
     def even(num_experts: int, ranks: int) -> ExpertPlacement:
-        """Place consecutive experts on every rank. Raises PlacementError where the shares are unequal."""
+        """Place consecutive experts on every rank.
+
+        Raises:
+            PlacementError: Where the shares are unequal.
+        """
         if num_experts % ranks:
             raise PlacementError(
                 f"num_experts = {num_experts} cannot be shared evenly by ep_size = {ranks} ranks; "
@@ -143,7 +151,8 @@ class ExpertPlacement:
     def of(held: Sequence[Sequence[int]], owners: Sequence[int] | None = None) -> ExpertPlacement:
         """Return the placement in which rank r holds expert `held[r][s]` in slot s.
 
-        owners: by expert; without it an expert's owner is its first home.
+        Args:
+            owners: By expert; without it an expert's owner is its first home.
         """
         sizes = [len(experts) for experts in held]
         for rank, size in enumerate(sizes):
@@ -224,14 +233,19 @@ class ExpertPlacement:
 class Replication:
     """Which experts ranks hold as replicas for a while, and who computes whose rows. Equal on all ranks.
 
-    Owners stay where `placement` says. Every rank has `replica_slots` slots beside its own
-    `placement.slots`; a position is `rank * (placement.slots + replica_slots) + slot`, replicas after own
-    experts. replicas: by rank and replica slot the expert, or EMPTY. splits: by rank and expert the positions
-    to which rows go that start on the rank, with parts that sum to SPLIT. limit: if given, rows of experts
-    with several homes are split by the loads of the step that runs, so that no rank computes more than
-    `limit` SPLITths of the mean where homes allow it; a layer that must know beforehand still goes by
-    `splits`, which planners then leave as `local` makes them. Raises PlacementError naming rank, slot and
-    expert.
+    Owners stay where `placement` says. Every rank has `replica_slots` slots beside its own `placement.slots`;
+    a position is `rank * (placement.slots + replica_slots) + slot`, replicas after own experts.
+
+    Attributes:
+        replicas: By rank and replica slot the expert, or EMPTY.
+        splits: By rank and expert the positions to which rows go that start on the rank, with parts that sum
+            to SPLIT.
+        limit: If given, rows of experts with several homes are split by the loads of the step that runs, so
+            that no rank computes more than `limit` SPLITths of the mean where homes allow it; a layer that
+            must know beforehand still goes by `splits`, which planners then leave as `local` makes them.
+
+    Raises:
+        PlacementError: Naming rank, slot and expert.
     """
 
     placement: ExpertPlacement
@@ -384,7 +398,12 @@ class Replication:
 
 @dataclass(frozen=True)
 class SamplePlacement:
-    """The rank of every sample of a batch. ranks: of the world. homes: by place in the batch."""
+    """The rank of every sample of a batch.
+
+    Attributes:
+        ranks: Of the world.
+        homes: By place in the batch.
+    """
 
     ranks: int
     homes: tuple[int, ...]

@@ -28,11 +28,16 @@ Box = tuple[Place, Place]
 class Sharding:
     """One of `count` equal parts of a whole tensor.
 
-    axes: the axes of the mesh along which the parts are spread; part i is at place i. shape: the shape of the
-    whole tensor. view: the shape to which the whole is reshaped so that `dim` is the dimension that is cut: a
-    fused matrix of queries, keys and values [3 A K, M] is cut as [3, A K, M] along 1, so that every part has
-    heads of all three. index: this rank's part. For experts, a Sharding describes one expert's tensor,
-    without the dimension that counts experts; `StackedSharding` has it.
+    For experts, a Sharding describes one expert's tensor, without the dimension that counts experts;
+    `StackedSharding` has it.
+
+    Attributes:
+        axes: The axes of the mesh along which the parts are spread; part i is at place i.
+        shape: The shape of the whole tensor.
+        view: The shape to which the whole is reshaped so that `dim` is the dimension that is cut: a fused
+            matrix of queries, keys and values [3 A K, M] is cut as [3, A K, M] along 1, so that every part
+            has heads of all three.
+        index: This rank's part.
     """
 
     axes: Axes
@@ -135,8 +140,12 @@ class Sharding:
 class StackedSharding(Sharding):
     """A part of a parameter of all experts, one after the other: of one rank's experts, a part of each.
 
-    The fields say how experts are dealt: `index` and `count` along dimension 0. each: which part of every
-    expert this rank has. Parts are in the order of the ranks with the same experts, and of these in turn.
+    The fields say how experts are dealt: `index` and `count` along dimension 0.
+
+    Parts are in the order of the ranks with the same experts, and of these in turn.
+
+    Attributes:
+        each: Which part of every expert this rank has.
     """
 
     each: Sharding
@@ -147,7 +156,8 @@ class StackedSharding(Sharding):
     ) -> StackedSharding:
         """Describe `slots` of these experts, at a place among the ranks that have the others.
 
-        axes: of these ranks and those with the other parts; None: of the latter.
+        Args:
+            axes: Of these ranks and those with the other parts; None: of the latter.
         """
         shape = (num_experts, *each.shape)
         return StackedSharding(
@@ -262,7 +272,8 @@ def mark_shards(model: nn.Module) -> None:
     """Mark every parameter of `model` that is a part of a larger one, for code that meets it without its
     module.
 
-    Raises ValueError for a parameter that no longer exists, or whose shape is not that of its part.
+    Raises:
+        ValueError: For a parameter that no longer exists, or whose shape is not that of its part.
     """
     for name, sharding in shardings_of(model).items():
         wanted, whole = sharding.part_shape, list(sharding.shape)

@@ -101,7 +101,9 @@ class Stops:
     def finish(self, code: int | None, left: str = "") -> None:
         """Note that the work is done: a stop raises nothing more.
 
-        code: with which a process that then stands still is ended; None = that of a stop. left: what is said.
+        Args:
+            code: With which a process that then stands still is ended; None = that of a stop.
+            left: What is said.
         """
         self._phase = Phase.DONE
         self._left, self._code = lambda: left, code

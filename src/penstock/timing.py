@@ -62,7 +62,9 @@ def positions(lanes: Mapping[Lane, Sequence[Task]], graph: Graph) -> dict[Lane, 
 def advance(left: Collection[list[int]], links: Links, done: set[int]) -> list[int]:
     """Take from every lane in turn as many tasks as can run; return them in that order.
 
-    left: the tasks of every lane, the next one last. done: those that have run; more are added.
+    Args:
+        left: The tasks of every lane, the next one last.
+        done: Those that have run; more are added.
     """
     row: list[int] = []
     before = -1
@@ -78,8 +80,10 @@ def advance(left: Collection[list[int]], links: Links, done: set[int]) -> list[i
 def issue_order(lanes: Mapping[Lane, Sequence[Task]], graph: Graph) -> list[int]:
     """Merge the lanes into one row in which every task stands after those that it reads.
 
-    The row is a function of the lanes alone, hence the same on all ranks. Raises ScheduleError naming tasks
-    that wait for each other.
+    The row is a function of the lanes alone, hence the same on all ranks.
+
+    Raises:
+        ScheduleError: Naming tasks that wait for each other.
     """
     left = {lane: order[::-1] for lane, order in positions(lanes, graph).items()}
     done = set[int]()
@@ -98,9 +102,11 @@ def slot_order(orders: Orders, links: Links, forward: Sequence[bool] = ()) -> li
     """Return all positions in the order in which tasks start where each takes one slot, as in a picture.
 
     One thread that hands out all tasks takes this order. A task stands after what it reads; one for which
-    lanes wait in a circle is left out. forward: by position, whether the task is handed out before all
-    others, since the other half of a step begins when its loss is asked for gradients; none = all tasks are
-    handed out as they come.
+    lanes wait in a circle is left out.
+
+    Args:
+        forward: By position, whether the task is handed out before all others, since the other half of a step
+            begins when its loss is asked for gradients; none = all tasks are handed out as they come.
     """
     row: list[int] = []
     ends, slots = [inf] * len(links), [1.0] * len(links)
@@ -133,7 +139,8 @@ def ready_order(links: Links, readers: Links) -> list[int]:
 def earliest(links: Links, seconds: Sequence[float], begin_s: Sequence[float] = ()) -> list[float]:
     """Return when every task ends, if every lane could run everything at once.
 
-    begin_s: by task, when it may begin at the earliest; `-inf` where only what it reads counts.
+    Args:
+        begin_s: By task, when it may begin at the earliest; `-inf` where only what it reads counts.
     """
     ends: list[float] = []
     for needs, each, begin in zip(links, seconds, begin_s or [0.0] * len(links), strict=True):
@@ -154,8 +161,11 @@ def path_ends(
 ) -> list[float]:
     """Return when every task ends, where ranks are alike.
 
-    orders: for every lane the positions of its tasks. known: the ends of tasks that are on no lane, and `inf`
-    for the others. A task for which lanes wait in a circle never ends: its end is `inf`.
+    A task for which lanes wait in a circle never ends: its end is `inf`.
+
+    Args:
+        orders: For every lane the positions of its tasks.
+        known: The ends of tasks that are on no lane, and `inf` for the others.
     """
     ends = list(known) or [inf] * len(links)
     free_s, heads = [0.0] * len(orders), [0] * len(orders)
@@ -257,7 +267,11 @@ class ListScheduler:
 
 
 def lanes_of(graph: Graph, orders: Sequence[Sequence[int]]) -> dict[Lane, tuple[Task, ...]]:
-    """Return the tasks at these positions, for every lane that has any. orders: in the order of `Lane`."""
+    """Return the tasks at these positions, for every lane that has any.
+
+    Args:
+        orders: In the order of `Lane`.
+    """
     return {lane: tuple(graph.tasks[i] for i in orders[n]) for n, lane in enumerate(Lane) if orders[n]}
 
 
@@ -321,8 +335,11 @@ class Issuing:
 
     On CPUs every lane has a thread of its own. On a GPU one thread hands out the tasks of all lanes, one
     after another, and no task starts before that: where tasks are small, a step takes as long as this thread
-    works. reads_counts: whether it waits for the counts that ranks exchange, before it hands out what they
-    size. halves: whether it hands out all forward tasks before the first of the other half.
+    works.
+
+    Attributes:
+        reads_counts: Whether it waits for the counts that ranks exchange, before it hands out what they size.
+        halves: Whether it hands out all forward tasks before the first of the other half.
     """
 
     task_s: float
@@ -345,8 +362,11 @@ def simulate(
 ) -> Timeline:
     """Return when every task runs. A task starts once its inputs and the task before it on its lane end.
 
-    issuing: of the thread that hands out all tasks; None = every lane has its own. Raises ScheduleError
-    naming tasks that wait for each other.
+    Args:
+        issuing: Of the thread that hands out all tasks; None = every lane has its own.
+
+    Raises:
+        ScheduleError: Naming tasks that wait for each other.
     """
     mesh, tasks, orders = mesh or Mesh(), graph.tasks, positions(schedule.lanes, graph)
     row, seconds = [place for order in orders.values() for place in order], [0.0] * len(tasks)

@@ -29,7 +29,11 @@ LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
 
 
 def lane_words(lane: str, *, nodes: bool) -> str:
-    """Return what a lane is called for people. nodes: whether there are several."""
+    """Return what a lane is called for people.
+
+    Args:
+        nodes: Whether there are several.
+    """
     return BETWEEN_NODES if nodes and lane == "inter" else LANE_WORDS.get(lane, lane)
 
 
@@ -135,7 +139,10 @@ def folded(text: str, width: int) -> str:
 def stacked(rows: Sequence[Sequence[str]], width: int, *, keep: int = 1) -> Iterator[list[list[str]]]:
     """Yield the table in parts that are at most `width` wide in Markdown, each with the first `keep` columns.
 
-    rows: the first is the header. A part has at least one further column, however wide that is.
+    A part has at least one further column, however wide that is.
+
+    Args:
+        rows: The first is the header.
     """
     columns = [list(column) for column in zip(*rows, strict=True)]
     head, part = columns[:keep], list[list[str]]()

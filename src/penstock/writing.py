@@ -34,7 +34,8 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from <linux/fcntl.h>, <linux/fs.h>
 class Draft:
     """A file for `path` that has another name until `settle`.
 
-    file: open for writing and reading, also after it has its name.
+    Attributes:
+        file: Open for writing and reading, also after it has its name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +46,8 @@ class Draft:
     def settle(self, *, durable: bool = False) -> BinaryIO:
         """Give the file its name, in place of what has it; return the file, which stays open.
 
-        durable: wait until the disk has content and name, so that no power cut undoes them.
+        Args:
+            durable: Wait until the disk has content and name, so that no power cut undoes them.
         """
         self.file.flush()
         if durable:
@@ -65,7 +67,9 @@ class Draft:
 class LineFile:
     """A file that grows line by line, and that can be made again where its name is gone.
 
-    path: of the file; what had the name is replaced. beginning: its first lines.
+    Attributes:
+        path: Of the file; what had the name is replaced.
+        beginning: Its first lines.
     """
 
     def __init__(self, path: Path, beginning: Iterable[bytes] = ()) -> None:
@@ -118,7 +122,8 @@ def leads_to(path: Path, file: IO[Any]) -> bool:
 def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """Yield a file that replaces the one at `path` when the context is left; after an error nothing changes.
 
-    durable: see `Draft.settle`.
+    Args:
+        durable: See `Draft.settle`.
     """
     draft = Draft(path)
     try:
@@ -130,7 +135,12 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: str | bytes, *, durable: bool = False) -> None:
-    """Write a file as a whole or not at all. data: text is written as UTF-8. durable: see `Draft.settle`."""
+    """Write a file as a whole or not at all.
+
+    Args:
+        data: Text is written as UTF-8.
+        durable: See `Draft.settle`.
+    """
     with replacing(path, durable=durable) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
@@ -144,8 +154,11 @@ def write_setting(path: Path, text: str) -> None:
 def open_lock(path: Path, *, makes: bool = True) -> BinaryIO:
     """Open the file of a lock; what it holds stays as it is.
 
-    makes: make it where it is missing. Raises OSError whose `strerror` is the reason; for a link, a pipe and
-    anything else that is no file, too.
+    Args:
+        makes: Make it where it is missing.
+
+    Raises:
+        OSError: Whose `strerror` is the reason; for a link, a pipe and anything else that is no file, too.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if makes else 0)
     try:
@@ -169,7 +182,8 @@ def open_log(path: Path) -> TextIO:
 def try_to_write(folder: Path, name: str = "penstock") -> None:
     """Write a file into `folder` as if it were to have this name, and leave nothing.
 
-    Raises OSError, also on a full disk, where an empty file could still be made.
+    Raises:
+        OSError: Also on a full disk, where an empty file could still be made.
     """
     draft = Draft(folder / name)
     try:

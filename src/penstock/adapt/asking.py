@@ -72,9 +72,13 @@ class ByteWords:
 
 
 class FileWords:
-    """Words of a `tokenizer.json`, without tokens that begin or end a text. digest: its sha256.
+    """Words of a `tokenizer.json`, without tokens that begin or end a text.
 
-    Raises ValueError for any other file, and for tokens beyond the model's vocabulary.
+    Attributes:
+        digest: Its sha256.
+
+    Raises:
+        ValueError: For any other file, and for tokens beyond the model's vocabulary.
     """
 
     def __init__(self, path: Path, vocabulary: int) -> None:
@@ -107,7 +111,9 @@ class FolderWords:
 
     A prompt gets the tokens that the tokenizer puts before a text, such as one that the model has always seen
     there, and none of those that it puts after a text.
-    Raises ValueError for files that are no tokenizer, and for tokens of a text beyond the model's vocabulary.
+
+    Raises:
+        ValueError: For files that are no tokenizer, and for tokens of a text beyond the model's vocabulary.
     """
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
@@ -149,10 +155,15 @@ class FolderWords:
 
 
 def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer: Path | None) -> Words:
-    """Return the words of a model that was opened at `path`. Raises ValueError where they are not known.
+    """Return the words of a model that was opened at `path`.
 
-    config: the model's. data: section [data] of the run whose checkpoint it is; None for a folder of
-    transformers. tokenizer: a file that a user has named, or `bytes`; None = as the model was trained.
+    Args:
+        config: The model's.
+        data: Section [data] of the run whose checkpoint it is; None for a folder of transformers.
+        tokenizer: A file that a user has named, or `bytes`; None = as the model was trained.
+
+    Raises:
+        ValueError: Where they are not known.
     """
     vocabulary = config.get_text_config().vocab_size
     digest, named = getattr(config, "tokenizer_digest", None), (data or {}).get("tokenizer")
@@ -257,7 +268,12 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Choice of the next token. temperature: 0 takes the likeliest. top_k, top_p: candidates of a draw."""
+    """Choice of the next token.
+
+    Attributes:
+        temperature: 0 takes the likeliest.
+        top_k, top_p: Candidates of a draw.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -275,7 +291,12 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """The loss of a model on a text. loss: mean over tokens, in nats. tokens: number of predicted tokens."""
+    """The loss of a model on a text.
+
+    Attributes:
+        loss: Mean over tokens, in nats.
+        tokens: Number of predicted tokens.
+    """
 
     loss: float
     tokens: int
@@ -288,9 +309,12 @@ class Judgement:
 def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     """Open a folder of transformers, a checkpoint of `penstock train`, or its output folder (the newest one).
 
-    tokenizer: a tokenizer.json, or `bytes`; None = that of a folder of transformers, or what the run was
-    trained with. Raises ValueError for any other path, and where tokens are not bytes and their tokenizer is
-    not found.
+    Args:
+        tokenizer: A tokenizer.json, or `bytes`; None = that of a folder of transformers, or what the run was
+            trained with.
+
+    Raises:
+        ValueError: For any other path, and where tokens are not bytes and their tokenizer is not found.
     """
     from penstock.adapt.trained import from_checkpoint
 
@@ -331,7 +355,8 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
 def read_whole(folder: Path) -> Any:
     """Read the model in a folder of transformers.
 
-    Raises ValueError if a tensor is missing, or is not the model's.
+    Raises:
+        ValueError: If a tensor is missing, or is not the model's.
     """
     opened = ModelFolder.open(folder)
     return opened.read(type(opened.model), opened.tensors, opened.dtype)
@@ -341,7 +366,9 @@ def find_checkpoint(path: Path) -> Path | None:
     """Find the checkpoint that a path stands for; None if there is none.
 
     The path is a checkpoint, a run's output folder or a run's folder of checkpoints (the newest is taken).
-    Raises ValueError where the newest is not whole: an older one would be another model.
+
+    Raises:
+        ValueError: Where the newest is not whole: an older one would be another model.
     """
     if (path / RECORD).is_file():
         return path
@@ -391,10 +418,14 @@ class Telling:
 def generate(
     opened: Opened, prompt: str, most: int, sampling: Sampling, say: Callable[[str], None] = lambda text: None
 ) -> str:
-    """Return the text that follows a prompt, `most` tokens at most. Raises ValueError for an empty prompt.
+    """Return the text that follows a prompt, `most` tokens at most.
 
-    say: called with the prompt, then with every piece of the text as soon as it is written; with beam search
-    once with all of it.
+    Args:
+        say: Called with the prompt, then with every piece of the text as soon as it is written; with beam
+            search once with all of it.
+
+    Raises:
+        ValueError: For an empty prompt.
     """
     tokens = opened.words.begin(prompt)
     if not tokens:
@@ -445,8 +476,12 @@ def _naming(what: str) -> Iterator[None]:
 def judge(opened: Opened, text: str, length: int | None = None, name: str = "the text") -> Judgement:
     """Judge how well a model predicts a text: every token but the first, from those before it in its window.
 
-    length: tokens of a window; None = the number of positions that the model has, at most `LONGEST`. name: of
-    the text. Raises ValueError for a text of fewer than two tokens.
+    Args:
+        length: Tokens of a window; None = the number of positions that the model has, at most `LONGEST`.
+        name: Of the text.
+
+    Raises:
+        ValueError: For a text of fewer than two tokens.
     """
     config = opened.model.config.get_text_config()
     most = setting_of(config, "max_position_embeddings")

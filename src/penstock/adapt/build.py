@@ -83,25 +83,38 @@ def parallelize(
 ) -> Any:
     """Spread the experts of `model` over ranks, and let a schedule run its training steps.
 
-    Returns the model, in training mode. model: a causal language model of transformers 5, whole and equal on
-    every rank; one of an unknown family is taken if it can be cut into pieces that compute the same; or a
-    model of peft around one. It keeps its class, its modules and the names of its parameters; of the experts
-    it keeps this rank's share. All ranks call this function, and later every forward pass, together; each has
-    samples of its own. In training mode `model(input_ids=..., labels=...)` gives the loss of the batch of all
-    ranks, and its `backward` every gradient, summed over ranks: DistributedDataParallel is not needed, and
-    refused. Everything else works as before: logits in evaluation (`model.eval()`), `generate`,
-    `save_pretrained`, which all ranks call together. ep_size: over how many ranks experts are spread; None =
-    all, after `etp_size`. tp_size: how many ranks share attention, dense layers and vocabulary, and are given
-    the same samples; of some families (docs/features.md). etp_size: how many ranks share every expert, each a
-    part of its width; None = 1. mesh: says these sizes in their place: a DeviceMesh of all ranks with names
-    as ("dp", "ep"), several, or groups by name (docs/parallelism.md); `model.device_mesh` has all dimensions
-    of the layout. plan: "auto" measures the cluster at the first step and searches; else the name of a
-    schedule, or a decision. ep_plan: which modules hold experts, as transformers says; None = as its family
-    or configuration says. ranks_per_node, timeout_s, transport: see ParallelConfig; bound_factor: see
-    MoEConfig. updating: steps sum gradients in shares, for a `ShardedAdamW` of `penstock.adapt.stack_of`;
-    None: any optimiser updates parameters. Joins processes that torchrun or Slurm has started, once. Raises
-    ValueError for a model that cannot be scheduled, ConfigError for sizes and plans that do not fit; it is
-    unchanged then.
+    All ranks call this function, and later every forward pass, together; each has samples of its own. In
+    training mode `model(input_ids=..., labels=...)` gives the loss of the batch of all ranks, and its
+    `backward` every gradient, summed over ranks: DistributedDataParallel is not needed, and refused.
+    Everything else works as before: logits in evaluation (`model.eval()`), `generate`, `save_pretrained`,
+    which all ranks call together. Joins processes that torchrun or Slurm has started, once.
+
+    Args:
+        model: A causal language model of transformers 5, whole and equal on every rank; one of an unknown
+            family is taken if it can be cut into pieces that compute the same; or a model of peft around one.
+            It keeps its class, its modules and the names of its parameters; of the experts it keeps this
+            rank's share.
+        ep_size: Over how many ranks experts are spread; None = all, after `etp_size`.
+        tp_size: How many ranks share attention, dense layers and vocabulary, and are given the same samples;
+            of some families (docs/features.md).
+        etp_size: How many ranks share every expert, each a part of its width; None = 1.
+        mesh: Says these sizes in their place: a DeviceMesh of all ranks with names as ("dp", "ep"), several,
+            or groups by name (docs/parallelism.md); `model.device_mesh` has all dimensions of the layout.
+        plan: "auto" measures the cluster at the first step and searches; else the name of a schedule, or a
+            decision.
+        ep_plan: Which modules hold experts, as transformers says; None = as its family or configuration says.
+        ranks_per_node, timeout_s, transport: See ParallelConfig.
+        bound_factor: See MoEConfig.
+        updating: Steps sum gradients in shares, for a `ShardedAdamW` of `penstock.adapt.stack_of`; None: any
+            optimiser updates parameters.
+        gradient_reduction: Of a loss that the caller makes of logits, see docs/hugging-face.md.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        ValueError: For a model that cannot be scheduled; it is unchanged then.
+        ConfigError: For sizes and plans that do not fit; the model is unchanged then.
     """
     inner = model.get_base_model() if is_wrapped_by_peft(model) else model
     if "_penstock" in inner.__dict__:
@@ -137,7 +150,9 @@ def scheduled(
 ) -> Any:
     """Let a schedule run the training steps of a model that has its share of experts; returns the model.
 
-    tensor: its part of attention, where ranks share that. updating: see `parallelize`.
+    Args:
+        tensor: Its part of attention, where ranks share that.
+        updating: See `parallelize`.
     """
     layout = machinery.layout
     planner = Planner.asked(plan, found.sizes, layout, parallel)
@@ -220,7 +235,10 @@ def shared_as(
 ) -> ParallelConfig:
     """Return the settings with the sizes of groups that share a model, as they or a mesh say.
 
-    All ranks call it. Raises ConfigError for sizes by which the model cannot be shared.
+    All ranks call it.
+
+    Raises:
+        ConfigError: For sizes by which the model cannot be shared.
     """
     if mesh is not None:
         info = joined(settings.timeout_s, device, settings.transport)
@@ -255,7 +273,8 @@ def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.devi
 def pieces_of(found: Found, layout: Layout = ALONE, tensor: TensorShares | None = None) -> Iterator[Decoder]:
     """Cut a model, which has its share of experts; where what is inside fails, it is as it was.
 
-    tensor: its part of attention, where ranks share that.
+    Args:
+        tensor: Its part of attention, where ranks share that.
     """
     calls = Calls(None if tensor is None else tensor.ranks.inside)
     layers, cuts = list[CutLayer | WholeLayer](), list[Cut]()
@@ -361,10 +380,17 @@ def load_pretrained(
 
     Of the experts a rank reads its share only, tensor by tensor, so that it needs memory for what it will
     hold and for one layer's experts; what ranks share (`tp_size`, `etp_size`) each reads whole first. All
-    ranks call this together. folder: configuration and safetensors, as save_pretrained writes them, or the
-    name of a model on the Hugging Face hub. dtype: of the weights; None = as the configuration says. Other
-    parameters: see `parallelize`. Raises ValueError for a family that is not known, or if a tensor is
-    missing, of another shape, not finite, or not the model's, ConfigError for sizes that do not fit.
+    ranks call this together. Other parameters: see `parallelize`.
+
+    Args:
+        folder: Configuration and safetensors, as save_pretrained writes them, or the name of a model on the
+            Hugging Face hub.
+        dtype: Of the weights; None = as the configuration says.
+
+    Raises:
+        ValueError: For a family that is not known, or if a tensor is missing, of another shape, not finite,
+            or not the model's.
+        ConfigError: For sizes that do not fit.
     """
     opened = ModelFolder.open(folder_of(folder))
     found = replace(skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
@@ -418,7 +444,8 @@ def read_share(
 def reload(model: Any, folder: str | Path) -> None:
     """Give a scheduled model the weights in a folder; a rank holds its share twice while they are read.
 
-    Raises ValueError if the folder holds another model.
+    Raises:
+        ValueError: If the folder holds another model.
     """
     opened, dtype = ModelFolder.open(Path(folder), plain_class(model)), next(model.parameters()).dtype
     read = read_share(skeleton(opened), opened, engine_of(model).layout, dtype, "cpu").model.state_dict()

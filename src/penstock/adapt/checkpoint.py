@@ -77,13 +77,15 @@ def save_checkpoint(
     The folder appears when it is complete. It replaces a folder of that name, from which all files stay that
     belong to no model or optimiser (a tokenizer, say). Of a model of peft only the adapters are saved.
 
+    Otherwise a thread writes a copy of what this rank holds, for which it needs memory on the host, while
+    training goes on; the folder appears in `finish` of what is returned, or in the next call of this function
+    for the model, and all ranks call that.
+
     Args:
         model: What `parallelize` or `load_pretrained` has returned, or a model of peft around it.
         optimizer: Of its parameters.
         folder: Of the checkpoint.
-        wait: Whether it is complete on return. Otherwise a thread writes a copy of what this rank holds, for
-            which it needs memory on the host, while training goes on; the folder appears in `finish` of what
-            is returned, or in the next call of this function for the model, and all ranks call that.
+        wait: Whether it is complete on return.
 
     Raises:
         ValueError: The optimiser has other parameters, or is of a kind whose state does not belong to single
@@ -163,8 +165,12 @@ class _Beside:
 def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Give an optimiser the state that `save_checkpoint` has saved; for experts, this rank's share.
 
-    model: scheduled, with the parameters that the optimiser has, in the same groups. Raises ValueError if the
-    state of another optimiser was saved, or none, ConfigError if the file about its groups holds others.
+    Args:
+        model: Scheduled, with the parameters that the optimiser has, in the same groups.
+
+    Raises:
+        ValueError: If the state of another optimiser was saved, or none.
+        ConfigError: If the file about its groups holds others.
     """
     path = Path(folder)
     if not (path / GROUPS).is_file():

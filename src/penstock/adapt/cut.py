@@ -42,8 +42,10 @@ def is_foreign(hook: object, own: tuple[str, ...] = READERS) -> bool:
 class Caught:
     """Arguments with which experts were called.
 
-    logits_TE: of the router, as it returned them. routers: whether its probabilities count for a balance
-    loss. attended_T: bool, the tokens that count for the balance loss; None: all.
+    Attributes:
+        logits_TE: Of the router, as it returned them.
+        routers: Whether its probabilities count for a balance loss.
+        attended_T: bool, the tokens that count for the balance loss; None: all.
     """
 
     x_TM: Tensor
@@ -76,9 +78,13 @@ class Inside:
 class Cut:
     """Replaces the `forward` of the experts of one MoE block, and that of its shared experts.
 
-    shared: the module of shared experts, or None. top_k: experts per token. spread: how experts run when the
-    model is not cut, where other ranks hold some of them. ranks: how many train the model. holds_share:
-    whether this rank has some of the experts alone. rows: what runs the experts on rows.
+    Attributes:
+        shared: The module of shared experts, or None.
+        top_k: Experts per token.
+        spread: How experts run when the model is not cut, where other ranks hold some of them.
+        ranks: How many train the model.
+        holds_share: Whether this rank has some of the experts alone.
+        rows: What runs the experts on rows.
     """
 
     def __init__(self, block: Any, family: Family, *, shared: Any, top_k: int) -> None:
@@ -143,7 +149,8 @@ class Cut:
     def follow(self) -> None:
         """Follow changes by peft, which has put adapters around experts or router, or has taken them away.
 
-        Raises ValueError for adapters that cannot be spread.
+        Raises:
+            ValueError: For adapters that cannot be spread.
         """
         experts, router = self.family.experts_of(self.block), self.family.router_of(self.block)
         if experts is not self.experts and core_of(experts) is core_of(self.experts):

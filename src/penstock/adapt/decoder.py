@@ -34,11 +34,14 @@ HOOKED = "_output_capturing_hooks_installed"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a step besides tokens and labels. first: the number of the first sample.
+    """Inputs of a step besides tokens and labels.
 
-    mask_BL: the attention mask as it was given; positions_BL: of tokens, [1, L] where all samples have the
-    same, or several such tables, [_, B, L]. routers: see `RouterUse`. packed: what tells documents apart in
-    the only sample.
+    Attributes:
+        first: The number of the first sample.
+        mask_BL: The attention mask as it was given.
+        positions_BL: Of tokens, [1, L] where all samples have the same, or several such tables, [_, B, L].
+        routers: See `RouterUse`.
+        packed: What tells documents apart in the only sample.
     """
 
     first: int = 0
@@ -89,7 +92,9 @@ class _Recorder(nn.Module):
 class Called:
     """Arguments of every layer for one microbatch.
 
-    attended_T: bool, the tokens that the attention mask shows; None: all. routers: as `Inputs` has it.
+    Attributes:
+        attended_T: bool, the tokens that the attention mask shows; None: all.
+        routers: As `Inputs` has it.
     """
 
     layers: list[LayerCall]
@@ -102,9 +107,12 @@ class Calls:
 
     The arguments of a step are freed when its backward has run, or its loss is gone. They are found by the
     tensor of a microbatch's samples: to read its numbers the host would wait for a GPU, in every layer.
-    inside: whether a step runs a layer now. routers: of the step, as `Inputs` has it. make: returns the
-    arguments for samples that have come together only now; None where they cannot be made again, as masks and
-    positions were given.
+
+    Attributes:
+        inside: Whether a step runs a layer now.
+        routers: Of the step, as `Inputs` has it.
+        make: Returns the arguments for samples that have come together only now; None where they cannot be
+            made again, as masks and positions were given.
     """
 
     def __init__(self, inside: Inside | None = None) -> None:
@@ -199,7 +207,11 @@ class CutLayer(_Apart):
     def until_experts(
         self, h_BLM: Tensor, called: Called, attended_T: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer up to its experts. attended_T: those of its tokens that the attention mask shows."""
+        """Run the layer up to its experts.
+
+        Args:
+            attended_T: Those of its tokens that the attention mask shows.
+        """
         with self.cut.open():
             residual_BLM = run(self.layer, h_BLM, called.layers[self.index], self._calls.inside)
         caught = self.cut.take()
@@ -259,9 +271,12 @@ Layers = Sequence[CutLayer | WholeLayer]
 class Decoder:
     """The pieces of a model of transformers.
 
-    plain: the model's own `forward`, which takes the model first, of its class `kind`. code: of the module
-    with the layers, of its class `base_kind`. calls: of the layers in steps. left: hidden states after the
-    last layer, of every microbatch of the last step with labels, by the place of these in memory.
+    Attributes:
+        plain: The model's own `forward`, which takes the model first, of its class `kind`.
+        code: Of the module with the layers, of its class `base_kind`.
+        calls: Of the layers in steps.
+        left: Hidden states after the last layer, of every microbatch of the last step with labels, by the
+            place of these in memory.
     """
 
     def __init__(

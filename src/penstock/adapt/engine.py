@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,9 @@ from penstock.topology import Layout
 class BalanceOverLayers(GlobalBalance):
     """Balance judged as in transformers: over the batch of all ranks, and over all layers at once.
 
-    top_k: choices of a token, from which the number of tokens follows: padding may have a label, and go to
-    experts.
+    Attributes:
+        top_k: Choices of a token, from which the number of tokens follows: padding may have a label, and go
+            to experts.
     """
 
     def __init__(self, top_k: int) -> None:
@@ -70,9 +71,10 @@ NO_LABEL = -100
 class StepInputs(Inputs):
     """Arguments of a call of the model, as a step needs them.
 
-    labels_BL: as transformers takes them, at the places of the tokens; or shift_labels_BL, of the following
-    tokens; neither where the caller makes a loss. valid: divisor of the sum of token losses, over all ranks;
-    None: the number of these tokens.
+    Attributes:
+        labels_BL: As transformers takes them, at the places of the tokens; or shift_labels_BL, of the
+            following tokens; neither where the caller makes a loss.
+        valid: Divisor of the sum of token losses, over all ranks; None: the number of these tokens.
     """
 
     tokens_BL: Tensor
@@ -189,7 +191,10 @@ class Engine:
 
     def _begin(self, given: StepInputs) -> Tensor:
         """Begin the forward pass of a step on these samples; return their numbers."""
-        self.decoder.begin(replace(given, first=self._first))
+        shared = {
+            each.name: getattr(given, each.name) for each in fields(Inputs)
+        }  # the decoder keeps no tokens
+        self.decoder.begin(Inputs(**{**shared, "first": self._first}))
         return torch.arange(self._first, self._first + len(given.tokens_BL))
 
     def warn_if_different(self) -> None:
@@ -203,7 +208,10 @@ class Engine:
     def logits_of_step(self) -> Callable[[], Tensor] | None:
         """Return what makes the logits of the last step with labels, [B, L, V], when they are asked for.
 
-        None where ranks share a sample's tokens. Raises ValueError when parameters of the head have changed.
+        None where ranks share a sample's tokens.
+
+        Raises:
+            ValueError: When parameters of the head have changed.
         """
         decoder, machinery = self.decoder, self.stack.machinery
         left, decoder.left = decoder.left, {}
@@ -301,7 +309,8 @@ COUNTERS = ("torch.",)
 def check_unchanged(decoder: Decoder, *, balances: bool) -> None:
     """Raise ValueError if a step would not compute what the model computes now.
 
-    balances: whether the step has a router loss.
+    Args:
+        balances: Whether the step has a router loss.
     """
     if is_patched(decoder.base):
         raise ValueError(patched(decoder.base, "parallelize the model without it"))

@@ -36,7 +36,9 @@ SHOWN = 8
 class WatchedCall:
     """A call of a layer in a forward pass of the whole model.
 
-    entered: the first argument. others: all other arguments.
+    Attributes:
+        entered: The first argument.
+        others: All other arguments.
     """
 
     layer: int
@@ -63,7 +65,8 @@ def chain_of(decoder: Decoder, tokens_BL: Tensor) -> tuple[list[WatchedCall], st
     """Return the calls of the layers when the whole model, in evaluation mode, runs these tokens, and in what
     they are no chain; None: in nothing.
 
-    Raises ValueError where the model's own code does not run.
+    Raises:
+        ValueError: Where the model's own code does not run.
     """
     with _hooked(decoder) as watched, naming(decoder.model, "on random tokens"):
         decoder.plain(decoder.model, input_ids=tokens_BL, use_cache=False)
@@ -254,9 +257,13 @@ SAMPLES, LENGTH = 2, 7
 
 
 def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
-    """Guess where a model has its parts. Raises ValueError with what is not understood.
+    """Guess where a model has its parts.
 
-    ep_plan: which of its modules are experts; None = all that look like experts.
+    Args:
+        ep_plan: Which of its modules are experts; None = all that look like experts.
+
+    Raises:
+        ValueError: With what is not understood.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
     traits = (path for path, each in model.named_modules() if all(hasattr(each, t) for t in TRAITS))
@@ -306,8 +313,10 @@ def check(model: Any, decoder: Decoder, changed: Sequence[str] = ()) -> None:
     """Raise ValueError unless the model in pieces computes what it does whole: logits, loss and gradients.
 
     Runs some random tokens with all experts here, in evaluation and in training, where both draw the same
-    random numbers: dropout of what the experts return would be left out. changed: names of the functions
-    that are not those of transformers, for a family that is known.
+    random numbers: dropout of what the experts return would be left out.
+
+    Args:
+        changed: Names of the functions that are not those of transformers, for a family that is known.
     """
     was_training = model.training
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

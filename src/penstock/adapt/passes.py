@@ -46,7 +46,8 @@ class Meeting(Protocol):
 class Passes:
     """The forward passes of a model on this rank. Every pass meets the other ranks once in every layer.
 
-    meetings: in the order of the layers; none where no rank needs another one.
+    Attributes:
+        meetings: In the order of the layers; none where no rank needs another one.
     """
 
     def __init__(self, control: Control, turns: Turns) -> None:
@@ -200,8 +201,11 @@ def _passes_of(model: Any) -> Passes:
 class Spread:
     """Sends tokens to the experts of all ranks and back, without gradients.
 
-    All ranks that share them call it. passes: the model's, of which each comes here once. width: numbers that
-    experts get for a token.
+    All ranks that share them call it.
+
+    Attributes:
+        passes: The model's, of which each comes here once.
+        width: Numbers that experts get for a token.
     """
 
     def __init__(self, machinery: Machinery, moe: MoELayer, passes: Passes, width: int) -> None:
@@ -305,7 +309,8 @@ class JoinAdapters(_Hook):
 class TakeAdapters(_Hook):
     """Takes this rank's part of adapters that are loaded.
 
-    Raises ValueError unless they are of all experts.
+    Raises:
+        ValueError: Unless they are of all experts.
     """
 
     def __call__(self, block: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:

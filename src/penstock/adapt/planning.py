@@ -108,7 +108,8 @@ class Planner:
     ) -> StepPlan:
         """Return the plan for steps of these samples on every rank. All ranks call it, and get the same plan.
 
-        recompute: what is recomputed in backward; None = as the plan says.
+        Args:
+            recompute: What is recomputed in backward; None = as the plan says.
         """
         if not self.searches:
             choice = self.choice if recompute is None else replace(self.choice, recompute=recompute)
@@ -170,7 +171,8 @@ def moving_of(choice: Decision, sizes: ModelSizes, stack: PipelinedStack) -> Exp
 def choice_of(plan: str | Decision, ranks: int = 1) -> Decision:
     """Return the decision that `plan` names; of "auto" the one until the cluster is measured.
 
-    Raises ConfigError for an unknown name, and for decisions that steps of such models do not allow.
+    Raises:
+        ConfigError: For an unknown name, and for decisions that steps of such models do not allow.
     """
     if plan == AUTO:
         plan = "sequential" if ranks == 1 else "flowmoe"

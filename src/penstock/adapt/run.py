@@ -99,7 +99,8 @@ class ModelStack(PipelinedStack):
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return the loss of the whole batch of all ranks; see `PipelinedStack.forward`.
 
-        Raises ValueError if the model has been changed in a way that a step would miss.
+        Raises:
+            ValueError: If the model has been changed in a way that a step would miss.
         """
         balances = self.moe.aux_loss_coeff > 0
         check_unchanged(self.parts, balances=balances)

@@ -56,7 +56,9 @@ class ModelNaming:
     """The names of tensors of a model of transformers.
 
     Files have those of transformers; the optimiser's state those of the model, whose experts are stacked.
-    original: see `places_of`.
+
+    Attributes:
+        original: See `places_of`.
     """
 
     def __init__(self, layout: Layout, decoder: Decoder, model: nn.Module, *, original: bool = True) -> None:
@@ -109,8 +111,10 @@ class ModelNaming:
     ) -> tuple[Tensor, Sharding | None]:
         """Return a tensor of a parameter's shape, and what part of the whole that is.
 
-        Experts that lie in turn get their own axis, on one rank, too. each: the part of a tensor of one
-        expert, where that is not the parameter's.
+        Experts that lie in turn get their own axis, on one rank, too.
+
+        Args:
+            each: The part of a tensor of one expert, where that is not the parameter's.
         """
         axis, layout, each = self._axes.get(name), self._layout, each or self._shardings.get(name)
         if axis is None:
@@ -150,8 +154,9 @@ def save_model(
 ) -> None:
     """Write a model with its configuration, as `plain.save_pretrained` does; all ranks call it.
 
-    given: what is saved instead of the model's own state. With it, with adapters that transformers itself has
-    put into the model, and with other `options` than `OPTIONS` transformers writes, on rank 0.
+    Args:
+        given: What is saved instead of the model's own state. With it, with adapters that transformers itself
+            has put into the model, and with other `options` than `OPTIONS` transformers writes, on rank 0.
     """
     control, purpose = engine.stack.machinery.control, f"saving {folder}"
     check_names(model, plain, control, given)
@@ -203,7 +208,8 @@ def model_state(
 def numbered(tensors: Sequence[Outgoing], control: Control, most: int | str = MOST_SHARD) -> Files:
     """Return the files of a rank for tensors of a model, named as transformers does. All ranks call it.
 
-    most: bytes of a file, also in words; a larger tensor has a file of its own.
+    Args:
+        most: Bytes of a file, also in words; a larger tensor has a file of its own.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -289,7 +295,10 @@ def whole_state(
 ) -> dict[str, Tensor] | None:
     """Return the state dictionary of the model on one process, at rank 0; None on the others.
 
-    All ranks call it. given: this rank's own state dictionary, where it is not the model's.
+    All ranks call it.
+
+    Args:
+        given: This rank's own state dictionary, where it is not the model's.
     """
     control, layout = engine.stack.machinery.control, engine.layout
     own = model.state_dict()  # all ranks join the state of adapters in it
@@ -367,7 +376,10 @@ class InPlace:
     """Files of a model that are moved into its folder. Others in there stay, as does the folder itself.
 
     If a process ends meanwhile, the former files are in their place or in the hidden folder `FORMER`, from
-    where the next save takes them back. close: writes what names the files of ranks, given their names.
+    where the next save takes them back.
+
+    Attributes:
+        close: Writes what names the files of ranks, given their names.
     """
 
     path: Path
@@ -422,8 +434,11 @@ class AsWhole:
     """A folder that takes the place of another one of its name, of which files stay that are not its `own`.
 
     At every moment there is one of the two folders; where the system cannot exchange names, both are without
-    theirs for a moment, and `refuse_cut_off` says where the older one is. own: tells by the name of an older
-    folder's file and those in the new one whether the former goes. close: see `InPlace`.
+    theirs for a moment, and `refuse_cut_off` says where the older one is.
+
+    Attributes:
+        own: Tells by the name of an older folder's file and those in the new one whether the former goes.
+        close: See `InPlace`.
     """
 
     path: Path

@@ -155,7 +155,11 @@ def engine_if_any(model: Any) -> Engine | None:
 
 
 def engine_of(model: Any) -> Engine:
-    """Return the engine of a scheduled model, also inside a model of peft. Raises ValueError for others."""
+    """Return the engine of a scheduled model, also inside a model of peft.
+
+    Raises:
+        ValueError: For others.
+    """
     if (engine := engine_if_any(model)) is None:
         raise ValueError(
             f"{type(model).__name__} is no scheduled model: give what parallelize or load_pretrained has "

@@ -41,7 +41,8 @@ KEY = "tp_size"
 class TensorRanks:
     """The ranks that share attention, where a model runs outside of steps. They run the same passes.
 
-    transport: of their exchanges; None until it is known.
+    Attributes:
+        transport: Of their exchanges; None until it is known.
     """
 
     def __init__(self, shard: TensorShard, inside: Inside) -> None:
@@ -241,8 +242,12 @@ class Skipped(StandIn):
 
 @dataclass(frozen=True)
 class SharedLayer:
-    """What ranks share of a layer. norm: before attention, None: there is none. dense: the feed-forward part
-    of a layer without experts."""
+    """What ranks share of a layer.
+
+    Attributes:
+        norm: Before attention, None: there is none.
+        dense: The feed-forward part of a layer without experts.
+    """
 
     attention: Attended
     norm: nn.Module | None
@@ -266,7 +271,8 @@ class TensorShares:
     def of(found: Found, layout: Layout) -> TensorShares | None:
         """Cut a model's parameters; None where no ranks share attention.
 
-        Raises ConfigError where they cannot be cut; the model is then whole.
+        Raises:
+            ConfigError: Where they cannot be cut; the model is then whole.
         """
         if layout.tp_size == 1:
             return None

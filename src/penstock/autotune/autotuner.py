@@ -52,8 +52,11 @@ COMPARED_STEPS = 4
 class Autotuner:
     """Makes the first plan of a resolved configuration, and keeps it right; a `penstock.train.pilot.Pilot`.
 
-    resumption: a checkpoint whose plan is continued if that fits. All ranks make their autotuners together,
-    which may measure the cluster. planned: the plan in use.
+    All ranks make their autotuners together, which may measure the cluster.
+
+    Attributes:
+        resumption: A checkpoint whose plan is continued if that fits.
+        planned: The plan in use.
     """
 
     _stack: PipelinedStack
@@ -142,8 +145,11 @@ class Autotuner:
     def after_step(self, slowest_s: float, records: Records) -> bool:
         """Adopt another plan if it is better; return whether the next step runs by another plan.
 
-        slowest_s: of the step on the slowest rank; records: of this rank. Not to be called after the last
-        step: nothing would run by its decision.
+        Not to be called after the last step: nothing would run by its decision.
+
+        Args:
+            slowest_s: Of the step on the slowest rank.
+            records: Of this rank.
         """
         self._steps += 1
         if self._trials is not None:

@@ -46,9 +46,11 @@ class PlanToTry:
 class Learnt:
     """What a run remembers of other plans, and of trials.
 
-    misses: measured over predicted seconds per step, by schedule that was tried. others: the next best plans,
-    those that were tried first. won: how the plan did that was tried and kept. lost: trials of moving that
-    were lost, whatever the plan in use.
+    Attributes:
+        misses: Measured over predicted seconds per step, by schedule that was tried.
+        others: The next best plans, those that were tried first.
+        won: How the plan did that was tried and kept.
+        lost: Trials of moving that were lost, whatever the plan in use.
     """
 
     misses: Mapping[str, float] = field(default_factory=dict)
@@ -76,9 +78,12 @@ class Learnt:
 class Planned:
     """A plan in use and the problem that it solves; the same on all ranks.
 
-    file: the cluster's, if a file describes it. lines: the explanation of the choice. to_try: other plans
-    that may turn out to be faster, the most promising first. number: by which messages refer to the plan;
-    plans: count of numbers given.
+    Attributes:
+        file: The cluster's, if a file describes it.
+        lines: The explanation of the choice.
+        to_try: Other plans that may turn out to be faster, the most promising first.
+        number: By which messages refer to the plan.
+        plans: Count of numbers given.
     """
 
     problem: Problem

@@ -51,7 +51,8 @@ def run_problem(
 ) -> Problem:
     """Return the step of this run on the cluster that `file` describes, in the run's precision.
 
-    slowness: see Problem; None = as in the file, if the file is of as many ranks.
+    Args:
+        slowness: See Problem; None = as in the file, if the file is of as many ranks.
     """
     if slowness is None:
         slowness = file.slowness if file.ranks == layout.world_size else ()
@@ -111,7 +112,8 @@ def dispatches_of(problem: Problem, choice: Decision) -> list[str]:
 def candidates(config: RunConfig, layout: Layout) -> list[str]:
     """Return the dispatches that these ranks can run, and that the configuration leaves open.
 
-    Raises ConfigError if it names a dispatch that they cannot run.
+    Raises:
+        ConfigError: If it names a dispatch that they cannot run.
     """
     moe = config.moe
     if moe.dispatch == "auto":
@@ -168,9 +170,12 @@ def check_shared(moe: MoEConfig, parallel: ParallelConfig) -> None:
 def check_compatible(config: RunConfig, layout: Layout, *, computes: bool = True) -> None:
     """Raise ConfigError or RefusalError for settings with which these ranks could not build a step.
 
-    config: resolved. layout: with the ranks of a node. computes: whether ranks have layers; virtual devices
-    have none. What a rank builds is built here, too: an MoE layer without memory for its weights, and the
-    graph of a step, in no particular order. A plan file is checked whole.
+    Args:
+        config: resolved.
+        layout: With the ranks of a node.
+        computes: Whether ranks have layers; virtual devices have none. What a rank builds is built here, too:
+            an MoE layer without memory for its weights, and the graph of a step, in no particular order. A
+            plan file is checked whole.
     """
     if config.plan.mode == AUTO:
         check_shared(config.moe, config.parallel)

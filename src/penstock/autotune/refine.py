@@ -34,8 +34,10 @@ def refine(
 ) -> tuple[Planned, dict[Kind, float]]:
     """Let a stack run the same graph, ordered by the same rule with measured durations; return these, too.
 
-    Results do not change, only waiting does. records: of this rank; all ranks exchange theirs, so that all
-    use the same order.
+    Results do not change, only waiting does.
+
+    Args:
+        records: Of this rank; all ranks exchange theirs, so that all use the same order.
     """
     choice, even = planned.choice, planned.seeing(None).problem  # ranks order it by themselves
     everyone = stack.machinery.control.gather(list(records), "exchanging measured durations")
@@ -55,7 +57,8 @@ STARTS = 9
 def sized(problem: Problem, choice: Decision, kinds: dict[Kind, float]) -> StepPlan:
     """Plan the choice, ordered by the measured times of all tasks but those that its size of chunks changes.
 
-    kinds: measured seconds; those of reductions hold for another size and do not count.
+    Args:
+        kinds: Measured seconds; those of reductions hold for another size and do not count.
     """
     return plan_step(choice, problem.uncut(choice), problem.gradients, _costs(problem, choice, kinds))
 

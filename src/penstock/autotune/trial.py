@@ -46,7 +46,12 @@ def worth_trying(config: RunConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A plan in a trial. times_s: of its steps on the slowest rank; records: of its steps on this rank."""
+    """A plan in a trial.
+
+    Attributes:
+        times_s: Of its steps on the slowest rank.
+        records: Of its steps on this rank.
+    """
 
     planned: Planned
     times_s: list[float] = field(default_factory=list)

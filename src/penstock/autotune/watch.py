@@ -118,8 +118,11 @@ MOST_NAMED = 8
 class Diagnosis:
     """Ratios of task durations, now over before.
 
-    transfers: by lane, for lanes on which anything is sent; a collective counts with its shortest duration
-    over ranks, since the rest is waiting. compute: by rank. threshold: smaller differences are noise.
+    Attributes:
+        transfers: By lane, for lanes on which anything is sent; a collective counts with its shortest
+            duration over ranks, since the rest is waiting.
+        compute: By rank.
+        threshold: Smaller differences are noise.
     """
 
     transfers: Mapping[Lane, float]
@@ -159,9 +162,11 @@ def diagnose(
     threshold: float,
     silent: Collection[Axes] = (),
 ) -> Diagnosis:
-    """Compare records of the same plan and return the changes. before, now: by rank, of some steps each.
+    """Compare records of the same plan and return the changes.
 
-    silent: groups of one rank, in which nothing is sent.
+    Args:
+        before, now: By rank, of some steps each.
+        silent: Groups of one rank, in which nothing is sent.
     """
     transfers = {}
     for lane in (Lane.INTRA, Lane.INTER):
@@ -223,7 +228,12 @@ WORTH = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The decision of rank 0. why: the explanation of the plan; line: the change in words."""
+    """The decision of rank 0.
+
+    Attributes:
+        why: The explanation of the plan.
+        line: The change in words.
+    """
 
     order: Order
     why: tuple[str, ...]
@@ -235,9 +245,11 @@ class Verdict:
 def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis: Diagnosis) -> Planned:
     """Measure again what has changed, and return the best plan for it; all ranks call this together.
 
-    config: with the dispatch in use, which stays, since the model was built for it. Links are measured again
-    if the durations of transfers have changed; a rank's computation is scaled by the ratio of its task
-    durations.
+    Links are measured again if the durations of transfers have changed; a rank's computation is scaled by the
+    ratio of its task durations.
+
+    Args:
+        config: With the dispatch in use, which stays, since the model was built for it.
     """
     assert planned.file is not None, "a cluster that was measured before"
     file = planned.file

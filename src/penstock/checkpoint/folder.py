@@ -103,7 +103,11 @@ def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Return digests by name. Raises DamagedError if a single character is not as `write_sums` writes it."""
+    """Return digests by name.
+
+    Raises:
+        DamagedError: If a single character is not as `write_sums` writes it.
+    """
     text = read_regular(folder / SUMS, MOST_SUMS_BYTES).decode("ascii", errors="replace")
     found = list(LINE.finditer(text))
     if not found or "".join(match[0] for match in found) != text:
@@ -128,10 +132,13 @@ def compare(folder: Path, digests: Mapping[str, str], names: Iterable[str]) -> N
 class Record:
     """What a checkpoint says about its state.
 
-    identity: settings on which the position in the data depends, by configuration key. settings: the
-    configuration, section by section. plan_settled: whether the plan saved with the checkpoint had been
-    tried, ordered and tuned to the end. files: names of all other files but the checksums. tokenizer: sha256
-    of the text's, or `bytes`; None where none is known. steps: what the next step needs that is no tensor.
+    Attributes:
+        identity: Settings on which the position in the data depends, by configuration key.
+        settings: The configuration, section by section.
+        plan_settled: Whether the plan saved with the checkpoint had been tried, ordered and tuned to the end.
+        files: Names of all other files but the checksums.
+        tokenizer: Sha256 of the text's, or `bytes`; None where none is known.
+        steps: What the next step needs that is no tensor.
     """
 
     step: int
@@ -151,7 +158,12 @@ class Record:
 
     @staticmethod
     def read(folder: Path) -> Record:
-        """Read a record. Raises DamagedError for anything else, ConfigError for one of another format."""
+        """Read a record.
+
+        Raises:
+            DamagedError: For anything else.
+            ConfigError: For one of another format.
+        """
         table = read_table(folder / RECORD, MOST_RECORD_BYTES)
         version = table.pop("format", None)
         if version != FORMAT:
@@ -193,7 +205,10 @@ class Record:
 def model_files(folder: Path) -> list[str]:
     """Return the names of the files in which transformers finds a model's tensors; [] where it finds none.
 
-    A single file goes before the files of an index. Raises ConfigError for an index that is none.
+    A single file goes before the files of an index.
+
+    Raises:
+        ConfigError: For an index that is none.
     """
     index, again = folder / INDEX, "Copy it again from where the model's files come from."
     if (folder / ONE).exists():
@@ -220,7 +235,8 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
     A save that was killed may leave two of one step; the one with the longer name is usually the newer one.
 
-    Raises OSError for a folder that exists and cannot be read, since it may hold checkpoints.
+    Raises:
+        OSError: For a folder that exists and cannot be read, since it may hold checkpoints.
     """
     return list(filter(is_complete, all_checkpoints(folder)))
 
@@ -248,7 +264,10 @@ def step_of(path: Path) -> int:
 def complete(work: Path, final: Path, record: Record, digests: Mapping[str, str], keep: int) -> None:
     """Describe what was written in `work`, give it its final name, and remove all but the newest `keep`.
 
-    digests: of the files whose writers have computed them. Warns of older ones that cannot be removed.
+    Warns of older ones that cannot be removed.
+
+    Args:
+        digests: Of the files whose writers have computed them.
     """
     # Not what other programs leave in a folder, such as .DS_Store, .nfs0001 and locks of synchronisers.
     names = sorted(path.name for path in work.iterdir() if NAME.fullmatch(path.name) and path.is_file())

@@ -134,7 +134,12 @@ State = dict[str, "Part"]
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a tensor. shape: of the whole. boxes: by offset, views to read and to write."""
+    """What a rank holds of a tensor.
+
+    Attributes:
+        shape: Of the whole.
+        boxes: By offset, views to read and to write.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -142,7 +147,11 @@ class Part:
 
     @staticmethod
     def of(tensor: Tensor, sharding: Sharding | None = None) -> Part:
-        """Describe a tensor. sharding: its part of the whole; None: it is the whole."""
+        """Describe a tensor.
+
+        Args:
+            sharding: Its part of the whole; None: it is the whole.
+        """
         if sharding is None:
             return Part(tensor.shape, tensor.dtype, {(0,) * tensor.dim(): tensor})
         if (offset := sharding.offset) is not None:
@@ -154,7 +163,8 @@ class Part:
     def of_runs(runs: Iterable[tuple[int, Tensor]], local: Tensor, sharding: Sharding | None) -> Part:
         """Describe runs of consecutive numbers of a local tensor, each with its first number, flat.
 
-        local: has the shape of the part that the runs lie in, which `sharding` describes.
+        Args:
+            local: Has the shape of the part that the runs lie in, which `sharding` describes.
         """
         boxes: dict[Place, Tensor] = {}
         dtype = local.dtype
@@ -216,7 +226,10 @@ def joined(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield, whole and on the host, tensors that ranks share: each on one of these ranks, which take turns.
 
-    All ranks call it with the same tensors. at: the one rank that gets all of them; None: in every group one.
+    All ranks call it with the same tensors.
+
+    Args:
+        at: The one rank that gets all of them; None: in every group one.
     """
     for number, (name, part, sharding) in enumerate(named):
         assert sharding is not None, "it is shared"
@@ -237,7 +250,8 @@ class Dealing:
     def deal(self, state: State, purpose: str) -> list[tuple[str, Place]]:
         """Return names and offsets of this rank's boxes. All ranks call it.
 
-        Raises ValueError, on all ranks, unless all boxes together are all tensors, without a gap or overlap.
+        Raises:
+            ValueError: On all ranks, unless all boxes together are all tensors, without a gap or overlap.
         """
         plan = create_default_local_save_plan(dict(state), is_coordinator=False)
         if self._control.any(plan.items != self._asked, purpose):
@@ -264,7 +278,11 @@ class Loading(DefaultLoadPlanner):
 
 
 class Outgoing(NamedTuple):
-    """A box of a tensor, which is to be written. offsets: in the whole tensor."""
+    """A box of a tensor, which is to be written.
+
+    Attributes:
+        offsets: In the whole tensor.
+    """
 
     name: str
     offsets: Place
@@ -333,10 +351,14 @@ class _Named(FileSystem):
 
 
 class Stored:
-    """The tensors in all shards of `folder`. Raises DamagedError if one is not what it should be.
+    """The tensors in all shards of `folder`.
 
-    names: of the shards, which must be all that are there, unless there may be `others`. whole: shape and
-    type of each tensor whose name begins with `prefix`, by name.
+    Attributes:
+        names: Of the shards, which must be all that are there, unless there may be `others`.
+        whole: Shape and type of each tensor whose name begins with `prefix`, by name.
+
+    Raises:
+        DamagedError: If one is not what it should be.
     """
 
     def __init__(
@@ -367,7 +389,11 @@ class Stored:
             raise DamagedError(f"its shards are none: {_said(error)}") from error
 
     def load(self, state: State) -> None:
-        """Read the parts of a state, whose names and shapes are those stored. Raises DamagedError."""
+        """Read the parts of a state, whose names and shapes are those stored.
+
+        Raises:
+            DamagedError: If a part cannot be read.
+        """
         planner = Loading(state)
         planner.metadata = self._metadata
         try:
@@ -431,7 +457,9 @@ def misfits(
 ) -> str | None:
     """Return what a checkpoint has otherwise than a state, or None.
 
-    everyone: names of all ranks. alike: types that may stand for each other.
+    Args:
+        everyone: Names of all ranks.
+        alike: Types that may stand for each other.
     """
     for name, part in state.items():
         if name not in stored:
@@ -490,7 +518,8 @@ def of_rank(
 ) -> Files:
     """Return the files of a rank, named after it: one of each kind, and more for several boxes of a tensor.
 
-    kind_of: how the name of a tensor's file begins.
+    Args:
+        kind_of: How the name of a tensor's file begins.
     """
     files: Files = {}
     met = Counter[str]()
@@ -563,7 +592,8 @@ class Saving:
     def finish(self) -> None:
         """Wait until all ranks have written, and let the files take their place; once.
 
-        Raises CheckpointError, on all ranks, where that has failed: what was there before is there then.
+        Raises:
+            CheckpointError: On all ranks, where that has failed: what was there before is there then.
         """
         if self._written is None:
             return

@@ -256,7 +256,8 @@ def _gpu_doctor(
 def stages_of(listed: str | None) -> tuple[Stage, ...]:
     """Return the stages of a list such as `lanes,curves`, and those that they need, in order; None = all.
 
-    Raises ConfigError for a name that no stage has.
+    Raises:
+        ConfigError: For a name that no stage has.
     """
     if listed is None:
         return tuple(STAGES.values())

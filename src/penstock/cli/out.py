@@ -23,10 +23,13 @@ from penstock.writing import try_to_write
 
 
 def check_out(path: Path, example: str) -> Path:
-    """Create the folder of `path` and return `path`. Raises ConfigError if no file can be written there;
-    leaves no new file, and an existing one unchanged.
+    """Create the folder of `path` and return `path`.
 
-    example: a name for the hint.
+    Args:
+        example: A name for the hint.
+
+    Raises:
+        ConfigError: If no file can be written there; leaves no new file, and an existing one unchanged.
     """
     why, cause = None, None
     try:
@@ -42,8 +45,11 @@ def check_out(path: Path, example: str) -> Path:
 
 
 def check_folder(path: Path | None, option: str) -> None:
-    """Make the folder `path`, if one is asked for. Raises ConfigError, naming the option, if nothing can be
-    written into it."""
+    """Make the folder `path`, if one is asked for.
+
+    Raises:
+        ConfigError: Naming the option, if nothing can be written into it.
+    """
     if path is None:
         return
     why, cause = "is not a folder", None
@@ -89,7 +95,9 @@ def user_path(text: str) -> Path:
 def add(parser: argparse._ActionsContainer, usage: str, what: str, **how: Any) -> None:
     """Add an argument as its usage shows it: `config CONFIG`, `--layers N`; an option alone is a flag.
 
-    what: for the help. how: anything else that argparse takes; an option with choices is no flag.
+    Args:
+        what: For the help.
+        how: Anything else that argparse takes; an option with choices is no flag.
     """
     name, _, value = usage.partition(" ")
     if value:
@@ -100,7 +108,11 @@ def add(parser: argparse._ActionsContainer, usage: str, what: str, **how: Any) -
 
 
 def whole(least: int, most: int, otherwise: str) -> Callable[[str], int]:
-    """Return a reader of whole numbers from `least` to `most`, for argparse; otherwise: what it says."""
+    """Return a reader of whole numbers from `least` to `most`, for argparse.
+
+    Args:
+        otherwise: What it says.
+    """
 
     def read(text: str) -> int:
         number = whole_number(text)
@@ -132,7 +144,10 @@ LINE_EVERY_S: Final = 5.0
 def progress_line(*, shown: bool) -> Iterator[Callable[[str], None]]:
     """Show the present work, as loggers tell it: a changing line on a terminal, else one now and then.
 
-    Yields a function that shows a line like that. shown: whether this process is the one that shows it.
+    Yields a function that shows a line like that.
+
+    Args:
+        shown: Whether this process is the one that shows it.
     """
     from penstock.train.logs import telling
 
@@ -155,7 +170,9 @@ LEAD: Final = 4
 class Lines:
     """Prints what it is told on standard error, unless it printed another line a moment ago.
 
-    every_s: seconds between lines. begins: whether the first line is printed at once, and not after as long.
+    Attributes:
+        every_s: Seconds between lines.
+        begins: Whether the first line is printed at once, and not after as long.
     """
 
     def __init__(self, every_s: float, *, begins: bool = True) -> None:

@@ -36,8 +36,10 @@ LINE_EVERY_S: Final = 10.0
 class Searching:
     """What the searches of one command share.
 
-    stopped: tells whether they have been asked to end. over: whether their processor time is over. bases: of
-    the last steps that plans were sought for.
+    Attributes:
+        stopped: Tells whether they have been asked to end.
+        over: Whether their processor time is over.
+        bases: Of the last steps that plans were sought for.
     """
 
     memory: MemoryBudget | None
@@ -50,7 +52,11 @@ class Searching:
     def find(
         self, problem: Problem, starts: tuple[Decision, ...] = (), effort: Effort = "usual"
     ) -> FoundPlan:
-        """Return the best plan that is found with this effort. starts: see `find_plan`."""
+        """Return the best plan that is found with this effort.
+
+        Args:
+            starts: See `find_plan`.
+        """
         return find_plan(
             problem,
             memory=self.memory,
@@ -111,8 +117,13 @@ Planned = tuple[Subject, FoundPlan, tuple[str, ...]]
 def find_best(subject: Subject, find: Find, quick: Find | None = None) -> Planned:
     """Return the subject with the optimiser and in the layout whose plan is faster.
 
-    The given layout is taken only for a faster plan. quick: see `find_updated`. Raises ConfigError if nothing
-    fits.
+    The given layout is taken only for a faster plan.
+
+    Args:
+        quick: See `find_updated`.
+
+    Raises:
+        ConfigError: If nothing fits.
     """
     if subject.given is None:
         return _updated(subject, find, quick)

@@ -56,7 +56,11 @@ ALONE: Final = ("out", "routing", "against", "sweep")
 
 
 def wants_stages(options: argparse.Namespace) -> bool:
-    """Return whether stages are given. Raises ConfigError for options that do not belong together."""
+    """Return whether stages are given.
+
+    Raises:
+        ConfigError: For options that do not belong together.
+    """
     stages, parts = options.pipeline_parallel_size, options.virtual_pipeline_parallel_size
     if stages in (None, 1):
         if parts not in (None, 1):
@@ -116,7 +120,11 @@ def _laid_out(options: argparse.Namespace, file: ClusterFile) -> _Laid:
 
 @dataclass(frozen=True, kw_only=True)
 class StagesInstead:
-    """A layout in stages that would be faster than the plan without. options: that ask for it."""
+    """A layout in stages that would be faster than the plan without.
+
+    Attributes:
+        options: That ask for it.
+    """
 
     plan: PipelinePlan
     options: str

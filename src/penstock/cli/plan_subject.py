@@ -110,7 +110,11 @@ def of_study(model: str | None) -> bool:
 
 
 def cluster_of(options: argparse.Namespace) -> ClusterFile:
-    """Return the cluster. Raises ConfigError unless there are one and a step to plan."""
+    """Return the cluster.
+
+    Raises:
+        ConfigError: Unless there are one and a step to plan.
+    """
     if (options.config is None) == (options.model is None):
         why = "needs either a configuration or --model"
         raise ConfigError(
@@ -315,7 +319,11 @@ def memory_of(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget
 
 
 def budget_of(options: argparse.Namespace, subject: Subject) -> float:
-    """Return the effort of searches. Raises ConfigError if it is out of range."""
+    """Return the effort of searches.
+
+    Raises:
+        ConfigError: If it is out of range.
+    """
     budget: float = subject.budget if options.budget is None else options.budget
     check_budget("--budget", budget)
     return budget
@@ -340,8 +348,10 @@ SAID: Final = 3
 class Fitting:
     """The memory of a step with changed options.
 
-    subject_of: returns the changed step, or raises ConfigError. ends: tells whether the time is over.
-    of_study: whether the step has the same samples whatever the layout.
+    Attributes:
+        subject_of: Returns the changed step, or raises ConfigError.
+        ends: Tells whether the time is over.
+        of_study: Whether the step has the same samples whatever the layout.
     """
 
     subject_of: Callable[[Changes], Subject]

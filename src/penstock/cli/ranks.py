@@ -77,9 +77,15 @@ def on_ranks(
 ) -> int:
     """Start the ranks of a command, or be one of them and do its `work`; return the exit code.
 
-    name: of the command, for errors. given: its arguments. processes: without an emulated cluster. program:
-    the module whose arguments these are. reports: whether it fails with a report of its own. Raises
-    ConfigError if ranks that another launcher started are to be emulated, or cannot be started.
+    Args:
+        name: Of the command, for errors.
+        given: Its arguments.
+        processes: Without an emulated cluster.
+        program: The module whose arguments these are.
+        reports: Whether it fails with a report of its own.
+
+    Raises:
+        ConfigError: If ranks that another launcher started are to be emulated, or cannot be started.
     """
     info = detect(os.environ)
     if emulate is not None and info is not None and info.launcher != "penstock":
@@ -131,8 +137,11 @@ def start_ranks(
 ) -> int:
     """Start the ranks, wait for them, and return the exit code of all together.
 
-    given: arguments of the module `program`, which lets signals through. way_out: what to say after a
-    failure. reports: whether ranks that fail have said why. announced: printed once nothing is refused.
+    Args:
+        given: Arguments of the module `program`, which lets signals through.
+        way_out: What to say after a failure.
+        reports: Whether ranks that fail have said why.
+        announced: Printed once nothing is refused.
     """
     check_processes(processes)
     if place is None and not reports:
@@ -173,8 +182,11 @@ def measure_as_rank(
 ) -> int:
     """Join the other ranks, measure, leave, and return the exit code; rank 0 finishes with the result.
 
-    stopped: says, on every rank, what a stop has left; None = `STOPS` knows. A stop may come while an
-    error is being reported: the other ranks end at the same signal, and this one may see that first.
+    A stop may come while an error is being reported: the other ranks end at the same signal, and this one may
+    see that first.
+
+    Args:
+        stopped: Says, on every rank, what a stop has left; None = `STOPS` knows.
     """
     try:
         try:

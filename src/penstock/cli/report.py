@@ -39,7 +39,11 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def write_report(folder: Path, out: Path | None, json_wanted: bool) -> int:
-    """Write the page; return the exit code. Raises ConfigError for a folder with damaged files or no run."""
+    """Write the page; return the exit code.
+
+    Raises:
+        ConfigError: For a folder with damaged files or no run.
+    """
     from penstock.report.page.findings import binding_of, slow_ranks
     from penstock.report.page.html import write_page
     from penstock.train.run_folder import read_run

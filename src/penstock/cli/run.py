@@ -109,7 +109,8 @@ def _similar(error: UnicodeError) -> tuple[str, int]:
 def exit_code(command: Callable[[], int], left: str = "") -> int:
     """Run a command and return its exit code; report in one line an error that a user can mend, or a hint.
 
-    left: what a stop leaves, until the command notes something else in `STOPS`; "" = it says so itself.
+    Args:
+        left: What a stop leaves, until the command notes something else in `STOPS`; "" = it says so itself.
     """
     try:
         STOPS.begin(left)

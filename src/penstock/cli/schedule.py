@@ -100,7 +100,8 @@ def add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def print_schedule(options: argparse.Namespace) -> int:
     """Print the schedule for the terminal's width, or one JSON object; return exit code 0.
 
-    Raises ConfigError that names the option.
+    Raises:
+        ConfigError: It names the option.
     """
     try:
         usual = usual_sharing(options.name)

@@ -56,9 +56,12 @@ class Bound(ABC):
 
 @dataclass(frozen=True)
 class Within(Bound):
-    """A number from `low` to `high`. reason: why not beyond, as an independent clause.
+    """A number from `low` to `high`.
 
-    above, below: whether `low` or `high` itself is excluded. hint: what to use instead; "" = the nearest.
+    Attributes:
+        reason: Why not beyond, as an independent clause.
+        above, below: Whether `low` or `high` itself is excluded.
+        hint: What to use instead; "" = the nearest.
     """
 
     low: float

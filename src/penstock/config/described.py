@@ -36,7 +36,13 @@ What the schedules do: [schedules.md](schedules.md).
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A setting in words. kind: of its values. default: as TOML. meaning: Markdown with links."""
+    """A setting in words.
+
+    Attributes:
+        kind: Of its values.
+        default: As TOML.
+        meaning: Markdown with links.
+    """
 
     key: str
     kind: str
@@ -61,7 +67,11 @@ def docs_of(cls: type) -> Mapping[str, str]:
 
 
 def described(cls: type, prefix: str = "", base: object = None) -> Iterator[Setting]:
-    """Yield every setting below `cls` in the order of its sections; base: a section with other defaults."""
+    """Yield every setting below `cls` in the order of its sections.
+
+    Args:
+        base: A section with other defaults.
+    """
     for field in settable(cls):
         tp, key = types_of(cls)[field.name], dotted(prefix, field.name)
         default = default_of(field) if base is None else getattr(base, field.name)

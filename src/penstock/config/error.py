@@ -26,7 +26,8 @@ MOST_SHOWN_DIGITS = 60
 class ConfigError(ValueError):
     """A setting that cannot be used: its key, its value, why not, and what to do about it.
 
-    others: what else was found wrong beside it.
+    Attributes:
+        others: What else was found wrong beside it.
     """
 
     def __init__(self, key: str, value: object, why: str, hint: str = "") -> None:
@@ -52,7 +53,9 @@ class IndivisibleError(ConfigError):
 def check_name(key: str, value: str, known: Iterable[object], what: str = "", otherwise: str = "") -> None:
     """Raise ConfigError about `key` unless `value` is among `known`.
 
-    what: their kind; "" = the key name. otherwise: a sentence on what else can be given.
+    Args:
+        what: Their kind; "" = the key name.
+        otherwise: A sentence on what else can be given.
     """
     names = list(map(str, known))
     if value not in names:

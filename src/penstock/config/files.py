@@ -72,9 +72,12 @@ def expanded(path: str, key: str, hint: str = "Write the path in full.") -> Path
 
 
 def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> BinaryIO:
-    """Open the file at `path` for reading. Raises ConfigError about `key` if it cannot be read as a file.
+    """Open the file at `path` for reading.
 
     Its kind is checked after it was opened, and opening does not wait for the writer of a pipe.
+
+    Raises:
+        ConfigError: About `key` if it cannot be read as a file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
@@ -96,7 +99,8 @@ def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> Bina
 def read_text(path: Path, key: str, hint: str, most_bytes: int) -> str:
     """Return the UTF-8 text in a file of at most `most_bytes`, without a leading byte order mark.
 
-    Raises ConfigError about `key`.
+    Raises:
+        ConfigError: About `key`.
     """
     with open_regular(path, key, hint) as file:
         try:
@@ -116,7 +120,8 @@ def read_text(path: Path, key: str, hint: str, most_bytes: int) -> str:
 def read_json(path: Path, hint: str, most_bytes: int = MOST_JSON_BYTES, *, strict: bool = True) -> Any:
     """Return the content of a JSON file; errors begin with the path.
 
-    strict: by the rules of `parse_json`; else the last of equal keys counts, as in other libraries.
+    Args:
+        strict: By the rules of `parse_json`; else the last of equal keys counts, as in other libraries.
     """
     text = read_text(path, str(path), hint, most_bytes)
     try:
@@ -126,10 +131,13 @@ def read_json(path: Path, hint: str, most_bytes: int = MOST_JSON_BYTES, *, stric
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the content of a JSON text. Raises ValueError with a clause that says what is wrong.
+    """Return the content of a JSON text.
 
     No key may occur twice in one object. NaN and numbers that floating point cannot hold are left to the
     bounds of the setting that they are for, whose message names the key.
+
+    Raises:
+        ValueError: With a clause that says what is wrong.
     """
     return _parsed(partial(json.loads, object_pairs_hook=_object), text)
 
@@ -187,7 +195,11 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the table in a TOML text. Raises ValueError with a clause that says what is wrong."""
+    """Return the table in a TOML text.
+
+    Raises:
+        ValueError: With a clause that says what is wrong.
+    """
     for number, line in enumerate(text.split("\n"), start=1):
         if line.count(".") > MOST_DOTS:
             raise ValueError(f"line {number} has more than {MOST_DOTS} dots; break it")
@@ -198,7 +210,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 def parse_yaml(text: str) -> Any:
     """Return the content of a YAML 1.2 text without aliases, of which a few lines can make gigabytes.
 
-    Raises ValueError with a clause that says what is wrong.
+    Raises:
+        ValueError: With a clause that says what is wrong.
     """
     from ruamel.yaml import YAML  # takes a while, and most files are TOML
     from ruamel.yaml.error import YAMLError

@@ -48,8 +48,11 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     A name without a dot or a folder, such as `tiny`, is a file here, or else a shipped configuration.
 
     An override's value is read as TOML where that fits the field, as bare text otherwise, unless it spells
-    one of `NOT_TEXT`; of two overrides of one key the later counts. Raises `ConfigError` with the full dotted
-    key for anything that does not fit; its `others` hold what else does not.
+    one of `NOT_TEXT`; of two overrides of one key the later counts.
+
+    Raises:
+        ConfigError: With the full dotted key for anything that does not fit; its `others` hold what else does
+            not.
     """
     table: dict[str, Any] = {}
     for _, layer in _layers(cls, path, overrides):
@@ -83,8 +86,10 @@ def to_dict(config: object) -> dict[str, Any]:
 def to_toml(config: object) -> str:
     """Return `config` as the text of a TOML file that `load` turns into an equal one.
 
-    A field that is None is left out where that is its default anyway, and written as "none" elsewhere. Raises
-    `ConfigError` for text that would be read back as None.
+    A field that is None is left out where that is its default anyway, and written as "none" elsewhere.
+
+    Raises:
+        ConfigError: For text that would be read back as None.
     """
     return "\n".join(_lines(config, "", None)).strip("\n") + "\n"
 

@@ -68,7 +68,8 @@ def own_name(cls: type, name: str) -> str:
 def rename(cls: type, table: dict[str, Any], section: str) -> dict[str, Any]:
     """Rename the settings in `table` to their own names, with a hint for each, and return `table`.
 
-    Raises ConfigError for a setting that occurs in it under two names.
+    Raises:
+        ConfigError: For a setting that occurs in it under two names.
     """
     for name in [name for name in table if own_name(cls, name) != name]:
         own = own_name(cls, name)
@@ -94,7 +95,8 @@ UNKNOWN: Final = "unexpected_keyword_argument"
 def validated(tp: Any, table: object, key: str) -> Any:
     """Return the `tp` that `table` describes, which came from `prepared`; `key` is its own dotted key.
 
-    Raises ConfigError for the first thing that does not fit, with all others in its `others`.
+    Raises:
+        ConfigError: For the first thing that does not fit, with all others in its `others`.
     """
     try:
         text = json.dumps(over_defaults(tp, table), default=str)
@@ -113,7 +115,8 @@ def check_value(tp: Any, value: object, key: str) -> None:
 def check_bounds(section: Any) -> None:
     """Check every field of a dataclass against its type and bounds.
 
-    Raises ConfigError that names the field.
+    Raises:
+        ConfigError: It names the field.
     """
     cls: type = type(section)
     try:
@@ -144,7 +147,8 @@ def _fields_of(cls: type) -> SchemaValidator:
 def prepared(tp: Any, value: Any, key: str) -> Any:
     """Return a value of a file or the command line as JSON has it: own names, null for the word none.
 
-    Raises ConfigError for a text that no file can hold, and for a setting under two names.
+    Raises:
+        ConfigError: For a text that no file can hold, and for a setting under two names.
     """
     if value is None or (isinstance(value, str) and value.lower() == "none" and may_be_none(tp)):
         return None

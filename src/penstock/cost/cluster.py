@@ -110,9 +110,12 @@ class ClusterConfig:
     def all_to_all(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
         """Return the model of an all-to-all; argument: bytes of each rank's send buffer, own share included.
 
-        group: a span, or the number of ranks on unknown nodes. axes: along which they meet.
         A rank sends to every other in turn. What leaves a node passes its card while the rest passes the
         devices' links, so the busier of the two counts.
+
+        Args:
+            group: A span, or the number of ranks on unknown nodes.
+            axes: Along which they meet.
         """
         del axes  # the rates are those of links, whoever meets over them
         span = as_span(group)
@@ -127,8 +130,9 @@ class ClusterConfig:
     def leg(self, dispatch: str, op: str, span: Span, axes: Axes = Group.EXPERT) -> AlphaBeta:
         """Return model of a leg of a dispatch or combine; argument: bytes of a rank's rows for all experts.
 
-        span: of the expert group; for a hierarchical dispatch it covers whole nodes. axes: along which a flat
-        dispatch meets.
+        Args:
+            span: Of the expert group; for a hierarchical dispatch it covers whole nodes.
+            axes: Along which a flat dispatch meets.
         """
         if DISPATCHES[dispatch].hops == FLAT:
             return self.all_to_all(span, axes)
@@ -143,9 +147,10 @@ class ClusterConfig:
     def all_reduce(self, group: Span | int) -> AlphaBeta:
         """Return the model of an all-reduce; its argument is the bytes of the tensor.
 
-        group: a span, or the number of ranks on unknown nodes.
-        Hierarchical, as libraries do it: sums are scattered inside nodes, each share is reduced by a ring
-        over nodes, and gathered inside them. Pieces follow each other, so the busiest link counts.
+        Args:
+            group: A span, or the number of ranks on unknown nodes. Hierarchical, as libraries do it: sums are
+                scattered inside nodes, each share is reduced by a ring over nodes, and gathered inside them.
+                Pieces follow each other, so the busiest link counts.
         """
         span = as_span(group)
         inside = 2 * (span.most - 1)
@@ -159,7 +164,10 @@ class ClusterConfig:
     def parts(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
         """Return the model of a reduce-scatter, or of an all-gather, that leaves a node; argument: all bytes.
 
-        axes: along which ranks meet. Every rank sends to every other, as if parts differed.
+        Every rank sends to every other, as if parts differed.
+
+        Args:
+            axes: Along which ranks meet.
         """
         return self.all_to_all(group, axes)
 
@@ -177,7 +185,10 @@ class ClusterConfig:
     def pair(self, span: Span) -> AlphaBeta | None:
         """Return the model of simultaneous combine and gather (Parm's SAA); None = not known.
 
-        Its argument is the bytes of the buffer that each rank sends. span: of combine.
+        Its argument is the bytes of the buffer that each rank sends.
+
+        Args:
+            span: Of combine.
         """
         del span  # rates do not say how much the two overlap
         return None
@@ -190,15 +201,19 @@ class ClusterConfig:
     def task_s(self, op: str, phase: Phase, work: Work, load: Any = 1.0) -> Any:
         """Return the seconds of a compute task with this forward work.
 
-        load: how many times as much, one number or an array.
+        Args:
+            load: How many times as much, one number or an array.
         """
         return self.compute_s(op, phase, load * work.flops, load * work.copied_bytes, work.pieces)
 
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """Return the seconds of a compute task whose forward has these operations and copies.
 
-        Backward is twice forward. pieces: the number of parts in which the work is done; by assumption they
-        cost nothing, as in published planners.
+        Backward is twice forward.
+
+        Args:
+            pieces: The number of parts in which the work is done; by assumption they cost nothing, as in
+                published planners.
         """
         del op, pieces
         scale = 2 if phase is Phase.BACKWARD else 1  # each half of a split backward counts once

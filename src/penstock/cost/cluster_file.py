@@ -82,9 +82,12 @@ DOCTOR: Final = "doctor"
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Quality of a line through measured points. points: [size, seconds], outliers included.
+    """Quality of a line through measured points.
 
-    r2: 1 is a perfect line. residual: typical distance of a point from the line, relative to the line.
+    Attributes:
+        points: [size, seconds], outliers included.
+        r2: 1 is a perfect line.
+        residual: Typical distance of a point from the line, relative to the line.
     """
 
     r2: Quality
@@ -101,10 +104,12 @@ class LinkModel:
 
     n: bytes by the convention of ClusterConfig: what each rank sends to all (all-to-all), the gathered output
     (all-gather), the whole input (reduce-scatter), the tensor (all-reduce, broadcast, point-to-point).
-    group: ep, node, rail, edp, world, etp, tp, dp or ep x etp, as Group names them. op: the leg of a
-    hierarchical dispatch, else "".
-    in_steps: how many times longer a transfer takes in a step than by this line. contended: additional factor
-    beside computation; None = as the file says of all transfers.
+
+    Attributes:
+        group: Ep, node, rail, edp, world, etp, tp, dp or ep x etp, as Group names them.
+        op: The leg of a hierarchical dispatch, else "".
+        in_steps: How many times longer a transfer takes in a step than by this line.
+        contended: Additional factor beside computation; None = as the file says of all transfers.
     """
 
     collective: str
@@ -134,7 +139,9 @@ class LinkModel:
 class TaskModel:
     """Model of a compute task: `alpha + scale * nominal`, where nominal is its work by the two rates.
 
-    op, phase: as in task names (AT, F). contended: how many times longer the task takes beside traffic.
+    Attributes:
+        op, phase: As in task names (AT, F).
+        contended: How many times longer the task takes beside traffic.
     """
 
     op: str
@@ -154,7 +161,9 @@ class TaskModel:
 class MoveModel:
     """Transfers of one op of moving samples or experts, as a run has tried them.
 
-    op: as in task names (GP, GG). in_steps: how many times longer they took than by their collective's line.
+    Attributes:
+        op: As in task names (GP, GG).
+        in_steps: How many times longer they took than by their collective's line.
     """
 
     op: str
@@ -169,7 +178,8 @@ class MoveModel:
 class KernelModel:
     """Model `t = alpha + beta * work` of one kind of computation alone, on all ranks at once: for the reader.
 
-    unit: flop or byte.
+    Attributes:
+        unit: Flop or byte.
     """
 
     name: str
@@ -191,8 +201,10 @@ class KernelModel:
 class StepFit:
     """Ratio of real steps to their simulation from everything else in the file.
 
-    ratio: measured over simulated seconds, typically. low, high: between which 95 % of steps are expected.
-    steps: number of measured steps.
+    Attributes:
+        ratio: Measured over simulated seconds, typically.
+        low, high: Between which 95 % of steps are expected.
+        steps: Number of measured steps.
     """
 
     ratio: Factor
@@ -226,21 +238,27 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFile:
-    """A cluster. rates: what answers where nothing was measured; one of several nodes says whose rate
-    theirs is (a measured file that does not has that of a device).
+    """A cluster.
 
-    contended_transfers: how many times longer a transfer takes beside computation. jitter: how much a
-    compute task's duration scatters, relative (standard deviation). slowness: by rank, how many times longer
-    its computation takes than `tasks` says; empty = all ranks are alike. steps: real steps beside their
-    simulation; None = not measured, or of no use. moves: what a run has learnt of transfers that no profile
-    has, when a plan that moves samples or experts was tried. memory_bytes: what tensors of one rank may
-    take, beside what contexts and communicators of GPUs do; None = not known.
-    measured: None for a file written by hand; source: where its numbers come from; doubts: what real steps
-    could not tell, in words.
-    device: the name of one device, such as H100 or cpu, if it was not measured. precision: of the products
-    that flops_per_s and `tasks` are about; None = of whatever is planned for. kernels_of: what tells how long
-    tasks take that were not measured: the rates alone, or the sizes of kernels on such a device, too, with
-    products in `precision` or as others compute them, in float8.
+    Attributes:
+        rates: What answers where nothing was measured; one of several nodes says whose rate theirs is (a
+            measured file that does not has that of a device).
+        contended_transfers: How many times longer a transfer takes beside computation.
+        jitter: How much a compute task's duration scatters, relative (standard deviation).
+        slowness: By rank, how many times longer its computation takes than `tasks` says; empty = all ranks
+            are alike.
+        steps: Real steps beside their simulation; None = not measured, or of no use.
+        moves: What a run has learnt of transfers that no profile has, when a plan that moves samples or
+            experts was tried.
+        memory_bytes: What tensors of one rank may take, beside what contexts and communicators of GPUs do;
+            None = not known.
+        measured: None for a file written by hand.
+        source: Where its numbers come from.
+        doubts: What real steps could not tell, in words.
+        device: The name of one device, such as H100 or cpu, if it was not measured.
+        precision: Of the products that flops_per_s and `tasks` are about; None = of whatever is planned for.
+        kernels_of: What tells how long tasks take that were not measured: the rates alone, or the sizes of
+            kernels on such a device, too, with products in `precision` or as others compute them, in float8.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -352,7 +370,8 @@ class ClusterFile:
     def read(path: Path) -> ClusterFile:
         """Read a file of this or an older version.
 
-        Raises ConfigError naming the file and the key that is wrong.
+        Raises:
+            ConfigError: Naming the file and the key that is wrong.
         """
         table = read_json(path, "Give a cluster file, or measure one with `penstock profile`.")
         if isinstance(table, dict):
@@ -384,8 +403,10 @@ NO_MATTER = ("date",)
 def mismatch(file: ClusterFile, machine: Machine, ranks: int, nodes: int) -> str | None:
     """Return why a measured file may not hold here, as one line for a warning; None if it fits.
 
-    machine, ranks, nodes: those used now. A file written by hand describes no measured machine, so it is
-    never compared.
+    A file written by hand describes no measured machine, so it is never compared.
+
+    Args:
+        machine, ranks, nodes: Those used now.
     """
     if file.measured is None:
         return None

@@ -45,8 +45,10 @@ INTERVAL = 1.96
 class Sighting:
     """A task in a real step.
 
-    modelled_s: its seconds alone by the model. ratio: measured over modelled seconds. share: of its time in
-    which the other side was busy, too.
+    Attributes:
+        modelled_s: Its seconds alone by the model.
+        ratio: Measured over modelled seconds.
+        share: Of its time in which the other side was busy, too.
     """
 
     modelled_s: float
@@ -56,7 +58,11 @@ class Sighting:
 
 @dataclass(frozen=True, kw_only=True)
 class Contention:
-    """The two factors of one kind of task; scatter: typical relative distance of a task from them."""
+    """The two factors of one kind of task.
+
+    Attributes:
+        scatter: Typical relative distance of a task from them.
+    """
 
     solo: float = 1.0
     contended: float = 1.0
@@ -79,8 +85,9 @@ class Contention:
 def fit_contention(seen: Sequence[Sighting], usual: float = 1.0) -> Contention | None:
     """Return the factors that explain the tasks; None if there are too few tasks.
 
-    usual: the factor of contention where shares are too similar to tell it. A longer task counts for more, as
-    it does in a step.
+    Args:
+        usual: The factor of contention where shares are too similar to tell it. A longer task counts for
+            more, as it does in a step.
     """
     if len(seen) < LEAST_SIGHTINGS:
         return None
@@ -115,9 +122,11 @@ def _quantile(values: Numbers, weights: Numbers, part: float) -> float:
 def fit_steps(ratios: Sequence[Sequence[float]]) -> StepFit:
     """Return what the ratios of measured to simulated whole steps say of the next step.
 
-    ratios: by plan, by step.
     Every plan counts once in the typical ratio. The interval is for a step of another plan: it covers the
     differences between plans, and the scatter of steps of one plan.
+
+    Args:
+        ratios: By plan, by step.
     """
     plans = [median(map(math.log, steps)) for steps in ratios]
     middle = median(plans)

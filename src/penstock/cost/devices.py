@@ -199,8 +199,14 @@ ACCUMULATED_BYTES: Final = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The kernels of one device. peak_flops_per_s: by the data sheet; memory_bytes_per_s: reached, read or
-    written; units: on each of which a tile is computed at a time; in_float8: whether products are."""
+    """The kernels of one device.
+
+    Attributes:
+        peak_flops_per_s: By the data sheet.
+        memory_bytes_per_s: Reached, read or written.
+        units: On each of which a tile is computed at a time.
+        in_float8: Whether products are.
+    """
 
     shares: Shares
     units: int
@@ -212,7 +218,8 @@ class Efficiency:
     def seconds(self, kernels: Kernels, phase: Phase, load: Any = 1.0) -> Any:
         """Return the seconds of a task with these forward kernels, in one of its phases.
 
-        load: how many times as many rows they have, one number or an array.
+        Args:
+            load: How many times as many rows they have, one number or an array.
         """
         forward, inputs = phase in (Phase.FORWARD, Phase.RECOMPUTE), phase in (Phase.BACKWARD, Phase.INPUT)
         ways = [forward, inputs, phase in (Phase.BACKWARD, Phase.WEIGHT)]

@@ -43,8 +43,10 @@ FLAT = 0.01
 class LineFit:
     """Line `t = alpha_s + beta * n`. alpha_s >= 0, beta > 0.
 
-    r2: share of the variance that the line explains, of the points used. residual: median distance of all
-    points from the line, relative to it. used: for every point, whether it was used for the line.
+    Attributes:
+        r2: Share of the variance that the line explains, of the points used.
+        residual: Median distance of all points from the line, relative to it.
+        used: For every point, whether it was used for the line.
     """
 
     alpha_s: float
@@ -60,7 +62,8 @@ class LineFit:
 def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> LineFit:
     """Fit a line through points (size, seconds), at least one, with sizes and seconds above 0.
 
-    trusted: number of the largest sizes that are never left out, where they alone tell the slope.
+    Args:
+        trusted: Number of the largest sizes that are never left out, where they alone tell the slope.
     """
     assert points, "a line needs a point"
     sizes, times = (np.array(column, dtype=float) for column in zip(*points, strict=True))

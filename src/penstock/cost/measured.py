@@ -23,7 +23,9 @@ Kind = tuple[int, str, Phase]
 class MeasuredCost:
     """Seconds per kind of task; a task of a kind that never ran costs what `fallback` says.
 
-    by_rank: seconds on every rank, arrays [ranks], where they are known, for tasks that ranks compute alone.
+    Attributes:
+        by_rank: Seconds on every rank, arrays [ranks], where they are known, for tasks that ranks compute
+            alone.
     """
 
     seconds: dict[Kind, float]
@@ -103,7 +105,9 @@ def listed(doubts: Sequence[str]) -> tuple[str, ...]:
 def summary(doubts: Sequence[str], *, intervals: bool, remedy: str = IN_A_RUN) -> tuple[str, ...]:
     """Return one labelled line for all doubts; () if there are none.
 
-    intervals: whether predictions have intervals. remedy: advice for where the plan is shown.
+    Args:
+        intervals: Whether predictions have intervals.
+        remedy: Advice for where the plan is shown.
     """
     ended = (f"Caution  {OVERRAN}. {remedy}",) if OVERRAN in doubts else ()
     scattered = [doubt for doubt in doubts if doubt != OVERRAN]

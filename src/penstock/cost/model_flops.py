@@ -17,9 +17,11 @@ PASSES = 3
 class ModelFlops:
     """Operations of a model, and the peak of its devices.
 
-    per_token: floating-point operations of the matrix products of a forward and a backward pass, of the whole
-    model. peak_per_s: operations per second of all ranks together; None = not known. peak_words: the peak of
-    one rank, and whether the data sheet says so or a profile measured it.
+    Attributes:
+        per_token: Floating-point operations of the matrix products of a forward and a backward pass, of the
+            whole model.
+        peak_per_s: Operations per second of all ranks together; None = not known.
+        peak_words: The peak of one rank, and whether the data sheet says so or a profile measured it.
     """
 
     per_token: float
@@ -36,11 +38,14 @@ class ModelFlops:
     ) -> ModelFlops:
         """Count the operations of a model.
 
-        moe_layers: for every layer, whether it is an MoE layer. file: of the cluster, if it was measured.
-        device, precision: of the ranks; where the device is known, the peak is that of its data sheet, as
-        others count it, and otherwise the fastest product that was measured. Every token counts as many
-        experts as it may choose, also those that have no room for it. Attention counts what a causal mask
-        leaves.
+        Every token counts as many experts as it may choose, also those that have no room for it. Attention
+        counts what a causal mask leaves.
+
+        Args:
+            moe_layers: For every layer, whether it is an MoE layer.
+            file: Of the cluster, if it was measured.
+            device, precision: Of the ranks; where the device is known, the peak is that of its data sheet, as
+                others count it, and otherwise the fastest product that was measured.
         """
         known, source = find_device(device), f"data sheet of {device}"
         tflops = None if known is None else known.peak_tflops(precision)

@@ -238,11 +238,12 @@ class RowMoves:
         return [hop.op for hop in self.even.shape.dispatch].index(outward(task.op))
 
     def _planes(self, task: Task) -> Counts:
-        """Return rows from rank to rank that a leg between nodes carries for every shard, [G, H, S, T]."""
+        """Return rows from rank to rank that a leg between nodes carries for every shard, [G, H, S, T].
+
+        Joined rows that cross nodes go to the rank of the same place there, for all ranks that need them.
+        """
         work = self.even.workload
         if work.joins_rows:
-            # Joined rows from rank to rank, [G, S, T], as a leg carries them.
-            work = self.even.workload
             across = self._legs.joins_rows and self._number(task) == 0
             key = task.microbatch, task.cut.held, self.column(task), task.op in HOME, across
             if key not in self._known_joined:
@@ -376,7 +377,8 @@ class NodeLinks:
     def argument(self, sent_PP: Rows) -> Rows:
         """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P].
 
-        sent_PP: from rank to rank, in any unit; what stays on a rank takes no time.
+        Args:
+            sent_PP: From rank to rank, in any unit; what stays on a rank takes no time.
         """
         if not self._even_s:  # one rank, which sends nothing
             return np.zeros(len(sent_PP))

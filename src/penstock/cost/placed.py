@@ -73,7 +73,8 @@ def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
 def received_rows(counts_DBYE: Counts, placed: Placed | None, shape: StepShape, work: Workload) -> Counts:
     """Return the rows that every rank's experts and replicas receive in a step, by MoE layer, [Y, P].
 
-    placed: where samples and replicas are; None = nothing moves.
+    Args:
+        placed: Where samples and replicas are; None = nothing moves.
     """
     leaving = counts_DBYE if placed is None else placed.leaving(counts_DBYE)
     replications = () if placed is None else placed.replications

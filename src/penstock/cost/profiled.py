@@ -29,8 +29,9 @@ PEER_S: Final = 1e-6
 class ProfiledCluster(ClusterConfig):
     """Measured models where the file has them, its rates elsewhere.
 
-    contention: the part of a task's time in which the other side (computation or transfers) is assumed to be
-    busy, too; 1 is right where everything overlaps, which orders aim at.
+    Attributes:
+        contention: The part of a task's time in which the other side (computation or transfers) is assumed to
+            be busy, too; 1 is right where everything overlaps, which orders aim at.
     """
 
     file: ClusterFile
@@ -117,7 +118,8 @@ class ProfiledCluster(ClusterConfig):
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """Return the seconds of a compute task by its measured model, or by the rates.
 
-        pieces: where the file was measured, every piece has the fixed part of a task.
+        Args:
+            pieces: Where the file was measured, every piece has the fixed part of a task.
         """
         model = self._task(op, phase)
         if model is None:

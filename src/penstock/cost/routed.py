@@ -199,7 +199,11 @@ class RoutedCost:
 
 @dataclass(frozen=True)
 class SlowRanks:
-    """A routed cost on ranks whose computation takes longer. slowness: by rank, how many times as long."""
+    """A routed cost on ranks whose computation takes longer.
+
+    Attributes:
+        slowness: By rank, how many times as long.
+    """
 
     routed: RoutedCost
     slowness: tuple[float, ...]

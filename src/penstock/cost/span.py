@@ -20,9 +20,11 @@ from penstock.routing.legs import place_in
 class Span:
     """Groups of `ranks` members each, all of which communicate at the same time, as they do in a step.
 
-    nodes: most nodes that a group covers. most, fewest: members of a group on one of its nodes. leaving: what
-    leaves the busiest node in an all-to-all, in buffers of one rank. crossing: groups that leave the busiest
-    node.
+    Attributes:
+        nodes: Most nodes that a group covers.
+        most, fewest: Members of a group on one of its nodes.
+        leaving: What leaves the busiest node in an all-to-all, in buffers of one rank.
+        crossing: Groups that leave the busiest node.
     """
 
     ranks: int
@@ -34,7 +36,11 @@ class Span:
 
     @staticmethod
     def regular(nodes: int, per_node: int, at_once: int = 1) -> Span:
-        """Return the span of `per_node` members on each of `nodes`; at_once: groups on these nodes."""
+        """Return the span of `per_node` members on each of `nodes`.
+
+        Args:
+            at_once: Groups on these nodes.
+        """
         members = [node for node in range(nodes) for _ in range(per_node)]
         return Span.of([members] * at_once)
 
@@ -81,8 +87,10 @@ def span_of(mesh: Mesh, axes: Axes, node_size: int) -> Span:
 class EvenLeg:
     """One leg, per byte of the rows that each rank has.
 
-    share: bytes over the link of the busiest rank. sharing: what a node sends at once, in shares of such a
-    rank. messages: that the busiest rank sends to others.
+    Attributes:
+        share: Bytes over the link of the busiest rank.
+        sharing: What a node sends at once, in shares of such a rank.
+        messages: That the busiest rank sends to others.
     """
 
     lane: Lane

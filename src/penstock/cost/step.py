@@ -27,8 +27,9 @@ from penstock.step.shape import FORM_TOKENS
 class StepCost:
     """`cost(task)` in seconds, the same on all ranks. Tasks that are alike are computed once.
 
-    shared: seconds of tasks in other cuts of the same step, with the same workload and cluster; the cost adds
-    its own.
+    Attributes:
+        shared: Seconds of tasks in other cuts of the same step, with the same workload and cluster; the cost
+            adds its own.
     """
 
     shape: StepShape
@@ -106,13 +107,21 @@ class StepCost:
         return [first.setdefault(kind, i) for i, kind in enumerate(zip(*columns, strict=True))]
 
     def work(self, task: Task) -> Work:
-        """Return what the task asks of a rank. Raises ScheduleError for an unregistered op."""
+        """Return what the task asks of a rank.
+
+        Raises:
+            ScheduleError: For an unregistered op.
+        """
         spec = spec_of(task.op)
         assert spec.work is not None, "an op is registered with its work"
         return spec.work(task, self._sizes)
 
     def communication_s(self, task: Task, load: float = 1.0) -> float:
-        """Return seconds of a communication task. load: rows as a multiple of those under even routing."""
+        """Return seconds of a communication task.
+
+        Args:
+            load: Rows as a multiple of those under even routing.
+        """
         seconds: float = self._transfer_s(task, self.work(task), load)
         return seconds * self.cluster.prolonged(task.op)
 
@@ -247,9 +256,10 @@ class StepSizes:
 class UnevenRanks:
     """A cost on ranks that differ: an array [ranks] for compute tasks.
 
-    slowness: by rank, how many times longer its computation takes. load: by rank, its experts' tokens as a
-    multiple of those under even routing; a transfer takes as long as the busiest rank's. Empty: all ranks
-    alike.
+    Attributes:
+        slowness: By rank, how many times longer its computation takes.
+        load: By rank, its experts' tokens as a multiple of those under even routing; a transfer takes as long
+            as the busiest rank's. Empty: all ranks alike.
     """
 
     even: StepCost

@@ -31,8 +31,10 @@ def compressed_row_bytes(form: str, hidden_size: int) -> int:
 class HeldBytes:
     """Bytes on a rank of a model that is not trained as a whole, or not in float32.
 
-    weights: of all parameters, frozen ones too. trained_experts: of those of its experts that are trained.
-    cast: whether weights are float32, and are copied into the type of products.
+    Attributes:
+        weights: Of all parameters, frozen ones too.
+        trained_experts: Of those of its experts that are trained.
+        cast: Whether weights are float32, and are copied into the type of products.
     """
 
     weights: int
@@ -45,8 +47,10 @@ class StateTypes:
     """Bytes of a parameter, of its gradient and of each of its moments, where others train so.
 
     Penstock's own are float32. Parameters of fewer bytes are updated as float32 copies, of which every rank
-    that owns moments has its share. fully_sharded: parameters are gathered for each use, forward and backward
-    (ZeRO 3).
+    that owns moments has its share.
+
+    Attributes:
+        fully_sharded: Parameters are gathered for each use, forward and backward (ZeRO 3).
     """
 
     parameter_bytes: int = FLOAT32_BYTES
@@ -60,23 +64,31 @@ class Workload:
     """The sizes of a step on one rank.
 
     num_experts is the total; capacity_factor None means dropless (even routing is assumed for cost).
-    expert_matrices: 2 for GELU experts, 3 for SwiGLU. element_bytes: of activations on the wire.
-    slots_per_sample: rows of each sample at each expert where that is fixed (SoftMoE); 0 = it is not.
-    wire_row_bytes: bytes of a row in transit, where it is not a plain hidden state; none = a plain one.
-    coded: whether encoding and decoding rows is not part of what tasks were measured to take.
-    one_copy_per_rank: one row serves all of a token's experts on a rank. expert_groups: how many groups of
-    experts there are, and how many of them a token may use; none = it may use all.
-    dispatch, node_size: how rows travel, and how many ranks of an expert group are in one node (0 = all).
-    devices_per_node: of the cluster, whose ranks are consecutive; 0 = not known, unless node_size tells.
-    shared_ffn_hidden_size: of the shared experts, 0 for none.
-    tp_size, etp_size: ranks that share attention, and every expert; `batch` is what the former have
-    together. all_reduce_bytes, expert_all_reduce_bytes, partial_all_reduce_bytes: gradients per layer on one
-    rank, the last those of which ranks that share attention have each a part; partial_by_form: see
-    GradientBytes. attention_size, key_value_size: of all heads of queries, and of those of keys and values; 0
-    = hidden_size, and attention_size. attention: where it is not made of such heads alone.
-    tied_embeddings: whether embedding and head are one weight, which counts with the first layer.
-    dense_ffn_hidden_size: of dense blocks. held: what a rank has of weights, for memory; none = all of them
-    are trained, in float32. state: the types of parameters, gradients and moments.
+
+    Attributes:
+        expert_matrices: 2 for GELU experts, 3 for SwiGLU.
+        element_bytes: Of activations on the wire.
+        slots_per_sample: Rows of each sample at each expert where that is fixed (SoftMoE); 0 = it is not.
+        wire_row_bytes: Bytes of a row in transit, where it is not a plain hidden state; none = a plain one.
+        coded: Whether encoding and decoding rows is not part of what tasks were measured to take.
+        one_copy_per_rank: One row serves all of a token's experts on a rank.
+        expert_groups: How many groups of experts there are, and how many of them a token may use; none = it
+            may use all.
+        dispatch, node_size: How rows travel, and how many ranks of an expert group are in one node (0 = all).
+        devices_per_node: Of the cluster, whose ranks are consecutive; 0 = not known, unless node_size tells.
+        shared_ffn_hidden_size: Of the shared experts, 0 for none.
+        tp_size, etp_size: Ranks that share attention, and every expert; `batch` is what the former have
+            together.
+        all_reduce_bytes, expert_all_reduce_bytes, partial_all_reduce_bytes: Gradients per layer on one rank,
+            the last those of which ranks that share attention have each a part.
+        partial_by_form: See GradientBytes.
+        attention_size, key_value_size: Of all heads of queries, and of those of keys and values; 0 =
+            hidden_size, and attention_size.
+        attention: Where it is not made of such heads alone.
+        tied_embeddings: Whether embedding and head are one weight, which counts with the first layer.
+        dense_ffn_hidden_size: Of dense blocks.
+        held: What a rank has of weights, for memory; none = all of them are trained, in float32.
+        state: The types of parameters, gradients and moments.
     """
 
     batch: int
@@ -203,8 +215,9 @@ class Workload:
     ) -> float:
         """Return token copies that one rank sends to all experts in one chunk of one microbatch.
 
-        shares: ranks that cut every sample; each counts slots for its own tokens. dealt: ranks that route the
-        same tokens and deal each other the rows of every expert.
+        Args:
+            shares: Ranks that cut every sample; each counts slots for its own tokens.
+            dealt: Ranks that route the same tokens and deal each other the rows of every expert.
         """
         tokens = self.tokens(microbatch, microbatches, shares)
         chosen = split_sizes(split_sizes(tokens, chunks)[chunk], dealt)[0] * self.top_k
@@ -300,9 +313,12 @@ class Workload:
         return self.wire_bytes(1) + beside
 
     def leg_bytes(self, rows: float, *, outward: bool, between: bool) -> float:
-        """Return bytes in one leg of a dispatch with even routing. rows: one for each choice.
+        """Return bytes in one leg of a dispatch with even routing.
 
-        outward: see `row_bytes`. between: whether it is the leg between nodes.
+        Args:
+            rows: One for each choice.
+            outward: See `row_bytes`.
+            between: Whether it is the leg between nodes.
         """
         return rows * self.joined_share(between=between) * self.row_bytes(outward=outward)
 
@@ -337,9 +353,11 @@ Form = Literal["all", "window", "chunk", "state"]
 class Reach:
     """How far some of a model's layers look back.
 
-    share: of all layers; what is left has no heads. form: at "all" tokens before; at a "window" of the last
-    `size`; at those of the same "chunk" of `size`; or at a "state" of so many columns, as linear attention
-    has it, whose reading and writing takes as many operations as comparing with so many keys.
+    Attributes:
+        share: Of all layers; what is left has no heads.
+        form: At "all" tokens before; at a "window" of the last `size`; at those of the same "chunk" of
+            `size`; or at a "state" of so many columns, as linear attention has it, whose reading and writing
+            takes as many operations as comparing with so many keys.
     """
 
     share: float
@@ -358,10 +376,13 @@ class Reach:
 class Attention:
     """The attention of a model's layers, as the mean over all of them.
 
-    matrices: what multiplies every token outside of feed-forward parts: columns in, columns out, and the
-    number of such matrices in a layer. queries, values: of all heads; width: of one head of values. kept:
-    numbers that the heads keep of every token until backward. moved: numbers that they read and write in
-    memory on the way from projections to scores.
+    Attributes:
+        matrices: What multiplies every token outside of feed-forward parts: columns in, columns out, and the
+            number of such matrices in a layer.
+        queries, values: Of all heads.
+        width: Of one head of values.
+        kept: Numbers that the heads keep of every token until backward.
+        moved: Numbers that they read and write in memory on the way from projections to scores.
     """
 
     matrices: tuple[tuple[int, int, float], ...]

@@ -64,10 +64,11 @@ class ToPrepare:
 def load_corpora(config: DataConfig) -> list[Corpus]:
     """Open the texts that `config` names, the files of each one after another in a fixed order.
 
-    Raises `ConfigError` on `path` when it does not exist, holds no text file or too little text, or when any
-    of its files cannot be read or has yet to be prepared; on `tokenizer` where prepared tokens were made with
-    another tokenizer; on `mixture` where texts have different tokenizers, end documents with different
-    tokens, or share a file.
+    Raises:
+        ConfigError: On `path` when it does not exist, holds no text file or too little text, or when any of
+            its files cannot be read or has yet to be prepared; on `tokenizer` where prepared tokens were made
+            with another tokenizer; on `mixture` where texts have different tokenizers, end documents with
+            different tokens, or share a file.
     """
     check_one_source(config)
     check_apart(config)

@@ -35,8 +35,10 @@ ROWS: Final = 64
 class Piece:
     """A piece of a document.
 
-    text: the piece's text, up to the document's end if `ends`. after: where reading continues. read_bytes:
-    size of what was read for this piece.
+    Attributes:
+        text: The piece's text, up to the document's end if `ends`.
+        after: Where reading continues.
+        read_bytes: Size of what was read for this piece.
     """
 
     text: str
@@ -51,7 +53,11 @@ def is_table(file: Path, kinds: Sequence[str] = TABLES) -> bool:
 
 
 def pieces(files: Sequence[Path], field: str, start: Position) -> Iterator[Piece]:
-    """Yield all documents from `start` on. Raises TextError, with file and place, about unusable content."""
+    """Yield all documents from `start` on.
+
+    Raises:
+        TextError: With file and place, about unusable content.
+    """
     for number in range(start.file, len(files)):
         file, at = files[number], start.at if number == start.file else 0
         if is_table(file, PARQUET):

@@ -34,10 +34,14 @@ class TextError(RuntimeError):
 class Files:
     """Some files, by number.
 
-    Raises `ConfigError` about `path` for anything that is not a regular file or cannot be read, and
-    `TextError` when a file has changed since. Takes some hundred bytes of memory per file.
+    Takes some hundred bytes of memory per file.
 
-    path: the setting that named the files, for messages.
+    Attributes:
+        path: The setting that named the files, for messages.
+
+    Raises:
+        ConfigError: About `path` for anything that is not a regular file or cannot be read.
+        TextError: When a file has changed since.
     """
 
     def __init__(self, path: str | None, files: Sequence[Path]) -> None:

@@ -107,7 +107,9 @@ WAIT_S: Final = 0.5
 class Progress:
     """How far a preparation is.
 
-    read_bytes: of the inputs, of `total_bytes`. tokens and documents: written so far.
+    Attributes:
+        read_bytes: Of the inputs, of `total_bytes`.
+        tokens, documents: Written so far.
     """
 
     read_bytes: int
@@ -120,8 +122,10 @@ class Progress:
 class Preparation:
     """Some files, and how they become tokens.
 
-    field: of files that have fields, the one with the text. shard_tokens: a shard is closed when it has this
-    number of tokens. source: a description of the inputs.
+    Attributes:
+        field: Of files that have fields, the one with the text.
+        shard_tokens: A shard is closed when it has this number of tokens.
+        source: A description of the inputs.
     """
 
     files: tuple[Path, ...]
@@ -147,8 +151,14 @@ class Preparation:
     def run(self, folder: Path, *, waits: bool = False) -> Iterator[Progress]:
         """Write the folder, or what is missing in it; a whole folder made from the same files stays as it is.
 
-        Yields from time to time. waits: for another process that writes there, instead of refusing. Raises
-        ConfigError about `--out` for a folder that holds something else, TextError about an input.
+        Yields from time to time.
+
+        Args:
+            waits: For another process that writes there, instead of refusing.
+
+        Raises:
+            ConfigError: About `--out` for a folder that holds something else.
+            TextError: About an input.
         """
         made_from = self.made_from
         folder.mkdir(parents=True, exist_ok=True)

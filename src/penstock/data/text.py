@@ -37,9 +37,12 @@ NEWLINE: Final = b"\n"
 class Readable(Protocol):
     """Tokens that can be read at any place. Only what is asked for is read.
 
-    size: number of tokens. vocabulary: every token is below it. unit: what a token is, in words. tokenizer:
-    its sha256, or `bytes`. digest: identifies the tokens without reading them; None if they must be read for
-    it.
+    Attributes:
+        size: Number of tokens.
+        vocabulary: Every token is below it.
+        unit: What a token is, in words.
+        tokenizer: Its sha256, or `bytes`.
+        digest: Identifies the tokens without reading them; None if they must be read for it.
     """
 
     @property
@@ -69,7 +72,10 @@ class Readable(Protocol):
 class Text:
     """All bytes of some files, with a newline between two so that no line runs into the next file.
 
-    Raises the errors of `Files`. path: the setting that named the files, for messages.
+    Raises the errors of `Files`.
+
+    Attributes:
+        path: The setting that named the files, for messages.
     """
 
     vocabulary, unit, tokenizer, digest = BYTES, "bytes", "bytes", None
@@ -110,8 +116,10 @@ SAMPLED_BLOCKS = 512
 class Scanned:
     """The result of a scan.
 
-    digest: sha256, of the whole text or of its size and a sample; or the digest of a prepared text. counts:
-    of every token of the vocabulary. seen: number of tokens that were read.
+    Attributes:
+        digest: Sha256, of the whole text or of its size and a sample; or the digest of a prepared text.
+        counts: Of every token of the vocabulary.
+        seen: Number of tokens that were read.
     """
 
     digest: str

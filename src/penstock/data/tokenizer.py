@@ -26,8 +26,10 @@ MOST_BYTES: Final = 1 << 30
 class Tokenizer(Protocol):
     """Turns text into tokens.
 
-    vocabulary: every token is below it. end: the token that ends a document, which no text contains. digest:
-    identifies the tokenizer.
+    Attributes:
+        vocabulary: Every token is below it.
+        end: The token that ends a document, which no text contains.
+        digest: Identifies the tokenizer.
     """
 
     vocabulary: int
@@ -52,8 +54,11 @@ class FileTokenizer:
     """The tokenizer that a `tokenizer.json` describes, by the package tokenizers.
 
     Texts that spell a special token are tokenized as any other text; where a vocabulary can express such a
-    text only by the token that ends a document, that token is left out. Raises ConfigError about `tokenizer`,
-    or about `end_of_document` if none is given and none of `ENDS` is in the vocabulary.
+    text only by the token that ends a document, that token is left out.
+
+    Raises:
+        ConfigError: About `tokenizer`, or about `end_of_document` if none is given and none of `ENDS` is in
+            the vocabulary.
     """
 
     def __init__(self, path: str, end: str | None) -> None:
@@ -71,7 +76,11 @@ class FileTokenizer:
         self._is_special = added is not None and added.special
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """Tokenize texts. Raises TextError where that fails, or a text contains an ordinary end token."""
+        """Tokenize texts.
+
+        Raises:
+            TextError: Where that fails, or a text contains an ordinary end token.
+        """
         try:
             found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # its own errors are bare `Exception`
@@ -91,7 +100,10 @@ class FileTokenizer:
 def read_tokenizer(path: str) -> tuple[tokenizers.Tokenizer, str]:
     """Return the tokenizer of a `tokenizer.json`, for whole texts of any content, and its sha256.
 
-    Texts that spell a special token are tokenized as any other text. Raises ConfigError about `tokenizer`.
+    Texts that spell a special token are tokenized as any other text.
+
+    Raises:
+        ConfigError: About `tokenizer`.
     """
     hint = "Give the tokenizer.json of a tokenizer, or none to train on bytes."
     file = expanded(path, "tokenizer", hint)
@@ -110,7 +122,11 @@ def read_tokenizer(path: str) -> tuple[tokenizers.Tokenizer, str]:
 def open_tokenizer(path: str | None, end: str | None = None) -> Tokenizer:
     """Return the tokenizer of a file, or bytes for None.
 
-    end: name of the token that ends a document; None = the usual one. Raises ConfigError if it is unknown.
+    Args:
+        end: Name of the token that ends a document; None = the usual one.
+
+    Raises:
+        ConfigError: If it is unknown.
     """
     if path is not None:
         return FileTokenizer(path, end)

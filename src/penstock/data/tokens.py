@@ -45,7 +45,12 @@ Symbol = Annotated[int, Within(0, 2**32 - 1, "tokens have at most four bytes")]
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One file of tokens. tokens: their number. sha256: of the tokens."""
+    """One file of tokens.
+
+    Attributes:
+        tokens: Their number.
+        sha256: Of the tokens.
+    """
 
     tokens: Count
     sha256: str
@@ -69,9 +74,12 @@ class Position:
 class Record:
     """The description of a folder of prepared tokens.
 
-    made_from: digest of settings and inputs. source: a description of the inputs. tokenizer: its sha256, or
-    `bytes`. end: the token that ends a document; every token is below `vocabulary`. position: where reading
-    continues.
+    Attributes:
+        made_from: Digest of settings and inputs.
+        source: A description of the inputs.
+        tokenizer: Its sha256, or `bytes`.
+        end: The token that ends a document; every token is below `vocabulary`.
+        position: Where reading continues.
     """
 
     version: Annotated[int, Within(VERSION, VERSION, "of the format of these files")] = VERSION
@@ -162,8 +170,10 @@ def _sum_of(record: Record) -> str:
 class Tokens:
     """The tokens of a folder, its shards one after another.
 
-    Takes a byte of memory per `BLOCK_BYTES`. Raises ConfigError about `path` where the folder is not whole or
-    a shard differs in size from its record.
+    Takes a byte of memory per `BLOCK_BYTES`.
+
+    Raises:
+        ConfigError: About `path` where the folder is not whole or a shard differs in size from its record.
     """
 
     def __init__(self, path: str | None, folder: Path) -> None:

@@ -13,7 +13,11 @@ Part = Literal["moe", "dense", "tail"]
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A gap on the lane `inter` of the backward pass. layer: the gap's layer; no meaning for the tail."""
+    """A gap on the lane `inter` of the backward pass.
+
+    Attributes:
+        layer: The gap's layer; no meaning for the tail.
+    """
 
     layer: int
     part: Part

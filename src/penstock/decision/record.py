@@ -218,7 +218,9 @@ class Decision:
         """Return the decision with the defaults of all fields that have none of these effects.
 
         Whatever is worked out of a decision and kept has this as its key: what it depends on, and no more.
-        others: fields with another value than that.
+
+        Args:
+            others: Fields with another value than that.
         """
         left_out = {name: usual for name, usual in _without(effects).items() if getattr(self, name) != usual}
         if self.more:
@@ -390,8 +392,10 @@ def register(own: Field) -> None:
     """Let every plan make this decision, too, after those registered before it.
 
     It is searched, set by `[schedule]` (`schedule.more.NAME=...`), saved in plan files, described and shown
-    with a plan, and its passes become part of the step. Raises ValueError for a name that is taken or
-    invalid.
+    with a plan, and its passes become part of the step.
+
+    Raises:
+        ValueError: For a name that is taken or invalid.
     """
     if own.name in FIELDS or own.name in BUILT_IN:
         raise ValueError(f"a decision {own.name!r} is registered already; give yours another name")

@@ -31,8 +31,10 @@ T = TypeVar("T", bound=Hashable)
 class Wanted:
     """What a run needs.
 
-    assumed: the cluster for which its plan was made, named `cluster_name`; None if not given. rank_bytes:
-    memory of a rank; disk_bytes: of its checkpoints, in `disk`.
+    Attributes:
+        assumed: The cluster for which its plan was made, named `cluster_name`; None if not given.
+        rank_bytes: Memory of a rank.
+        disk_bytes: Of its checkpoints, in `disk`.
     """
 
     assumed: ClusterFile | None = None
@@ -44,7 +46,11 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A sentence: what is wrong where, and what to do. mend: False if it is only worth knowing."""
+    """A sentence: what is wrong where, and what to do.
+
+    Attributes:
+        mend: False if it is only worth knowing.
+    """
 
     text: str
     mend: bool = True

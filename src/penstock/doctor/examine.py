@@ -32,7 +32,11 @@ from penstock.topology import CommunicationError, Control, ProcessInfo, join, le
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two ranks. nodes: of either rank, counted from 0; equal if they share one."""
+    """Two ranks.
+
+    Attributes:
+        nodes: Of either rank, counted from 0; equal if they share one.
+    """
 
     asks: int
     answers: int
@@ -104,10 +108,13 @@ class Link:
 class Examination:
     """What the ranks found.
 
-    size: number of all ranks. facts: of the ranks that came. gone: those of them that stopped answering.
-    reference: the rank with whose clock the others are compared. exchange: why a sum over all ranks failed,
-    "" if it worked, None if it was not tried. shared: by folder, the ranks that see what the reference rank
-    writes there.
+    Attributes:
+        size: Number of all ranks.
+        facts: Of the ranks that came.
+        gone: Those of them that stopped answering.
+        reference: The rank with whose clock the others are compared.
+        exchange: Why a sum over all ranks failed, "" if it worked, None if it was not tried.
+        shared: By folder, the ranks that see what the reference rank writes there.
     """
 
     size: int
@@ -135,8 +142,14 @@ def examine(
 ) -> Examination | None:
     """Return what was found, on the rank that is to report it; None on the others.
 
-    towards: the host at which ranks meet. wait_s: how long to wait for ranks. Every rank must call it. Raises
-    MeetingError where the reporting rank has gone.
+    Every rank must call it.
+
+    Args:
+        towards: The host at which ranks meet.
+        wait_s: How long to wait for ranks.
+
+    Raises:
+        MeetingError: Where the reporting rank has gone.
     """
     facts, token = find_facts(info, towards, folders), secrets.token_hex(16)
     server = None

@@ -42,10 +42,15 @@ class Folder:
 class Facts:
     """What one rank has found.
 
-    machine: the same for ranks that reach each other over the loopback interface. host: the machine's name;
-    host_ip: what that name resolves to here, "" if it does not. interface: GLOO_SOCKET_IFNAME or ""; address:
-    of that interface, or of the one towards rank 0; problem: why there is none. memory_bytes: free, of the
-    machine or the container. open_files: the soft and the hard limit.
+    Attributes:
+        machine: The same for ranks that reach each other over the loopback interface.
+        host: The machine's name.
+        host_ip: What that name resolves to here, "" if it does not.
+        interface: GLOO_SOCKET_IFNAME or "".
+        address: Of that interface, or of the one towards rank 0.
+        problem: Why there is none.
+        memory_bytes: Free, of the machine or the container.
+        open_files: The soft and the hard limit.
     """
 
     rank: int
@@ -67,7 +72,9 @@ class Facts:
 def find_facts(info: ProcessInfo, towards: str, folders: Sequence[Path]) -> Facts:
     """Gather the facts of this rank.
 
-    towards: the host of rank 0. folders: to which a run would write; none is created.
+    Args:
+        towards: The host of rank 0.
+        folders: To which a run would write; none is created.
     """
     address, problem = _address(towards)
     places = Places.here()

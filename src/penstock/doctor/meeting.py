@@ -30,8 +30,12 @@ class MeetingError(Exception):
 class Meeting:
     """One rank's view of the store.
 
-    info: which rank this is. host, port: of the store; this rank serves it if it is rank 0 and `serves`.
-    wait_s: how long to try to reach the store. Raises MeetingError.
+    Raises MeetingError.
+
+    Attributes:
+        info: Which rank this is.
+        host, port: Of the store; this rank serves it if it is rank 0 and `serves`.
+        wait_s: How long to try to reach the store.
     """
 
     def __init__(self, info: ProcessInfo, host: str, port: int, *, serves: bool, wait_s: float) -> None:

@@ -36,8 +36,9 @@ Address = tuple[str, int]
 class Clock:
     """The offset between two clocks.
 
-    offset_s: how far the clock of the rank that asked is ahead. round_trip_s: of the quickest question; the
-    error of the offset is at most half of this.
+    Attributes:
+        offset_s: How far the clock of the rank that asked is ahead.
+        round_trip_s: Of the quickest question; the error of the offset is at most half of this.
     """
 
     offset_s: float
@@ -54,7 +55,12 @@ class Rates:
 
 
 class Server:
-    """Answers other ranks until it is closed. host: the address at which to listen; token: shared secret."""
+    """Answers other ranks until it is closed.
+
+    Attributes:
+        host: The address at which to listen.
+        token: Shared secret.
+    """
 
     def __init__(self, host: str, token: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -99,7 +105,11 @@ class Server:
 
 
 def ask_clock(address: Address, token: str) -> Clock:
-    """Measure the offset between both clocks. Raises OSError where there is no answer."""
+    """Measure the offset between both clocks.
+
+    Raises:
+        OSError: Where there is no answer.
+    """
     with _Asking(address, token) as asking:
         rounds = list(asking.pings())
     offset_s, round_trip_s = min(rounds, key=lambda each: each[1])
@@ -107,7 +117,11 @@ def ask_clock(address: Address, token: str) -> Clock:
 
 
 def ask_rates(address: Address, token: str) -> Rates:
-    """Measure rates, which takes about two `STREAM_S`. Raises OSError where there is no answer."""
+    """Measure rates, which takes about two `STREAM_S`.
+
+    Raises:
+        OSError: Where there is no answer.
+    """
     with _Asking(address, token) as asking:
         round_trip_s = median(trip for _, trip in asking.pings())
         asking.say({"what": "take"})

@@ -186,7 +186,8 @@ def few_modules(held: Held) -> Iterator[None]:
 def check_memory(file: Path, model: nn.Module, held: Held) -> None:
     """Raise ValueError for a model far larger than its weights, where they do not fit into memory either.
 
-    model: without values.
+    Args:
+        model: Without values.
     """
     needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     if needed > max(TIMES_AS_WIDE * held.bytes, (free := free_memory_bytes()) // 2):
@@ -215,7 +216,8 @@ MOST_WORDS = 600
 def read_description(folder: Path) -> dict[str, Any]:
     """Read the configuration in a folder, as it stands there.
 
-    Raises ValueError, naming the file, if it is none, asks for code, or is that of quantized weights.
+    Raises:
+        ValueError: Naming the file, if it is none, asks for code, or is that of quantized weights.
     """
     file = folder / CONFIG
     if not file.is_file():
@@ -235,7 +237,11 @@ def read_description(folder: Path) -> dict[str, Any]:
 def config_of(file: Path, table: Mapping[str, Any], held: Held) -> Any:
     """Return the configuration in a file, of a model no larger than its weights bear out.
 
-    table: what the file holds. Raises ValueError, naming the file, if it describes no model.
+    Args:
+        table: What the file holds.
+
+    Raises:
+        ValueError: Naming the file, if it describes no model.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -279,9 +285,13 @@ def refuse_cut_off(folder: Path) -> None:
 
 
 def empty_model(file: Path, config: Any, held: Held, kind: Any = None) -> Any:
-    """Return the model of a configuration, without values. kind: its class; None: a causal language model.
+    """Return the model of a configuration, without values.
 
-    Raises ValueError, naming the file, where transformers cannot make it, or weights do not bear it out.
+    Args:
+        kind: Its class; None: a causal language model.
+
+    Raises:
+        ValueError: Naming the file, where transformers cannot make it, or weights do not bear it out.
     """
     from transformers import AutoModelForCausalLM
 
@@ -300,7 +310,11 @@ def empty_model(file: Path, config: Any, held: Held, kind: Any = None) -> Any:
 
 
 def read_generation(folder: Path) -> Any:
-    """Read the settings of generation in a folder, if it has some. Raises ValueError, naming the file."""
+    """Read the settings of generation in a folder, if it has some.
+
+    Raises:
+        ValueError: Naming the file.
+    """
     from transformers import GenerationConfig
 
     file = folder / GENERATION
@@ -315,7 +329,11 @@ def read_generation(folder: Path) -> Any:
 
 
 def read_table(file: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises ConfigError about the file for anything else."""
+    """Read a JSON object from a file.
+
+    Raises:
+        ConfigError: About the file for anything else.
+    """
     table = read_json(file, f"{COPY}.", most_bytes, strict=False)
     if not isinstance(table, dict):
         raise ConfigError(str(file), UNSET, f"holds {type(table).__name__}, and no JSON object", f"{COPY}.")

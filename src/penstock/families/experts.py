@@ -40,8 +40,11 @@ class RouterCall:
 
 
 class Times(Protocol):
-    """Multiplies rows, sorted by expert, by one of the experts' weights. shard: the part of each that is
-    here."""
+    """Multiplies rows, sorted by expert, by one of the experts' weights.
+
+    Attributes:
+        shard: The part of each that is here.
+    """
 
     @property
     def shard(self) -> Shard: ...
@@ -120,8 +123,10 @@ class ExpertForm:
     def cut(self, experts: Any, shard: Shard) -> dict[str, Sharding]:
         """Return, by parameter, which part of every expert's a rank has where ranks share each expert.
 
-        A bias of outputs is cut, too: each rank adds its part to its own columns of the sum. Raises
-        ValueError where it is not understood how parts add up to the whole.
+        A bias of outputs is cut, too: each rank adds its part to its own columns of the sum.
+
+        Raises:
+            ValueError: Where it is not understood how parts add up to the whole.
         """
         kind, inward = type(experts).__name__, self.inward(experts)
         shapes = {name: tuple(each.shape[1:]) for name, each in experts.named_parameters()}
@@ -307,8 +312,10 @@ def _multiply(experts: Any, name: str, rows_RM: Tensor, times: Times) -> Tensor:
 class ModelExperts(StackedExperts):
     """The experts in a module of transformers.
 
-    source: the module, inside any wrappers of peft; its parameters stay in place and keep their names. form:
-    how the experts multiply. shard: the part of each that the module has; outputs are then parts of sums.
+    Attributes:
+        source: The module, inside any wrappers of peft; its parameters stay in place and keep their names.
+        form: How the experts multiply.
+        shard: The part of each that the module has; outputs are then parts of sums.
     """
 
     def __init__(
@@ -377,8 +384,10 @@ class _Times:
 class Shares:
     """This rank's share of the experts in some modules: consecutive experts, and of each its shard.
 
-    All experts are kept until it is certain that the others are given up. form: see `ModelExperts`; it has
-    said that it can be cut.
+    All experts are kept until it is certain that the others are given up.
+
+    Attributes:
+        form: See `ModelExperts`; it has said that it can be cut.
     """
 
     def __init__(
@@ -432,7 +441,9 @@ class Shares:
 def sharding_of_experts(shape: Sequence[int], each: Sharding | None, layout: Layout) -> Sharding | None:
     """Return which part of a parameter of all experts a rank has; None: all of it.
 
-    shape: of this part. each: which part of every expert it has; None: all.
+    Args:
+        shape: Of this part.
+        each: Which part of every expert it has; None: all.
     """
     if each is not None:
         slots = shape[0]

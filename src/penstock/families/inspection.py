@@ -83,8 +83,10 @@ def patched(module: nn.Module, hint: str) -> str:
 class Found:
     """A model in its parts.
 
-    blocks: the MoE block of every layer, None in a dense one. bound_factor: see MoEConfig. choice: how rows
-    travel.
+    Attributes:
+        blocks: The MoE block of every layer, None in a dense one.
+        bound_factor: See MoEConfig.
+        choice: How rows travel.
     """
 
     model: Any
@@ -176,7 +178,11 @@ class Found:
 
 
 def look(model: Any, family: Family) -> Found:
-    """Return the parts of a model. Raises ValueError for a model that cannot be scheduled."""
+    """Return the parts of a model.
+
+    Raises:
+        ValueError: For a model that cannot be scheduled.
+    """
     if not hasattr(model, "get_output_embeddings") or not hasattr(
         model, family.base.partition(".")[0] or "config"
     ):

@@ -35,13 +35,17 @@ def add(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
 class AttentionCut:
     """How ranks share the attention of a family: each has some heads (tensor parallelism).
 
-    norm, module: paths of the norm before attention (None: there is none) and of attention in a layer, which
-    calls it with normed hidden states, by that name, and with what it is called with itself. rows, columns:
-    linear layers that are cut by what they return, and by what they get: these return parts of a sum.
-    `rows` that a model lacks are passed over. heads: parameters that have a number for each head. narrowed:
-    norms over all heads together: they stay whole, with the projections before them, and every rank
-    computes them for all heads and goes on with its own. counts: settings that are numbers of heads.
     Everything else is whole on every rank.
+
+    Attributes:
+        norm, module: Paths of the norm before attention (None: there is none) and of attention in a layer,
+            which calls it with normed hidden states, by that name, and with what it is called with itself.
+        rows, columns: Linear layers that are cut by what they return, and by what they get: these return
+            parts of a sum. `rows` that a model lacks are passed over.
+        heads: Parameters that have a number for each head.
+        narrowed: Norms over all heads together: they stay whole, with the projections before them, and every
+            rank computes them for all heads and goes on with its own.
+        counts: Settings that are numbers of heads.
     """
 
     norm: str | None = "input_layernorm"
@@ -57,15 +61,21 @@ class AttentionCut:
 class Family:
     """Models of one architecture in transformers.
 
-    name: `model_type` of its configuration. base: path of the decoder in the model; layers, norm: paths of
-    its list of layers and of the norm after them. block: path of the MoE block in a layer; router, experts:
-    paths of its router and its experts in a block. shared_module, shared: the module of shared experts in a
-    block (None: there are none, or they run with attention), and what it adds (None: what it returns).
-    finish: what a layer does with the output of its block. coefficient: the model's name for the weight of
-    its router loss; None: its weighting is not known. form: how experts are called and multiply. only:
-    settings of the configuration, the only values with which the model can be scheduled, and the reason.
-    attention: how ranks share it; None: they cannot, and `uncut` says why. separates_documents: whether
-    tokens whose positions begin anew attend to none before them.
+    Attributes:
+        name: `model_type` of its configuration.
+        base: Path of the decoder in the model.
+        layers, norm: Paths of its list of layers and of the norm after them.
+        block: Path of the MoE block in a layer.
+        router, experts: Paths of its router and its experts in a block.
+        shared_module, shared: The module of shared experts in a block (None: there are none, or they run with
+            attention), and what it adds (None: what it returns).
+        finish: What a layer does with the output of its block.
+        coefficient: The model's name for the weight of its router loss; None: its weighting is not known.
+        form: How experts are called and multiply.
+        only: Settings of the configuration, the only values with which the model can be scheduled, and the
+            reason.
+        attention: How ranks share it; None: they cannot, and `uncut` says why.
+        separates_documents: Whether tokens whose positions begin anew attend to none before them.
     """
 
     name: str

@@ -99,9 +99,13 @@ def _reaches(config: Any, layers: int) -> tuple[Reach, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of a model for a plan. key_value_heads, head_dim: None = as many as heads, of the width that is
-    left. attention: of its layers; None: there is nothing but such heads. element_bytes: of its
-    activations."""
+    """Sizes of a model for a plan.
+
+    Attributes:
+        key_value_heads, head_dim: None = as many as heads, of the width that is left.
+        attention: Of its layers; None: there is nothing but such heads.
+        element_bytes: Of its activations.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -152,7 +156,11 @@ class ModelSizes:
         length: int,
         held: HeldBytes | None = None,
     ) -> Workload:
-        """Return the sizes of a step with these samples on every rank. held: a rank's bytes of weights."""
+        """Return the sizes of a step with these samples on every rank.
+
+        Args:
+            held: A rank's bytes of weights.
+        """
         return Workload(
             batch=max(1, batch),
             seq_len=max(1, length),

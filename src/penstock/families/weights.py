@@ -59,7 +59,10 @@ LAYER = re.compile(r".*?\.\d+\.")
 class StoredTensor:
     """A tensor in a file, of which `rows` are wanted: transformers reads it by `[...]`, once, as it loads.
 
-    shape: of the whole tensor. kind: of its numbers, as safetensors calls it. rows: None = all.
+    Attributes:
+        shape: Of the whole tensor.
+        kind: Of its numbers, as safetensors calls it.
+        rows: None = all.
     """
 
     file: Path
@@ -90,7 +93,8 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return all tensors of a folder, by name; of a model that also sees or hears, those of its text part.
 
-    Raises ValueError if the folder holds no complete set of safetensors.
+    Raises:
+        ValueError: If the folder holds no complete set of safetensors.
     """
     files = [folder / name for name in model_files(folder)]
     if not files:
@@ -125,9 +129,13 @@ def share_of_experts(
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a whole model that a rank needs: of experts only `held`, which are consecutive.
 
-    model: on any device, for its names. stacked: by the name of every parameter that holds experts, the
-    number of its rows that belong to one. Raises ValueError, on all ranks, unless there are num_experts
-    experts of every kind: a rank itself looks at its own ones alone.
+    Args:
+        model: On any device, for its names.
+        stacked: By the name of every parameter that holds experts, the number of its rows that belong to one.
+
+    Raises:
+        ValueError: On all ranks, unless there are num_experts experts of every kind: a rank itself looks at
+            its own ones alone.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -257,7 +265,11 @@ def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The files of a model. model: without values, of its text part if it also sees or hears."""
+    """The files of a model.
+
+    Attributes:
+        model: Without values, of its text part if it also sees or hears.
+    """
 
     path: Path
     model: Any
@@ -265,9 +277,13 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: Path, kind: Any = None) -> ModelFolder:
-        """Open a folder. kind: the model's class; None: a causal language model.
+        """Open a folder.
 
-        Raises ValueError, naming a file, if it holds no such model.
+        Args:
+            kind: The model's class; None: a causal language model.
+
+        Raises:
+            ValueError: Naming a file, if it holds no such model.
         """
         import transformers  # noqa: F401  # where it is missing, that is said first
 
@@ -295,7 +311,8 @@ class ModelFolder:
     def read(self, kind: Any, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> Any:
         """Return a model of this class with values of these tensors.
 
-        Raises ValueError if a tensor is missing, or is not the model's: transformers would draw it by chance.
+        Raises:
+            ValueError: If a tensor is missing, or is not the model's: transformers would draw it by chance.
         """
         generation = read_generation(self.path)
         try:
@@ -341,7 +358,10 @@ def folder_of(named: str | Path) -> Path:
     """Return the folder that is named, or that of the files of a model on the hub, which is named as there.
 
     They come from the library's cache (`HF_HOME`), where they are downloaded to if they are not there. Ranks
-    of a node wait for each other's files. Raises ValueError where the hub gives no such model.
+    of a node wait for each other's files.
+
+    Raises:
+        ValueError: Where the hub gives no such model.
     """
     path = Path(named)
     if path.exists() or isinstance(named, Path) or not NAME.fullmatch(named):

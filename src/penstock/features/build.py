@@ -23,7 +23,11 @@ from penstock.step.stages import Pass, Stage, in_order, run
 
 
 def passes_of(shape: StepShape) -> tuple[Pass, ...]:
-    """Return the passes that a shape asks for. Raises RefusalError where a feature cannot be had."""
+    """Return the passes that a shape asks for.
+
+    Raises:
+        RefusalError: Where a feature cannot be had.
+    """
     for feature in FEATURES:
         if why := feature.why_not(shape):
             raise RefusalError(why)
@@ -51,8 +55,11 @@ def build_graph(shape: StepShape) -> Graph:
     """Build the checked graph of a step; cached, so that orders of one cut share a graph.
 
     Graphs of small steps are kept for longer: searches on other clusters, or of other effort, ask for the
-    same cuts of a few layers. Raises ScheduleError for two passes of one name, an edge to nothing, a cycle,
-    state that is read before it is complete, or a gradient that a pass of one's own has lost.
+    same cuts of a few layers.
+
+    Raises:
+        ScheduleError: For two passes of one name, an edge to nothing, a cycle, state that is read before it
+            is complete, or a gradient that a pass of one's own has lost.
     """
     pieces = shape.num_layers * shape.microbatches * shape.slices
     pieces += sum(map(sum, (shape.all_reduce_chunks, shape.expert_all_reduce_chunks)))

@@ -17,10 +17,12 @@ PartialByForm = tuple[tuple[ExpertForm, tuple[int, ...]], ...]
 class GradientBytes(NamedTuple):
     """For every layer, the bytes of its gradients that are reduced, by kind.
 
-    partial: those to which every rank that shares attention adds a part; none = there are no such ranks.
-    partial_by_form: `partial` by expert form, where it depends on that; what is not partial with a form is
-    replicated. expert: of all parameters of one expert, or a rank's shard of it, which travel where experts
-    move; 0 = not known.
+    Attributes:
+        partial: Those to which every rank that shares attention adds a part; none = there are no such ranks.
+        partial_by_form: `partial` by expert form, where it depends on that; what is not partial with a form
+            is replicated.
+        expert: Of all parameters of one expert, or a rank's shard of it, which travel where experts move; 0 =
+            not known.
     """
 
     replicated: tuple[int, ...]
@@ -64,8 +66,10 @@ NOTHING_MOVES = Movable()
 class Asked(Protocol):
     """The step for which a plan is made, as far as values worth trying depend on it. `plan.Problem` is one.
 
-    batch: samples per rank. dispatches: those that the ranks can run. least_chunk_bytes: of an all-reduce,
-    since smaller ones would be too many tasks.
+    Attributes:
+        batch: Samples per rank.
+        dispatches: Those that the ranks can run.
+        least_chunk_bytes: Of an all-reduce, since smaller ones would be too many tasks.
     """
 
     @property
@@ -132,7 +136,8 @@ class Choice(Protocol):
 class Reader(Protocol):
     """What a schedule declares: the fields of a decision that it reads, and its usual number of chunks.
 
-    expert_form: how rows reach all shards of their experts, where the schedule itself determines that.
+    Attributes:
+        expert_form: How rows reach all shards of their experts, where the schedule itself determines that.
     """
 
     @property
@@ -168,18 +173,21 @@ class Unsearched:
 class Field:
     """One decision, declared once.
 
-    values: what a search tries, given the step and the decisions of earlier fields; at least one value.
-    words: the decision in a sentence, "" = it is not mentioned; None = it is described with another. head,
-    cell: its column in the table of plans; unread: the cell where its schedule does not read it. cuts: how
-    finely the step is cut.
-    affects: what depends on it. Whatever is kept of other choices has a key that is derived from this: less
-    than everything lets more be kept, and all that it leaves out must really be the same.
-    always: every schedule reads it, not only those that declare it.
-    may_be_left_out: a plan file need not contain it, since some files are older, and it has a column in the
-    table of plans only where a plan has another value than the default.
-
     For a registered decision, also: name; type, such as a Literal or a number Annotated with bounds; default,
-    the value that need not be mentioned; passes: those that a value adds to the step.
+    the value that need not be mentioned.
+
+    Attributes:
+        values: What a search tries, given the step and the decisions of earlier fields; at least one value.
+        words: The decision in a sentence, "" = it is not mentioned; None = it is described with another.
+        head, cell: Its column in the table of plans.
+        unread: The cell where its schedule does not read it.
+        cuts: How finely the step is cut.
+        affects: What depends on it. Whatever is kept of other choices has a key that is derived from this:
+            less than everything lets more be kept, and all that it leaves out must really be the same.
+        always: Every schedule reads it, not only those that declare it.
+        may_be_left_out: A plan file need not contain it, since some files are older, and it has a column in
+            the table of plans only where a plan has another value than the default.
+        passes: Those that a value adds to the step.
     """
 
     values: Callable[[Asked, Any], Sequence[Any]]

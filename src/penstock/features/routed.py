@@ -216,7 +216,8 @@ class Routed:
 def within(collective: Collective, group: Axes, sizes: tuple[int, ...], place: int, row_bytes: int) -> Move:
     """Return the move of a collective whose whole tensor has rows of these sizes, one size per member.
 
-    place: this rank's.
+    Args:
+        place: This rank's.
     """
     mine = (sizes[place],)
     match collective:
@@ -237,7 +238,8 @@ def gathered(step: RoutedStep, task: Task, rows: int, row_bytes: int) -> Move:
 def exchanged(step: RoutedStep, task: Task, rank: int, sent: Counts, along: Axes, row_bytes: int) -> Move:
     """Return the move of an exchange between places along these axes.
 
-    sent: forward, from place to place; what stays is not handed over.
+    Args:
+        sent: Forward, from place to place; what stays is not handed over.
     """
     mesh, table = step.sizes.mesh, sent if task.forward else sent.T
     mine = mesh.place(rank, along)

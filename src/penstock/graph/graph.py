@@ -22,7 +22,11 @@ class Graph:
 
     @staticmethod
     def of(tasks: Iterable[Task]) -> Graph:
-        """Return a graph of these tasks. Raises ScheduleError for two tasks of one name."""
+        """Return a graph of these tasks.
+
+        Raises:
+            ScheduleError: For two tasks of one name.
+        """
         graph = Graph(tuple(tasks))
         if len({task.name for task in graph.tasks}) != len(graph.tasks):
             ((twice, _),) = Counter(task.name for task in graph.tasks).most_common(1)
@@ -36,9 +40,12 @@ class Graph:
 
     @cached_property
     def links(self) -> tuple[tuple[int, ...], ...]:
-        """By position of a task, the positions of those it reads. Raises ScheduleError for a missing task.
+        """By position of a task, the positions of those it reads.
 
         A plan builds and simulates graphs by the hundred, and numbers are far quicker to compare than tasks.
+
+        Raises:
+            ScheduleError: For a missing task.
         """
         place = {task.name: i for i, task in enumerate(self.tasks)}
         try:
@@ -118,7 +125,11 @@ class Graph:
         return found
 
     def check(self) -> Graph:
-        """Return self. Raises ScheduleError for a missing task, a cycle, or unordered access to state."""
+        """Return self.
+
+        Raises:
+            ScheduleError: For a missing task, a cycle, or unordered access to state.
+        """
         for place, needs in enumerate(self.links):
             for need in needs:
                 if need >= place:

@@ -80,7 +80,11 @@ _TEXT = re.compile(
 
 
 class Name(NamedTuple):
-    """The name of a task. microbatch, chunk, piece: its index along that axis; None = not cut there."""
+    """The name of a task.
+
+    Attributes:
+        microbatch, chunk, piece: Its index along that axis; None = not cut there.
+    """
 
     layer: int
     op: str
@@ -101,7 +105,11 @@ class Name(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Name:
-        """Parse the text form. Raises ScheduleError for text that is no task name."""
+        """Parse the text form.
+
+        Raises:
+            ScheduleError: For text that is no task name.
+        """
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(f"{text[:80]!r} is not a task name; one looks like L2.D.m0.c1.F")
@@ -113,11 +121,14 @@ class Name(NamedTuple):
 class Cut:
     """How the step around a task is cut, and which part the task has.
 
-    microbatches: into which the batch is cut. slices: into which a microbatch's rows are cut in an MoE layer;
-    the task has those from `first` up to `stop`. parts: relative sizes of the pieces of a buffer; the task
-    has the piece that its name says. token_shards: ranks that share the tokens of every sample; the task has
-    this rank's part of them. row_copies: how many times the task has the rows of one rank: once per shard of
-    an expert, where each rank sends its own rows to all shards or has the rows of all.
+    Attributes:
+        microbatches: Into which the batch is cut.
+        slices: Into which a microbatch's rows are cut in an MoE layer; the task has those from `first` up to
+            `stop`.
+        parts: Relative sizes of the pieces of a buffer; the task has the piece that its name says.
+        token_shards: Ranks that share the tokens of every sample; the task has this rank's part of them.
+        row_copies: How many times the task has the rows of one rank: once per shard of an expert, where each
+            rank sends its own rows to all shards or has the rows of all.
     """
 
     microbatches: int = 1
@@ -155,9 +166,11 @@ Inputs = Mapping[str, tuple[Name, ...]]
 class Task:
     """One cell of a schedule. It has no behaviour; what happens when it runs is its op's handler.
 
-    axes: of the mesh, along which it meets other ranks; () = it meets none. inputs: names of the tasks whose
-    outputs it reads, by role. accumulates, reads, writes: named mutable state that it adds to, reads and
-    changes; of a buffer cut into pieces, its own piece only. See `graph.state`.
+    Attributes:
+        axes: Of the mesh, along which it meets other ranks; () = it meets none.
+        inputs: Names of the tasks whose outputs it reads, by role.
+        accumulates, reads, writes: Named mutable state that it adds to, reads and changes; of a buffer cut
+            into pieces, its own piece only. See `graph.state`.
     """
 
     name: Name

@@ -63,8 +63,9 @@ def on_meta() -> Iterator[None]:
 def fill_normal(tensor: Tensor, name: str, seed: int, std: float, sharding: Sharding | None = None) -> None:
     """Fill a tensor with normal numbers from a generator keyed by (seed, name), drawn on the CPU.
 
-    sharding: which part of a larger tensor this is; the whole tensor is drawn, so that ranks have parts of
-    one.
+    Args:
+        sharding: Which part of a larger tensor this is; the whole tensor is drawn, so that ranks have parts
+            of one.
     """
     if tensor.is_meta:
         return
@@ -95,10 +96,13 @@ WHOLE = TensorShard()
 
 
 class CounterDropout(nn.Module):
-    """Zeroes a share `p` of the elements in training, scales the rest by 1 / (1 - p). place: unique.
+    """Zeroes a share `p` of the elements in training, scales the rest by 1 / (1 - p).
 
     The mask of an element is a hash of run, place in the model and sample, not of what was drawn before it.
     So it does not depend on microbatches, on the rank a sample lives on, or on the order of tasks.
+
+    Attributes:
+        place: unique.
     """
 
     def __init__(self, p: float, place: int) -> None:
@@ -181,7 +185,8 @@ class Attention(nn.Module):
     def forward(self, x_BLM: Tensor, documents_BL: Tensor | None = None) -> Tensor:
         """Attend to the tokens of a sample up to each one.
 
-        documents_BL: where every token's document begins; tokens attend to their own document alone.
+        Args:
+            documents_BL: Where every token's document begins; tokens attend to their own document alone.
         """
         q_BALK = self.q_norm(self._heads(self.q_proj(x_BLM))).transpose(1, 2)
         k_BGLK = self.k_norm(self._heads(self.k_proj(x_BLM))).transpose(1, 2)
@@ -336,9 +341,11 @@ class Trunk(nn.Module):
 class MoEDecoder(nn.Module):
     """The decoder. Its experts are those of one rank: `num_experts / ep_size` per MoE layer.
 
-    node_size: see `build_layer`. make_moe: makes the MoE layer of a block from its number; without it `moe`
-    describes the layers. shard: which part of heads, dense widths and vocabulary this rank has. expert_shard:
-    which part of every expert.
+    Attributes:
+        node_size: See `build_layer`.
+        make_moe: Makes the MoE layer of a block from its number; without it `moe` describes the layers.
+        shard: Which part of heads, dense widths and vocabulary this rank has.
+        expert_shard: Which part of every expert.
     """
 
     separates_documents = True

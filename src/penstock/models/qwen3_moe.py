@@ -193,7 +193,11 @@ def sections_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def model_type_of(path: Path) -> str:
-    """Return the architecture of a `config.json`, or of that in a folder. Raises ConfigError if none."""
+    """Return the architecture of a `config.json`, or of that in a folder.
+
+    Raises:
+        ConfigError: If none.
+    """
     file = path / CONFIG if asked(path.is_dir) else path
     table = read_json(file, "Give the config.json of a model of transformers, or its folder.")
     kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET

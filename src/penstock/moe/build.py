@@ -41,9 +41,14 @@ def build_layer(
 ) -> MoELayer:
     """Build the layer that `config` describes, with this rank's share of the experts.
 
-    layer: its number, for noise. node_size: ranks of an expert group in one node, for dispatch = node_once.
-    placement: where experts are; None shares them out in the order of their numbers. shard: which part of
-    every expert this rank has. Raises PlacementError if the experts cannot be shared evenly.
+    Args:
+        layer: Its number, for noise.
+        node_size: Ranks of an expert group in one node, for dispatch = node_once.
+        placement: Where experts are; None shares them out in the order of their numbers.
+        shard: Which part of every expert this rank has.
+
+    Raises:
+        PlacementError: If the experts cannot be shared evenly.
     """
     placement = placement or ExpertPlacement.even(config.num_experts, ep_size)
     return MoELayer(
@@ -68,8 +73,11 @@ def dispatch_of(config: MoEConfig) -> str:
 def build_permutation(
     config: MoEConfig, ep_size: int, *, ep_rank: int = 0, node_size: int = 1
 ) -> Permutation:
-    """Build the permutation that `config.permutation` names, or that the dispatch needs. node_size: see
-    `build_layer`."""
+    """Build the permutation that `config.permutation` names, or that the dispatch needs.
+
+    Args:
+        node_size: See `build_layer`.
+    """
     if DISPATCHES[dispatch_of(config)].joins_rows:
         return MergedPermutation(
             config.num_experts,
@@ -115,7 +123,11 @@ def build_hooks(hidden_size: int, config: MoEConfig) -> tuple[Hook, ...]:
 
 
 def build_router(hidden_size: int, config: MoEConfig, layer: int) -> Router:
-    """Build the gate that `config.gate` names. layer: its number, for noise."""
+    """Build the gate that `config.gate` names.
+
+    Args:
+        layer: Its number, for noise.
+    """
     experts, top_k, scale = config.num_experts, config.top_k, config.routed_scaling_factor
     match config.gate:
         case "expert_choice":

@@ -20,14 +20,18 @@ from penstock.routing.sizes import split_sizes
 class RouterSums:
     """The sums from which balance and z-losses are computed, for one microbatch in one layer.
 
-    chosen_BE: how often each sample chose each expert, before any drop, int64.
-    probability_BE: gate probabilities summed over a sample's tokens, differentiable; zeros where a gate
-        balances experts by construction. z: sum over tokens of the squared log-partition, differentiable.
-    judged_BE: the choices that balance is judged by, where those are not this rank's alone: ranks may share
-        the tokens of a sample. None = chosen_BE. ids_B: the numbers of the samples; None = not known.
-    slots: how many choices of an expert fit, where that is limited; None = all. wanted_N: choices of every
-    position on this rank, [N] int64, where rows are bounded by those of earlier steps. logits_TE: of the
-    router, differentiable, where a step hands them out.
+    Attributes:
+        chosen_BE: How often each sample chose each expert, before any drop, int64.
+        probability_BE: Gate probabilities summed over a sample's tokens, differentiable; zeros where a gate
+            balances experts by construction.
+        z: Sum over tokens of the squared log-partition, differentiable.
+        judged_BE: The choices that balance is judged by, where those are not this rank's alone: ranks may
+            share the tokens of a sample. None = chosen_BE.
+        ids_B: The numbers of the samples; None = not known.
+        slots: How many choices of an expert fit, where that is limited; None = all.
+        wanted_N: Choices of every position on this rank, [N] int64, where rows are bounded by those of
+            earlier steps.
+        logits_TE: Of the router, differentiable, where a step hands them out.
     """
 
     chosen_BE: Tensor
@@ -55,9 +59,12 @@ class RouterSums:
 class TokenChoice:
     """The choice of a gate where every token names its k experts.
 
-    experts_Tk: int64, best first; -1 throughout for padding. weights: [T, k], gate precision, differentiable.
-    masked: whether any -1 can occur. most: tokens that a fixed number of slots is made for; None = T.
-    inseparable: length of the runs of consecutive tokens that no chunk splits.
+    Attributes:
+        experts_Tk: int64, best first; -1 throughout for padding.
+        weights: [T, k], gate precision, differentiable.
+        masked: Whether any -1 can occur.
+        most: Tokens that a fixed number of slots is made for; None = T.
+        inseparable: Length of the runs of consecutive tokens that no chunk splits.
     """
 
     experts_Tk: Tensor
@@ -77,7 +84,10 @@ class TokenChoice:
 class ExpertChoice:
     """The choice of a gate where every expert names its S tokens (Zhou et al. 2022).
 
-    tokens_ES: int64. weights: [E, S], differentiable; 0 where an expert had to name padding. tokens: T.
+    Attributes:
+        tokens_ES: int64.
+        weights: [E, S], differentiable; 0 where an expert had to name padding.
+        tokens: T.
     """
 
     tokens_ES: Tensor
@@ -90,8 +100,10 @@ class ExpertChoice:
 class SoftChoice:
     """Every slot is a mix of all tokens of a sample, every token a mix of all slots (Puigcerver et al. 2024).
 
-    mix_BLES: weight of each token in each slot, sums to 1 over L. weights: [B, L, E, S], weight of each slot
-    in each token's output, sums to 1 over E and S. Both are differentiable.
+    Attributes:
+        mix_BLES: Weight of each token in each slot, sums to 1 over L.
+        weights: [B, L, E, S], weight of each slot in each token's output, sums to 1 over E and S. Both are
+            differentiable.
     """
 
     mix_BLES: Tensor
@@ -103,9 +115,12 @@ Choice = TokenChoice | ExpertChoice | SoftChoice
 
 
 def placed(choice: Choice, placement: ExpertPlacement, rank: int) -> Choice:
-    """Return `choice` with experts numbered by position, as orders take them. rank: in the expert group.
+    """Return `choice` with experts numbered by position, as orders take them.
 
     Costs a copy of E integers to the device, and nothing under the default placement.
+
+    Args:
+        rank: In the expert group.
     """
     if placement.is_even:
         return choice
@@ -160,11 +175,14 @@ def sum_z(logits_TE: Tensor, tokens: Tokens) -> Tensor:
 class Tokens:
     """A batch of tokens, sample after sample, all samples of one length.
 
-    samples: their number, possibly 0. keys: of random noise; None draws it from PyTorch's own generator.
-    valid_T: bool, False for padding, which goes to no expert and is not counted; None: all are valid. most:
-    tokens of the rank that has most, where ranks have different numbers of tokens and equal numbers of slots;
-    None = all ranks have equally many. stay_whole: chunks are made of whole samples. clean: gates add no
-    noise.
+    Attributes:
+        samples: Their number, possibly 0.
+        keys: Of random noise; None draws it from PyTorch's own generator.
+        valid_T: bool, False for padding, which goes to no expert and is not counted; None: all are valid.
+        most: Tokens of the rank that has most, where ranks have different numbers of tokens and equal numbers
+            of slots; None = all ranks have equally many.
+        stay_whole: Chunks are made of whole samples.
+        clean: Gates add no noise.
     """
 
     samples: int = 1
@@ -198,10 +216,13 @@ _PLACE_STEP = 0x9E3779B1  # odd, so no two places coincide
 class SampleKeys:
     """The keys of random numbers, and what attention must know of samples.
 
-    seed: of the run. sample_ids_B: one number per sample, unique over the run. first_token: the place in its
-    sample of the first token that is here, where ranks share the tokens of a sample. documents_BL: int64, for
-    every token of a sample, here or not, the place in the sample where its document begins; None = a sample
-    is one document.
+    Attributes:
+        seed: Of the run.
+        sample_ids_B: One number per sample, unique over the run.
+        first_token: The place in its sample of the first token that is here, where ranks share the tokens of
+            a sample.
+        documents_BL: int64, for every token of a sample, here or not, the place in the sample where its
+            document begins; None = a sample is one document.
     """
 
     seed: int
@@ -211,7 +232,11 @@ class SampleKeys:
 
 
 def uniform_bits(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
-    """Return independent uniform numbers in [0, 2**32), int64 [B, L, ...]. place: unique in the model."""
+    """Return independent uniform numbers in [0, 2**32), int64 [B, L, ...].
+
+    Args:
+        place: Unique in the model.
+    """
     ids_B = keys.sample_ids_B
     start = _mix(torch.full((), (keys.seed * 0x85EBCA6B + place * _PLACE_STEP) & _MASK, device=ids_B.device))
     low, high = ids_B & _MASK, (ids_B >> BITS) & _MASK

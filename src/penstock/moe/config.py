@@ -25,8 +25,11 @@ REFUSED: dict[tuple[ChoiceKind, PermutationName], str] = {
 
 
 def refusal(kind: ChoiceKind, permutation: PermutationName, *, dropless: bool) -> str | None:
-    """Return why a permutation cannot serve a kind of gate; None if it can. dropless: there is no
-    capacity."""
+    """Return why a permutation cannot serve a kind of gate; None if it can.
+
+    Args:
+        dropless: There is no capacity.
+    """
     if (kind, permutation) in REFUSED:
         return REFUSED[kind, permutation]
     if kind == "soft":

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def check_dispatch(permutation: Permutation, dispatch: Dispatch, node_size: int | None = None) -> None:
     """Raise ValueError unless `permutation` makes rows for as many ranks as `dispatch` brings them to.
 
-    node_size: ranks of an expert group in one node, where that is known.
+    Args:
+        node_size: Ranks of an expert group in one node, where that is known.
     """
     made_for = getattr(permutation, "node_size", 1)
     if made_for > 1 and not dispatch.joins_rows:
@@ -43,7 +44,11 @@ def check_dispatch(permutation: Permutation, dispatch: Dispatch, node_size: int 
 
 
 def route_maker(dispatch: Dispatch, place: Place, permutation: Permutation) -> RouteMaker:
-    """Return the maker of the routes of whole experts. Raises ValueError for a permutation of other nodes."""
+    """Return the maker of the routes of whole experts.
+
+    Raises:
+        ValueError: For a permutation of other nodes.
+    """
     check_dispatch(permutation, dispatch, place.node_size)
     return RouteMaker(dispatch, place, permutation.row_counts)
 
@@ -58,8 +63,11 @@ class Exchange(Protocol):
     def ep_rank(self) -> int: ...
 
     def maker(self, dispatch: Dispatch, permutation: Permutation) -> RouteMaker:
-        """Return the maker of routes. Raises ValueError if these ranks cannot run this dispatch and
-        permutation."""
+        """Return the maker of routes.
+
+        Raises:
+            ValueError: If these ranks cannot run this dispatch and permutation.
+        """
         ...
 
     def routes(
@@ -83,8 +91,12 @@ class Exchange(Protocol):
     def check(self, experts: nn.Module, x: Tensor, parts: str, *, first: bool) -> None:
         """Check what is about to run, before each forward: tokens x, and the layer's parts in words.
 
-        first: whether the layer has not run before, on any rank. Raises ValueError if experts would be mixed
-        up: taken over by another tool, or, the first time, different from other ranks'.
+        Args:
+            first: Whether the layer has not run before, on any rank.
+
+        Raises:
+            ValueError: If experts would be mixed up: taken over by another tool, or, the first time,
+                different from other ranks'.
         """
         ...
 
@@ -104,10 +116,13 @@ class Exchange(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Sum a float64 tensor [N] over ranks, once per forward, after `check` and before any row leaves.
 
-        experts: of the layer. parameters: those that all these ranks should hold alike. rows: what will
-        leave; returned with the sum, and needing a gradient if any rank's rows or experts need one, since all
-        ranks have to take part in backward then. Here or in `routes` an error is raised if parameters
-        are not alike, or if ranks have different layers.
+        Here or in `routes` an error is raised if parameters are not alike, or if ranks have different layers.
+
+        Args:
+            experts: Of the layer.
+            parameters: Those that all these ranks should hold alike.
+            rows: What will leave; returned with the sum, and needing a gradient if any rank's rows or experts
+                need one, since all ranks have to take part in backward then.
         """
         ...
 

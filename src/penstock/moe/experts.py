@@ -36,7 +36,12 @@ ONE_SHARD = ExpertShard()
 
 
 class Experts(nn.Module, ABC):
-    """The experts that this rank holds. num_local_experts: how many. shard: the part of each that it has."""
+    """The experts that this rank holds.
+
+    Attributes:
+        num_local_experts: How many.
+        shard: The part of each that it has.
+    """
 
     num_local_experts: int
     shard: ExpertShard = ONE_SHARD
@@ -45,8 +50,9 @@ class Experts(nn.Module, ABC):
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
         """Return the experts' outputs for rows_RM, [R, M]: the first sizes[0] rows meet expert 0, and so on.
 
-        product: how rows and weights are multiplied; it decides when weight gradients are computed. Experts
-        that do not use it get theirs together with the input gradients.
+        Args:
+            product: How rows and weights are multiplied; it decides when weight gradients are computed.
+                Experts that do not use it get theirs together with the input gradients.
         """
 
     @abstractmethod
@@ -66,8 +72,10 @@ class Experts(nn.Module, ABC):
     def replicas(self, slots: int) -> Experts:
         """Return experts of this kind for `slots` of other ranks' experts, whose parameters will be brought.
 
-        The parameters are new, of the same types, and trained where this rank's are. Raises ValueError if
-        this kind of experts cannot have replicas.
+        The parameters are new, of the same types, and trained where this rank's are.
+
+        Raises:
+            ValueError: If this kind of experts cannot have replicas.
         """
         raise ValueError(
             f"{type(self).__name__} has no method `replicas`, which makes room for {slots} experts of other "
@@ -108,7 +116,10 @@ INITIAL_STD = 0.02
 class FeedForwardExperts(StackedExperts):
     """Experts with matrices into a hidden width and one back; each shard has a part of that width.
 
-    The outputs of a shard are partial sums. ffn_hidden_size: of whole experts.
+    The outputs of a shard are partial sums.
+
+    Attributes:
+        ffn_hidden_size: Of whole experts.
     """
 
     inward: tuple[str, ...]
@@ -188,7 +199,9 @@ class ModuleExperts(Experts):
 
     They multiply as they like: their weight gradients come with the input gradients and cannot be deferred.
     An expert without rows is not called, and its parameters get no gradient; inside a stack they get zeros.
-    Raises ValueError if `make` returns a module twice.
+
+    Raises:
+        ValueError: If `make` returns a module twice.
     """
 
     def __init__(self, make: Callable[[], nn.Module], num_local_experts: int) -> None:
@@ -242,7 +255,11 @@ STRIDE = 2531
 
 @dataclass(frozen=True)
 class OwnSlots:
-    """Slots without replicas: every expert is where it is placed. rank: in the expert group."""
+    """Slots without replicas: every expert is where it is placed.
+
+    Attributes:
+        rank: In the expert group.
+    """
 
     permutation: Permutation
     experts: Experts
@@ -258,8 +275,10 @@ class OwnSlots:
 class SlotsWithReplicas:
     """Slots with replicas: some experts are on several ranks.
 
-    permutation: by position, replicas among them. spread: of this rank's rows; None: rows stay by expert, and
-    are split among its positions when the counts of all ranks are known.
+    Attributes:
+        permutation: By position, replicas among them.
+        spread: Of this rank's rows; None: rows stay by expert, and are split among its positions when the
+            counts of all ranks are known.
     """
 
     permutation: Permutation
@@ -328,7 +347,8 @@ def slots_with_replicas(
 ) -> SlotsWithReplicas:
     """Return the slots of a layer whose ranks hold replicas.
 
-    Raises ValueError for a permutation that takes no replicas.
+    Raises:
+        ValueError: For a permutation that takes no replicas.
     """
     with_slots = (
         permutation
@@ -404,7 +424,8 @@ def given_back(
 ) -> Tensor:
     """Return what experts make of rows that carry the residual stream: w * E(norm(r)) + c * r, [R, M].
 
-    residual: whether c * r is added here; of several ranks that compute a row, one adds it.
+    Args:
+        residual: Whether c * r is added here; of several ranks that compute a row, one adds it.
     """
     columns = [rows_RN.shape[1] - PACKED_COLUMNS, *[1] * PACKED_COLUMNS]
     kept_RM, weights_R1, first_R1 = (part.contiguous() for part in rows_RN.split(columns, dim=1))

@@ -35,7 +35,9 @@ class Hook(nn.Module):
 
     A change to the width or the type of rows between `before_dispatch` and `after_dispatch` (or
     `before_combine` and `after_combine`) has to be undone there: rows meet experts and weights as [R, M].
-    encodes_rows: whether this hook makes such a change.
+
+    Attributes:
+        encodes_rows: Whether this hook makes such a change.
     """
 
     encodes_rows: bool = False
@@ -67,8 +69,10 @@ class Hook(nn.Module):
     def scaled(self, rows: Tensor, by: float) -> Tensor:
         """Multiply gradients in transit, encoded as this hook encodes rows, by a number.
 
-        Called by expert form `baseline` only. Raises ValueError for a hook that encodes rows and does not
-        override this method.
+        Called by expert form `baseline` only.
+
+        Raises:
+            ValueError: For a hook that encodes rows and does not override this method.
         """
         if self.encodes_rows:
             raise ValueError(

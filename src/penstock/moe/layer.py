@@ -40,8 +40,11 @@ if TYPE_CHECKING:
 class RoutedTokens:
     """The output of the first half of the layer.
 
-    rows_RM: all chunks, sorted by chunk, rank, expert. weights: for `unpermute`. x_TM: for shared experts.
-    positions_Tk: of every token's experts, -1 for padding; None where tokens do not choose.
+    Attributes:
+        rows_RM: All chunks, sorted by chunk, rank, expert.
+        weights: For `unpermute`.
+        x_TM: For shared experts.
+        positions_Tk: Of every token's experts, -1 for padding; None where tokens do not choose.
     """
 
     rows_RM: Tensor
@@ -70,15 +73,20 @@ class LayerLosses:
 class MoELayer(nn.Module):
     """Routed experts, of which this rank holds `num_experts / ep_size`.
 
-    gate, permutation, expert, dispatch, hooks: the parts; see their base classes. shared: a module that every
-    token passes, added to the output, computed while rows are in transit. exchange: the ranks that share the
-    experts when the layer runs by itself (`penstock.ExpertParallel`); ep_size and ep_rank give these ranks
-    for a layer inside a stack, which has no exchange (default 1 and 0). balance: over which tokens
-    `losses.balance` judges the balance of experts. placement: which rank holds which expert in which slot,
-    the same on all ranks; without it experts are shared out evenly, in the order of their numbers.
-
     `route` and `unpermute` are the halves around the transfer; `expert_rows` runs the experts.
-    Raises ValueError for parts that do not fit together, and for shards of experts with an exchange.
+
+    Attributes:
+        gate, permutation, expert, dispatch, hooks: The parts; see their base classes.
+        shared: A module that every token passes, added to the output, computed while rows are in transit.
+        exchange: The ranks that share the experts when the layer runs by itself (`penstock.ExpertParallel`);
+            ep_size and ep_rank give these ranks for a layer inside a stack, which has no exchange (default 1
+            and 0).
+        balance: Over which tokens `losses.balance` judges the balance of experts.
+        placement: Which rank holds which expert in which slot, the same on all ranks; without it experts are
+            shared out evenly, in the order of their numbers.
+
+    Raises:
+        ValueError: For parts that do not fit together, and for shards of experts with an exchange.
     """
 
     def __init__(
@@ -205,7 +213,8 @@ class MoELayer(nn.Module):
     def expert_rows(self, rows_RM: Tensor, route: ChunkRoute, product: Product = grouped_product) -> Tensor:
         """Return this rank's experts' outputs for rows sorted by (source rank, expert), in the same order.
 
-        product: how rows and weights are multiplied; it decides when weight gradients are computed.
+        Args:
+            product: How rows and weights are multiplied; it decides when weight gradients are computed.
         """
         rows_RM = self.hooks.run("after_dispatch", rows_RM)
         expert_slots = self.expert_slots
@@ -217,7 +226,8 @@ class MoELayer(nn.Module):
     ) -> Tensor:
         """Return weighted sums of the expert outputs, back in token order, [T, M].
 
-        weights: of `route`; None where rows are weighted already.
+        Args:
+            weights: Of `route`; None where rows are weighted already.
         """
         came_RM = self.hooks.run("after_combine", rows_RM)
         if weights is None:
@@ -232,16 +242,21 @@ class MoELayer(nn.Module):
         return self.hooks.run("before_moe_end", out_TM)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Run the layer: x and output [T, M] or [B, L, M]; valid: bool [T] or [B, L], False is padding.
+        """Run the layer: x and output [T, M] or [B, L, M].
 
         Afterwards `losses` holds the balance and z-losses of this pass. With an exchange all ranks must call
         this method, in evaluation too. A checkpoint with use_reentrant=True gives gradients only to what its
-        function returns: let it return the losses, too. Raises ValueError for shapes that do not fit, and for
-        shards of experts.
+        function returns: let it return the losses, too.
 
         Inside `torch.compile` the layer itself is not compiled, only the code around it: row counts differ in
         every pass, and all ranks must exchange in one order. Its experts may be compiled:
         `layer.experts.compile(dynamic=True)`.
+
+        Args:
+            valid: bool [T] or [B, L], False is padding.
+
+        Raises:
+            ValueError: For shapes that do not fit, and for shards of experts.
         """
         if torch.compiler.is_compiling():
             return _uncompiled(self, x, valid)

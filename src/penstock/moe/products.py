@@ -175,7 +175,7 @@ product for every expert."""
 
 
 def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Multiply the rows of every expert by its weight matrix. sizes: rows per expert. Returns [R, H].
+    """Multiply the rows of every expert by its weight matrix.
 
     Equal sizes become one batched product, uneven ones PyTorch's grouped product, which reads on the device
     where experts' rows end. What the grouped product does not take (float64, rows that are not a multiple of
@@ -184,6 +184,11 @@ def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -
     products go expert by expert, too: each by the fastest library, and with a weight cast while in the cache.
     The result has the type of the rows, or autocast's under autocast. To `torch.compile` the whole product is
     one operator, for any number of rows.
+
+    Returns [R, H].
+
+    Args:
+        sizes: Rows per expert.
     """
     return product_of_cast(autocast(rows_RM), weight_EMH, sizes)
 
@@ -388,7 +393,11 @@ class ComputeCopies:
 
 
 class AutogradWeights:
-    """Weight gradients that come with the input gradients. copies: of weights, where a step keeps them."""
+    """Weight gradients that come with the input gradients.
+
+    Attributes:
+        copies: Of weights, where a step keeps them.
+    """
 
     def __init__(self, copies: ComputeCopies | None = None) -> None:
         self.copies = copies
@@ -412,8 +421,9 @@ class AutogradWeights:
 class WeightGradients:
     """Weight gradients that are deferred: their factors are kept until `compute` is called.
 
-    at_once: ids of weights that cannot wait, since their gradients are reduced before this layer's. copies:
-    of weights, where a step keeps them.
+    Attributes:
+        at_once: Ids of weights that cannot wait, since their gradients are reduced before this layer's.
+        copies: Of weights, where a step keeps them.
     """
 
     def __init__(self, at_once: frozenset[int] = frozenset(), copies: ComputeCopies | None = None) -> None:

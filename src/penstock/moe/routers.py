@@ -39,7 +39,8 @@ INITIAL_STD = 0.02
 class Router(nn.Module, ABC):
     """Decides which tokens meet which experts, and with what weight. Works in float32 at least.
 
-    kind: who chooses: tokens, experts, or nobody. `bias` is an `ExpertBias` or None.
+    Attributes:
+        kind: Who chooses: tokens, experts, or nobody. `bias` is an `ExpertBias` or None.
     """
 
     kind: ClassVar[ChoiceKind]
@@ -62,9 +63,12 @@ class Router(nn.Module, ABC):
 class TokenRouter(Router):
     """A router where tokens choose the k experts with the largest scores. A subclass defines the logits.
 
-    top_k: experts per token. renormalise: scale the chosen weights to sum to one. scale: multiplies them
-    after that (DeepSeek's routed_scaling_factor). groups: choose inside few groups of experts only.
-    bias: added to scores for the choice and not for the weight.
+    Attributes:
+        top_k: Experts per token.
+        renormalise: Scale the chosen weights to sum to one.
+        scale: Multiplies them after that (DeepSeek's routed_scaling_factor).
+        groups: Choose inside few groups of experts only.
+        bias: Added to scores for the choice and not for the weight.
     """
 
     kind = "token"
@@ -213,7 +217,8 @@ class ExpertBias(nn.Module):
     def update(self, sum_over_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
         """Move the bias once, after an optimiser step.
 
-        sum_over_ranks: sums counts over ranks, where the counts here are those of one rank.
+        Args:
+            sum_over_ranks: Sums counts over ranks, where the counts here are those of one rank.
         """
         counted_E = self.counted_E.double()
         if sum_over_ranks is not None:
@@ -258,7 +263,10 @@ class SoftmaxRouter(TokenRouter):
 
     GShard, Switch, Mixtral (weights renormalised), Qwen3-MoE, OLMoE (weights unchanged).
 
-    hidden_size: M. The other parameters are those of TokenRouter.
+    The other parameters are those of TokenRouter.
+
+    Attributes:
+        hidden_size: M.
     """
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, **options: Any) -> None:
@@ -292,8 +300,12 @@ class NoisyRouter(SoftmaxRouter):
 
     logits = x Wg + n * softplus(x Wn) with n ~ N(0, 1): how much noise an expert's logit gets is learnt.
     Choice, weights, balance and z-loss all see the noisy logits in training; in evaluation there is none.
-    place: unique among the model's noisy gates, the layer's number for example. With `Tokens.keys` the noise
-    of a token depends on run, place, sample and position only, hence neither on microbatches nor on ranks.
+
+    With `Tokens.keys` the noise of a token depends on run, place, sample and position only, hence neither on
+    microbatches nor on ranks.
+
+    Attributes:
+        place: Unique among the model's noisy gates, the layer's number for example.
     """
 
     def __init__(
@@ -333,7 +345,11 @@ SHORTEST = 1e-4
 class CosineRouter(TokenRouter):
     """Softmax over cosines between projected tokens and expert vectors; the temperature is learnt.
 
-    hidden_size: M. proj_size: P. The other parameters are those of TokenRouter.
+    The other parameters are those of TokenRouter.
+
+    Attributes:
+        hidden_size: M.
+        proj_size: P.
     """
 
     def __init__(
@@ -363,8 +379,9 @@ class CosineRouter(TokenRouter):
 class SoftRouter(Router):
     """A router where slots and outputs are mixes.
 
-    slots_per_expert: S, per sample; every slot has a learnt vector.
-    The paper chooses E * S close to L: then the experts compute as much as with one expert per token.
+    Attributes:
+        slots_per_expert: S, per sample; every slot has a learnt vector. The paper chooses E * S close to L:
+            then the experts compute as much as with one expert per token.
     """
 
     kind = "soft"
@@ -413,7 +430,10 @@ class ExpertChoiceRouter(Router):
     """Softmax over experts; each expert takes its S tokens of largest probability, which is their weight.
 
     S = ceil(capacity_factor * top_k * T / E), at least min_capacity, at most T: equal on all ranks that have
-    the same number of tokens, padding included. scale: multiplies the weights.
+    the same number of tokens, padding included.
+
+    Attributes:
+        scale: Multiplies the weights.
     """
 
     kind = "expert"
@@ -490,7 +510,8 @@ class Balance(Protocol):
     def slope(self, chosen_BE: Tensor, chosen_YE: Tensor, layer: int, tokens: Tensor) -> Tensor:
         """Return the derivative of the losses' sum by a microbatch's summed probabilities, [B, E].
 
-        chosen_YE, tokens: of the whole batch.
+        Args:
+            chosen_YE, tokens: Of the whole batch.
         """
         ...
 

@@ -149,8 +149,12 @@ OPS: dict[str, OpSpec] = {}
 
 
 def register(*specs: OpSpec) -> None:
-    """Register ops. Raises ScheduleError for a name that is taken by another op, or that no task can carry,
-    for an op without `work`, and for a collective with a backward but no transpose."""
+    """Register ops.
+
+    Raises:
+        ScheduleError: For a name that is taken by another op, or that no task can carry, for an op without
+            `work`, and for a collective with a backward but no transpose.
+    """
     for spec in specs:
         name = spec.name
         if not (name.isascii() and name.isalnum() and name.isupper() and name[0].isalpha()):
@@ -168,7 +172,11 @@ def register(*specs: OpSpec) -> None:
 
 
 def spec_of(name: str) -> OpSpec:
-    """Return the facts of an op. Raises ScheduleError naming an unregistered op."""
+    """Return the facts of an op.
+
+    Raises:
+        ScheduleError: Naming an unregistered op.
+    """
     if name not in OPS:
         raise ScheduleError(f"no op is called {name}; there are {', '.join(OPS)}. Add it with ops.register.")
     return OPS[name]

@@ -46,11 +46,19 @@ class GradientKind:
     gather: str
 
     def axes_of(self, *, sharing: bool) -> Axes:
-        """Return the axes of the ranks that sum the buffer. sharing: whether ranks share attention."""
+        """Return the axes of the ranks that sum the buffer.
+
+        Args:
+            sharing: Whether ranks share attention.
+        """
         return self.sharing_axes if sharing else self.axes
 
     def sums(self, *, scatters: bool) -> str:
-        """Return the op that sums. scatters: whether every rank keeps its share alone."""
+        """Return the op that sums.
+
+        Args:
+            scatters: Whether every rank keeps its share alone.
+        """
         return self.scatter if scatters else self.reduce
 
 

@@ -156,7 +156,9 @@ def journeys(tasks: Iterable[Task]) -> Iterator[tuple[Task, ...]]:
     legs of combine; in the backward half, those of combine come first.
 
     Where experts read several pieces, or several tasks read theirs, each piece is in one journey or more.
-    tasks: of one step; a task that is missing ends a journey.
+
+    Args:
+        tasks: Of one step; a task that is missing ends a journey.
     """
     by_name = {task.name: task for task in tasks}
     after: dict[Name, list[Task]] = {name: [] for name in by_name}

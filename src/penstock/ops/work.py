@@ -31,8 +31,10 @@ class Product:
 class Kernels:
     """What a forward task asks of a device, by the kinds of its kernels.
 
-    products: of matrices. score_flops, score_width: the operations of attention between them, and the width
-    of a head. moved_bytes: read from memory and written to it by everything else.
+    Attributes:
+        products: Of matrices.
+        score_flops, score_width: The operations of attention between them, and the width of a head.
+        moved_bytes: Read from memory and written to it by everything else.
     """
 
     products: tuple[Product, ...] = ()
@@ -45,10 +47,12 @@ class Kernels:
 class Work:
     """The work of a forward task on one rank with even routing; a backward that computes takes twice as much.
 
-    flops, copied_bytes: computation. pieces: the number of parts of that computation. collective: what the
-    task does on its lane ("leg": one leg of the step's dispatch). sent_bytes: the size of the collective by
-    the convention of ClusterConfig. follows_rows: whether all of the work grows with the rows that a rank's
-    experts receive.
+    Attributes:
+        flops, copied_bytes: computation.
+        pieces: The number of parts of that computation.
+        collective: What the task does on its lane ("leg": one leg of the step's dispatch).
+        sent_bytes: The size of the collective by the convention of ClusterConfig.
+        follows_rows: Whether all of the work grows with the rows that a rank's experts receive.
     """
 
     flops: float = 0.0
@@ -144,8 +148,11 @@ class Sizes(Protocol):
     def logit_bytes(self, tokens: int) -> float: ...
 
     def kernels(self, amount: float, *parts: Part, shares: int = 1) -> Kernels:
-        """Return the kernels of parts of the model, for tokens or, of experts, rows; shares: the ranks that
-        divide its width."""
+        """Return the kernels of parts of the model, for tokens or, of experts, rows.
+
+        Args:
+            shares: The ranks that divide its width.
+        """
         ...
 
 

@@ -21,8 +21,13 @@ from penstock.words import change, gib, milliseconds, within
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """An evaluated choice. memory_bytes: estimated, per rank. interval_s: the range in which `predicted_s` is
-    expected to lie, from real steps; None = unknown. quick_bound_s: from QuickBounds; 0 = unknown."""
+    """An evaluated choice.
+
+    Attributes:
+        memory_bytes: Estimated, per rank.
+        interval_s: The range in which `predicted_s` is expected to lie, from real steps; None = unknown.
+        quick_bound_s: From QuickBounds; 0 = unknown.
+    """
 
     choice: Decision
     plan: StepPlan
@@ -58,7 +63,11 @@ def whole_s(problem: Problem, candidate: Candidate) -> float:
 
 
 def evaluate(problem: Problem, choice: Decision) -> Candidate:
-    """Order, simulate and bound one choice. Raises ConfigError if a task takes no finite time."""
+    """Order, simulate and bound one choice.
+
+    Raises:
+        ConfigError: If a task takes no finite time.
+    """
     plan = problem.plan(choice)
     least = bound(problem, choice, plan)
     predicted_s = max(least.seconds, predict_s(problem, choice, plan))  # scatter may also shorten a step
@@ -127,7 +136,11 @@ class NothingFitsError(ConfigError):
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of a rank for the plans of one problem; memory: None = not known."""
+    """The memory of a rank for the plans of one problem.
+
+    Attributes:
+        memory: None = not known.
+    """
 
     problem: Problem
     memory: MemoryBudget | None

@@ -37,10 +37,12 @@ Count = Annotated[int, Within(0, 2**62, "no search looks at more")]
 class Searched:
     """What a search examined and what it left out. Counts of choices, except for placements.
 
-    left_out: neither simulated nor ruled out by a lower bound. placements, allowed: tasks placed on simulated
-    timelines, and the number that the budget allowed. stopped: the stage in which the budget was used up;
-    None = it was not. late: whether the time limit of the search ended it, and not the budget. skipped:
-    published planners whose plans were not compared.
+    Attributes:
+        left_out: Neither simulated nor ruled out by a lower bound.
+        placements, allowed: Tasks placed on simulated timelines, and the number that the budget allowed.
+        stopped: The stage in which the budget was used up; None = it was not.
+        late: Whether the time limit of the search ended it, and not the budget.
+        skipped: Published planners whose plans were not compared.
     """
 
     simulated: Count
@@ -102,7 +104,8 @@ def time_limit(
 ) -> Callable[[], bool]:
     """Return what tells, by this clock, whether the time is over for a search that begins now.
 
-    most_s: with the usual budget.
+    Args:
+        most_s: With the usual budget.
     """
     until_s = clock() + most_s * max(1.0, budget)
     return lambda: clock() > until_s
@@ -113,7 +116,11 @@ class OutOfBudgetError(Exception):
 
 
 class Meter:
-    """Counter of placed tasks against an allowance. ends: tells whether the time is over, too."""
+    """Counter of placed tasks against an allowance.
+
+    Attributes:
+        ends: Tells whether the time is over, too.
+    """
 
     def __init__(self, effort: Effort, budget: float, ends: Callable[[], bool] = lambda: False) -> None:
         check_budget("budget", budget)
@@ -136,14 +143,21 @@ class Meter:
             raise OutOfBudgetError
 
     def note(self, problem: Problem, choice: Decision, tasks: int) -> None:
-        """Count a choice that was ordered and simulated. tasks: the number of tasks in its graph."""
+        """Count a choice that was ordered and simulated.
+
+        Args:
+            tasks: The number of tasks in its graph.
+        """
         self.spent += tasks * (1 + timelines(problem))
         if choice.reads("priority") and choice.priority == "search":
             self.spent += tasks * trials(tasks) // QUICK
 
     def note_round(self, problem: Problem, tasks: int, part: int) -> None:
-        """Count 1/part of a full search for an order, and the simulation of the order found. tasks: the
-        number of tasks in the graph."""
+        """Count 1/part of a full search for an order, and the simulation of the order found.
+
+        Args:
+            tasks: The number of tasks in the graph.
+        """
         self.spent += tasks * (timelines(problem) + trials(tasks) // part // QUICK)
 
     def note_planner(self) -> None:

@@ -32,13 +32,18 @@ Replan = Callable[[Problem], FoundPlan]
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan and the reasons for it. busy: work over step time, by lane. rows: what rounded rows save. again:
-    what recomputation saves and takes. nodes: whether there are several; inside: whether the network between
-    them mostly waits for links inside nodes.
+    """A plan and the reasons for it.
 
-    faster: by the resource made twice as fast, the predicted step time then over that now, each of the better
-    of two plans: the shown one and the one that is found then; empty where nothing was planned again. late:
-    resources for which the clock ended the search, so that there is nothing to compare.
+    Attributes:
+        busy: Work over step time, by lane.
+        rows: What rounded rows save.
+        again: What recomputation saves and takes.
+        nodes: Whether there are several.
+        inside: Whether the network between them mostly waits for links inside nodes.
+        faster: By the resource made twice as fast, the predicted step time then over that now, each of the
+            better of two plans: the shown one and the one that is found then; empty where nothing was planned
+            again.
+        late: Resources for which the clock ended the search, so that there is nothing to compare.
     """
 
     best: Candidate
@@ -115,8 +120,11 @@ def explain(
 ) -> Explanation:
     """Explain a plan, and plan the same step again on clusters in which one resource is twice as fast.
 
-    This takes up to three more searches. replan: how the plan was found; none = by a search with this memory
-    and the budget and effort of `found`.
+    This takes up to three more searches.
+
+    Args:
+        replan: How the plan was found; none = by a search with this memory and the budget and effort of
+            `found`.
     """
 
     def searched(changed: Problem) -> FoundPlan:
@@ -172,8 +180,8 @@ def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         start_ups = left_s(inter=INFINITELY, intra=INFINITELY)
         start_up_share = sum(start_ups[lane] for lane in networks) / sum(work[lane] for lane in networks)
     # Whether transfers between nodes take most of their time on links inside nodes.
-    between_s, near_s = (each.get(Lane.INTER, 0.0) for each in (work, left_s(intra=INFINITELY)))
-    inside = problem.has_nodes and near_s < (1 - MOSTLY) * between_s
+    between_s = work.get(Lane.INTER, 0.0)
+    inside = problem.has_nodes and left_s(intra=INFINITELY).get(Lane.INTER, 0.0) < (1 - MOSTLY) * between_s
     if start_up_share > MOSTLY and not bound.busiest_lane.computes:
         share = f"{100 * start_up_share:.0f} % of communication time is start-ups"
         binds = f"latency limits the step: {share}; {binds}"

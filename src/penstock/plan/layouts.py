@@ -82,9 +82,11 @@ class RankedLayout:
 class FoundLayouts:
     """The layouts that can run, best first.
 
-    undivided: the number of layouts in which a size does not divide; too_large: of those that need too much
-    memory. refused: why other layouts are impossible, one reason for each. late: the number of those that
-    were not looked at, since the time was over.
+    Attributes:
+        undivided: The number of layouts in which a size does not divide.
+        too_large: Of those that need too much memory.
+        refused: Why other layouts are impossible, one reason for each.
+        late: The number of those that were not looked at, since the time was over.
     """
 
     ranked: tuple[RankedLayout, ...]
@@ -119,8 +121,10 @@ def layout_sizes(
 ) -> Iterator[LayoutSizes]:
     """Yield every layout worth trying, those with less sharing first.
 
-    per_node: ranks of a node; 0 = nodes differ, and nothing is shared. ep_size: the only size wanted; None =
-    experts spread over as many ranks as divide them, over the ranks of one node, and over none.
+    Args:
+        per_node: Ranks of a node; 0 = nodes differ, and nothing is shared.
+        ep_size: The only size wanted; None = experts spread over as many ranks as divide them, over the ranks
+            of one node, and over none.
     """
     sizes = group_sizes(per_node) if per_node else [1]
     for tp_size, etp_size in sorted(product(sizes, sizes), key=prod):
@@ -141,11 +145,15 @@ def rank_layouts(
     key: str = "plan.layout",
     ends: Callable[[], bool] = lambda: False,
 ) -> FoundLayouts:
-    """Return the layouts in the order of their best quick plans. Raises ConfigError about `key` if none fits.
+    """Return the layouts in the order of their best quick plans.
 
-    problem_of: raises IndivisibleError for a layout in which a size does not divide, and ConfigError for one
-    that is impossible for another reason. ends: tells whether the time is over; the best of those compared by
-    then is taken, of one at least.
+    Args:
+        problem_of: Raises IndivisibleError for a layout in which a size does not divide, and ConfigError for
+            one that is impossible for another reason.
+        ends: Tells whether the time is over; the best of those compared by then is taken, of one at least.
+
+    Raises:
+        ConfigError: About `key` if none fits.
     """
     ranked, undivided, too_large, late, refused = list[RankedLayout](), 0, 0, 0, list[str]()
     for sizes in tried:
@@ -213,9 +221,13 @@ def find_layouts(
     memory: MemoryBudget | None = None,
     ends: Callable[[], bool] = lambda: False,
 ) -> FoundLayouts:
-    """Return the layouts of published model `name`, ranked. Raises ConfigError if none fits.
+    """Return the layouts of published model `name`, ranked.
 
-    ends: tells whether the time is over.
+    Args:
+        ends: Tells whether the time is over.
+
+    Raises:
+        ConfigError: If none fits.
     """
     usual = published_problem(name, file, replace(overrides, tp_size=None, ep_size=None, etp_size=None))
     work = usual.problem.workload

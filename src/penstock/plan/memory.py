@@ -97,8 +97,10 @@ class MemoryBudget:
 class MemoryEstimate:
     """Bytes of one rank, the one that needs most where loads are known, in the middle of a step.
 
-    buffers_bytes: gradients of the piece of one layer that is being computed, and rows sent and received.
-    copies_bytes: weights once more in the type in which products are computed, where that is a smaller one.
+    Attributes:
+        buffers_bytes: Gradients of the piece of one layer that is being computed, and rows sent and received.
+        copies_bytes: Weights once more in the type in which products are computed, where that is a smaller
+            one.
     """
 
     weights_bytes: int

@@ -14,10 +14,14 @@ from penstock.config import in_any_case
 class PublishedModel:
     """A model's sizes as published.
 
-    batch: samples per device, and per node where `sharded`. experts_per_device, experts_per_node: the number
-    of experts grows with the cluster. capacity_factor: None = dropless. num_heads: None = not given.
-    sharded: the devices of a node share attention and every expert (FSMoE's MP = ESP). on: other sizes on a
-    cluster, by the cluster's name. note: a remark on the numbers for users.
+    Attributes:
+        batch: Samples per device, and per node where `sharded`.
+        experts_per_device, experts_per_node: The number of experts grows with the cluster.
+        capacity_factor: None = dropless.
+        num_heads: None = not given.
+        sharded: The devices of a node share attention and every expert (FSMoE's MP = ESP).
+        on: Other sizes on a cluster, by the cluster's name.
+        note: A remark on the numbers for users.
     """
 
     num_layers: int

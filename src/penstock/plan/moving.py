@@ -46,10 +46,14 @@ class _Priced:
 
 @dataclass(frozen=True, kw_only=True)
 class Weighed:
-    """A plan with and without moves. still: without; best: the fastest of all where that is worth it.
+    """A plan with and without moves.
 
-    lines: on samples, on experts and on both, as far as they may move, with the reasons; also on moves that
-    could not be weighed. fits: whether the plan without moves fits into memory.
+    Attributes:
+        still: Without.
+        best: The fastest of all where that is worth it.
+        lines: On samples, on experts and on both, as far as they may move, with the reasons; also on moves
+            that could not be weighed.
+        fits: Whether the plan without moves fits into memory.
     """
 
     still: Candidate
@@ -81,12 +85,17 @@ def weigh(
     lost: Sequence[LostTrial] = (),
     ends: Callable[[], bool] = lambda: False,
 ) -> Weighed:
-    """Compare the best of `choices` with itself moving. problem: with evidence, and what may move.
+    """Compare the best of `choices` with itself moving.
 
-    memory: of a rank, into which what moves must fit; None = not
-    known. routing: the evidence in words. lost: trials by which the predictions of moves are corrected. ends:
-    tells whether the time is over; moves that are left then are not weighed.
-    Raises RefusalError if no choice is possible without moves.
+    Args:
+        problem: With evidence, and what may move.
+        memory: Of a rank, into which what moves must fit; None = not known.
+        routing: The evidence in words.
+        lost: Trials by which the predictions of moves are corrected.
+        ends: Tells whether the time is over; moves that are left then are not weighed.
+
+    Raises:
+        RefusalError: If no choice is possible without moves.
     """
     assert problem.evidence is not None, "without it nothing is known of routing"
 

@@ -26,9 +26,11 @@ full."""
 
 @dataclass(frozen=True, kw_only=True)
 class Updated:
-    """A plan with one of the two optimisers. found: None if no plan with it fits into memory.
+    """A plan with one of the two optimisers.
 
-    refusal: why there is none.
+    Attributes:
+        found: None if no plan with it fits into memory.
+        refusal: Why there is none.
     """
 
     problem: Problem
@@ -53,7 +55,8 @@ class Updated:
 def sharing_updates(problem: Problem, *, releases: bool = False) -> Problem:
     """Return the step with an optimiser of which every data-parallel rank owns a share, and with clipping.
 
-    releases: see `Updating`.
+    Args:
+        releases: See `Updating`.
     """
     edp = problem.mesh.size(Group.EXPERT_DATA) > 1
     updating = Updating(clips=True, edp=edp, releases=releases)
@@ -72,11 +75,14 @@ def updating_experts(work: Workload, moe_layers: Sequence[bool]) -> Workload:
 def find_updated(
     plain: Problem, sharded: Problem, find: Find, quick: Find | None = None
 ) -> tuple[Problem, FoundPlan, str]:
-    """Return the problem of the optimiser whose whole iteration is shorter, or that fits; its plan;
-    and a line that compares both.
+    """Return the problem of the optimiser whose whole iteration is shorter, or that fits; its plan; and a
+    line that compares both.
 
-    find: finds the plan of a problem. quick: finds one that is nearly as good, by which the optimiser is
-    chosen; None = no such way. Raises the ConfigError of the sharded problem if neither fits.
+    Raises the ConfigError of the sharded problem if neither fits.
+
+    Args:
+        find: Finds the plan of a problem.
+        quick: Finds one that is nearly as good, by which the optimiser is chosen; None = no such way.
     """
     both = [_found(each, quick or find) for each in (plain, sharded)]
     best = min(both, key=lambda each: each.iteration_s)

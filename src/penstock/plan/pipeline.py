@@ -44,9 +44,13 @@ Slot = tuple[Cell, ...]
 class Pipeline:
     """Stages, and how microbatches pass through them.
 
-    pipeline_parallel_size: stages. virtual_pipeline_parallel_size: parts of each. microbatches: of an update.
-    overlaps: whether a stage works on a forward and a backward at once. node_size: consecutive ranks in one
-    node, of one stage or of several; 0 = no stage shares its nodes with others.
+    Attributes:
+        pipeline_parallel_size: stages.
+        virtual_pipeline_parallel_size: Parts of each.
+        microbatches: Of an update.
+        overlaps: Whether a stage works on a forward and a backward at once.
+        node_size: Consecutive ranks in one node, of one stage or of several; 0 = no stage shares its nodes
+            with others.
     """
 
     pipeline_parallel_size: int
@@ -145,9 +149,10 @@ class Pipeline:
 class PipelineTimes:
     """Seconds of what happens in a pipeline.
 
-    slot: of every cell of a slot, from the begin of the slot to its own end. link: of a microbatch's hidden
-    states, or of their gradients, from one stage to another. closing: of what a stage does when all stages
-    have all their gradients.
+    Attributes:
+        slot: Of every cell of a slot, from the begin of the slot to its own end.
+        link: Of a microbatch's hidden states, or of their gradients, from one stage to another.
+        closing: Of what a stage does when all stages have all their gradients.
     """
 
     slot: Callable[[Slot], Sequence[float]]
@@ -158,7 +163,11 @@ class PipelineTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRun:
-    """A simulated update. busy_s: by stage, in which it works."""
+    """A simulated update.
+
+    Attributes:
+        busy_s: By stage, in which it works.
+    """
 
     seconds: float
     busy_s: tuple[float, ...]
@@ -170,7 +179,11 @@ class PipelineRun:
 
 
 def run_pipeline(pipeline: Pipeline, times: PipelineTimes) -> PipelineRun:
-    """Simulate an update. Raises ScheduleError if stages wait for each other in a circle."""
+    """Simulate an update.
+
+    Raises:
+        ScheduleError: If stages wait for each other in a circle.
+    """
     board = _Board(pipeline, times)
     ends = path_ends(board.orders, board.links, board.seconds)
     if max(ends) == inf:
@@ -241,9 +254,10 @@ class _Board:
 class Half:
     """One half of a step on a part of the layers, for one microbatch.
 
-    begins, ends, blocks: whether the part has the embedding, head and loss, and any layers. first: forward
-    only, whether sharded parameters are gathered before. sums, updates: backward only, whether gradients are
-    summed over ranks, and parameters updated.
+    Attributes:
+        begins, ends, blocks: Whether the part has the embedding, head and loss, and any layers.
+        first: Forward only, whether sharded parameters are gathered before.
+        sums, updates: Backward only, whether gradients are summed over ranks, and parameters updated.
     """
 
     forward: bool

@@ -45,9 +45,13 @@ def pipelines(
 ) -> list[Pipeline]:
     """Return the orders of microbatches that are possible with as many stages.
 
-    virtual: parts of a stage; None = open. problem: of which the passes of an update are microbatches; where
-    its schedule is set to be sequential, nothing overlaps, microbatches neither. Raises
-    ConfigError for sizes that are given and impossible.
+    Args:
+        virtual: Parts of a stage; None = open.
+        problem: Of which the passes of an update are microbatches; where its schedule is set to be
+            sequential, nothing overlaps, microbatches neither.
+
+    Raises:
+        ConfigError: For sizes that are given and impossible.
     """
     one = Pipeline(
         pipeline_parallel_size=stages,
@@ -66,9 +70,14 @@ def pipelines(
 def find_pipeline(
     problem: Problem, tried: Sequence[Pipeline], choices: Choices, memory: MemoryBudget | None = None
 ) -> FoundPipeline:
-    """Find the fastest plan that fits. Raises NothingFitsError if none does.
+    """Find the fastest plan that fits.
 
-    problem: the whole model on the ranks of one stage. tried: orders of microbatches.
+    Args:
+        problem: The whole model on the ranks of one stage.
+        tried: Orders of microbatches.
+
+    Raises:
+        NothingFitsError: If none does.
     """
     problem = replace(problem, passes=1)
     search = _Search(problem, choices, memory)

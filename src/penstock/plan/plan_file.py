@@ -104,8 +104,12 @@ MOST_OTHERS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class OtherPlan:
-    """A plan that was not chosen, in words. predicted_s: of a whole step, as in PlanFile. measured_s: the
-    measured seconds per step if the plan was tried; null = it was not."""
+    """A plan that was not chosen, in words.
+
+    Attributes:
+        predicted_s: Of a whole step, as in PlanFile.
+        measured_s: The measured seconds per step if the plan was tried; null = it was not.
+    """
 
     words: str
     predicted_s: Seconds
@@ -124,11 +128,18 @@ class OtherPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """The content of a plan file. predicted_s, lower_bound_s: of a whole step, clipping and update included.
-    interval_s: of the prediction, see Candidate; empty = unknown. why: its explanation; schedule: the text of
-    the order, a line per lane; null = the order is computed again from the choice. search: how much was
-    examined to find it; null = unknown. others: the next best plans. trial_s: seconds per step when the plan
-    was tried; null = it was not. lost: trials that the run will not repeat, see LostTrial."""
+    """The content of a plan file.
+
+    Attributes:
+        predicted_s, lower_bound_s: Of a whole step, clipping and update included.
+        interval_s: Of the prediction, see Candidate; empty = unknown.
+        why: Its explanation.
+        schedule: The text of the order, a line per lane; null = the order is computed again from the choice.
+        search: How much was examined to find it; null = unknown.
+        others: The next best plans.
+        trial_s: Seconds per step when the plan was tried; null = it was not.
+        lost: Trials that the run will not repeat, see LostTrial.
+    """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
     model: str
@@ -192,7 +203,11 @@ class PlanFile:
 
     @staticmethod
     def read(path: Path) -> PlanFile:
-        """Read a plan file. Raises ConfigError that names file, key and value, and says what to do."""
+        """Read a plan file.
+
+        Raises:
+            ConfigError: It names file, key and value, and says what to do.
+        """
         table = read_json(path, "Give a plan file, or make one with `penstock plan --out`.")
         try:
             file = from_dict(PlanFile, _with_table(_with_shards(table, path), path), str(path))
@@ -223,7 +238,8 @@ class PlanFile:
     def check_alone(self, name: str) -> None:
         """Raise ConfigError where parts of the file contradict each other, whatever it is for.
 
-        name: what messages call the file, such as its path.
+        Args:
+            name: What messages call the file, such as its path.
         """
         samples, interval_s, microbatches = (
             self.sizes.batch_per_rank,
@@ -259,9 +275,13 @@ class PlanFile:
         return replace(file, why=(*file.why, f"{IN_USE}  {self.choice.words}"))
 
     def step_plan(self, problem: Problem, name: str = "plan") -> StepPlan:
-        """Return what to run. Raises ConfigError if the file does not fit the problem, or order and choice.
+        """Return what to run.
 
-        name: what messages call the file, such as its path.
+        Args:
+            name: What messages call the file, such as its path.
+
+        Raises:
+            ConfigError: If the file does not fit the problem, or order and choice.
         """
         choice = self.choice
         try:
@@ -346,9 +366,11 @@ Ratio = Annotated[float, Within(0, 1e9, "it is one step's duration over another'
 class LostTrial:
     """A plan that ran in turns with another, and took longer. Both are told by what moves.
 
-    samples, experts: of the slower plan; against_samples, against_experts: of the faster one. predicted,
-    measured: seconds per step of the slower plan over those of the faster one. The prediction is by all that
-    was known after the trial, measured transfers included.
+    Attributes:
+        samples, experts: Of the slower plan.
+        against_samples, against_experts: Of the faster one.
+        predicted, measured: Seconds per step of the slower plan over those of the faster one. The prediction
+            is by all that was known after the trial, measured transfers included.
     """
 
     samples: SampleMoves

@@ -151,7 +151,8 @@ def alone(problem: Problem) -> Problem:
 def settle(plan: StepPlan, cost: ContendedCost, ranks: Mesh, paces: tuple[float, ...] = ()) -> Shares:
     """Return every task's share of contention in the timeline that results from durations with these shares.
 
-    paces: by rank, see Problem; only ranks of one pace have the same contention.
+    Args:
+        paces: By rank, see Problem; only ranks of one pace have the same contention.
     """
     shares: Shares = dict.fromkeys(plan.graph.tasks, 1.0)
     for _ in range(PASSES):

@@ -57,17 +57,21 @@ QUICK: Final = "critical_path"
 class Problem:
     """One step of a model on a cluster.
 
-    shape: uncut, with any dispatch. dispatches: those that the ranks can run. comm_dtypes: formats in which
-    rows may travel, "none" = as the workload says.
-    slowness: by rank, how many times longer its computation takes than the cluster says; empty = none.
-    load: by rank, the tokens that its experts get as a multiple of even routing; empty = even.
-    recompute: what may be recomputed, the fastest choice first.
-    movable: samples and experts, as far as they may move. placement: how their destinations are decided.
-    evidence: how steps are routed; none = evenly. observed: how they were routed, as far as memory counts: a
-    search prices even routing, with which moves gain nothing, but its plans must hold the rows that come.
-    forced: decisions that are set, by name; every choice has them (see `space.forced`).
-    passes: forward and backward passes whose gradients add up to those of one update.
-    ends: tells whether the time is over; then no replicas are planned that need not be (see `_place`).
+    Attributes:
+        shape: Uncut, with any dispatch.
+        dispatches: Those that the ranks can run.
+        comm_dtypes: Formats in which rows may travel, "none" = as the workload says.
+        slowness: By rank, how many times longer its computation takes than the cluster says; empty = none.
+        load: By rank, the tokens that its experts get as a multiple of even routing; empty = even.
+        recompute: What may be recomputed, the fastest choice first.
+        movable: Samples and experts, as far as they may move.
+        placement: How their destinations are decided.
+        evidence: How steps are routed; none = evenly.
+        observed: How they were routed, as far as memory counts: a search prices even routing, with which
+            moves gain nothing, but its plans must hold the rows that come.
+        forced: Decisions that are set, by name; every choice has them (see `space.forced`).
+        passes: Forward and backward passes whose gradients add up to those of one update.
+        ends: Tells whether the time is over; then no replicas are planned that need not be (see `_place`).
     """
 
     shape: StepShape
@@ -163,7 +167,10 @@ class Problem:
     def with_imbalance(self, ratio: float) -> Problem:
         """Return the problem with one popular rank per expert group: its experts get `ratio` times the mean.
 
-        The other ranks share what is left. Raises ConfigError for a ratio that no rank can get.
+        The other ranks share what is left.
+
+        Raises:
+            ConfigError: For a ratio that no rank can get.
         """
         size, shards = self.workload.ep_size, self.workload.etp_size
         if not 1 <= ratio <= size:

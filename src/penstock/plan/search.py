@@ -56,7 +56,12 @@ SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of a search. total: the most work it may do; best_s: seconds of the best plan, if any."""
+    """The progress of a search.
+
+    Attributes:
+        total: The most work it may do.
+        best_s: Seconds of the best plan, if any.
+    """
 
     stage: str
     done: int
@@ -68,8 +73,11 @@ class Progress:
 class FoundPlan:
     """The best plan found, and its alternatives.
 
-    others: the next best of other schedules or cuts, best first. lower_bound_s: the least bound over all
-    cuts. searched: how much was examined to find it. effort: what a budget of 1 was.
+    Attributes:
+        others: The next best of other schedules or cuts, best first.
+        lower_bound_s: The least bound over all cuts.
+        searched: How much was examined to find it.
+        effort: What a budget of 1 was.
     """
 
     best: Candidate
@@ -90,14 +98,19 @@ def find_plan(
     starts: Sequence[Decision] = (),
     basis: Basis | None = None,
 ) -> FoundPlan:
-    """Find the fastest plan that fits `memory`. Raises ConfigError if none does, or if costs are not finite.
+    """Find the fastest plan that fits `memory`.
 
-    budget: how many times as much as usual is examined, in simulated tasks; below 1 even published planners
-    may be left out. effort: `low` for thousands of small problems, a few dozen simulations each; `quick` for
-    plans that are only compared: nothing but what lies on the way is looked at. ends: tells
-    whether the time is over; the best plan found by then is returned. starts: choices with which the search
-    begins, besides its own. basis: of another search for this problem in this memory, with what it has worked
-    out.
+    Args:
+        budget: How many times as much as usual is examined, in simulated tasks; below 1 even published
+            planners may be left out.
+        effort: `low` for thousands of small problems, a few dozen simulations each; `quick` for plans that
+            are only compared: nothing but what lies on the way is looked at.
+        ends: Tells whether the time is over; the best plan found by then is returned.
+        starts: Choices with which the search begins, besides its own.
+        basis: Of another search for this problem in this memory, with what it has worked out.
+
+    Raises:
+        ConfigError: If none does, or if costs are not finite.
     """
     assert basis is None or (basis.given is problem and basis.memory == memory), "it is of another step"
     with _without_collector():
@@ -475,7 +488,8 @@ class Evaluated:
 class Basis:
     """A step for which plans are sought, in full and as a short model that stands for it.
 
-    Raises ConfigError if the costs of the step are not sensible.
+    Raises:
+        ConfigError: If the costs of the step are not sensible.
     """
 
     def __init__(self, given: Problem, memory: MemoryBudget | None) -> None:

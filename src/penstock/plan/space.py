@@ -44,7 +44,8 @@ def _reads_all(schedule: str, names: Iterable[str]) -> bool:
 def forced(problem: Problem, given: Mapping[str, Any]) -> Problem:
     """Return the problem in which every choice has these values, by the names of decisions.
 
-    Raises ConfigError that names the setting which no choice can have.
+    Raises:
+        ConfigError: It names the setting which no choice can have.
     """
     first = Decision(dispatch=problem.dispatches[0])
     able = list(FIELDS["schedule"].values(problem, first))
@@ -76,7 +77,9 @@ def forced(problem: Problem, given: Mapping[str, Any]) -> Problem:
 def space(problem: Problem, affecting: Effect | None = None) -> Iterator[Decision]:
     """Return every combination of values, in a fixed order.
 
-    affecting: what depends on the fields that are varied, all others keep their defaults; None = anything.
+    Args:
+        affecting: What depends on the fields that are varied, all others keep their defaults; None =
+            anything.
     """
     choices = iter([Decision(dispatch=problem.dispatches[0])])
     for field in FIELDS.values():

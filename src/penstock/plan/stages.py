@@ -45,9 +45,12 @@ EVENNESS = 8
 
 
 def stage_cluster(file: ClusterFile, stages: int) -> ClusterFile:
-    """Return the nodes on which one stage runs. Raises ConfigError if stages cannot be alike.
+    """Return the nodes on which one stage runs.
 
     Slower ranks in the file are those of all stages, and are left out.
+
+    Raises:
+        ConfigError: If stages cannot be alike.
     """
     try:
         ranks = stage_ranks(file.ranks, stages)
@@ -72,8 +75,11 @@ def can_have(file: ClusterFile, stages: int) -> bool:
 
 
 class Part(NamedTuple):
-    """Consecutive layers of a model. begins, ends: whether it has the embedding, and head and loss; these may
-    be all that it has."""
+    """Consecutive layers of a model.
+
+    Attributes:
+        begins, ends: Whether it has the embedding, and head and loss; these may be all that it has.
+    """
 
     layers: range
     begins: bool = False
@@ -94,7 +100,11 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class Stages:
-    """A model in stages, all planned alike. problem: the whole model on the ranks of one stage."""
+    """A model in stages, all planned alike.
+
+    Attributes:
+        problem: The whole model on the ranks of one stage.
+    """
 
     problem: Problem
     choice: Decision
@@ -105,9 +115,13 @@ class Stages:
     _network: dict[object, float] = field(default_factory=dict)
 
     def parts(self, pipeline: Pipeline, layers: Sequence[int] = ()) -> tuple[Part, ...]:
-        """Return the parts of all stages. layers: of each; none = as they take nearly the same time.
+        """Return the parts of all stages.
 
-        Raises ConfigError for more parts than there are layers, embedding and head.
+        Args:
+            layers: Of each; none = as they take nearly the same time.
+
+        Raises:
+            ConfigError: For more parts than there are layers, embedding and head.
         """
         stages, virtual, _ = pipeline.sizes
         if pipeline.parts > (most := self.problem.shape.num_layers + 2):
@@ -148,7 +162,11 @@ class Stages:
         return self.half_s(part, forward=True) + self.half_s(part, forward=False)
 
     def half_s(self, part: Part, *, forward: bool, edge: bool = False) -> float:
-        """Return the seconds of a forward or a backward. edge: of the first, or the last, of an update."""
+        """Return the seconds of a forward or a backward.
+
+        Args:
+            edge: Of the first, or the last, of an update.
+        """
         key = self._kind(part), forward, edge
         if key not in self._known:
             prepared, half = self._prepared(part), self._half(part, forward, edge)
@@ -160,7 +178,8 @@ class Stages:
     def network_s(self, part: Part, *, forward: bool, across: bool, edge: bool = False) -> float:
         """Return the seconds in which a half's transfers use what a transfer to another stage uses, too.
 
-        across: the cards of nodes; otherwise links inside nodes.
+        Args:
+            across: The cards of nodes; otherwise links inside nodes.
         """
         key = self._kind(part), forward, edge, across
         if key not in self._network:
@@ -179,7 +198,8 @@ class Stages:
     ) -> tuple[float, float]:
         """Return when a forward and a backward of different microbatches end, that share the lanes.
 
-        first, last: whether the forward is the first, and the backward the last, of an update.
+        Args:
+            first, last: Whether the forward is the first, and the backward the last, of an update.
         """
         key = self._kind(ahead), self._kind(back), first, last
         if key not in self._pairs:
@@ -367,13 +387,18 @@ def evenly(seconds: Sequence[float], parts: int) -> tuple[int, ...]:
 class PipelinePlan:
     """A planned update of a model in stages.
 
-    layers: by part. forward_s, backward_s: of one microbatch on all parts of the slowest stage; together_s:
-    of both of different microbatches at once, where they overlap. memory: by stage. held: by stage, of how
-    many microbatches it keeps activations at most, in parts. link_s, link_alone_s: of a microbatch's hidden
-    states to another stage, beside that stage's own transfers and without them. shared_s: by which a forward
-    and a backward take longer on the slowest stage, since they share the network with such transfers.
-    tied_bytes, tied_s: gradients of a weight that the first and the last stage share, and the seconds in
-    which they meet; 0 where there is none.
+    Attributes:
+        layers: By part.
+        forward_s, backward_s: Of one microbatch on all parts of the slowest stage.
+        together_s: Of both of different microbatches at once, where they overlap.
+        memory: By stage.
+        held: By stage, of how many microbatches it keeps activations at most, in parts.
+        link_s, link_alone_s: Of a microbatch's hidden states to another stage, beside that stage's own
+            transfers and without them.
+        shared_s: By which a forward and a backward take longer on the slowest stage, since they share the
+            network with such transfers.
+        tied_bytes, tied_s: Gradients of a weight that the first and the last stage share, and the seconds in
+            which they meet; 0 where there is none.
     """
 
     pipeline: Pipeline
@@ -412,9 +437,11 @@ def predict_pipeline(
 ) -> PipelinePlan:
     """Predict an update in a given layout.
 
-    problem: the whole model on the ranks of one stage, see `stage_cluster`; its passes are the pipeline's
-    microbatches. choice: how every stage runs its layers. layers: by part; none = parts that take nearly the
-    same time.
+    Args:
+        problem: The whole model on the ranks of one stage, see `stage_cluster`; its passes are the pipeline's
+            microbatches.
+        choice: How every stage runs its layers.
+        layers: By part; none = parts that take nearly the same time.
     """
     return placed(Stages(replace(problem, passes=1), choice), pipeline, layers)
 

@@ -37,10 +37,13 @@ UNITS = {"num_layers": "layers", "seq_len": "tokens per sample"}
 class Overrides:
     """Sizes given by a user instead of the study's; None = as published.
 
-    nodes, ranks_per_node: of the cluster. ep_size: ranks that share the experts of a layer. tp_size,
-    etp_size: ranks that share attention, and every expert; a step has the same samples whatever they are.
-    recompute: what is recomputed before its backward; None = as much as a plan needs to fit. precision: None
-    = that of the cluster file's rates, or else what the devices are best at.
+    Attributes:
+        nodes, ranks_per_node: Of the cluster.
+        ep_size: Ranks that share the experts of a layer.
+        tp_size, etp_size: Ranks that share attention, and every expert; a step has the same samples whatever
+            they are.
+        recompute: What is recomputed before its backward; None = as much as a plan needs to fit.
+        precision: None = that of the cluster file's rates, or else what the devices are best at.
     """
 
     layers: Layers | None = None
@@ -76,12 +79,17 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A problem with its description. notes: remarks on the numbers for users.
+    """A problem with its description.
 
-    precision: in which products are computed and rows travel; why_precision: the reason, as text.
-    device: the name of one device; "" = not known. budget: of the search, if nothing else is said.
-    sharded: the problem with a sharded optimiser, where the faster of the two is sought. given: the step in
-    the given layout, where quick plans prefer this one. movable: what may be weighed against a known routing.
+    Attributes:
+        notes: Remarks on the numbers for users.
+        precision: In which products are computed and rows travel.
+        why_precision: The reason, as text.
+        device: The name of one device; "" = not known.
+        budget: Of the search, if nothing else is said.
+        sharded: The problem with a sharded optimiser, where the faster of the two is sought.
+        given: The step in the given layout, where quick plans prefer this one.
+        movable: What may be weighed against a known routing.
     """
 
     title: str
@@ -115,7 +123,8 @@ class Subject:
     def beside(self, make: Callable[[], Subject]) -> Subject:
         """Return the subject, to be compared with the step in the given layout if that is another one.
 
-        make: makes that step, or raises ConfigError if the given layout is impossible.
+        Args:
+            make: Makes that step, or raises ConfigError if the given layout is impossible.
         """
         try:
             given = make()
@@ -158,10 +167,13 @@ class Subject:
 
 
 def published_problem(name: str, file: ClusterFile, overrides: Overrides | None = None) -> Subject:
-    """Return the step of model `name` on the cluster. Raises ConfigError for sizes that do not fit together.
+    """Return the step of model `name` on the cluster.
 
-    The head is left out, as in the studies, which count blocks only. Replicated gradients of a layer are
-    4 M^2 + M E numbers; where ranks share attention, each has its part of the first term.
+    The head is left out, as in the studies, which count blocks only. Replicated gradients of a layer are 4
+    M^2 + M E numbers; where ranks share attention, each has its part of the first term.
+
+    Raises:
+        ConfigError: For sizes that do not fit together.
     """
     changes = overrides or Overrides()
     check_name("--model", name, MODELS, "published model")

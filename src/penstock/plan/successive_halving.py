@@ -40,8 +40,10 @@ class SuccessiveHalving:
     def ranked(self, candidates: Mapping[Decision, Candidate]) -> list[Decision]:
         """Return the most promising cuts, best first, with priority `search`; charge the meter.
 
-        candidates: evaluated choices, ordered by rules or by full searches. Cuts whose lower bound is not
-        below the time of the best candidate are left out.
+        Cuts whose lower bound is not below the time of the best candidate are left out.
+
+        Args:
+            candidates: Evaluated choices, ordered by rules or by full searches.
         """
         found = sorted(candidates.values(), key=lambda each: each.predicted_s)
         best_s = min((each.predicted_s for each in found), default=math.inf)

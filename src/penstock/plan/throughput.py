@@ -44,7 +44,11 @@ class Throughput:
     def of_update(
         subject: Subject, samples: int, seconds: float, stages: int, price: float | None = None
     ) -> Throughput:
-        """Return the throughput of updates of `samples` each. stages: on the ranks of each is the subject."""
+        """Return the throughput of updates of `samples` each.
+
+        Args:
+            stages: On the ranks of each is the subject.
+        """
         work, moe_layers = subject.problem.workload, subject.problem.shape.moe_layers
         devices, tokens_per_s = stages * work.world_size, samples * work.seq_len / seconds
         known = find_device(subject.device)

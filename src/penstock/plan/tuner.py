@@ -162,10 +162,13 @@ class BayesianTuner:
 
 
 def build_tuner(name: TunerName, *, start_bytes: int, sizes: SizeRange, samples: int, seed: int = 0) -> Tuner:
-    """Return the tuner of this name. samples: the number of sizes it will be asked for, also in a grid.
+    """Return the tuner of this name.
 
     All tuners start with start_bytes, which should be the size that the simulator finds best. The same seed
     and times give the same sizes.
+
+    Args:
+        samples: The number of sizes it will be asked for, also in a grid.
     """
     if name == "bayesian":
         return BayesianTuner(start_bytes, sizes, seed)

@@ -43,7 +43,12 @@ COLD, EVEN, HOT = (0x0B, 0x6E, 0x99), (0xF7, 0xF7, 0xF5), (0xB4, 0x5F, 0x06)
 
 @dataclass(frozen=True)
 class LoadCourse:
-    """Loads over a run. layers: the numbers of its MoE layers; steps; loads_SYE: choices of every expert."""
+    """Loads over a run.
+
+    Attributes:
+        layers: The numbers of its MoE layers; steps.
+        loads_SYE: Choices of every expert.
+    """
 
     layers: tuple[int, ...]
     steps: tuple[int, ...]
@@ -56,7 +61,11 @@ class LoadCourse:
 
     @staticmethod
     def read(path: Path) -> LoadCourse:
-        """Read `loads.npz`. Raises ConfigError naming the file if it does not hold what `save` writes."""
+        """Read `loads.npz`.
+
+        Raises:
+            ConfigError: Naming the file if it does not hold what `save` writes.
+        """
         try:
             with open_regular(path, str(path), REMOVE) as file, np.load(file, allow_pickle=False) as held:
                 layers, steps, loads_SYE = (np.asarray(held[name]) for name in ("layers", "steps", "loads"))

@@ -27,8 +27,12 @@ MOST_LISTED: Final = 8
 class PipelineReport:
     """A finished search.
 
-    subject: the whole model on the ranks of one stage. node_size: ranks of a node. seconds: the duration of
-    the search. updates: which optimiser was chosen, where that was open. price: of a device for an hour.
+    Attributes:
+        subject: The whole model on the ranks of one stage.
+        node_size: Ranks of a node.
+        seconds: The duration of the search.
+        updates: Which optimiser was chosen, where that was open.
+        price: Of a device for an hour.
     """
 
     subject: Subject

@@ -27,11 +27,15 @@ LEGEND = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A finished search. seconds: its duration; saved: the file of the plan. price: of a
-    device for an hour.
+    """A finished search.
 
-    updates: which optimiser was chosen, where that was open. weighed: the best plan with and without moving,
-    where a routing was given. stages: what pipeline stages would bring, as plain data; None = nothing.
+    Attributes:
+        seconds: Its duration.
+        saved: The file of the plan.
+        price: Of a device for an hour.
+        updates: Which optimiser was chosen, where that was open.
+        weighed: The best plan with and without moving, where a routing was given.
+        stages: What pipeline stages would bring, as plain data; None = nothing.
     """
 
     subject: Subject
@@ -126,7 +130,11 @@ def saved_plan(file: PlanFile, name: str, width: int) -> str:
 
 
 def heading(subject: Subject, width: int, ranks: str = "") -> str:
-    """Return text on what the plan is for. ranks: how they are used; none = as the subject says."""
+    """Return text on what the plan is for.
+
+    Args:
+        ranks: How they are used; none = as the subject says.
+    """
     lines = [
         f"{subject.title} on {subject.cluster_name}",
         f"step     {subject.step}",

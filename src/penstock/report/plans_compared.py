@@ -22,8 +22,9 @@ LEAST_S = 5e-4
 class Side:
     """A plan with its step.
 
-    busy_s: seconds of work of a step by lane, in words; empty where only a plan file is known. limit: what
-    limits the step, in words.
+    Attributes:
+        busy_s: Seconds of work of a step by lane, in words; empty where only a plan file is known.
+        limit: What limits the step, in words.
     """
 
     file: PlanFile
@@ -160,7 +161,11 @@ class TwoPlans:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A plan for every value of a setting. sides: by value, a plan or why there is none."""
+    """A plan for every value of a setting.
+
+    Attributes:
+        sides: By value, a plan or why there is none.
+    """
 
     name: str
     sides: Sequence[tuple[str, Side | str]]

@@ -37,7 +37,8 @@ EXPLANATION = (
 def profile_text(file: ClusterFile, width: int | None = None) -> str:
     """Return tables of links, tasks and kernels in Markdown.
 
-    width: of the terminal; a wider table is printed in parts, one below the other. None = a document's.
+    Args:
+        width: Of the terminal; a wider table is printed in parts, one below the other. None = a document's.
     """
     lines = [_headline(file)]
     if file.links:
@@ -217,7 +218,11 @@ FAR = 0.25
 
 @dataclass(frozen=True)
 class Panel:
-    """One line, alpha_s + beta_s * x. unit: of x."""
+    """One line, alpha_s + beta_s * x.
+
+    Attributes:
+        unit: Of x.
+    """
 
     title: str
     unit: str

@@ -93,7 +93,9 @@ class ScheduleDescription:
     """One schedule on one workload and one cluster, simulated. Pictures are text; durations are in seconds.
 
     shape is what the system made of the request; notes say which parts of the request it does not read.
-    exposed_communication_s: communication under which nothing is computed, of communication_s in all.
+
+    Attributes:
+        exposed_communication_s: Communication under which nothing is computed, of communication_s in all.
     """
 
     name: str
@@ -244,12 +246,18 @@ def describe_schedule(
 ) -> ScheduleDescription:
     """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
 
-    microbatches, all_reduce_chunks: None = MICROBATCHES and ALL_REDUCE_CHUNKS, where the schedule reads them.
-    chunks: None = the schedule's usual number; backward_chunks: None = as many as forward. sharing: on two
-    nodes with as many ranks each as it needs; None = `usual_sharing`. placement: what moves; None = nothing.
-    recompute: what is recomputed before its backward.
-    zero_stage: from 1 on the step updates parameters, each rank a share, after clipping. Raises ConfigError
-    for settings that this step cannot have.
+    Args:
+        microbatches, all_reduce_chunks: None = MICROBATCHES and ALL_REDUCE_CHUNKS, where the schedule reads
+            them.
+        chunks: None = the schedule's usual number.
+        backward_chunks: None = as many as forward.
+        sharing: On two nodes with as many ranks each as it needs; None = `usual_sharing`.
+        placement: What moves; None = nothing.
+        recompute: What is recomputed before its backward.
+        zero_stage: From 1 on the step updates parameters, each rank a share, after clipping.
+
+    Raises:
+        ConfigError: For settings that this step cannot have.
     """
     given = {"microbatches": microbatches, "all_reduce_chunks": all_reduce_chunks}
     microbatches = MICROBATCHES if microbatches is None else microbatches
@@ -327,7 +335,10 @@ def _check_counts(**counts: int | None) -> None:
 def usual_sharing(name: str) -> Sharing:
     """Return pairs that share attention and experts where schedule `name` has an expert form, else none.
 
-    Between blocks, tokens lie as the form wants them at the gate. Raises ConfigError for an unknown name.
+    Between blocks, tokens lie as the form wants them at the gate.
+
+    Raises:
+        ConfigError: For an unknown name.
     """
     check_name("schedule", name, SCHEDULES)
     form = SCHEDULES[name].expert_form

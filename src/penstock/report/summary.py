@@ -28,21 +28,28 @@ REMOVE: Final = "Move the file away: the report then leaves out what it holds."
 class RunSummary:
     """The settings and results of a run. Losses and entropy are in nats per token.
 
-    unit: what a token is, in the singular. eval_loss: loss on held-out text; None if the run never evaluated.
-    eval_noise: by how much eval_loss may be too small (95 % of the time); None if unknown.
-    unigram_entropy: the loss of guessing every token by its frequency in the corpus.
-    communication_s, exposed_communication_s: of a typical step; exposed = under which nothing was computed.
-    overlap_efficiency: what no order of the same tasks can beat, over the measured step; 1.0 is perfect.
-    simulated_iteration_s: the simulator's time for the last steps' tasks.
-    skipped_steps: how many steps since this start were not finite and changed nothing. interrupted: the run
-    was stopped early and saved. parameters: of the whole model, every expert counted once. tp_size, etp_size:
-    processes that share attention, and that share every expert. rank_load_max_over_mean: rows that the
-    busiest process computes over the mean, in a typical step. rows_crossing_nodes: the share of rows that
-    another node computes. loads_in_common: the share of rows that a step has in common with the one before.
-    None = not known. tokens_per_s: of steps. whole_tokens_per_s: over all time from the first step to the
-    last checkpoint, reading, evaluating and saving included. model_flops_utilisation: a share of peak_flops,
-    which says whose figure that is. stragglers: processes that computed slowly in the last steps. Outputs are
-    paths; None = not written. loads: the picture of loads.
+    Attributes:
+        unit: What a token is, in the singular.
+        eval_loss: Loss on held-out text; None if the run never evaluated.
+        eval_noise: By how much eval_loss may be too small (95 % of the time); None if unknown.
+        unigram_entropy: The loss of guessing every token by its frequency in the corpus.
+        communication_s, exposed_communication_s: Of a typical step; exposed = under which nothing was
+            computed.
+        overlap_efficiency: What no order of the same tasks can beat, over the measured step; 1.0 is perfect.
+        simulated_iteration_s: The simulator's time for the last steps' tasks.
+        skipped_steps: How many steps since this start were not finite and changed nothing.
+        interrupted: The run was stopped early and saved.
+        parameters: Of the whole model, every expert counted once.
+        tp_size, etp_size: Processes that share attention, and that share every expert.
+        rank_load_max_over_mean: Rows that the busiest process computes over the mean, in a typical step.
+        rows_crossing_nodes: The share of rows that another node computes.
+        loads_in_common: The share of rows that a step has in common with the one before. None = not known.
+        tokens_per_s: Of steps.
+        whole_tokens_per_s: Over all time from the first step to the last checkpoint, reading, evaluating and
+            saving included.
+        model_flops_utilisation: A share of peak_flops, which says whose figure that is.
+        stragglers: Processes that computed slowly in the last steps. Outputs are paths; None = not written.
+        loads: The picture of loads.
     """
 
     schedule: str
@@ -97,7 +104,11 @@ class RunSummary:
 
     @staticmethod
     def read(path: Path) -> RunSummary:
-        """Read a summary. Raises ConfigError naming the file and the key that is wrong."""
+        """Read a summary.
+
+        Raises:
+            ConfigError: Naming the file and the key that is wrong.
+        """
         return from_dict(RunSummary, read_json(path, REMOVE), str(path))
 
     def to_dict(self) -> dict[str, Any]:

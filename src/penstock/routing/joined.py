@@ -83,7 +83,8 @@ def arrivals(received_PSC: Counts, place: Place) -> Counts:
 def filled_blocks(sizes: Counts) -> Counts:
     """Return the blocks that some piece fills, by piece, [C, B]; an empty one where there are no rows at all.
 
-    sizes: of all blocks, [..., C].
+    Args:
+        sizes: Of all blocks, [..., C].
     """
     sizes_BC = sizes.reshape(-1, sizes.shape[-1])
     filled = np.flatnonzero(sizes_BC.sum(axis=1))
@@ -99,8 +100,9 @@ def _plain(numbers: Counts) -> tuple[int, ...]:
 def distinct_parts(parts: int, num_experts: int, top_k: int, groups: int = 1, limit: int = 1) -> float:
     """Return in how many of equal parts a token's experts are on average, if all choices are equally likely.
 
-    groups, limit: a token's experts come from `limit` of `groups` groups of experts (DeepSeek). Without them
-    it is n (1 - C(E - E / n, k) / C(E, k)), for many experts n (1 - (1 - 1 / n)^k).
+    Args:
+        groups, limit: A token's experts come from `limit` of `groups` groups of experts (DeepSeek). Without
+            them it is n (1 - C(E - E / n, k) / C(E, k)), for many experts n (1 - (1 - 1 / n)^k).
     """
     size, share = num_experts // groups, num_experts // parts
     open_to_token = limit * size
@@ -125,10 +127,11 @@ def distinct_parts(parts: int, num_experts: int, top_k: int, groups: int = 1, li
 def distinct_rows(inputs: Counts, top_k: int, nearness: float = 1.0) -> Counts:
     """Return rows of every source for every part, [sources, parts], from its inputs for their experts.
 
-    inputs: [sources, parts, L]. Counts do not say which experts are chosen together. So every token is
-    assumed to choose k different ones with odds that give each expert its share; with even counts the result
-    is exactly `distinct_parts`. nearness: factor on the result, since choices limited to groups meet in fewer
-    parts.
+    Args:
+        inputs: [sources, parts, L]. Counts do not say which experts are chosen together. So every token is
+            assumed to choose k different ones with odds that give each expert its share; with even counts the
+            result is exactly `distinct_parts`.
+        nearness: Factor on the result, since choices limited to groups meet in fewer parts.
     """
     rows, busiest = inputs.sum(axis=2), inputs.max(axis=2, initial=0)
     tokens = np.maximum(np.ceil(rows.sum(axis=1) / top_k), inputs.max(axis=(1, 2), initial=0))[:, None]

@@ -127,10 +127,12 @@ class Stops(ABC):
     def stops(source: Any, target: Any, size: int) -> tuple[Any, ...]:
         """Return the ranks that have a row after every leg, the last of which is its target.
 
+        Every stop is in the node of a row's source or in that of its target.
+
         Args:
             source: Ranks where rows start, [B].
             target: Ranks that rows are for, [B].
-            size: Ranks of a node. Every stop is in the node of a row's source or in that of its target.
+            size: Ranks of a node.
         """
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:

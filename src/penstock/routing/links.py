@@ -17,8 +17,11 @@ from penstock.routing.sizes import Floats, Ints
 class Links:
     """The cost of a byte between ranks of one node, and between nodes.
 
-    nodes: by rank, from 0. across_s_per_byte: of a node's card, which all of its ranks share, or of each
-    rank's own card where `card_per_rank`. inside_s_per_byte: of each rank's link inside its node.
+    Attributes:
+        nodes: By rank, from 0.
+        across_s_per_byte: Of a node's card, which all of its ranks share, or of each rank's own card where
+            `card_per_rank`.
+        inside_s_per_byte: Of each rank's link inside its node.
     """
 
     nodes: tuple[int, ...]

@@ -58,8 +58,13 @@ class _Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class ExactSplit:
-    """Which rank computes whose rows. by_position: the expert at every position, or EMPTY. nodes: by rank,
-    ascending. limit: the most that a rank computes, if homes allow it, in SPLITths of the mean."""
+    """Which rank computes whose rows.
+
+    Attributes:
+        by_position: The expert at every position, or EMPTY.
+        nodes: By rank, ascending.
+        limit: The most that a rank computes, if homes allow it, in SPLITths of the mean.
+    """
 
     by_position: tuple[int, ...]
     nodes: tuple[int, ...]
@@ -67,7 +72,11 @@ class ExactSplit:
 
     @staticmethod
     def of(replication: Replication, nodes: Sequence[int] = ()) -> ExactSplit:
-        """Return the split of a replication that has a limit. nodes: () = one node."""
+        """Return the split of a replication that has a limit.
+
+        Args:
+            nodes: () = one node.
+        """
         assert replication.limit is not None, "a replication without a limit says itself where rows go"
         one = (0,) * replication.placement.ranks
         return ExactSplit(replication.by_position, tuple(nodes) or one, replication.limit)
@@ -216,7 +225,11 @@ class ExactSplit:
 
 
 def filled(heights: Sequence[int], rows: int) -> list[int]:
-    """Return the rows that each place gets if the lowest fill up first. heights: rows that places have."""
+    """Return the rows that each place gets if the lowest fill up first.
+
+    Args:
+        heights: Rows that places have.
+    """
     order = sorted(range(len(heights)), key=heights.__getitem__)
     left, count, level = rows, 0, 0
     for count, place in enumerate(order, start=1):
@@ -255,8 +268,12 @@ def _placed(expert: _Shared, starting: Sequence[int], load: list[int], most: int
 
 
 class Tier(NamedTuple):
-    """Groups of near sources and ranks. first_S, first_P: the first of each one's group; together_SP: 1 where
-    both are in one group."""
+    """Groups of near sources and ranks.
+
+    Attributes:
+        first_S, first_P: The first of each one's group.
+        together_SP: 1 where both are in one group.
+    """
 
     first_S: Ints
     first_P: Ints
@@ -265,7 +282,12 @@ class Tier(NamedTuple):
 
 @lru_cache(maxsize=16)
 def tiers(nodes: tuple[int, ...], sources: int = 0) -> tuple[Tier, ...]:
-    """Return tiers, nearest first: ranks, nodes, all. nodes: by rank, ascending. sources: 0 = the ranks."""
+    """Return tiers, nearest first: ranks, nodes, all.
+
+    Args:
+        nodes: By rank, ascending.
+        sources: 0 = the ranks.
+    """
     ranks, each = np.arange(len(nodes)), (sources or len(nodes)) // len(nodes)
     groups = [(np.repeat(group, each), group) for group in (ranks, np.array(nodes), 0 * ranks)]
     return tuple(

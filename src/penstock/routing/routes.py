@@ -180,7 +180,8 @@ class RouteMaker:
     def from_pair(self, sent_PCN: Counts, received_PCN: Counts, degrees: Degrees | None = None) -> Routes:
         """Make routes from what this rank sends and receives, which is enough for a flat dispatch.
 
-        degrees: none = every slice is a chunk.
+        Args:
+            degrees: None = every slice is a chunk.
         """
         if self.joins:
             return self._joined(sent_PCN, received_PCN, degrees)
@@ -203,55 +204,53 @@ class RouteMaker:
     def from_table(self, table_SPCN: Counts, degrees: Degrees | None = None) -> Routes:
         """Make routes from what every source sends to every rank."""
         if self.shards is not None:
-            # Make routes where ranks share experts, from what every rank brings to each, [P H, P, C, N].
-            rank, ranks, shard, slices = (
-                self.place.rank,
-                self.place.ep_size,
-                self.shards.rank,
-                table_SPCN.shape[2],
-            )
-            brought = table_SPCN.reshape(ranks, self.shards.size, *table_SPCN.shape[1:])
-            here_HPCN, came_PHCN = brought[rank], brought[:, :, rank]
-            if self.shards.dealt > 1:  # every n-th row of an expert, by turns
-                turns = np.asarray(self.shards.turns)[:, :, None, None]
-                here_HPCN = in_turn(here_HPCN, turns[rank][..., None], self.shards.dealt)
-                came_PHCN = in_turn(came_PHCN, turns, self.shards.dealt)
-            at_experts = came_PHCN.reshape(-1, *came_PHCN.shape[2:])
-            rows_at: RowsAt | None = None
-            if self.shards.form == "baseline":
-                sent, received = here_HPCN.sum(axis=0), came_PHCN.sum(axis=1)
-                rows_at = lambda source, target: brought[source, :, target].sum(axis=(1, 3))  # noqa: E731
-            elif self.shards.form == "gather":
-                sent, received = here_HPCN[shard], came_PHCN[:, shard]
-                rows_at = lambda source, target: brought[source, shard, target].sum(axis=-1)  # noqa: E731
-                at_experts = came_PHCN.swapaxes(0, 1).reshape(at_experts.shape)
-            else:
-                sent, received = here_HPCN[shard], at_experts
-            cuts = _alone(slices, degrees)
-            if rows_at is None:
-                fused = partial(_fused, sent.sum(axis=-1), received.sum(axis=-1), self.shards.size)
-                cuts = {n: fused(n) for n in degrees or (slices,)}
-            elif ranks > 1:
-                cuts = legs_of(self.dispatch, self.place, rows_at, degrees or (slices,))
-            peers_CH, blocks_CHP = came_PHCN.sum(axis=(0, 3)).T, np.moveaxis(here_HPCN.sum(axis=-1), 2, 0)
-            counts = brought[rank, shard].swapaxes(0, 1).reshape(slices, -1)
-            shares = tuple(
-                Shares(tuple(peers), tuple(map(tuple, blocks)), tuple(own))
-                for peers, blocks, own in zip(
-                    peers_CH.tolist(), blocks_CHP.tolist(), counts.tolist(), strict=True
-                )
-            )
-            made, arrived = (
-                _slices(sent, each, sent.sum(axis=-1).T, each.sum(axis=-1).T, cuts)
-                for each in (received, at_experts)
-            )
-            return Routes(made, cuts, arrived, shares)
+            return self._shared(self.shards, table_SPCN, degrees)
         rank = self.place.rank
         sent_PCN, received_PCN = table_SPCN[rank], table_SPCN[:, rank]
         if self.joins:
             return self._joined(sent_PCN, received_PCN, degrees)
         rows_at = lambda source, target: self._rows(table_SPCN[source, target])  # noqa: E731
         return self._routes(sent_PCN, received_PCN, rows_at, degrees)
+
+    def _shared(self, shards: ShardPlace, table_SPCN: Counts, degrees: Degrees | None) -> Routes:
+        """Make routes where ranks share experts, from what every rank brings to each, [P H, P, C, N]."""
+        rank, ranks, shard, slices = self.place.rank, self.place.ep_size, shards.rank, table_SPCN.shape[2]
+        brought = table_SPCN.reshape(ranks, shards.size, *table_SPCN.shape[1:])
+        here_HPCN, came_PHCN = brought[rank], brought[:, :, rank]
+        if shards.dealt > 1:  # every n-th row of an expert, by turns
+            turns = np.asarray(shards.turns)[:, :, None, None]
+            here_HPCN = in_turn(here_HPCN, turns[rank][..., None], shards.dealt)
+            came_PHCN = in_turn(came_PHCN, turns, shards.dealt)
+        at_experts = came_PHCN.reshape(-1, *came_PHCN.shape[2:])
+        rows_at: RowsAt | None = None
+        if shards.form == "baseline":
+            sent, received = here_HPCN.sum(axis=0), came_PHCN.sum(axis=1)
+            rows_at = lambda source, target: brought[source, :, target].sum(axis=(1, 3))  # noqa: E731
+        elif shards.form == "gather":
+            sent, received = here_HPCN[shard], came_PHCN[:, shard]
+            rows_at = lambda source, target: brought[source, shard, target].sum(axis=-1)  # noqa: E731
+            at_experts = came_PHCN.swapaxes(0, 1).reshape(at_experts.shape)
+        else:
+            sent, received = here_HPCN[shard], at_experts
+        cuts = _alone(slices, degrees)
+        if rows_at is None:
+            fused = partial(_fused, sent.sum(axis=-1), received.sum(axis=-1), shards.size)
+            cuts = {n: fused(n) for n in degrees or (slices,)}
+        elif ranks > 1:
+            cuts = legs_of(self.dispatch, self.place, rows_at, degrees or (slices,))
+        peers_CH, blocks_CHP = came_PHCN.sum(axis=(0, 3)).T, np.moveaxis(here_HPCN.sum(axis=-1), 2, 0)
+        counts = brought[rank, shard].swapaxes(0, 1).reshape(slices, -1)
+        shares = tuple(
+            Shares(tuple(peers), tuple(map(tuple, blocks)), tuple(own))
+            for peers, blocks, own in zip(
+                peers_CH.tolist(), blocks_CHP.tolist(), counts.tolist(), strict=True
+            )
+        )
+        made, arrived = (
+            _slices(sent, each, sent.sum(axis=-1).T, each.sum(axis=-1).T, cuts)
+            for each in (received, at_experts)
+        )
+        return Routes(made, cuts, arrived, shares)
 
     def even(self, slots: Sequence[int], local_experts: int, degrees: Degrees | None = None) -> Routes:
         """Make routes of fixed sizes: every rank sends `slots[c]` rows to every expert in slice c."""

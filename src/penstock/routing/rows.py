@@ -125,7 +125,10 @@ def _cut_samples(counts_DBYE: Counts, length: int, copies: int, rows_DCYE: Count
 def by_source_and_target(rows_PE: Counts, placement: ExpertPlacement, shards: int = 1) -> Counts:
     """Return rows of one piece by who brings them and who holds their expert: [G, S, H, T, N].
 
-    A source is its place in the group and its shard. shards: ranks that share every expert.
+    A source is its place in the group and its shard.
+
+    Args:
+        shards: Ranks that share every expert.
     """
     by_position = rows_PE if placement.is_even else rows_PE[:, list(placement.by_position)]
     return by_position.reshape(-1, placement.ranks, shards, placement.ranks, placement.slots)

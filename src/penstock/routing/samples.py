@@ -30,8 +30,10 @@ from penstock.routing.sizes import split_sizes
 class Plane:
     """Devices of a exchange_group that exchange rows with each other.
 
-    devices: their numbers in the exchange_group. device_P: by rank of the expert group, which of these
-    devices it belongs to. node_D: the node of each device.
+    Attributes:
+        devices: Their numbers in the exchange_group.
+        device_P: By rank of the expert group, which of these devices it belongs to.
+        node_D: The node of each device.
     """
 
     devices: tuple[int, ...]
@@ -43,9 +45,11 @@ class Plane:
 class ExchangeGroup:
     """The members of a group, and what they share.
 
-    device_B, part_B: which device a member belongs to, and which part of its samples' tokens it has. rank_B:
-    its place in its expert group. plane_B: members of one plane exchange rows with each other. node_D: the
-    node of every device.
+    Attributes:
+        device_B, part_B: Which device a member belongs to, and which part of its samples' tokens it has.
+        rank_B: Its place in its expert group.
+        plane_B: Members of one plane exchange rows with each other.
+        node_D: The node of every device.
     """
 
     device_B: tuple[int, ...]
@@ -56,7 +60,11 @@ class ExchangeGroup:
 
     @staticmethod
     def alone(nodes: Sequence[int]) -> ExchangeGroup:
-        """Return a exchange_group in which every member is a device. nodes: of every member."""
+        """Return a exchange_group in which every member is a device.
+
+        Args:
+            nodes: Of every member.
+        """
         everyone, nothing = tuple(range(len(nodes))), (0,) * len(nodes)
         return ExchangeGroup(everyone, nothing, everyone, nothing, tuple(nodes))
 
@@ -92,7 +100,11 @@ class ExchangeGroup:
 
 @lru_cache(maxsize=64)
 def exchange_group_of(mesh: Mesh, rank: int, node_size: int) -> ExchangeGroup:
-    """Return the ranks that exchange counts with a rank, as devices. node_size: 0 = one node."""
+    """Return the ranks that exchange counts with a rank, as devices.
+
+    Args:
+        node_size: 0 = one node.
+    """
     members = mesh.members(rank, mesh.all_experts)
     groups = [mesh.group(member, Group.TENSOR) for member in members]
     first = {group: members[groups.index(group)] for group in groups}
@@ -113,7 +125,13 @@ def exchange_group_of(mesh: Mesh, rank: int, node_size: int) -> ExchangeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSize:
-    """Sizes of a table. ranks: P. positions: of the whole expert group, P * N. chunks: C."""
+    """Sizes of a table.
+
+    Attributes:
+        ranks: P.
+        positions: Of the whole expert group, P * N.
+        chunks: C.
+    """
 
     ranks: int
     positions: int
@@ -124,8 +142,10 @@ class TableSize:
 class SampleTable:
     """The rows that every sample of a group sends to each position, before any sample moves.
 
-    rows_IKPN: rows by part, rank of the expert group and position. expected_IE: rows by expert of the next
-    MoE layer; no columns where nothing is expected. device_I, chunk_I: where a sample is.
+    Attributes:
+        rows_IKPN: Rows by part, rank of the expert group and position.
+        expected_IE: Rows by expert of the next MoE layer; no columns where nothing is expected.
+        device_I, chunk_I: Where a sample is.
     """
 
     exchange_group: ExchangeGroup
@@ -188,8 +208,10 @@ class SampleTable:
 class Crossing:
     """Numbers of the samples that leave one member and come to it, in the order in which they are sent.
 
-    leaving, arriving: samples that change ranks, on the old and the new home. kept_from, kept_to: samples
-    that stay. sent, received: number of samples to and from every rank of the expert group.
+    Attributes:
+        leaving, arriving: Samples that change ranks, on the old and the new home.
+        kept_from, kept_to: Samples that stay.
+        sent, received: Number of samples to and from every rank of the expert group.
     """
 
     leaving: Counts
@@ -217,8 +239,11 @@ class RowOrder:
 class SampleHomes:
     """New homes of a group's samples, and what follows from them for one member.
 
-    device_I: by sample. routes: of the combine. rows: by slice, None where rows are in the right order.
-    crossing: None where no sample of the group moves.
+    Attributes:
+        device_I: By sample.
+        routes: Of the combine.
+        rows: By slice, None where rows are in the right order.
+        crossing: None where no sample of the group moves.
     """
 
     device_I: Counts
@@ -238,8 +263,9 @@ def settle(
 ) -> SampleHomes:
     """Return what new homes mean for a member.
 
-    Raises PlacementError if a device's number of samples would change. device_I: the device of every sample.
-    maker: makes the member's routes; degrees: numbers of chunks in which rows travel.
+    Raises:
+        PlacementError: If a device's number of samples would change. device_I: the device of every sample.
+            maker: makes the member's routes; degrees: numbers of chunks in which rows travel.
     """
     exchange_group = table.exchange_group
     if device_I.shape != table.device_I.shape:

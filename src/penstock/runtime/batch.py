@@ -30,9 +30,13 @@ from penstock.topology import Control, Layout
 class SampleMetadata:
     """The samples of a microbatch on one rank.
 
-    labels_BL: [B, L]. keys: those of their random numbers. valid_BL: bool, False for padding; None if there
-    is none. longest: tokens per sample of the rank that has most, where ranks share those of every sample;
-    None = all have as many. stay_whole: no chunk has only a part of a sample.
+    Attributes:
+        labels_BL: [B, L].
+        keys: Those of their random numbers.
+        valid_BL: bool, False for padding; None if there is none.
+        longest: Tokens per sample of the rank that has most, where ranks share those of every sample; None =
+            all have as many.
+        stay_whole: No chunk has only a part of a sample.
     """
 
     labels_BL: Tensor
@@ -81,9 +85,11 @@ def part_of(length: int, rank: int, ranks: int) -> slice:
 class Batch:
     """One rank's batch, cut into microbatches.
 
-    tokens: of every microbatch, [b, L]. metadata: everything else that is known of its samples. companions:
-    for every microbatch, the number of samples of every rank with which this one exchanges samples; () = with
-    none.
+    Attributes:
+        tokens: Of every microbatch, [b, L].
+        metadata: Everything else that is known of its samples.
+        companions: For every microbatch, the number of samples of every rank with which this one exchanges
+            samples; () = with none.
     """
 
     tokens: Sequence[Tensor]
@@ -107,9 +113,10 @@ NO_LABEL = -100
 class Samples:
     """One rank's batch as it is given.
 
-    valid_BL: bool, False for padding; None if there is none. companions: the number of samples of every rank
-    with which this one exchanges samples; () = none move. documents_BL: int64, where the document of every
-    token begins; None = every sample is one document.
+    Attributes:
+        valid_BL: bool, False for padding; None if there is none.
+        companions: The number of samples of every rank with which this one exchanges samples; () = none move.
+        documents_BL: int64, where the document of every token begins; None = every sample is one document.
     """
 
     tokens_BL: Tensor
@@ -212,10 +219,10 @@ and the number of samples of the largest batch of any rank; None: not known. All
 
 
 def equal_sizes(control: Control, samples: Samples, largest_batch: int | None) -> Samples:
-    """Return the batch filled up to the largest. Without `largest_batch` it costs an exchange of 24
-    bytes.
+    """Return the batch filled up to the largest. Without `largest_batch` it costs an exchange of 24 bytes.
 
-    Raises ValueError on all ranks if their samples have different lengths.
+    Raises:
+        ValueError: On all ranks if their samples have different lengths.
     """
     batch, length = samples.tokens_BL.shape
     if control.world_size == 1:
@@ -245,8 +252,9 @@ Shape = tuple[int, int, bool, bool]
 def shared_sizes(layout: Layout, control: Control, samples: Samples, largest_batch: int | None) -> Samples:
     """Return the batch with the numbers of samples of its companions. Costs an exchange of a few bytes.
 
-    Raises ValueError on all ranks if samples that might meet have different lengths, or padding is marked
-    on some ranks only.
+    Raises:
+        ValueError: On all ranks if samples that might meet have different lengths, or padding is marked on
+            some ranks only.
     """
     del largest_batch
     batch, length = samples.tokens_BL.shape
@@ -311,10 +319,13 @@ def check_tensors(
 def check_vocabulary(what: str, numbers: Tensor, vocabulary: int, besides: int | None = None) -> None:
     """Raise IndexError unless all numbers are of the vocabulary, or `besides`.
 
-    what: the numbers, in words. On a GPU the host would have to wait, so the device itself compares them. It
-    prints the message to standard error and stops, as in an embedding of PyTorch. The host learns of it when
-    it waits for the device next (`CUDA error: device-side assert triggered`). By then nothing on the device
-    has gone on, so no update uses the step.
+    On a GPU the host would have to wait, so the device itself compares them. It prints the message to
+    standard error and stops, as in an embedding of PyTorch. The host learns of it when it waits for the
+    device next (`CUDA error: device-side assert triggered`). By then nothing on the device has gone on, so no
+    update uses the step.
+
+    Args:
+        what: The numbers, in words.
     """
     known = (numbers >= 0) & (numbers < vocabulary)
     if besides is not None:
@@ -347,7 +358,11 @@ def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
 
 
 def with_documents(samples: Samples, documents_BL: Tensor | None, parts: ModelParts) -> Samples:
-    """Return the samples with the starts of documents. Raises ValueError if the model would ignore these."""
+    """Return the samples with the starts of documents.
+
+    Raises:
+        ValueError: If the model would ignore these.
+    """
     tokens_BL = samples.tokens_BL
     if documents_BL is not None and not getattr(parts, "separates_documents", False):
         raise ValueError(

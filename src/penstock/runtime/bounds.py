@@ -46,8 +46,11 @@ class RowBounds:
         self.histories: dict[Passes, History] = {}
 
     def of_step(self, microbatches: int, *, training: bool, counted: bool = False) -> StepBounds:
-        """Return the bounds of the next step. counted: it has none, as the first one of so many
-        microbatches."""
+        """Return the bounds of the next step.
+
+        Args:
+            counted: It has none, as the first one of so many microbatches.
+        """
         return BoundedStep(self, Passes(microbatches, training), counted=counted)
 
     def history(self, passes: Passes) -> History:
@@ -97,7 +100,11 @@ class History:
 
 
 class BoundedStep:
-    """The bounds of one step of a stack. counted: it has none."""
+    """The bounds of one step of a stack.
+
+    Attributes:
+        counted: It has none.
+    """
 
     def __init__(self, owner: RowBounds, passes: Passes, *, counted: bool) -> None:
         self._owner, self._training = owner, passes.training

@@ -22,8 +22,10 @@ class FlatGradients:
 
     Between two backward passes the buffer belongs to the code that holds a gradient in it. If any code does
     when the next pass begins, that pass gets a new buffer; otherwise it reuses the old one, since memory
-    fresh from the system costs several times as much as clearing what is there. share: the fraction of the
-    sum over ranks that is the gradient.
+    fresh from the system costs several times as much as clearing what is there.
+
+    Attributes:
+        share: The fraction of the sum over ranks that is the gradient.
     """
 
     _compares_values = True
@@ -237,8 +239,10 @@ class GradientBucket:
     Gradients that existed before (gradient accumulation) are kept aside and added to by `finish`, so that
     they are not reduced twice.
 
-    shares: by id of a parameter the fraction of the sum that is its gradient, where that is not the whole
-    sum. flat: the kind of buffer, which decides what is done with sums.
+    Attributes:
+        shares: By id of a parameter the fraction of the sum that is its gradient, where that is not the whole
+            sum.
+        flat: The kind of buffer, which decides what is done with sums.
     """
 
     def __init__(
@@ -459,7 +463,8 @@ class InPlace:
 class BackwardPass:
     """All gradients of one backward pass: `check`, `begin`, then `finish`, or `abandon` if it fails.
 
-    apart: parameters whose gradients are added to in place.
+    Attributes:
+        apart: Parameters whose gradients are added to in place.
     """
 
     def __init__(

@@ -129,7 +129,11 @@ def check_planned_for(planned: StepShape, own: StepShape) -> None:
 
 
 def sharing_of(layout: Layout, balance: BalanceGroup) -> Sharing:
-    """Return which ranks share what. balance: over which tokens balance is judged."""
+    """Return which ranks share what.
+
+    Args:
+        balance: Over which tokens balance is judged.
+    """
     return Sharing(
         tp_size=layout.tp_size,
         etp_size=layout.etp_size,
@@ -148,7 +152,8 @@ def shape_of(
     """Return the uncut shape of a step of these layers (None: a dense one); they need the same kinds of
     tasks.
 
-    gathers_loads, updating: see StepShape.
+    Args:
+        gathers_loads, updating: See StepShape.
     """
     moe = [layer for layer in layers if layer is not None]
     if not moe:

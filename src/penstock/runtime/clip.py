@@ -53,14 +53,20 @@ def clip_grad_norm_(
     parts (tensor parallelism), or that is sharded (DTensor). Every rank gets the same norm to the last bit,
     so what ranks share stays equal.
 
-    model_or_parameters: a module (a `PipelinedStack`, one in `DistributedDataParallel`, any other), or
-    parameters in any order; parameters without a gradient count nothing. max_norm: `math.inf` only measures.
-    norm_type: p of the p-norm, above 0; `math.inf` for the largest entry. foreach: as in torch.
-
     With experts on several ranks all of them must call it, when gradients are finished: after `backward`. It
-    costs one all-reduce of 24 bytes per rank, and on a GPU the host waits. Raises ValueError for a setting
-    that makes no sense, and RuntimeError if gradients that all ranks share differ between them, if not every
-    rank takes part, or, with error_if_nonfinite, if the norm is not finite.
+    costs one all-reduce of 24 bytes per rank, and on a GPU the host waits.
+
+    Args:
+        model_or_parameters: A module (a `PipelinedStack`, one in `DistributedDataParallel`, any other), or
+            parameters in any order; parameters without a gradient count nothing.
+        max_norm: `math.inf` only measures.
+        norm_type: p of the p-norm, above 0; `math.inf` for the largest entry.
+        foreach: As in torch.
+
+    Raises:
+        ValueError: For a setting that makes no sense.
+        RuntimeError: If gradients that all ranks share differ between them, if not every rank takes part, or,
+            with error_if_nonfinite, if the norm is not finite.
     """
     if not float(max_norm) >= 0:
         raise ValueError(

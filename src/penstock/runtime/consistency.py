@@ -62,11 +62,14 @@ class ScheduleMismatchError(RuntimeError):
 class Consistency:
     """What is known of the ranks' consistency from step to step.
 
-    late: whether the device's numbers are read in the next step. sends: whether sums are of all ranks. steps:
-    training steps whose ranks were consistent. versions: of the parameters in the last of them, see
-    `Gradients.versions`. unread: the last step's sums, and what would explain other values. doubt: the same
-    where values differed when they were compared last. slope: the gradient of the loss in the last backward
-    pass.
+    Attributes:
+        late: Whether the device's numbers are read in the next step.
+        sends: Whether sums are of all ranks.
+        steps: Training steps whose ranks were consistent.
+        versions: Of the parameters in the last of them, see `Gradients.versions`.
+        unread: The last step's sums, and what would explain other values.
+        doubt: The same where values differed when they were compared last.
+        slope: The gradient of the loss in the last backward pass.
     """
 
     def __init__(self, gradients: Gradients, machinery: Machinery) -> None:
@@ -116,8 +119,10 @@ class Consistency:
 class StepConsistency:
     """The comparison of one step: what the rank adds to the sums, and what the sums say.
 
-    marks: the sum's numbers of this rank [FIELDS], on the device. fingerprint: makes that of the values, when
-    all of them have been gathered; None in a step that compares none.
+    Attributes:
+        marks: The sum's numbers of this rank [FIELDS], on the device.
+        fingerprint: Makes that of the values, when all of them have been gathered; None in a step that
+            compares none.
     """
 
     def __init__(
@@ -156,11 +161,14 @@ class StepConsistency:
             owner.slope = None
 
     def judge(self, total: HostCounts) -> None:
-        """Raise an error, on all ranks, for what they do not have in common. total: the sum of all marks.
+        """Raise an error, on all ranks, for what they do not have in common.
 
         These are CommunicationError for a sum that lacks a rank, ScheduleMismatchError for a replan_request
         that not all have, ValueError for other passes, losses or samples, and ParameterMismatchError for
         parameters. Call it before any gradient is summed. Nothing is compared where a transport sums nothing.
+
+        Args:
+            total: The sum of all marks.
         """
         owner = self._owner
         layout, control, gradients = owner.layout, owner.control, owner.gradients
@@ -198,8 +206,11 @@ def check_replan_requests(
 
     Only all ranks together can plan again, and a rank that has changed something does not know whether the
     others have. So it runs a forward pass of the present plan, as they would, and its replan_request is one
-    of the facts that ranks compare in it, without an exchange of its own. facts: their sums. replan_request:
-    why this rank requests for one, "" if it does not.
+    of the facts that ranks compare in it, without an exchange of its own.
+
+    Args:
+        facts: Their sums.
+        replan_request: Why this rank requests for one, "" if it does not.
     """
     if facts[REPLAN] in (0, layout.world_size):
         return
@@ -221,9 +232,12 @@ PRIME, PERIOD, BASE = 2**31 - 1, 8191, 31
 
 
 def fact_of_loss(terms: str, seed: int, layout: Layout) -> float:
-    """Return what this rank adds to the sum of LOSS. terms: those of its loss.
+    """Return what this rank adds to the sum of LOSS.
 
-    seed: of dropout, which ranks that share attention must draw alike; others may have seeds of their own.
+    Args:
+        terms: Those of its loss.
+        seed: Of dropout, which ranks that share attention must draw alike; others may have seeds of their
+            own.
     """
     known = crc32(f"{terms} {seed if layout.tp_size > 1 else None}".encode())
     return float(weight_among(Group.WORLD, layout) * known)
@@ -247,7 +261,11 @@ def mark_of_samples(batch: Batch, layout: Layout) -> Tensor:
 
 
 def mark_of_slope(gradient: Tensor, layout: Layout) -> Tensor:
-    """Return what this rank adds to the sum of SLOPE. gradient: of the loss, as a backward pass got it."""
+    """Return what this rank adds to the sum of SLOPE.
+
+    Args:
+        gradient: Of the loss, as a backward pass got it.
+    """
     bits = gradient.detach().reshape(1).double().view(torch.int64)
     return weight_among(Group.WORLD, layout) * (bits % PRIME).double()[0]
 
@@ -377,21 +395,37 @@ class Turns:
         return twin
 
     def forward(self) -> None:
-        """Begin the forward pass of a step without labels. Raises ScheduleMismatchError on all ranks."""
+        """Begin the forward pass of a step without labels.
+
+        Raises:
+            ScheduleMismatchError: On all ranks.
+        """
         self._begin(FORWARD, self._last + 1)
         self._last += 1
         self._open = [*self._open, self._last][-MOST:]
 
     def labelled(self) -> None:
-        """Begin a step with labels. Raises ScheduleMismatchError on all ranks."""
+        """Begin a step with labels.
+
+        Raises:
+            ScheduleMismatchError: On all ranks.
+        """
         self._begin(LABELLED)
 
     def untrained(self) -> None:
-        """Begin a pass without gradients. Raises ScheduleMismatchError on all ranks."""
+        """Begin a pass without gradients.
+
+        Raises:
+            ScheduleMismatchError: On all ranks.
+        """
         self._begin(UNTRAINED)
 
     def backward(self, number: int) -> None:
-        """Begin the backward half of a step. Raises ScheduleMismatchError on all ranks."""
+        """Begin the backward half of a step.
+
+        Raises:
+            ScheduleMismatchError: On all ranks.
+        """
         self._begin(BACKWARD, number)
         self._open = [each for each in self._open if each != number]
 

@@ -32,9 +32,12 @@ MOST_KEPT = 32
 class Call:
     """One task, ready to run.
 
-    reads: for every role the slots on its edges. writes: outputs that are read, and their slots. frees: slots
-    that are not read after this call. shared: slots whose readers on several lanes find out which is the
-    last. waits: for other lanes, how many of their calls in this span must have ended before.
+    Attributes:
+        reads: For every role the slots on its edges.
+        writes: Outputs that are read, and their slots.
+        frees: Slots that are not read after this call.
+        shared: Slots whose readers on several lanes find out which is the last.
+        waits: For other lanes, how many of their calls in this span must have ended before.
     """
 
     task: Task
@@ -62,9 +65,12 @@ GRADIENT = "d_"
 
 @dataclass(frozen=True)
 class Program:
-    """Calls by span. slots: their number. shared: by slot with readers on several lanes, how many lanes.
+    """Calls by span.
 
-    recomputes: whether tasks run a second time in backward.
+    Attributes:
+        slots: Their number.
+        shared: By slot with readers on several lanes, how many lanes.
+        recomputes: Whether tasks run a second time in backward.
     """
 
     spans: tuple[Span, ...]
@@ -84,11 +90,17 @@ def compile_plan(
 ) -> Program:
     """Compile `plan` into spans that end with the tasks of `stops`; tasks that depend on the last one follow.
 
-    A span holds the tasks that do not depend on its stop, and the stop. all: include what follows the last
-    stop; without it, nothing is kept for readers there. twice: the handlers of tasks that run a second time,
-    and of their second run, where they differ from `handlers`. silent: kinds of groups of one rank; a lane
-    that has no other tasks runs on the compute lane, where it costs no switch of threads. Raises
-    ScheduleError for a task that no handler can run.
+    A span holds the tasks that do not depend on its stop, and the stop.
+
+    Args:
+        all: Include what follows the last stop; without it, nothing is kept for readers there.
+        twice: The handlers of tasks that run a second time, and of their second run, where they differ from
+            `handlers`.
+        silent: Kinds of groups of one rank; a lane that has no other tasks runs on the compute lane, where it
+            costs no switch of threads.
+
+    Raises:
+        ScheduleError: For a task that no handler can run.
     """
     check_handlers(plan.graph.tasks, {**handlers, **twice})
     number: dict[Task, int] = {}  # of stops that must have run before a task
@@ -192,8 +204,12 @@ def _calls(
 
 
 class Programs:
-    """Compiled plans, each made when it is first asked for. silent: kinds of groups of one rank. twice: see
-    `compile_plan`."""
+    """Compiled plans, each made when it is first asked for.
+
+    Attributes:
+        silent: Kinds of groups of one rank.
+        twice: See `compile_plan`.
+    """
 
     def __init__(
         self, handlers: Handlers, silent: Collection[Axes], twice: Handlers = MappingProxyType({})
@@ -202,7 +218,11 @@ class Programs:
         self._known: dict[tuple[int, bool], tuple[StepPlan, Program]] = {}
 
     def of(self, plan: StepPlan, *, training: bool) -> Program:
-        """Return the program for training or forward alone. Raises ScheduleError for a missing handler."""
+        """Return the program for training or forward alone.
+
+        Raises:
+            ScheduleError: For a missing handler.
+        """
         key = id(plan), training
         if key not in self._known:
             stops = [task.name for task in plan.graph.tasks if task.op == Op.STATISTICS]
@@ -219,7 +239,10 @@ class Programs:
 class TaskError(RuntimeError):
     """A task failed; the step on this rank is stopped. `str()` ends with the grid, the task in >brackets<.
 
-    task: the task that failed first on this rank. rank: this rank. waited_s: how long it had been running.
+    Attributes:
+        task: The task that failed first on this rank.
+        rank: This rank.
+        waited_s: How long it had been running.
     """
 
     def __init__(self, task: Task, rank: int, waited_s: float, cause: BaseException, grid: str) -> None:
@@ -234,7 +257,9 @@ class TaskError(RuntimeError):
 class Execution:
     """One iteration: `run` its spans one after the other; then read its `records`.
 
-    context: what handlers work on. timed: whether records will be read; without it a GPU has none.
+    Attributes:
+        context: What handlers work on.
+        timed: Whether records will be read; without it a GPU has none.
     """
 
     def __init__(
@@ -255,7 +280,11 @@ class Execution:
         return self._plan.graph
 
     def run(self) -> None:
-        """Run the next span. Raises TaskError naming the task that failed."""
+        """Run the next span.
+
+        Raises:
+            TaskError: Naming the task that failed.
+        """
         span = self._program.spans[self._next]
         self._next += 1
         try:
@@ -336,16 +365,20 @@ class LaneError(Exception):
 class Lanes(Protocol):
     """Runs the calls of a span; each starts when the call before it and those that it waits for are done.
 
-    issued_s: by task, how long a thread that hands out all tasks was busy with it when times were last asked
-    for, waits for the device included; empty where every lane has a thread of its own.
+    Attributes:
+        issued_s: By task, how long a thread that hands out all tasks was busy with it when times were last
+            asked for, waits for the device included; empty where every lane has a thread of its own.
     """
 
     issued_s: dict[Task, float]
 
     def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
-        """Run all calls, then return a function that gives their times. Raises LaneError.
+        """Run all calls, then return a function that gives their times.
 
-        timed: whether times will be asked for; where they cost something there are none otherwise.
+        Raises LaneError.
+
+        Args:
+            timed: Whether times will be asked for; where they cost something there are none otherwise.
         """
         ...
 

@@ -104,10 +104,12 @@ def is_due(steps: int) -> bool:
 
 @dataclass(frozen=True)
 class Replicated:
-    """Tensors by name that the ranks along `axes` hold alike. buffers: those of them that are none of the
-    parameters.
+    """Tensors by name that the ranks along `axes` hold alike.
 
     Only plain tensors are compared: no DTensors, and no classes with a layout of their own.
+
+    Attributes:
+        buffers: Those of them that are none of the parameters.
     """
 
     axes: Axes
@@ -135,7 +137,10 @@ def weight_among(axes: Axes, layout: Layout) -> int:
 def fingerprint(kinds: Sequence[Replicated], layout: Layout, device: torch.device) -> Tensor:
     """Return what this rank adds to a sum that is 0 where ranks hold the same bits, float64 scalar.
 
-    It reads every number once, and the host does not wait. device: where the tensors are.
+    It reads every number once, and the host does not wait.
+
+    Args:
+        device: Where the tensors are.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for each in kinds:
@@ -170,8 +175,10 @@ def _combined(numbers: Tensor) -> Tensor:
 def buffers_of(model: nn.Module, besides: Iterable[nn.Module], device: torch.device) -> dict[str, Tensor]:
     """Return by name the buffers that are saved with the model and that all ranks have alike.
 
-    besides: modules of which ranks have different ones (experts). Torch's own statistics of a rank's samples
-    are left out, too.
+    Torch's own statistics of a rank's samples are left out, too.
+
+    Args:
+        besides: Modules of which ranks have different ones (experts).
     """
     own = {id(module) for each in besides for module in each.modules()}
     found: dict[str, Tensor] = {}
@@ -189,8 +196,13 @@ def check_distinct(layers: Sequence[Experts], layout: Layout, control: Control) 
 
     So it is where code that takes all parameters for those of every rank has copied rank 0's. Not raised
     where all experts of a rank have the same values, as those that were made from one feed-forward part, and
-    a single one does. layers: the experts of every MoE layer here. All ranks call it; it reads the first
-    `SAMPLED` numbers of each expert's parameters, and exchanges a few bytes.
+    a single one does.
+
+    All ranks call it; it reads the first `SAMPLED` numbers of each expert's parameters, and exchanges a few
+    bytes.
+
+    Args:
+        layers: The experts of every MoE layer here.
     """
     # A hash of a sample of the experts here; None where those of every layer are equal.
     samples: list[Tensor] = []
@@ -265,8 +277,11 @@ def compare(
     """Raise ParameterMismatchError, on all ranks, if they hold different values of what they have in common.
 
     That is, by more than rounding explains after `updates` updates; rank 0 is warned of any difference.
-    cause: what is known of the reason, in words; "" takes it for updates. All ranks call this function. It
-    exchanges a few bytes, or where they differ some 100 for every tensor.
+
+    All ranks call this function. It exchanges a few bytes, or where they differ some 100 for every tensor.
+
+    Args:
+        cause: What is known of the reason, in words; "" takes it for updates.
     """
     if control.world_size == 1:
         return

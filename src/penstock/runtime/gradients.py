@@ -52,10 +52,13 @@ Layers = tuple[tuple[nn.Parameter, ...], ...]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Parameters by layer, each once. several: ids of expert parameters that several layers use.
+    """Parameters by layer, each once.
 
-    partial: parameters to whose gradients every rank that shares attention adds a part. averaged: ids of
-    those partial parameters whose part is the whole gradient, so that the sum is divided.
+    Attributes:
+        several: Ids of expert parameters that several layers use.
+        partial: Parameters to whose gradients every rank that shares attention adds a part.
+        averaged: Ids of those partial parameters whose part is the whole gradient, so that the sum is
+            divided.
     """
 
     replicated: Layers
@@ -68,10 +71,14 @@ class Assignment:
 def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) -> Assignment:
     """Assign every parameter of `parts` and of `model` to one layer, frozen ones too.
 
-    shape: that of the step that reduces them, which says which ranks share attention; None: none do. A
-    parameter that `parts` names in no layer goes to layer 0, whose reduction waits for the whole backward.
-    Raises ValueError for a parameter that is an expert's and replicated, and for one that different experts
-    share although they are spread over ranks.
+    A parameter that `parts` names in no layer goes to layer 0, whose reduction waits for the whole backward.
+
+    Args:
+        shape: That of the step that reduces them, which says which ranks share attention; None: none do.
+
+    Raises:
+        ValueError: For a parameter that is an expert's and replicated, and for one that different experts
+            share although they are spread over ranks.
     """
     layers = range(len(parts.parts))
     replicated = [parts.replicated_parameters(layer) for layer in layers]
@@ -116,7 +123,8 @@ def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) 
 def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, edp: bool) -> GradientBytes:
     """Return the bytes of every layer's trained gradients of each kind, for a plan of any expert form.
 
-    edp: whether experts have replicas, with which their gradients are reduced.
+    Args:
+        edp: Whether experts have replicas, with which their gradients are reduced.
     """
     assigned = assign(parts, model, shape)
     forms = FORM_TOKENS if shape.sharing.tp_size > 1 else ()
@@ -195,12 +203,15 @@ class _Known:
 
 
 class Gradients:
-    """The gradients of a model, and the layer with which each is reduced. `holds` is asked before every step;
-    `renew` follows where it says no.
+    """The gradients of a model, and the layer with which each is reduced.
+
+    `holds` is asked before every step; `renew` follows where it says no.
 
     buckets: trained parameters only; frozen ones keep whatever gradient they have. snapshot: the model that
-    they were made for. marks: what ranks compare;
-    to_sum: the marks as numbers, see `Marks.numbers`. taken_up: names of parameters that are new in a step.
+    they were made for. marks: what ranks compare; to_sum: the marks as numbers, see `Marks.numbers`.
+
+    Attributes:
+        taken_up: Names of parameters that are new in a step.
     """
 
     def __init__(
@@ -243,7 +254,8 @@ class Gradients:
     def renew(self, shape: StepShape) -> None:
         """Make buckets for the model as it is now, and for a plan of this shape; costs a look at new values.
 
-        Raises ValueError for a change that cannot be taken up, naming the parameter.
+        Raises:
+            ValueError: For a change that cannot be taken up, naming the parameter.
         """
         self._shape = shape
         assigned = self._look()
@@ -336,7 +348,11 @@ class Gradients:
         return GradientBucket([p for p in experts if p._post_accumulate_grad_hooks])
 
     def backward_pass(self, buckets: Buckets) -> BackwardPass:
-        """Return the handling of gradients in a backward pass. buckets: those of its forward pass."""
+        """Return the handling of gradients in a backward pass.
+
+        Args:
+            buckets: Those of its forward pass.
+        """
         experts = [] if self._sums_experts else self.experts()
         apart = [p for p in experts if not p._post_accumulate_grad_hooks]
         return BackwardPass((*buckets.all, self.watched()), self._in_place, apart, self.name_of)

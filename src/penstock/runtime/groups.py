@@ -309,7 +309,8 @@ class StagedTransport(GlooTransport):
 class NcclTransport(GroupTransport):
     """CUDA tensors over NCCL, on the stream that is current in the lane.
 
-    in_order: sums of a reduce-scatter are added in the order of ranks, whatever NCCL would do.
+    Attributes:
+        in_order: Sums of a reduce-scatter are added in the order of ranks, whatever NCCL would do.
     """
 
     _live: ClassVar[WeakSet[NcclTransport]] = WeakSet()

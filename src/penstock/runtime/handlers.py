@@ -72,7 +72,8 @@ class _Entry(torch.autograd.Function):
 class Segment:
     """One forward run. `enter` its inputs, compute, `leave` with its outputs, later call `backward` once.
 
-    anchor: see `anchor_on`.
+    Attributes:
+        anchor: See `anchor_on`.
     """
 
     def __init__(self, anchor: Tensor) -> None:
@@ -195,7 +196,8 @@ class Missing:
 class Inputs(dict[str, tuple[Any, ...]]):
     """What a task reads: for every role the outputs of the tasks on its edges, in their order.
 
-    Raises ScheduleError for an output that was not left, and where one edge is wanted and there are others.
+    Raises:
+        ScheduleError: For an output that was not left, and where one edge is wanted and there are others.
     """
 
     def one(self, role: str) -> Any:
@@ -430,7 +432,11 @@ HANDLERS: dict[tuple[str, Phase], Handler] = {}
 
 
 def handles(op: str | Iterable[str], *phases: Phase) -> Callable[[Handler], Handler]:
-    """Register a handler for ops in some phases. Raises ScheduleError if there is one already."""
+    """Register a handler for ops in some phases.
+
+    Raises:
+        ScheduleError: If there is one already.
+    """
     ops = (op,) if isinstance(op, str) else tuple(op)
 
     def register(handler: Handler) -> Handler:

@@ -32,7 +32,11 @@ from penstock.topology.device_mesh import RankMeshes
 
 @dataclass(frozen=True, kw_only=True)
 class Machinery:
-    """Everything that a stack runs on. control: all ranks, for checks outside the step."""
+    """Everything that a stack runs on.
+
+    Attributes:
+        control: All ranks, for checks outside the step.
+    """
 
     lanes: Lanes
     transports: Transports
@@ -88,8 +92,12 @@ def silent(machinery: Machinery) -> Machinery:
 
 
 def build_lanes(device: torch.device, on_failure: Callable[[], None], *, alone: bool = False) -> Lanes:
-    """Return the lanes of a device. on_failure: wakes whoever waits in a collective. alone: no task meets
-    another rank."""
+    """Return the lanes of a device.
+
+    Args:
+        on_failure: Wakes whoever waits in a collective.
+        alone: No task meets another rank.
+    """
     if device_of(device).is_gpu:
         return StreamLanes(device, on_failure)
     return ThreadLanes(on_failure, alone=alone)
@@ -145,7 +153,11 @@ class StepFeature:
         """Use what a backward pass that has succeeded has found."""
 
     def failed(self, *, begun: bool) -> str:
-        """Return in words what a failed backward pass has left in doubt. begun: gradients were changed."""
+        """Return in words what a failed backward pass has left in doubt.
+
+        Args:
+            begun: Gradients were changed.
+        """
         del begun
         return ""
 

@@ -132,7 +132,11 @@ def joined(slices: Sequence[Tensor]) -> Tensor:
 
 
 def by_position(rows: Tensor, sent: Sequence[Sequence[int]], home: Sequence[int]) -> Tensor:
-    """Return a slice's rows, which lie in the order `home`, by position. sent: by rank and slot there."""
+    """Return a slice's rows, which lie in the order `home`, by position.
+
+    Args:
+        sent: By rank and slot there.
+    """
     return _turned(rows, _filled(sent, home), _filled(sent, sorted(home)))
 
 
@@ -174,7 +178,12 @@ class SavedRoute:
 
 @dataclass(frozen=True)
 class SavedUnpermute:
-    """The values that U.B needs of U.F. roles: of what entered U.F. sizes: rows of every slice."""
+    """The values that U.B needs of U.F.
+
+    Attributes:
+        roles: Of what entered U.F.
+        sizes: Rows of every slice.
+    """
 
     segment: AnySegment
     roles: tuple[str, ...]

@@ -107,7 +107,9 @@ class Layer:
     Tasks ask hundreds of times for what a step looks up once; an attribute of a module is searched for in
     several dictionaries.
 
-    moe: None in a dense layer. before: the number of MoE layers before it.
+    Attributes:
+        moe: None in a dense layer.
+        before: The number of MoE layers before it.
     """
 
     block: BlockParts
@@ -136,7 +138,11 @@ def layers_of(parts: ModelParts) -> tuple[Layer, ...]:
 
 
 def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
-    """Return the maker of a layer's routes. Raises ConfigError for parts that cannot be shared."""
+    """Return the maker of a layer's routes.
+
+    Raises:
+        ConfigError: For parts that cannot be shared.
+    """
     # The slots of a soft gate are means over all tokens of a sample.
     if layout.tp_size > 1 and FORM_TOKENS[form] == "split" and isinstance(moe.gate, SoftRouter):
         why = (
@@ -174,7 +180,8 @@ def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
 class ResidualTransport(Protocol):
     """What leaves the ranks of tokens, and what their experts' ranks send.
 
-    separate_bytes: bytes, per number of the residual stream, that follow a sample beside its rows.
+    Attributes:
+        separate_bytes: Bytes, per number of the residual stream, that follow a sample beside its rows.
     """
 
     @property
@@ -193,7 +200,11 @@ class ResidualTransport(Protocol):
 
 @dataclass(frozen=True)
 class SeparateResidual:
-    """The residual stream stays at home, or follows its sample. wire_dtype: of rows; None = unchanged."""
+    """The residual stream stays at home, or follows its sample.
+
+    Attributes:
+        wire_dtype: Of rows; None = unchanged.
+    """
 
     wire_dtype: torch.dtype | None = None
     separate_bytes = torch.float32.itemsize

@@ -91,11 +91,13 @@ class PipelinedStack(MarksExperts):
     Parameters are those of `model`, which may be frozen, converted, replaced or added between two steps, on
     all ranks alike. Layers cannot be added or change their kind. A copy (`copy.deepcopy`) has a model of its
     own and runs on the same machinery. Expert parameters carry `allreduce = False`, as Megatron and DeepSpeed
-    mark them: they belong to this rank (and to the `edp` replicas), not to everybody. moving: how the
-    replicas of the next step are planned, where the plan has replica slots. sample_moving: how samples get
-    new homes, where they move.
-    updating: steps update parameters themselves, for a `ShardedAdamW`. timed: whether the next steps measure
-    when their tasks run, which on a GPU costs two events for each.
+    mark them: they belong to this rank (and to the `edp` replicas), not to everybody.
+
+    Attributes:
+        moving: How the replicas of the next step are planned, where the plan has replica slots.
+        sample_moving: How samples get new homes, where they move.
+        updating: Steps update parameters themselves, for a `ShardedAdamW`.
+        timed: Whether the next steps measure when their tasks run, which on a GPU costs two events for each.
     """
 
     parts: ModelParts
@@ -202,7 +204,8 @@ class PipelinedStack(MarksExperts):
     def program(self, *, training: bool) -> Program:
         """Return the plan, compiled for training or for the forward half alone.
 
-        Raises ScheduleError for a task that no handler can run.
+        Raises:
+            ScheduleError: For a task that no handler can run.
         """
         return self._programs.of(self.plan, training=training)
 
@@ -248,13 +251,20 @@ class PipelinedStack(MarksExperts):
     ) -> Tensor:
         """Return the loss of the whole batch of all ranks, the same on every rank; float64 scalar.
 
-        tokens_BL, labels_BL: int64 [B, L]; a label of -100 counts for nothing. Ranks may have batches of
-        different sizes, or empty ones; without a valid label anywhere only balance and z terms are left.
-        sample_ids_B: unique over the run, keys of dropout (default: counted). largest_batch: samples of the
-        largest batch of any rank, the same on all ranks, for routing with fixed slots; without it, ranks ask
-        each other. documents_BL: int64, where every token's document begins; a token attends to no other
-        document. In training mode with gradients enabled, backward follows. Raises ValueError for a change of
-        the model that cannot be taken up, ParameterMismatchError for a change that is not alike on all ranks.
+        In training mode with gradients enabled, backward follows.
+
+        Args:
+            tokens_BL, labels_BL: int64 [B, L]; a label of -100 counts for nothing. Ranks may have batches of
+                different sizes, or empty ones; without a valid label anywhere only balance and z terms are
+                left.
+            sample_ids_B: Unique over the run, keys of dropout (default: counted).
+            largest_batch: Samples of the largest batch of any rank, the same on all ranks, for routing with
+                fixed slots; without it, ranks ask each other.
+            documents_BL: int64, where every token's document begins; a token attends to no other document.
+
+        Raises:
+            ValueError: For a change of the model that cannot be taken up.
+            ParameterMismatchError: For a change that is not alike on all ranks.
         """
         training = torch.is_grad_enabled() and self.training
         given = self._given(tokens_BL, labels_BL, sample_ids_B, valid_BL, documents_BL, training=training)
@@ -358,8 +368,13 @@ class PipelinedStack(MarksExperts):
         """Ask, in forward passes inside, whether all ranks need another plan; others may be training
         meanwhile.
 
-        why: the reason why this rank needs one, in words. Raises ScheduleMismatchError, on every rank, if not
-        all ranks ask. Such passes do not need the plan to reduce the parameters that are trained now.
+        Such passes do not need the plan to reduce the parameters that are trained now.
+
+        Args:
+            why: The reason why this rank needs one, in words.
+
+        Raises:
+            ScheduleMismatchError: On every rank, if not all ranks ask.
         """
         self.replan_request = why
         try:
@@ -377,15 +392,22 @@ class PipelinedStack(MarksExperts):
     ) -> None:
         """Make the loss of the next steps of these terms; the same on all ranks.
 
-        moe: its coefficients weigh the balance and z terms. balance: how the balance of experts is judged.
-        valid: the number by which the sum of all ranks' token losses is divided; None: the number of valid
-        tokens. ending: makes what a step of labels ends with.
+        Args:
+            moe: Its coefficients weigh the balance and z terms.
+            balance: How the balance of experts is judged.
+            valid: The number by which the sum of all ranks' token losses is divided; None: the number of
+                valid tokens.
+            ending: Makes what a step of labels ends with.
         """
         self.moe, self.balance, self._ending = moe, balance, ending
         self.codec = StatisticsCodec(moe, balance, valid)
 
     def compute_in(self, autocast_dtype: torch.dtype | None) -> None:
-        """Compute next steps under autocast in this type. Raises ValueError where rows must stay exact."""
+        """Compute next steps under autocast in this type.
+
+        Raises:
+            ValueError: Where rows must stay exact.
+        """
         if autocast_dtype != self.machinery.autocast_dtype:
             for each in self.features.values():
                 each.check_dtype(autocast_dtype, self)

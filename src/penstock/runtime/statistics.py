@@ -40,11 +40,15 @@ class HeadSums:
 class StepStatistics:
     """Statistics of the whole batch, the same on all ranks. All tensors are float64.
 
-    loss: what is minimised: cross_entropy (mean over valid tokens) + aux + z terms with their coefficients.
-    aux_Y: the balance loss of every MoE layer. z: the sum over MoE layers of the mean over tokens. Both
-    without coefficients. chosen_YE: how often each expert was chosen, per MoE layer. dropped_Y: how many of
-    these choices did not fit into the slots of their expert. tokens, labels: counts. valid: the number by
-    which the sum of token losses was divided; not zero even where no label counts.
+    Attributes:
+        loss: What is minimised: cross_entropy (mean over valid tokens) + aux + z terms with their
+            coefficients.
+        aux_Y: The balance loss of every MoE layer.
+        z: The sum over MoE layers of the mean over tokens. Both without coefficients.
+        chosen_YE: How often each expert was chosen, per MoE layer.
+        dropped_Y: How many of these choices did not fit into the slots of their expert.
+        tokens, labels: counts.
+        valid: The number by which the sum of token losses was divided; not zero even where no label counts.
     """
 
     loss: Tensor
@@ -80,7 +84,8 @@ HEADER = 4
 class StatisticsCodec:
     """Packs one rank's sums into one float64 vector (one small all-reduce) and reads the total.
 
-    valid: replaces the number of valid tokens of all ranks; None: their actual number.
+    Attributes:
+        valid: Replaces the number of valid tokens of all ranks; None: their actual number.
     """
 
     def __init__(self, config: MoEConfig, balance: Balance, valid: float | None = None) -> None:
@@ -98,7 +103,11 @@ class StatisticsCodec:
         return crc32(repr(known).encode())
 
     def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[RouterSums]]) -> Tensor:
-        """Return the sums as [HEADER + 2 * Y + 2 * Y * E]. routers: per MoE layer, per microbatch."""
+        """Return the sums as [HEADER + 2 * Y + 2 * Y * E].
+
+        Args:
+            routers: Per MoE layer, per microbatch.
+        """
         everything = [sums for layer in routers for sums in layer]
         loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
         valid = sum((head.valid.double() for head in heads), start=torch.zeros(()))
@@ -128,7 +137,11 @@ class StatisticsCodec:
         return torch.cat([header, *(each.to(header).reshape(-1) for each in layers)])
 
     def unpack(self, total: Tensor) -> StepStatistics:
-        """Return the statistics of the whole batch. total: the packed vector, summed over ranks."""
+        """Return the statistics of the whole batch.
+
+        Args:
+            total: The packed vector, summed over ranks.
+        """
         loss, labels, tokens, z_sum = total[:HEADER].unbind()
         experts = self._config.num_experts
         layers = (len(total) - HEADER) // (2 + 2 * experts)
@@ -228,7 +241,11 @@ STEPS_KEPT = 32
 
 @dataclass(frozen=True)
 class SampleLoads:
-    """How often each of some samples chose each expert, [B, E]. ids_B: the numbers of the samples."""
+    """How often each of some samples chose each expert, [B, E].
+
+    Attributes:
+        ids_B: The numbers of the samples.
+    """
 
     ids_B: Tensor
     chosen_BE: Tensor
@@ -242,9 +259,12 @@ class LoadHistory:
     """How often tokens of each rank chose each expert, [P, Y, E] for every step, before any drop.
 
     P are the ranks of the world; of ranks that have the same tokens the first one counts them. All ranks have
-    the same history. It has only steps that were trained on, and whose graph gathers loads. steps: how many
-    there have been in all. of_samples: loads of the samples that this rank had in the last step, by MoE layer
-    and microbatch. replications: those of the last step, by MoE layer; () where no replicas may be held.
+    the same history. It has only steps that were trained on, and whose graph gathers loads.
+
+    Attributes:
+        steps: How many there have been in all.
+        of_samples: Loads of the samples that this rank had in the last step, by MoE layer and microbatch.
+        replications: Those of the last step, by MoE layer; () where no replicas may be held.
     """
 
     def __init__(self, kept: int = STEPS_KEPT) -> None:

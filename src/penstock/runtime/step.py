@@ -60,7 +60,8 @@ class Taken:
 class Stack(Protocol):
     """The stack whose step it is, as far as a step needs it for as long as it lasts.
 
-    execution, statistics: of the step that ran last, in either of its halves.
+    Attributes:
+        execution, statistics: Of the step that ran last, in either of its halves.
     """
 
     parts: ModelParts
@@ -87,8 +88,9 @@ class Stack(Protocol):
 class Step:
     """One iteration: its context and its execution.
 
-    before: the first run of the same step, of which this is the second: its rows are counted, whatever bounds
-    later steps may have.
+    Attributes:
+        before: The first run of the same step, of which this is the second: its rows are counted, whatever
+            bounds later steps may have.
     """
 
     def __init__(
@@ -316,9 +318,11 @@ class ForwardState:
 
     A parameter's version says whether it was written to, but not by `parameter.data`. So a few of its
     elements are compared, too: that finds whatever changes most of them, such as weights that are swapped.
-    recomputes: whether tasks run a second time in the backward pass. They then also need the same modules,
-    in the same mode, and the same buffers. rewinds: whether the forward pass itself may be run a second time
-    at its end, after `rewind`.
+
+    Attributes:
+        recomputes: Whether tasks run a second time in the backward pass. They then also need the same
+            modules, in the same mode, and the same buffers.
+        rewinds: Whether the forward pass itself may be run a second time at its end, after `rewind`.
     """
 
     def __init__(self, snapshot: Snapshot, *, recomputes: bool, rewinds: bool = False) -> None:

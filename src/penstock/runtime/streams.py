@@ -144,7 +144,11 @@ class Happened(Protocol):
 
 
 def run_on_host(call: Call, needed: Sequence[Happened], execute: Execute) -> Ran:
-    """Run a task of the host when the device has done what the task needs. Raises LaneError."""
+    """Run a task of the host when the device has done what the task needs.
+
+    Raises:
+        LaneError: If the task fails.
+    """
     start_s = time.perf_counter()
     try:
         for event in needed:
@@ -168,8 +172,13 @@ def _ended_by_others(error: BaseException) -> BaseException:
 
 @dataclass(frozen=True)
 class IssueOrder:
-    """What one thread issues. calls: with their numbers on their lanes, from 1. awaited: the calls whose end
-    others, or the caller, wait for. last: of every lane beside the compute lane, the last call."""
+    """What one thread issues.
+
+    Attributes:
+        calls: With their numbers on their lanes, from 1.
+        awaited: The calls whose end others, or the caller, wait for.
+        last: Of every lane beside the compute lane, the last call.
+    """
 
     calls: Sequence[tuple[Lane, int, Call]]
     awaited: frozenset[tuple[Lane, int]]

@@ -49,7 +49,11 @@ class Transport(Protocol):
         ...
 
     def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        """Return the sum of all ranks' rows for this one. rows: [sum(sizes), ...], those for every place."""
+        """Return the sum of all ranks' rows for this one.
+
+        Args:
+            rows: [sum(sizes), ...], those for every place.
+        """
         ...
 
     def size(self, group: Axes) -> int:
@@ -80,10 +84,13 @@ class Transport(Protocol):
 
 @dataclass
 class Transports:
-    """One transport per communication lane. intra: only where a dispatch has legs inside nodes.
+    """One transport per communication lane.
 
-    make: makes another transport, for groups that a plan needs and no transport has; None = all have all
-    groups. sends: whether ranks get what others send.
+    Attributes:
+        intra: Only where a dispatch has legs inside nodes.
+        make: Makes another transport, for groups that a plan needs and no transport has; None = all have all
+            groups.
+        sends: Whether ranks get what others send.
     """
 
     inter: Transport
@@ -270,8 +277,10 @@ T = TypeVar("T")
 class Later(Generic[T]):
     """A value that is made when it is first read, once, by the lane that reads it first.
 
-    holds: the tensors that `make` reads, or values with tensors inside. Their memory must outlive the stream
-    that reads the value (`lanes.tensors_in`).
+    Their memory must outlive the stream that reads the value (`lanes.tensors_in`).
+
+    Attributes:
+        holds: The tensors that `make` reads, or values with tensors inside.
     """
 
     def __init__(self, make: Callable[[], T], holds: tuple[Any, ...] = ()) -> None:
@@ -331,11 +340,13 @@ def exchange_counts(
     degrees: Degrees | None = None,
     group: Axes = Group.EXPERT,
 ) -> Later[Routes] | Routes:
-    """Tell other ranks what they will get. counts_CN: by slice, N = counts per rank * ranks, rank by rank;
-    an array is the same on all ranks, which then are not told.
+    """Tell other ranks what they will get.
 
-    degrees: the numbers of chunks in which rows will travel; none = every slice is one. group: the ranks to
-    be told.
+    Args:
+        counts_CN: By slice, N = counts per rank * ranks, rank by rank; an array is the same on all ranks,
+            which then are not told.
+        degrees: The numbers of chunks in which rows will travel; none = every slice is one.
+        group: The ranks to be told.
     """
     if not isinstance(counts_CN, Tensor):
         return maker.fixed(counts_CN, degrees)

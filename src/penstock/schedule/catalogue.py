@@ -65,8 +65,9 @@ class StepPlan:
 def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepShape:
     """Return the shape of a step by a decision: cut by its schedule, with the passes of registered decisions.
 
-    Raises ConfigError for a form of experts' shards that is impossible with the dispatch, RefusalError for a
-    split of rows that cannot be exact.
+    Raises:
+        ConfigError: For a form of experts' shards that is impossible with the dispatch.
+        RefusalError: For a split of rows that cannot be exact.
     """
     if shape.dispatch != FLAT and not shape.sharing.is_none and choice.form != "gather":
         decided = choice.reads("expert_form")

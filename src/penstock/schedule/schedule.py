@@ -40,7 +40,11 @@ class Schedule:
 
     @staticmethod
     def parse(text: str, graph: Graph) -> Schedule:
-        """Read the text form, with the tasks of `graph`. Raises ScheduleError naming what is wrong."""
+        """Read the text form, with the tasks of `graph`.
+
+        Raises:
+            ScheduleError: Naming what is wrong.
+        """
         name, orders = parse_orders(text)
         own = graph.by_name
         for lane, order in orders.items():
@@ -94,7 +98,11 @@ def freeze(name: str, graph: Graph, cost: Cost, priority: Priority) -> Schedule:
 
 
 def parse_orders(text: str) -> tuple[str, dict[Lane, tuple[Name, ...]]]:
-    """Return the name and the task names per lane of a text form. Raises ScheduleError naming the line."""
+    """Return the name and the task names per lane of a text form.
+
+    Raises:
+        ScheduleError: Naming the line.
+    """
     head, *lines = text.rstrip().splitlines() or [""]
     if not head.startswith("schedule "):
         raise ScheduleError(f"line 1: expected 'schedule NAME', found {head!r}")

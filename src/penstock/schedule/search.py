@@ -45,8 +45,11 @@ def search(
 ) -> Schedule:
     """Return the best order that `trials` changes find, from the best list schedule with `starts`.
 
-    starts: priorities in seconds, smaller first. The same graph and costs give the same order on every rank:
-    the random numbers have a fixed seed, and there is no time limit.
+    The same graph and costs give the same order on every rank: the random numbers have a fixed seed, and
+    there is no time limit.
+
+    Args:
+        starts: Priorities in seconds, smaller first.
     """
     seconds, rng = [slowest(cost(task)) for task in graph.tasks], random.Random(0)
     scheduler, total_order = ListScheduler(graph, seconds), TotalOrder(graph, seconds)
@@ -177,16 +180,23 @@ class Timed:
 
 @dataclass(frozen=True)
 class Waits:
-    """The places where a critical path waits for a lane alone. pairs: two tasks of one lane, of which the
-    second waits for the first only because of the order. before: by position, the previous task on the same
-    lane; -1 = none."""
+    """The places where a critical path waits for a lane alone.
+
+    Attributes:
+        pairs: Two tasks of one lane, of which the second waits for the first only because of the order.
+        before: By position, the previous task on the same lane; -1 = none.
+    """
 
     pairs: list[tuple[int, int]]
     before: list[int]
 
 
 class TotalOrder:
-    """A graph in plain numbers, to time rows. seconds: by position."""
+    """A graph in plain numbers, to time rows.
+
+    Attributes:
+        seconds: By position.
+    """
 
     def __init__(self, graph: Graph, seconds: Sequence[float]) -> None:
         lanes = {lane: number for number, lane in enumerate(Lane)}

@@ -26,9 +26,12 @@ MOST_REDUCTIONS = 1 << 15
 class System(ABC):
     """One file, one class: how it cuts the iteration and how it orders the pieces.
 
-    reads: the fields of a decision that this schedule uses; searches vary only these, and descriptions name
-    only these. usual_chunks: pieces of an MoE layer's tokens where none is set. expert_form: how rows reach
-    all shards of their experts, where that is part of the schedule and not for a plan to decide.
+    Attributes:
+        reads: The fields of a decision that this schedule uses; searches vary only these, and descriptions
+            name only these.
+        usual_chunks: Pieces of an MoE layer's tokens where none is set.
+        expert_form: How rows reach all shards of their experts, where that is part of the schedule and not
+            for a plan to decide.
     """
 
     name: ClassVar[str]
@@ -61,7 +64,8 @@ def register_schedule(system: System) -> None:
 def pieces_of(total_bytes: tuple[int, ...], chunk_bytes: int) -> tuple[int, ...]:
     """Return the number of nearly equal chunks of each buffer so that none is over `chunk_bytes`.
 
-    Raises ConfigError for more than MOST_REDUCTIONS chunks in all: every one is a task and a start-up.
+    Raises:
+        ConfigError: For more than MOST_REDUCTIONS chunks in all: every one is a task and a start-up.
     """
     if chunk_bytes < 1:
         raise ConfigError("all_reduce_chunk_bytes", chunk_bytes, "is the size of a piece", "Use 1048576.")
@@ -167,9 +171,13 @@ def dense_gap(layer: int) -> Slot:
 
 
 def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]]) -> Schedule:
-    """Return a step in program order whose reductions run in their gaps. gaps: every reduction once.
+    """Return a step in program order whose reductions run in their gaps.
 
-    Raises ScheduleError for a gap between all-to-alls in a layer that has no all-to-alls.
+    Args:
+        gaps: Every reduction once.
+
+    Raises:
+        ScheduleError: For a gap between all-to-alls in a layer that has no all-to-alls.
     """
     chunked = {task.layer for task in graph.tasks if task.chunk is not None}
     for slot in gaps:

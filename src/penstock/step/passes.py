@@ -209,11 +209,13 @@ Parts = Sequence[Sequence[int]]
 class GradientPieces:
     """Every piece waits for all tasks that add to its buffer, directly or through another of them.
 
-    before  AT.m1.B, AT.m0.B
-    after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─ XR.p0
+    before  AT.m1.B, AT.m0.B after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─
+    XR.p0
 
-    parts: by kind of gradients. sharing: whether ranks share attention. scatters: whether every rank
-    keeps its share of a sum (RA, RP, RX stand for AR, PR, XR).
+    Attributes:
+        parts: By kind of gradients.
+        sharing: Whether ranks share attention.
+        scatters: Whether every rank keeps its share of a sum (RA, RP, RX stand for AR, PR, XR).
     """
 
     parts: Mapping[KindName, Parts]
@@ -241,10 +243,13 @@ def reductions(
     sharing: bool = False,
     scatters: bool = False,
 ) -> dict[KindName, list[Task]]:
-    """Return the pieces of a layer's gradients, by kind. parts: of every buffer, by kind.
+    """Return the pieces of a layer's gradients, by kind.
 
-    last: the tasks after which a buffer is complete; nothing adds to a buffer that it does not name. None =
-    tasks without inputs, only to be priced. sharing, scatters: see GradientPieces.
+    Args:
+        parts: Of every buffer, by kind.
+        last: The tasks after which a buffer is complete; nothing adds to a buffer that it does not name. None
+            = tasks without inputs, only to be priced.
+        sharing, scatters: See GradientPieces.
     """
     found = {}
     for name, sizes in parts.items():

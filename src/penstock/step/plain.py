@@ -25,9 +25,10 @@ F = Phase.FORWARD
 class PlainStep:
     """The features of a model that decide which tasks there are.
 
-    moe_layers: for every layer, whether its feed-forward part is an MoE layer. exchange_counts: dropless
-    routing sends uneven pieces, so their sizes are exchanged first. shared_experts: every MoE layer has
-    shared experts.
+    Attributes:
+        moe_layers: For every layer, whether its feed-forward part is an MoE layer.
+        exchange_counts: Dropless routing sends uneven pieces, so their sizes are exchanged first.
+        shared_experts: Every MoE layer has shared experts.
     """
 
     moe_layers: tuple[bool, ...]

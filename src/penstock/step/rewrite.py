@@ -23,7 +23,11 @@ def require(graph: Graph, op: str, role: str = "") -> None:
 
 
 def insert_before(graph: Graph, op: str, role: str, make: Callable[[Task, Names], Task]) -> Graph:
-    """Put a task on the edge `role` of every `op`. make: the new task, from the reader and what it read."""
+    """Put a task on the edge `role` of every `op`.
+
+    Args:
+        make: The new task, from the reader and what it read.
+    """
     require(graph, op, role)
     out: list[Task] = []
     for task in graph.tasks:
@@ -68,9 +72,11 @@ class Beside:
 def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable[[Task, int], Cut]) -> Graph:
     """Cut tasks into pieces. An edge between two cut tasks joins pieces that overlap, every other edge all.
 
-    pieces: returns how many pieces a task is cut into; 0 = it is not cut along this axis. cut: returns the
-    cut of one piece of a task. So equal numbers connect one to one, and 3 chunks forward with 2 backward
-    connect as their intervals do.
+    So equal numbers connect one to one, and 3 chunks forward with 2 backward connect as their intervals do.
+
+    Args:
+        pieces: Returns how many pieces a task is cut into; 0 = it is not cut along this axis.
+        cut: Returns the cut of one piece of a task.
     """
     number = {task.name: pieces(task) for task in graph.tasks}
     named = {name: _pieces(name, axis, count) for name, count in number.items()}

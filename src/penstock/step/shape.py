@@ -32,10 +32,13 @@ FORM_TOKENS: dict[ExpertForm, TokenLayout] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Which ranks share what. tp_size: ranks that share attention; etp_size: ranks that share every expert.
+    """Which ranks share what.
 
-    tokens: what ranks that share attention have of every sample's tokens between two blocks. judges_samples:
-    balance is judged by sample or microbatch, of which those ranks may each have a part.
+    Attributes:
+        tp_size: Ranks that share attention.
+        etp_size: Ranks that share every expert.
+        tokens: What ranks that share attention have of every sample's tokens between two blocks.
+        judges_samples: Balance is judged by sample or microbatch, of which those ranks may each have a part.
     """
 
     tp_size: int = 1
@@ -73,9 +76,14 @@ class Sharing:
 
 @dataclass(frozen=True, kw_only=True)
 class Updating:
-    """How a step updates parameters, of which every rank owns a share. clips: by the norm, for which every
-    update waits. replicas: whether experts have replicas; else each rank owns all of its experts. releases:
-    whether whole gradients are freed as soon as their share of the sum is there (ZeRO's stage 2)."""
+    """How a step updates parameters, of which every rank owns a share.
+
+    Attributes:
+        clips: By the norm, for which every update waits. replicas: whether experts have replicas; else each
+            rank owns all of its experts.
+        releases: Whether whole gradients are freed as soon as their share of the sum is there (ZeRO's stage
+            2).
+    """
 
     clips: bool = True
     edp: bool = False
@@ -91,30 +99,35 @@ class Updating:
 class StepShape:
     """The facts that decide which tasks exist.
 
-    moe_layers: for every layer, whether its feed-forward part is an MoE layer.
-    microbatches: pieces of the batch, split along samples, that go through whole blocks (FlowMoE's R).
-    chunks: pieces of the tokens inside one MoE layer (the pipeline degree of Tutel, PipeMoE, FSMoE).
-    degree_backward: chunks in the backward half; 0 = as many as forward. Read `backward_chunks` instead.
-    exchange_counts: dropless routing sends uneven pieces, so their sizes are exchanged first.
-    all_reduce_chunks: for every layer, into how many pieces its replicated gradients are cut.
-    all_reduce_parts: for every layer the relative sizes of those pieces; empty = nearly equal ones.
-    expert_all_reduce_chunks: as all_reduce_chunks, of expert gradients; 0 where no expert has a replica.
-    dispatch: the legs of a dispatch in their order; combine takes them in reverse.
-    shared_experts: every MoE layer has shared experts, whose task waits for no transfer.
-    more: passes in addition to those that the other fields ask for.
-    split_experts: experts' weight gradients are tasks of their own (W), which only their update needs.
-    sharing: ranks that share attention or experts. expert_form: how rows meet all shards of their experts.
-    pair_slices: slices of combine and of the gather after it, which overlap (Parm's SAA, form s2).
-    partial_all_reduce_chunks: as all_reduce_chunks, of gradients that ranks sharing attention sum in parts;
-    empty = one piece per layer. Where no ranks share attention, there are none, whatever this says.
-    moves_samples: combine takes whole samples to new homes (NetMoE). carries_residual: rows can bring the
-    residual stream of those samples home; it matters only where samples move.
-    replica_slots: experts of other ranks for which every rank has room in every MoE layer (Pro-Prophet); 0 =
-    experts stay. replica_pieces: pieces in which their parameters and gradients travel.
-    gathers_loads: ranks exchange, once per step, how many of their rows went to each expert.
-    recompute: what is recomputed before its backward.
-    updating: how the step updates parameters; None = it does not, and leaves the sums of all gradients on
-    every rank.
+    Attributes:
+        moe_layers: For every layer, whether its feed-forward part is an MoE layer.
+        microbatches: Pieces of the batch, split along samples, that go through whole blocks (FlowMoE's R).
+        chunks: Pieces of the tokens inside one MoE layer (the pipeline degree of Tutel, PipeMoE, FSMoE).
+        degree_backward: Chunks in the backward half; 0 = as many as forward. Read `backward_chunks` instead.
+        exchange_counts: Dropless routing sends uneven pieces, so their sizes are exchanged first.
+        all_reduce_chunks: For every layer, into how many pieces its replicated gradients are cut.
+        all_reduce_parts: For every layer the relative sizes of those pieces; empty = nearly equal ones.
+        expert_all_reduce_chunks: As all_reduce_chunks, of expert gradients; 0 where no expert has a replica.
+        dispatch: The legs of a dispatch in their order; combine takes them in reverse.
+        shared_experts: Every MoE layer has shared experts, whose task waits for no transfer.
+        more: Passes in addition to those that the other fields ask for.
+        split_experts: Experts' weight gradients are tasks of their own (W), which only their update needs.
+        sharing: Ranks that share attention or experts.
+        expert_form: How rows meet all shards of their experts.
+        pair_slices: Slices of combine and of the gather after it, which overlap (Parm's SAA, form s2).
+        partial_all_reduce_chunks: As all_reduce_chunks, of gradients that ranks sharing attention sum in
+            parts; empty = one piece per layer. Where no ranks share attention, there are none, whatever this
+            says.
+        moves_samples: Combine takes whole samples to new homes (NetMoE).
+        carries_residual: Rows can bring the residual stream of those samples home; it matters only where
+            samples move.
+        replica_slots: Experts of other ranks for which every rank has room in every MoE layer (Pro-Prophet);
+            0 = experts stay.
+        replica_pieces: Pieces in which their parameters and gradients travel.
+        gathers_loads: Ranks exchange, once per step, how many of their rows went to each expert.
+        recompute: What is recomputed before its backward.
+        updating: How the step updates parameters; None = it does not, and leaves the sums of all gradients on
+            every rank.
     """
 
     moe_layers: tuple[bool, ...]

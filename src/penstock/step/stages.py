@@ -62,12 +62,20 @@ def check_passes(passes: Sequence[Any]) -> None:
 
 
 def apply(graph: Graph, passes: Sequence[Pass]) -> Graph:
-    """Run passes by stage. Raises ScheduleError for two passes of one name, and as `run` does."""
+    """Run passes by stage.
+
+    Raises:
+        ScheduleError: For two passes of one name, and as `run` does.
+    """
     return run(graph, in_order(passes))
 
 
 def run(graph: Graph, passes: Sequence[Pass]) -> Graph:
-    """Run passes in this order. Raises RefusalError naming the pass that could not rewrite the graph."""
+    """Run passes in this order.
+
+    Raises:
+        RefusalError: Naming the pass that could not rewrite the graph.
+    """
     for each in passes:
         try:
             found = each(graph)
@@ -80,7 +88,11 @@ def run(graph: Graph, passes: Sequence[Pass]) -> Graph:
 
 
 def in_order(passes: Sequence[Pass], own: Sequence[Pass] = ()) -> tuple[Pass, ...]:
-    """Return passes sorted by stage, with somebody's own. Raises ScheduleError for two passes of one name."""
+    """Return passes sorted by stage, with somebody's own.
+
+    Raises:
+        ScheduleError: For two passes of one name.
+    """
     seen: set[str] = set()
     for each in (*passes, *own):
         if each.name in seen:

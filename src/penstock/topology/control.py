@@ -112,7 +112,10 @@ class Control:
     def collect(self, part: Tensor, ranks: Sequence[int], at: int, purpose: str) -> list[Tensor]:
         """Return the tensors of these ranks, in this order, at rank `at`, one of these ranks; [] elsewhere.
 
-        part: on the CPU, of the same shape and type on all of them. Exactly these ranks must call it.
+        Exactly these ranks must call it.
+
+        Args:
+            part: On the CPU, of the same shape and type on all of them.
         """
         raw = part.contiguous().reshape(-1).view(torch.uint8)  # Gloo does not support every type of numbers
         found = [raw if rank == at else torch.empty_like(raw) for rank in ranks] if self.rank == at else []
@@ -134,7 +137,8 @@ class Control:
     def waiting(self, timeout_s: float, usually_s: float, setting: str = "") -> Iterator[None]:
         """Let every exchange last `timeout_s` while entered, and `usually_s` afterwards.
 
-        setting: whose value `timeout_s` is, named where an exchange fails.
+        Args:
+            setting: Whose value `timeout_s` is, named where an exchange fails.
         """
         if self._group is None:
             yield
@@ -168,8 +172,10 @@ class Control:
 def find_node_size(control: Control, local_rank: int) -> int:
     """Return the ranks per node; 0 if nodes differ in size, or a node's ranks are not consecutive.
 
-    local_rank: of this rank in its node, as torchrun, Slurm and the emulator count them. All ranks must call
-    this.
+    All ranks must call this.
+
+    Args:
+        local_rank: Of this rank in its node, as torchrun, Slurm and the emulator count them.
     """
     places = control.gather(local_rank, "finding out which ranks share a node")
     size = next((rank for rank, place in enumerate(places) if rank and place == 0), len(places))
@@ -182,8 +188,10 @@ def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:
 
     A default group that others have made with backend="nccl" alone takes only those of GPUs. Beside it a Gloo
     group is made, once, by way of the store at which its ranks have met. All ranks call this at the same
-    point. Raises CommunicationError if that does not succeed within the timeout, with the ranks that have not
-    come.
+    point.
+
+    Raises:
+        CommunicationError: If that does not succeed within the timeout, with the ranks that have not come.
     """
     default = dist.group.WORLD
     assert default is not None, "ranks have joined"

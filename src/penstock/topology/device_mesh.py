@@ -78,8 +78,11 @@ class GroupSizes:
 def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: str) -> GroupSizes:
     """Return the sizes that a mesh says, with those that were asked for besides.
 
-    All ranks call it. Raises ConfigError, on all of them, for a mesh that is no layout of Penstock's ranks,
-    or that contradicts a size.
+    All ranks call it.
+
+    Raises:
+        ConfigError: On all of them, for a mesh that is no layout of Penstock's ranks, or that contradicts a
+            size.
     """
     own: dict[str, tuple[int, ...]] = {}
     purpose = "comparing device meshes"

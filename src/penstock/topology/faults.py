@@ -114,7 +114,11 @@ class Activity:
             self.waited_in = self.waited_in or what
 
     def issued(self, is_done: Callable[[], bool]) -> None:
-        """Note that a half step has been given to the device; is_done: asks whether that has done it."""
+        """Note that a half step has been given to the device.
+
+        Args:
+            is_done: Asks whether that has done it.
+        """
         self._issued = is_done, time.monotonic()
 
     def check(self) -> None:

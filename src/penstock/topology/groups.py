@@ -36,8 +36,10 @@ SUMS: Final = frozenset({Group.WORLD, Group.EXPERT_DATA, Group.DATA})
 def prepare(device: torch.device, environ: MutableMapping[str, str]) -> None:
     """Set, where they are unset, the variables with which GPUs work best together; does nothing on a CPU.
 
-    It has effect before the first use of the device, in part before its first process group. Raises
-    ConfigError for one that makes lanes wait for each other.
+    It has effect before the first use of the device, in part before its first process group.
+
+    Raises:
+        ConfigError: For one that makes lanes wait for each other.
     """
     kind = device_of(device)
     kind.set_environment(environ)
@@ -82,7 +84,8 @@ def first_exchange(
 ) -> None:
     """Let the ranks of a group exchange a number, in the way that the group is for.
 
-    Raises CommunicationError that names the group, which is then aborted.
+    Raises:
+        CommunicationError: It names the group, which is then aborted.
     """
     if not device_of(device).is_gpu or len(ranks) == 1:
         return
@@ -206,10 +209,13 @@ class ParallelConfig:
 class Layout:
     """The place of a rank: world = dp x tp = edp x ep x etp.
 
-    A rank holds its `1 / etp` part of num_experts / ep_size experts. tp_size: ranks that share attention.
-    etp_size: ranks that share every expert. tokens: what ranks that share attention have of every sample's
-    tokens between two blocks. node_size: consecutive ranks in one node; 0 = all, or not known to be equal
-    everywhere.
+    A rank holds its `1 / etp` part of num_experts / ep_size experts.
+
+    Attributes:
+        tp_size: Ranks that share attention.
+        etp_size: Ranks that share every expert.
+        tokens: What ranks that share attention have of every sample's tokens between two blocks.
+        node_size: Consecutive ranks in one node; 0 = all, or not known to be equal everywhere.
     """
 
     world_size: int
@@ -224,9 +230,13 @@ class Layout:
     def build(
         config: ParallelConfig, world_size: int, rank: int, num_experts: int, node_size: int | None = None
     ) -> Layout:
-        """Return the layout. Raises ConfigError, with the nearest valid size, for one that does not divide.
+        """Return the layout.
 
-        node_size: as detected; 0 = nodes differ in size, none = not detected.
+        Args:
+            node_size: As detected; 0 = nodes differ in size, none = not detected.
+
+        Raises:
+            ConfigError: With the nearest valid size, for one that does not divide.
         """
         if config.ranks_per_node is not None:
             node_size = config.ranks_per_node
@@ -363,10 +373,15 @@ def lane_groups(
 ) -> dict[Axes, dist.ProcessGroup]:
     """Create the process groups of one communication lane, its own, so that lanes run at the same time.
 
-    All ranks must call this in the same order. It costs one connection per pair of ranks and group. device:
-    whose tensors the groups are for. start_s: how long making them may take, where that is not `timeout_s`,
-    which limits every exchange. Raises RuntimeError if the others, or the store at which ranks meet, do
-    not answer in time, on GPUs a CommunicationError.
+    All ranks must call this in the same order. It costs one connection per pair of ranks and group.
+
+    Args:
+        device: Whose tensors the groups are for.
+        start_s: How long making them may take, where that is not `timeout_s`, which limits every exchange.
+
+    Raises:
+        RuntimeError: If the others, or the store at which ranks meet, do not answer in time, on GPUs a
+            CommunicationError.
     """
     found: dict[Axes, dist.ProcessGroup] = {}
     timeout, start_s = timedelta(seconds=timeout_s), start_s or timeout_s

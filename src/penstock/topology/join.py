@@ -86,7 +86,8 @@ ALONE: Final = ProcessInfo(rank=0, world_size=1, local_rank=0, launcher="alone")
 def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
     """Return this process's rank as its launcher left it in `environ`; None if it is not one of several.
 
-    Raises `ConfigError` that names the variable if some are missing or contradict each other.
+    Raises:
+        ConfigError: If some are missing or contradict each other; it names the variable.
     """
     if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         launcher: Launcher = "penstock" if environ.get("PENSTOCK_LAUNCHED") else "torchrun"
@@ -123,7 +124,8 @@ def rendezvous_env(environ: Mapping[str, str]) -> dict[str, str]:
 def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port at which the ranks that a launcher started meet.
 
-    Raises `ConfigError` that names the variable if the launcher left none.
+    Raises:
+        ConfigError: If the launcher left none; it names the variable.
     """
     if info.launcher == "slurm":
         environ = {**environ, **rendezvous_env(environ)}
@@ -147,12 +149,15 @@ def join(
 ) -> None:
     """Connect this process to the others: Gloo on CPUs, and also NCCL when `device` is a GPU.
 
-    transport: where tensors of GPUs are staged in the host's memory, NCCL is left out.
-
     `start_s` (None: `timeout_s`) limits every wait of the rendezvous, `timeout_s` every later collective of
-    the default group. A process on its own opens no port. Raises `ConfigError` if the launcher left no
-    address, or Gloo is to use an interface that is not there; and `CommunicationError` with what was found if
-    the others cannot be met in time.
+    the default group. A process on its own opens no port.
+
+    Args:
+        transport: Where tensors of GPUs are staged in the host's memory, NCCL is left out.
+
+    Raises:
+        ConfigError: If the launcher left no address, or Gloo is to use an interface that is not there;.
+        CommunicationError: With what was found if the others cannot be met in time.
     """
     host, port = ("localhost", 0) if info == ALONE else meeting_place(info, os.environ)
     if info.launcher == "slurm":
@@ -192,7 +197,8 @@ def joined(
 ) -> ProcessInfo:
     """Return which process this is; connect it first to others that a launcher started, unless connected.
 
-    Raises CommunicationError, as `join` and `host_group` do.
+    Raises:
+        CommunicationError: As `join` and `host_group` do.
     """
     started = detect(os.environ) or ALONE
     if dist.is_initialized():
@@ -211,8 +217,10 @@ def joined(
 def leave(*, aborts: bool = False) -> None:
     """Disconnect from the others; does nothing for a process that never joined.
 
-    Afterwards torch has as many threads, and Gloo the interface, as before this process joined. aborts:
-    exchanges that have begun are aborted, as NCCL would otherwise wait for ranks that never come.
+    Afterwards torch has as many threads, and Gloo the interface, as before this process joined.
+
+    Args:
+        aborts: Exchanges that have begun are aborted, as NCCL would otherwise wait for ranks that never come.
     """
     watch(None)
     if dist.is_initialized() and aborts:
@@ -312,8 +320,10 @@ def name_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelta
     does not help, since the agents of several machines count differently.
 
     Rank 0 makes the name up and tells every rank that greets it. A greeting says under which key its answer
-    is expected, so no greeting or answer of an earlier start is mistaken. Raises RuntimeError after the
-    timeout.
+    is expected, so no greeting or answer of an earlier start is mistaken.
+
+    Raises:
+        RuntimeError: After the timeout.
     """
     if rank == 0:
         return _told(store, world_size, time.monotonic() + timeout.total_seconds())

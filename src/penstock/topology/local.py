@@ -28,7 +28,8 @@ LARGEST_BYTES = 1 << 60
 def cpu_limit(root: Path = ROOT) -> float | None:
     """Return how many processors' worth of time this process may use; None without a limit.
 
-    root: of the file system from which /proc and the mounted groups are read.
+    Args:
+        root: Of the file system from which /proc and the mounted groups are read.
     """
     periods = _read(root, "cpu", "cpu.cfs_period_us")
     pairs = [text.split() for text in _read(root, "", "cpu.max")]
@@ -93,7 +94,8 @@ LEAST = 2
 class Places:
     """What local processes can have for themselves: one each of `number` GPUs or processor cores.
 
-    cores: number in the machine, where a limit on processor time allows fewer; 0 = all may be used.
+    Attributes:
+        cores: Number in the machine, where a limit on processor time allows fewer; 0 = all may be used.
     """
 
     number: int
@@ -145,12 +147,16 @@ def local_processes(parallel: ParallelConfig, places: Places, check: Callable[[i
     More processes than places only wait for each other, fewer leave places idle: the answer is the largest
     number from two up to that of the places (at least two) that `check` accepts, or else the smallest above.
     NCCL takes one process for each GPU: there the answer is at most their number, and on one GPU it is one.
-    check: raises ConfigError for a number of processes that cannot share something. Where it refuses them
-    all, the answer is the number of places, and building the run raises the error.
 
     Raises:
         ConfigError: for more processes than GPUs, unless these may share one; for tensors that are to be
             staged where there is no GPU.
+
+
+    Where it refuses them all, the answer is the number of places, and building the run raises the error.
+
+    Args:
+        check: Raises ConfigError for a number of processes that cannot share something.
     """
     if parallel.transport == "staged" and not places.gpus:
         raise nothing_to_stage("this machine shows no GPU")
@@ -184,7 +190,11 @@ def nothing_to_stage(found: str) -> ConfigError:
 
 
 def staging_device() -> torch.device:
-    """Return the kind of device whose tensors are staged. Raises ConfigError where there is no GPU."""
+    """Return the kind of device whose tensors are staged.
+
+    Raises:
+        ConfigError: Where there is no GPU.
+    """
     device = best_kind()
     if not device_of(device).is_gpu:
         raise nothing_to_stage("this process sees no GPU")

@@ -42,8 +42,9 @@ SPARE_S: Final = 1.0
 def within(timeout_s: float, work: Callable[[], T]) -> T:
     """Return what `work` returns; raise what it raises, or DistStoreError where it takes longer.
 
-    work: waits for a store's server. Nothing ends a thread that waits inside torch: it is left behind, and
-    does not keep the process alive.
+    Args:
+        work: Waits for a store's server. Nothing ends a thread that waits inside torch: it is left behind,
+            and does not keep the process alive.
     """
     outcome: Future[T] = Future()
 
@@ -65,7 +66,10 @@ def within(timeout_s: float, work: Callable[[], T]) -> T:
 def open_store(host: str, port: int, timeout_s: float, *, serves: bool = False) -> TCPStore:
     """Return the store at an address, without waiting for other ranks; this process may serve it.
 
-    timeout_s: also of every later wait for a key. Raises RuntimeError.
+    Raises RuntimeError.
+
+    Args:
+        timeout_s: Also of every later wait for a key.
     """
     return within(
         timeout_s,
@@ -85,8 +89,11 @@ def open_store(host: str, port: int, timeout_s: float, *, serves: bool = False) 
 class Look:
     """What is at an address.
 
-    kind: its name does not resolve; a connection is refused; nothing answers; or something accepts
-    connections. ip: what the name resolves to. why: the system's words.
+    Attributes:
+        kind: Its name does not resolve; a connection is refused; nothing answers; or something accepts
+            connections.
+        ip: What the name resolves to.
+        why: The system's words.
     """
 
     kind: Literal["unresolved", "refused", "unreachable", "accepts"]

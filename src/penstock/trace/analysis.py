@@ -28,7 +28,8 @@ RUNS = ("predicted", "measured")
 class Occupation:
     """How the lanes of one rank were used in one step. Seconds.
 
-    exposed_s: time in which some communication was running and nothing was computed.
+    Attributes:
+        exposed_s: Time in which some communication was running and nothing was computed.
     """
 
     iteration_s: float
@@ -40,7 +41,8 @@ class Occupation:
 def occupation(records: Iterable[TaskRecord], silent: Collection[Axes] = ()) -> Occupation:
     """Return the occupation of one rank in one step from its records.
 
-    silent: groups of one rank, in which nothing is sent; their tasks do not count as communication.
+    Args:
+        silent: Groups of one rank, in which nothing is sent; their tasks do not count as communication.
     """
     records = [record for record in records if record.task.axes not in silent]
     compute = _union((r.start_s, r.end_s) for r in records if r.lane.computes)
@@ -126,9 +128,12 @@ def _length(spans: Iterable[Span]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One task of the chain. gap_s: how long its lane was idle before it although nothing was awaited.
+    """One task of the chain.
 
-    start_s: of a transfer, when the last of its ranks had begun it: earlier time was waiting for that rank.
+    Attributes:
+        gap_s: How long its lane was idle before it although nothing was awaited.
+        start_s: Of a transfer, when the last of its ranks had begun it: earlier time was waiting for that
+            rank.
     """
 
     task: Task
@@ -143,10 +148,13 @@ def critical_path(
 ) -> list[Link]:
     """Return the chain in the order of time; [] without records.
 
-    records: of one step on all ranks, by one clock. A task waits for what it needs and for the task before it
-    on its lane; of these the last to end counts. A task that meets other ranks waits for the last of them,
-    except for one that began after the task's end, from which nothing was to come. The links and the gaps
-    before them add up to the end of the last link, from 0 on, whatever the error of clocks.
+    A task waits for what it needs and for the task before it on its lane; of these the last to end counts. A
+    task that meets other ranks waits for the last of them, except for one that began after the task's end,
+    from which nothing was to come. The links and the gaps before them add up to the end of the last link,
+    from 0 on, whatever the error of clocks.
+
+    Args:
+        records: Of one step on all ranks, by one clock.
     """
     known = {(record.rank, record.task): record for record in records}
     before = _before(known.values())
@@ -201,7 +209,11 @@ Factor = Annotated[float, Within(1, 1e9, "a straggler takes longer than others")
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that computes slowly. factor: how many times as long as the median rank it takes."""
+    """A rank that computes slowly.
+
+    Attributes:
+        factor: How many times as long as the median rank it takes.
+    """
 
     rank: Rank
     factor: Factor
@@ -222,16 +234,19 @@ def typical_seconds(records: Iterable[TaskRecord]) -> dict[Kind, float]:
     """
     kinds: dict[Kind, list[float]] = defaultdict(list)
     for record in records:
-        if record.lane.computes and not (computes_experts(record.task.op)):
+        if record.lane.computes and not computes_experts(record.task.op):
             kinds[record.task.op, record.task.phase].append(record.duration_s)
     return {kind: median(seconds) for kind, seconds in kinds.items()}
 
 
 def stragglers(everyone: Sequence[Mapping[Kind, float]]) -> tuple[Straggler, ...]:
-    """Return the ranks that compute slowly, in their order. everyone: by rank, `typical_seconds` of a plan.
+    """Return the ranks that compute slowly, in their order.
 
     Of an even number of ranks the faster of the middle two is the median: of two ranks the slower one can be
     named.
+
+    Args:
+        everyone: By rank, `typical_seconds` of a plan.
     """
     totals = [sum(seconds.values()) for seconds in everyone]
     usual_s = median_low(totals)

@@ -65,14 +65,22 @@ class PathLink:
 class StepFile:
     """The last step of a run.
 
-    step: its number. ranks: of the run; shown: those that have timelines. source: what predictions are made
-    from, in words. predicted_s, measured_s: of a step, the latter the median of the last `typical_steps` on
-    the slowest rank. bound_s: what no order of the same tasks beats with the durations that they had in the
-    last `traced_steps`, which took `traced_s`; None in older files, whose `measured_s` is that. tasks, lanes:
-    of every task. predicted, measured: when each ran. typical_predicted_s, typical_measured_s: how long each
-    takes, the latter by its median over `typical_steps` steps: of computation the mean over ranks; of a
-    transfer the rank that waited least. path: the measured critical path. stragglers: ranks that computed
-    slowly in these steps; older files have none.
+    Attributes:
+        step: Its number.
+        ranks: Of the run.
+        shown: Those that have timelines.
+        source: What predictions are made from, in words.
+        predicted_s, measured_s: Of a step, the latter the median of the last `typical_steps` on the slowest
+            rank.
+        bound_s: What no order of the same tasks beats with the durations that they had in the last
+            `traced_steps`, which took `traced_s`; None in older files, whose `measured_s` is that.
+        tasks, lanes: Of every task.
+        predicted, measured: When each ran.
+        typical_predicted_s, typical_measured_s: How long each takes, the latter by its median over
+            `typical_steps` steps: of computation the mean over ranks; of a transfer the rank that waited
+            least.
+        path: The measured critical path.
+        stragglers: Ranks that computed slowly in these steps; older files have none.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -133,7 +141,11 @@ class StepFile:
 
     @staticmethod
     def read(path: Path) -> StepFile:
-        """Read a file. Raises ConfigError naming file and key that are wrong."""
+        """Read a file.
+
+        Raises:
+            ConfigError: Naming file and key that are wrong.
+        """
         return from_dict(StepFile, read_json(path, REMOVE), str(path))
 
 

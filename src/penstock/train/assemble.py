@@ -50,7 +50,9 @@ def build_machinery(
 ) -> Machinery:
     """Build transport, lanes and groups for this rank. Every rank must call it at the same point.
 
-    Raises CommunicationError if another rank does not, ConfigError if ranks cannot exchange tensors so.
+    Raises:
+        CommunicationError: If another rank does not.
+        ConfigError: If ranks cannot exchange tensors so.
     """
     control = Control(layout.rank, layout.world_size)
     check_devices(device, control, parallel.transport)
@@ -105,10 +107,11 @@ def build_stack(
 ) -> PipelinedStack:
     """Build the model of `config` on this rank, initialised from its seed, with its first plan.
 
-    begins: with the weights in `model.config`, if it has any; else with drawn ones alone.
-    make_moe: makes MoE layers that `config.moe` cannot describe. plan: the first plan; None = the one that
-    section [schedule] describes. moving: how replicas are planned where experts move; None = with the costs
-    of section [cluster].
+    Args:
+        begins: With the weights in `model.config`, if it has any; else with drawn ones alone.
+        make_moe: Makes MoE layers that `config.moe` cannot describe.
+        plan: The first plan; None = the one that section [schedule] describes.
+        moving: How replicas are planned where experts move; None = with the costs of section [cluster].
     """
     layout = machinery.layout
     model = model_of(config.model, config.moe, layout, make_moe)
@@ -158,8 +161,9 @@ def expert_moving(
 ) -> ExpertMoving | None:
     """Return how the replicas of the next step are planned; None where experts stay.
 
-    cost: of a step of any cut. plan: the plan whose order tells how much of the replicas' transfer is hidden;
-    None = Eq 8 tells it.
+    Args:
+        cost: Of a step of any cut.
+        plan: The plan whose order tells how much of the replicas' transfer is hidden; None = Eq 8 tells it.
     """
     if choice.experts == "none":
         return None
@@ -206,7 +210,11 @@ def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: G
 
 
 def workload(config: RunConfig, layout: Layout, gradients: GradientBytes | None = None) -> Workload:
-    """Return the sizes of a step on one rank, for the cost model. gradients: None = computed."""
+    """Return the sizes of a step on one rank, for the cost model.
+
+    Args:
+        gradients: None = computed.
+    """
     model, moe = config.model, config.moe
     if gradients is None:
         gradients = gradient_bytes(model, moe, layout, sharded=config.optimizer.is_sharded)
@@ -374,8 +382,9 @@ SPARING = {
 class RankMemory:
     """Least bytes that one rank needs, by the setting with which they grow.
 
-    masks_bytes: where documents are separate, attention keeps in every block which tokens of a sample see
-    each other, one number for each pair of tokens.
+    Attributes:
+        masks_bytes: Where documents are separate, attention keeps in every block which tokens of a sample see
+            each other, one number for each pair of tokens.
     """
 
     vocabulary_bytes: int
@@ -397,7 +406,8 @@ class RankMemory:
 def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
     """Estimate the memory of one rank, in milliseconds for any size. Scratch memory is not counted.
 
-    config: `resolved`.
+    Args:
+        config: `resolved`.
     """
     model, moe, batch = config.model, config.moe, config.data.batch_per_device
     shared_copies = config.optimizer.shared_copies
@@ -424,7 +434,8 @@ def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
 def check_run(config: RunConfig, layout: Layout, *, there_bytes: int, sharing: int = 1) -> None:
     """Raise ConfigError, naming the setting that takes most, if `sharing` ranks exceed `there_bytes`.
 
-    config: `resolved`.
+    Args:
+        config: `resolved`.
     """
     need = memory_of(config, layout)
     if sharing * need.total_bytes <= there_bytes:

@@ -110,7 +110,8 @@ class BatchStream:
     `dp_rank`, `dp_size`  index of this group among the groups that have samples of their own, and their
     number
 
-    Raises `ConfigError` when the corpus is too short for one global batch of training, or holds out nothing.
+    Raises:
+        ConfigError: When the corpus is too short for one global batch of training, or holds out nothing.
     """
 
     def __init__(
@@ -305,9 +306,10 @@ TOLD_EVERY_S = 10.0
 class Source:
     """The texts of a run and the batches cut from them.
 
-    identity: settings and texts on which the order of samples depends, by configuration key; two runs with
-    the same identity see the same samples at the same step, on any layout. scanned: what was found in every
-    text, or in a sample of it.
+    Attributes:
+        identity: Settings and texts on which the order of samples depends, by configuration key; two runs
+            with the same identity see the same samples at the same step, on any layout.
+        scanned: What was found in every text, or in a sample of it.
     """
 
     corpora: Sequence[Corpus]
@@ -355,9 +357,11 @@ def check_source(config: RunConfig) -> None:
 def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: bool = True) -> Source:
     """Open the texts and check them. A problem of one rank is raised alike on all ranks.
 
-    scans: whether this rank prepares texts that are not yet prepared, and reads all texts once, which takes
-    seconds per gigabyte; one rank of each machine does, rank 0 among them. The others compare sizes and some
-    pages.
+    The others compare sizes and some pages.
+
+    Args:
+        scans: Whether this rank prepares texts that are not yet prepared, and reads all texts once, which
+            takes seconds per gigabyte; one rank of each machine does, rank 0 among them.
     """
     _take_turns(config, control, _prepare(config) if scans else iter(()), "preparing the training text")
     problem, glimpse = None, None

@@ -112,10 +112,12 @@ class _Step:
 class Checkpoints:
     """The checkpoints of one run, in `folder`. All ranks must call every method together.
 
-    identity: settings that must be the same for the run to be continued, by configuration key. settings: all
-    settings, kept in every checkpoint. tokenizer: sha256 of what made the run's tokens, or `bytes`.
-    files: JSON files that transformers reads, for which tensors that ranks share are joined, so that each
-    checkpoint is a folder of transformers; none where it has no such model.
+    Attributes:
+        identity: Settings that must be the same for the run to be continued, by configuration key.
+        settings: All settings, kept in every checkpoint.
+        tokenizer: Sha256 of what made the run's tokens, or `bytes`.
+        files: JSON files that transformers reads, for which tensors that ranks share are joined, so that each
+            checkpoint is a folder of transformers; none where it has no such model.
     """
 
     def __init__(
@@ -153,9 +155,14 @@ class Checkpoints:
     ) -> None:
         """Copy the state after `step` steps; a thread writes the copy, and training may go on.
 
-        papers: writes small files into the checkpoint, on rank 0. The checkpoint has its name when `poll` or
-        `finish` has returned its folder; until then it counts as interrupted, which leaves nothing. Raises
-        NotFiniteError, and writes nothing, if a number of the state is not finite.
+        The checkpoint has its name when `poll` or `finish` has returned its folder; until then it counts as
+        interrupted, which leaves nothing.
+
+        Args:
+            papers: Writes small files into the checkpoint, on rank 0.
+
+        Raises:
+            NotFiniteError: If a number of the state is not finite; nothing is written then.
         """
         assert not self._begun, "one is written at a time"
         final, purpose = self.folder / f"{PREFIX}{step:08d}", f"saving the checkpoint of step {step}"
@@ -192,7 +199,8 @@ class Checkpoints:
     def poll(self) -> Path | None:
         """Finish the checkpoint that is being written if all ranks have written it; return its folder.
 
-        Raises CheckpointError, on all ranks, if one could not write; the checkpoint is removed then.
+        Raises:
+            CheckpointError: On all ranks, if one could not write; the checkpoint is removed then.
         """
         if self._begun and self._begun[0][0].has_ended():
             return self.finish()
@@ -233,8 +241,13 @@ class Checkpoints:
     def load(self, path: Path, *, verified: bool = False) -> int:
         """Read a checkpoint into model and optimiser; return its number of finished steps.
 
-        verified: `verify` has found it whole. Raises DamagedCheckpointError if it is not as it was written
-        (model and optimiser may hold part of it by then), ConfigError if it is of another run or model.
+        Args:
+            verified: `verify` has found it whole.
+
+        Raises:
+            DamagedCheckpointError: If it is not as it was written (model and optimiser may hold part of it by
+                then).
+            ConfigError: If it is of another run or model.
         """
         record = read_record(path, self._control) if verified else verify(path, self._control)
         record.check_identity(path, self.identity)
@@ -281,7 +294,8 @@ _divide = partial(of_rank, kind_of=lambda name: MODEL if of_model(name) else SHA
 def verify(path: Path, control: Control) -> Record:
     """Compare every file with its checksum, each rank a share of the files; return the record of the state.
 
-    Raises DamagedCheckpointError, on all ranks.
+    Raises:
+        DamagedCheckpointError: On all ranks.
     """
 
     def check() -> None:

@@ -239,7 +239,8 @@ HINT = "Start all ranks with the same configuration file, overrides and version.
 def resolved_for_all(config: RunConfig, control: Control) -> RunConfig:
     """Return the run with the sizes that follow from others and from files, the same on all ranks.
 
-    Raises ConfigError, on all ranks, for settings that differ or that one cannot use.
+    Raises:
+        ConfigError: On all ranks, for settings that differ or that one cannot use.
     """
     check_same_settings(config, control)
     control.agreed(lambda: config.resolved(control.world_size), "reading the settings")

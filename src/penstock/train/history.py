@@ -47,11 +47,13 @@ DIGITS = 7
 class StepAnalysis:
     """Analysis of the last steps of all ranks. Seconds.
 
-    steps: number of those that were traced. measured_s: the median of these on the slowest rank, from its
-    first task to its last. simulated_s: the simulated time of the same tasks with their median durations.
-    bound_s: what no order of these tasks can beat, the busiest lane or the critical path. A collective counts
-    with its shortest duration over ranks: the rest is waiting for each other. stragglers: ranks that computed
-    slowly.
+    Attributes:
+        steps: Number of those that were traced.
+        measured_s: The median of these on the slowest rank, from its first task to its last.
+        simulated_s: The simulated time of the same tasks with their median durations.
+        bound_s: What no order of these tasks can beat, the busiest lane or the critical path. A collective
+            counts with its shortest duration over ranks: the rest is waiting for each other.
+        stragglers: Ranks that computed slowly.
     """
 
     steps: int
@@ -244,8 +246,9 @@ TYPICAL: Final = (
 class History:
     """The steps of one start: eight bytes per step for every number whose median is wanted.
 
-    first, last_applied: of the steps that were not skipped; None as long as there is none. last: of all
-    steps.
+    Attributes:
+        first, last_applied: Of the steps that were not skipped; None as long as there is none.
+        last: Of all steps.
     """
 
     def __init__(self) -> None:
@@ -298,7 +301,11 @@ class LoadBook:
 
     @staticmethod
     def resumed(folder: Path, done: int) -> LoadBook:
-        """Return what an earlier start kept of steps up to `done`. Raises ConfigError for a damaged file."""
+        """Return what an earlier start kept of steps up to `done`.
+
+        Raises:
+            ConfigError: For a damaged file.
+        """
         book, path = LoadBook(), folder / NUMBERS
         if done and path.exists():
             course = LoadCourse.read(path)
@@ -308,7 +315,11 @@ class LoadBook:
         return book
 
     def course(self, layers: Sequence[int]) -> LoadCourse | None:
-        """Return what is drawn; None where no loads are known. layers: numbers of the MoE layers."""
+        """Return what is drawn; None where no loads are known.
+
+        Args:
+            layers: Numbers of the MoE layers.
+        """
         if not self._steps:
             return None
         return LoadCourse(tuple(layers), tuple(self._steps), np.stack(self._loads))
@@ -328,7 +339,9 @@ def summarise(
 ) -> RunSummary:
     """Return the summary of one start, of which a step was not skipped: medians, first and last losses.
 
-    whole_s: from the first step to the last checkpoint. peak: what utilisation is held against, as text.
+    Args:
+        whole_s: From the first step to the last checkpoint.
+        peak: What utilisation is held against, as text.
     """
     output, layout = config.output, stack.machinery.layout
     first, applied, last = history.first, history.last_applied, history.last

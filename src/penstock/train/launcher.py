@@ -150,11 +150,16 @@ def launch(
     """Run `command` as ranks 0 to `processes` - 1 on this machine and wait until all have ended.
 
     The ranks inherit stdout, stderr and the environment, and run at `place` (None: beside this process).
-    `grace_s` is how long ranks may continue after one has failed or the run was interrupted. hears: whether
-    the command lets signals through by `penstock.stops`; until then they wait, so that none ends Python's own
-    start with a traceback. ended: called when all ranks have ended, while signals still interrupt nothing.
-    Raises `ValueError` for fewer than one process and `OSError` if the command cannot be started; no rank is
-    left running, whatever happens.
+    `grace_s` is how long ranks may continue after one has failed or the run was interrupted.
+
+    Args:
+        hears: Whether the command lets signals through by `penstock.stops`; until then they wait, so that
+            none ends Python's own start with a traceback.
+        ended: Called when all ranks have ended, while signals still interrupt nothing.
+
+    Raises:
+        ValueError: For fewer than one process.
+        OSError: If the command cannot be started; no rank is left running, whatever happens.
     """
     if processes < 1:
         raise ValueError(f"processes = {processes}: must be at least 1. Start one or more.")

@@ -68,7 +68,9 @@ def telling(say: Callable[[str], None]) -> Iterator[None]:
 def show_unless_told(stream: TextIO, *, shown: bool, width: Callable[[str], str] = str) -> None:
     """Print lines to `stream`, unless the program has set up logging itself.
 
-    shown: whether this rank prints. width: folds a line.
+    Args:
+        shown: Whether this rank prints.
+        width: Folds a line.
     """
     handlers = (*PACKAGE.handlers, *logging.root.handlers)
     if shown and all(isinstance(each, logging.NullHandler | Terminal) for each in handlers):

@@ -53,7 +53,10 @@ def measured(
 ) -> StepMetrics:
     """Return the record of a stack's last step, whose statistics are on the host; all ranks call it.
 
-    loss: what was minimised; records: of this rank; accepted: whether the step has changed parameters.
+    Args:
+        loss: What was minimised.
+        records: Of this rank.
+        accepted: Whether the step has changed parameters.
     """
     statistics, device = stack.statistics, stack.machinery.device
     assert statistics is not None, "a step has ended"
@@ -140,9 +143,10 @@ def batch_loss(stack: PipelinedStack, batch: Batch) -> torch.Tensor:
 class Evaluation(NamedTuple):
     """The loss on held-out text.
 
-    loss: mean cross entropy per token, nats, the same on all ranks, without balance terms. noise: the loss of
-    all held-out text is below `loss + noise` with 95 % confidence, judged by how batches differ (Student's
-    t); None for a single batch.
+    Attributes:
+        loss: Mean cross entropy per token, nats, the same on all ranks, without balance terms.
+        noise: The loss of all held-out text is below `loss + noise` with 95 % confidence, judged by how
+            batches differ (Student's t); None for a single batch.
     """
 
     loss: float
@@ -150,7 +154,11 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> Evaluation:
-    """Return the loss on some batches, without training on them. Raises ConfigError if none has a label."""
+    """Return the loss on some batches, without training on them.
+
+    Raises:
+        ConfigError: If none has a label.
+    """
     stack.eval()
     totals, counts = [], []
     with torch.no_grad():
@@ -191,7 +199,8 @@ class RowsOfReplicas(NamedTuple):
     ) -> RowsOfReplicas:
         """Return the rows of ranks that share experts with `rank`; zeros for others, whose replicas differ.
 
-        replications: of these ranks, by MoE layer.
+        Args:
+            replications: Of these ranks, by MoE layer.
         """
         node_P, holders = np.array(_nodes(mesh, node_size)), mesh.size(Group.EXPERT)
         rows_PY, away_Y = np.zeros(loads_PYE.shape[:2]), np.zeros(loads_PYE.shape[1])
@@ -211,7 +220,11 @@ class RowsOfReplicas(NamedTuple):
 
     @staticmethod
     def joined(shares: Sequence[tuple[Numbers, Numbers]]) -> RowsOfReplicas:
-        """Return the rows of all groups. shares: by rank."""
+        """Return the rows of all groups.
+
+        Args:
+            shares: By rank.
+        """
         rows, away = zip(*shares, strict=True)
         return RowsOfReplicas(np.stack(rows), np.sum(away, axis=0))
 
@@ -315,7 +328,10 @@ Known = tuple[Counts, Counts]
 class RoutingFile:
     """Writes, on rank 0, the loads of each step; with `routing_samples` also those of every sample.
 
-    Samples' loads are gathered outside the step. done: steps done before; records of later steps are dropped.
+    Samples' loads are gathered outside the step.
+
+    Attributes:
+        done: Steps done before; records of later steps are dropped.
     """
 
     def __init__(self, config: RunConfig, control: Control, layout: Layout, done: int) -> None:

@@ -124,13 +124,14 @@ class MetricsLog(Protocol):
 class JsonLines(LineFile):
     """Appends each step to `metrics.jsonl` in `folder`.
 
-    `resume_step` is the number of steps already done: 0 starts a new record. Lines of later steps, left by
-    a run that was killed after its last checkpoint, are dropped, so that no step appears twice.
+    `resume_step` is the number of steps already done: 0 starts a new record. Lines of later steps, left by a
+    run that was killed after its last checkpoint, are dropped, so that no step appears twice.
 
     A line is JSON, and in the file before `write` returns. A number that is not finite is written as null,
     since JSON cannot express it.
 
-    Raises `ConfigError` about the file for a record that cannot be continued.
+    Raises:
+        ConfigError: About the file for a record that cannot be continued.
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
@@ -182,8 +183,11 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Return the steps recorded in a `metrics.jsonl`; null reads as NaN, for `eval_loss` as None.
 
-    A last line that a killed run left without its end is dropped. Raises `ConfigError` naming file and line
-    for any other line that is not a step, or is none after the step before it.
+    A last line that a killed run left without its end is dropped.
+
+    Raises:
+        ConfigError: Naming file and line for any other line that is not a step, or is none after the step
+            before it.
     """
     with open_regular(path, str(path), "Move it away.") as file:
         lines = file.read().split(b"\n")
@@ -252,7 +256,8 @@ PLACES: Final = {
 class TensorBoard:
     """Writes TensorBoard events; events of steps after `resume_step`, left by a killed run, are hidden.
 
-    layers: numbers of the MoE layers, in the order in which metrics have them.
+    Attributes:
+        layers: Numbers of the MoE layers, in the order in which metrics have them.
     """
 
     def __init__(self, folder: Path, resume_step: int, layers: Sequence[int]) -> None:
@@ -292,7 +297,11 @@ class WeightsAndBiases:
     """Writes the curves to a run of Weights & Biases.
 
     Every step is one entry, placed by its number `step`: steps that were repeated after a resumption stand
-    where they belong. run: of the package wandb. image: converts a picture into what wandb displays.
+    where they belong.
+
+    Attributes:
+        run: Of the package wandb.
+        image: Converts a picture into what wandb displays.
     """
 
     def __init__(self, run: Any, image: Callable[[Picture], Any], layers: Sequence[int]) -> None:
@@ -309,8 +318,12 @@ class WeightsAndBiases:
 def open_logs(config: RunConfig, layers: Sequence[int], first: int) -> Iterator[MetricsLog]:
     """Open the logs that the settings require, one after the other, on one rank.
 
-    layers: numbers of the MoE layers. first: steps that were done before. Raises ConfigError if one of them
-    cannot be opened.
+    Args:
+        layers: Numbers of the MoE layers.
+        first: Steps that were done before.
+
+    Raises:
+        ConfigError: If one of them cannot be opened.
     """
     output = config.output
     yield JsonLines(output.dir, first)
@@ -360,7 +373,11 @@ def _id_in(folder: Path, *, resumes: bool) -> str:
 
 
 def curves(metrics: StepMetrics, layers: Sequence[int]) -> Mapping[str, float]:
-    """Return the value of each curve that has one. layers: numbers of the MoE layers."""
+    """Return the value of each curve that has one.
+
+    Args:
+        layers: Numbers of the MoE layers.
+    """
     found: dict[str, float | None] = {
         "loss/train": metrics.loss,
         "loss/eval": metrics.eval_loss,

@@ -102,7 +102,8 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 def build_adamw(named_parameters: Iterable[NamedParameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """Return AdamW over the parameters that require a gradient: group 0 with weight decay, group 1 without.
 
-    Raises `ValueError` when no parameter requires a gradient.
+    Raises:
+        ValueError: When no parameter requires a gradient.
     """
     return torch.optim.AdamW(
         groups_of(named_parameters, config),
@@ -117,8 +118,10 @@ def groups_of(named_parameters: Iterable[NamedParameter], config: OptimizerConfi
     """Return two groups of trained parameters: those with weight decay, and those without.
 
     Inside a group parameters are sorted by name, so that the order, and with it a saved state, does not
-    depend on how the model registers them. Names are kept in each group's `param_names`. Raises ValueError
-    when no parameter requires a gradient.
+    depend on how the model registers them. Names are kept in each group's `param_names`.
+
+    Raises:
+        ValueError: When no parameter requires a gradient.
     """
     trained = sorted((item for item in named_parameters if item[1].requires_grad), key=itemgetter(0))
     if not trained:
@@ -172,7 +175,11 @@ class Update:
         self.stack, self.optimizer, self.max_norm = stack, optimizer, config.clip_grad_norm
 
     def backward(self, loss: Tensor, step: int) -> Tensor:
-        """Compute gradients; return their norm before clipping, float64. step: counted from 1."""
+        """Compute gradients; return their norm before clipping, float64.
+
+        Args:
+            step: Counted from 1.
+        """
         loss.backward()
         with self.stack.machinery.control.naming(f"the gradient norm of step {step}"):
             return clip_grad_norm_(self.stack, math.inf if self.max_norm is None else self.max_norm)

@@ -40,7 +40,8 @@ TRY_AGAIN_S = 0.01
 def check_output(path: Path, *, keep: bool) -> None:
     """Raise ConfigError if a run could not write to the folder `path` now, or make it; leave nothing behind.
 
-    keep: whether it continues the run that is there.
+    Args:
+        keep: Whether it continues the run that is there.
     """
     there = path
     try:
@@ -88,7 +89,10 @@ class OutputFolder:
     """The folder `path`, held by a lock (released by the system when the process dies) while it is entered.
 
     A new run finds no other run in it: what an earlier run left is moved aside, as a whole, to `path.1`,
-    `path.2`, ... A run that continues finds the folder as it is. records: what the run goes on writing in it.
+    `path.2`, ... A run that continues finds the folder as it is.
+
+    Attributes:
+        records: What the run goes on writing in it.
     """
 
     def __init__(self, path: Path, *, keep: bool) -> None:
@@ -149,7 +153,8 @@ class OutputFolder:
     def renew(self) -> None:
         """Make again what is lost, with all that was recorded; an earlier run there is moved aside.
 
-        Raises ConfigError where another run has taken the folder.
+        Raises:
+            ConfigError: Where another run has taken the folder.
         """
         assert self._lock is not None, "it is entered"
         if not leads_to(self.path / LOCK, self._lock):

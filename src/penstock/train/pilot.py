@@ -24,7 +24,9 @@ from penstock.train.config import RunConfig
 class Resumption:
     """A checkpoint that is whole and of a run like this one.
 
-    older: earlier checkpoints, the newest first. damaged: later checkpoints, which could not be used.
+    Attributes:
+        older: Earlier checkpoints, the newest first.
+        damaged: Later checkpoints, which could not be used.
     """
 
     path: Path
@@ -35,7 +37,11 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of a step under the plan in use. source: what the forecast is made from, in words."""
+    """What is expected of a step under the plan in use.
+
+    Attributes:
+        source: What the forecast is made from, in words.
+    """
 
     source: str
     timeline: Timeline
@@ -81,8 +87,9 @@ class Pilot(Protocol):
     def after_step(self, slowest_s: float, records: Sequence[TaskRecord]) -> bool:
         """Adopt another plan if it is better; return whether it did. All ranks call it after the same steps.
 
-        slowest_s: how long the step took on the slowest rank. records: of this rank; on a GPU [] for a step
-        that was not timed.
+        Args:
+            slowest_s: How long the step took on the slowest rank.
+            records: Of this rank; on a GPU [] for a step that was not timed.
         """
 
     def save(self, folder: Path) -> None:
@@ -91,7 +98,11 @@ class Pilot(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks that have met, before it is known which ranks share what. node_size: see `Layout`."""
+    """The ranks that have met, before it is known which ranks share what.
+
+    Attributes:
+        node_size: See `Layout`.
+    """
 
     control: Control
     device: torch.device

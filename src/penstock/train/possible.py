@@ -36,8 +36,11 @@ NONE: Final = "none"
 def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, ranks: int) -> None:
     """Raise IndivisibleError, with the nearest valid size, for a size that does not divide what it cuts.
 
-    ranks: total number; sizes of groups that these cannot form are not proposed. Raises ConfigError for more
-    ranks than a sample has tokens.
+    Args:
+        ranks: Total number; sizes of groups that these cannot form are not proposed.
+
+    Raises:
+        ConfigError: For more ranks than a sample has tokens.
     """
     if model.of_transformers:
         family = FAMILIES[model.model_type]
@@ -123,7 +126,8 @@ def check_sections(
 def moving_in(model_type: str, placement: PlacementConfig, data: DataConfig) -> PlacementConfig:
     """Return the section for models of this family, where experts that cannot move stay.
 
-    Raises ConfigError for a feature of a run that they do not have.
+    Raises:
+        ConfigError: For a feature of a run that they do not have.
     """
     family = FAMILIES[model_type]
     if data.separate_documents and not family.separates_documents:
@@ -143,7 +147,9 @@ def moving_in(model_type: str, placement: PlacementConfig, data: DataConfig) -> 
 def check_moves(placement: PlacementConfig, mode: Mode, parallel: ParallelConfig, ranks: int) -> None:
     """Raise ConfigError for a move without effect, or a setting of a move that is not made.
 
-    mode: of the plan; a plan file itself determines what moves. ranks: total number.
+    Args:
+        mode: Of the plan; a plan file itself determines what moves.
+        ranks: Total number.
     """
     if mode == REPLAY:
         return
@@ -169,7 +175,8 @@ def check_movable(
 ) -> None:
     """Raise ConfigError for a move that a step of this schedule, routing and layout cannot make.
 
-    schedule: None where a search chooses one with which samples and experts can move.
+    Args:
+        schedule: None where a search chooses one with which samples and experts can move.
     """
     choice = (schedule or ScheduleConfig()).decision("flat", placement)
     for what in READ_WITH:

@@ -92,7 +92,11 @@ def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> N
 
 
 def check_sizes_given(settings: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError if a checkpoint's settings lack a size of the model. path: of the checkpoint."""
+    """Raise ConfigError if a checkpoint's settings lack a size of the model.
+
+    Args:
+        path: Of the checkpoint.
+    """
     for section, names in SIZES.items():
         table = settings.get(section)
         for name in names:
@@ -156,7 +160,8 @@ def require_checkpoint(config: RunConfig) -> None:
 def find_resumption(config: RunConfig, control: Control) -> Resumption | None:
     """Return the checkpoint to continue from; None for a run that starts afresh. All ranks call it.
 
-    Raises ConfigError if a required checkpoint is missing, if none can be used, or if the run was another.
+    Raises:
+        ConfigError: If a required checkpoint is missing, if none can be used, or if the run was another.
     """
     if config.train.resume is False:
         return None

@@ -46,7 +46,11 @@ BY_LAYER = ("aux_loss_by_layer", "rows_dropped", "rank_rows_max_over_mean", "loa
 
 
 def read_run(folder: Path) -> FinishedRun:
-    """Read a run's folder. Raises ConfigError, naming it, for a folder without a run or a damaged file."""
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: Naming it, for a folder without a run or a damaged file.
+    """
     if not asked(folder.is_dir):
         why = "is not a folder" if asked(folder.exists) else "there is no such folder"
         raise ConfigError("RUN", str(folder), why, "Give the output.dir of a run, such as runs/tiny.")

@@ -179,7 +179,11 @@ def needed(state: State, saved: Container[str]) -> State:
 
 
 def set_generators(state: State, stack: PipelinedStack) -> None:
-    """Give this rank's generators the states that were loaded. Raises DamagedError if they are none."""
+    """Give this rank's generators the states that were loaded.
+
+    Raises:
+        DamagedError: If they are none.
+    """
     place, device = stack.machinery.layout.dp_rank, stack.machinery.device
     host, on_device = generator_name(place), generator_name(place, on_device=True)
     try:
@@ -241,7 +245,8 @@ def take_steps(stack: PipelinedStack, plans: Plans | None, known: Known | None) 
 def read_steps(stack: PipelinedStack, steps: Mapping[str, Any] | None) -> tuple[Plans | None, Known | None]:
     """Return what `steps_of` has returned for this rank; None for what is missing or does not fit the run.
 
-    Raises DamagedError for anything else.
+    Raises:
+        DamagedError: For anything else.
     """
     try:
         return _read_replicas(stack, (steps or {}).get("replicas")), _read_bounds(

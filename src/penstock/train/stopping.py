@@ -16,7 +16,9 @@ from penstock.topology import Control
 class Vote(NamedTuple):
     """What all ranks learn after a step.
 
-    slowest_s: duration of the step on the slowest rank. lost: whether what the run has written is gone.
+    Attributes:
+        slowest_s: Duration of the step on the slowest rank.
+        lost: Whether what the run has written is gone.
     """
 
     stop: bool
@@ -31,7 +33,9 @@ class SignalLog:
     later signal counts only `SAME_REQUEST_S` after the first. Only Python's main thread handles signals; in
     another thread they are left as they are.
 
-    received: the signals, in the order of arrival. once: whether a second one acts as it did before.
+    Attributes:
+        received: The signals, in the order of arrival.
+        once: Whether a second one acts as it did before.
     """
 
     def __init__(self, *, once: bool = False) -> None:

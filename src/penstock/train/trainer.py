@@ -67,9 +67,11 @@ OnStep = Callable[[int, StepStatistics], None]
 class Trainer:
     """Trains what a configuration describes, on this rank of a group that has joined already.
 
-    make_pilot: makes the pilot, which decides by which plan steps run. make_model: builds the model. on_step:
-    called before a step's checkpoint is written; the output folder exists by then. log: gets its file in the
-    output folder, when that is there.
+    Attributes:
+        make_pilot: Makes the pilot, which decides by which plan steps run.
+        make_model: Builds the model.
+        on_step: Called before a step's checkpoint is written; the output folder exists by then.
+        log: Gets its file in the output folder, when that is there.
     """
 
     began = False

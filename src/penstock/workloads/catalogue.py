@@ -104,15 +104,17 @@ SLOW_DRIFT: Final = 0.01
 class RoutingConfig:
     """A workload: where tokens go in every step. `penstock bench`, `penstock plan` and tests name it alike.
 
-    routing: the workload, see `ABOUT`.
-    zipf_exponent: 0 is even, 1 gives the first expert twice the tokens of the second.
-    gini: coefficient of the rows of a layer's experts: 0 is even, near 1 few experts get nearly all.
-    dirichlet_concentration: small numbers send a sample to few experts (strong locality), large ones to all
-        alike.
-    drift: how far preferences move in one step: 1 / drift steps lead to preferences that have nothing to do
-        with the first ones, continuously; 0 = they stay. For zipf and dirichlet.
-    change_at: the step (counted from 0) before which all preferences are drawn again; none = never.
-    seed: of preferences and of chance. recorded: the file that a training run wrote, for `recorded`.
+    Attributes:
+        routing: The name of the workload; `penstock list` has them.
+        zipf_exponent: 0 is even, 1 gives the first expert twice the tokens of the second.
+        gini: Coefficient of the rows of a layer's experts: 0 is even, near 1 few experts get nearly all.
+        dirichlet_concentration: Small numbers send a sample to few experts (strong locality), large ones to
+            all alike.
+        drift: How far preferences move in one step: 1 / drift steps lead to preferences that have nothing to
+            do with the first ones, continuously; 0 = they stay. For zipf and dirichlet.
+        change_at: The step (counted from 0) before which all preferences are drawn again; none = never.
+        seed: Of preferences and of chance.
+        recorded: The file that a training run wrote, for `recorded`.
     """
 
     routing: RoutingName = "even"
@@ -149,7 +151,8 @@ class RoutingConfig:
     def parse(cls, text: str) -> Self:
         """Read `zipf`, `zipf,zipf_exponent=1.5,seed=3`, `gini=0.3`, or the path of a recorded run.
 
-        Raises ConfigError for any other text.
+        Raises:
+            ConfigError: For any other text.
         """
         name, *settings = text.split(",")
         if name not in READ_BY and asked(Path(name).is_file):
@@ -173,7 +176,11 @@ Make = Callable[[RoutingConfig, RoutingSizes], Preferences]
 
 
 def routing_of(config: RoutingConfig, sizes: RoutingSizes) -> Routing:
-    """Return a batch's routing by a workload. Raises ConfigError if a recorded run does not fit the model."""
+    """Return a batch's routing by a workload.
+
+    Raises:
+        ConfigError: If a recorded run does not fit the model.
+    """
     if config.recorded is not None:
         return recorded_routing(config.recorded, sizes)
     return GeneratedRouting(sizes, GENERATED[config.routing](config, sizes), config.seed)
@@ -211,7 +218,8 @@ def routing_of_layers(
 def representatives(load_Y: npt.NDArray[Any], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return `count` layers that stand for all, ascending, and which of them (from 0) stands for each layer.
 
-    load_Y: by which layers are ordered; equal ones stay in their order.
+    Args:
+        load_Y: By which layers are ordered; equal ones stay in their order.
     """
     parts = np.array_split(np.argsort(load_Y, kind="stable"), count)
     parts.sort(key=lambda part: int(part[len(part) // 2]))

@@ -52,8 +52,9 @@ SIZES: Final = ("moe_layers", "num_experts", "top_k")
 class RecordedModel:
     """The model that a file's routing fits.
 
-    experts_choose: whether experts choose tokens instead of tokens experts: a token may then have any number
-    of experts, and an expert may choose several or no tokens of a sample.
+    Attributes:
+        experts_choose: Whether experts choose tokens instead of tokens experts: a token may then have any
+            number of experts, and an expert may choose several or no tokens of a sample.
     """
 
     moe_layers: int
@@ -66,8 +67,11 @@ class RecordedModel:
 class Recording:
     """A file's content.
 
-    steps: as numbered while training. loads_SYE: int64, [steps, MoE layers, experts]. samples: for every step
-    the loads of each sample that has any tokens, [samples, MoE layers, experts]; None where they are unknown.
+    Attributes:
+        steps: As numbered while training.
+        loads_SYE: int64, [steps, MoE layers, experts].
+        samples: For every step the loads of each sample that has any tokens, [samples, MoE layers, experts];
+            None where they are unknown.
     """
 
     model: RecordedModel
@@ -83,11 +87,14 @@ Loads = Sequence[Sequence[float]]
 class RoutingRecorder:
     """Writes the loads of each step; a line is in the file before `write` returns. One rank writes.
 
-    resume_step: steps already done. 0 starts a new file; otherwise lines up to that step are kept as they
-    are, so that a run that was killed and continued records no step twice. The old file stays until the
-    new one is on the disk.
+    The old file stays until the new one is on the disk.
 
-    Raises ConfigError naming a line that no recorder wrote.
+    Attributes:
+        resume_step: Steps already done. 0 starts a new file; otherwise lines up to that step are kept as they
+            are, so that a run that was killed and continued records no step twice.
+
+    Raises:
+        ConfigError: Naming a line that no recorder wrote.
     """
 
     def __init__(self, path: Path, model: RecordedModel, resume_step: int = 0) -> None:
@@ -100,9 +107,13 @@ class RoutingRecorder:
         self.file = LineFile(path, chain([header], kept))
 
     def write(self, step: int, tokens_per_expert: Loads, samples: Sequence[Loads] | None = None) -> None:
-        """Record one step. tokens_per_expert: whole numbers of any type; samples: these of each sample.
+        """Record one step.
 
         `StepStatistics.chosen_YE.tolist()` is what a stack has after each step.
+
+        Args:
+            tokens_per_expert: Whole numbers of any type.
+            samples: These of each sample.
         """
         record: dict[str, Any] = {"step": step, WHOLE: self._whole(tokens_per_expert)}
         if samples is not None:
@@ -193,7 +204,11 @@ class RecordedRouting:
 
 
 def recorded_routing(path: Path, sizes: RoutingSizes) -> RecordedRouting:
-    """Return the routing of the run that wrote `path`. Raises ConfigError if it is none or does not fit."""
+    """Return the routing of the run that wrote `path`.
+
+    Raises:
+        ConfigError: If it is none or does not fit.
+    """
     recording = read_recording(path)
     wanted = RecordedModel(moe_layers=sizes.moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k)
     for name in SIZES:
@@ -213,7 +228,8 @@ def recorded_routing(path: Path, sizes: RoutingSizes) -> RecordedRouting:
 def read_recording(path: Path) -> Recording:
     """Read a file of `RoutingRecorder`; an unfinished last line, left by a killed run, is dropped.
 
-    Raises ConfigError naming the line that is wrong.
+    Raises:
+        ConfigError: Naming the line that is wrong.
     """
     with open_regular(path, KEY, HINT, str(path)) as file:
         lines = _lines(path, file)

@@ -182,9 +182,12 @@ PREFERENCES, CHANCE = 0, 1
 class RoutingSizes:
     """The batch that is routed.
 
-    groups: of ranks with the same samples; a rank alone, unless ranks share attention. samples: of such a
-    group. moe_layers: the number of layers that have a router. holders: the number of ranks (where ranks
-    share every expert, of groups of these) over which experts are spread evenly.
+    Attributes:
+        groups: Of ranks with the same samples; a rank alone, unless ranks share attention.
+        samples: Of such a group.
+        moe_layers: The number of layers that have a router.
+        holders: The number of ranks (where ranks share every expert, of groups of these) over which experts
+            are spread evenly.
     """
 
     groups: int
@@ -248,8 +251,12 @@ STAYS = 0
 class HotSpot:
     """Preferences that give the experts of one spot together `share` of the choices, the others the rest.
 
-    Both parts are even. spots_SN: the possible spots. first_Y: the spot of every layer at the beginning.
-    period: the number of steps for which it stays at a spot; 0 = permanently.
+    Both parts are even.
+
+    Attributes:
+        spots_SN: The possible spots.
+        first_Y: The spot of every layer at the beginning.
+        period: The number of steps for which it stays at a spot; 0 = permanently.
     """
 
     spots_SN: Counts

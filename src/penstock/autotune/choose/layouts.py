@@ -58,7 +58,8 @@ def settled_layout(config: RunConfig, ranks: Ranks, resumption: Resumption | Non
 def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
     """Return the run in which ranks share as in `sizes`, with the same samples per step.
 
-    Raises IndivisibleError where the samples cannot be divided among the groups of ranks.
+    Raises:
+        IndivisibleError: Where the samples cannot be divided among the groups of ranks.
     """
     parallel, data = config.parallel, config.data
     samples = data.batch_per_device * sizes.tp_size
@@ -72,7 +73,9 @@ def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
 def check_some_layout(config: RunConfig, processes: int, node_size: int, there_bytes: int | None) -> None:
     """Raise ConfigError unless in some layout of these local processes everything divides and may fit.
 
-    node_size: ranks of a node. there_bytes: memory of all processes together; None = not known.
+    Args:
+        node_size: Ranks of a node.
+        there_bytes: Memory of all processes together; None = not known.
     """
     last: ConfigError | None = None
     for each in _layouts(config, processes, 0, node_size):
@@ -91,7 +94,11 @@ def check_some_layout(config: RunConfig, processes: int, node_size: int, there_b
 def least_memory(config: RunConfig, world_size: int) -> RankMemory:
     """Return the memory that a rank needs in the layout that needs least, wherever its ranks are.
 
-    config: as `resolved`. Raises ConfigError unless there is a layout in which everything divides.
+    Args:
+        config: As `resolved`.
+
+    Raises:
+        ConfigError: Unless there is a layout in which everything divides.
     """
     possible = _layouts(config, world_size, 0, world_size)
     return min((memory_of(each.config, each.layout) for each in possible), key=lambda need: need.total_bytes)
@@ -103,9 +110,15 @@ def run_layouts(
     memory: MemoryBudget | None = None,
     given: Mapping[str, Any] = NOTHING,
 ) -> FoundLayouts:
-    """Rank all layouts of a resolved configuration on a cluster's ranks. Raises ConfigError if none fits.
+    """Rank all layouts of a resolved configuration on a cluster's ranks.
 
-    given: decisions that every plan has, by name. It ends by the clock, with what is ranked by then.
+    It ends by the clock, with what is ranked by then.
+
+    Args:
+        given: Decisions that every plan has, by name.
+
+    Raises:
+        ConfigError: If none fits.
     """
     return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory, given)
 
@@ -283,10 +296,14 @@ def run_subject(
 ) -> Subject:
     """Return the step of a configuration on this cluster's ranks.
 
-    path: a file of settings; or the config.json of a model of transformers, or its folder, with defaults for
-    the rest.
-    Section [schedule] of a file is for runs that do not search. What `overrides` set of it holds in every
-    plan. layout: instead of plan.layout. Raises ConfigError for overrides that would have no effect.
+    Args:
+        path: A file of settings; or the config.json of a model of transformers, or its folder, with defaults
+            for the rest. Section [schedule] of a file is for runs that do not search. What `overrides` set of
+            it holds in every plan.
+        layout: Instead of plan.layout.
+
+    Raises:
+        ConfigError: For overrides that would have no effect.
     """
     keys = [override.partition("=")[0].strip() for override in overrides]
     check_source(overrides)

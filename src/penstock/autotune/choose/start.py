@@ -239,10 +239,13 @@ def _measured(file: ClusterFile) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Solved:
-    """A problem with the best plan that was found. why: the reasons for it; more: lines after these.
+    """A problem with the best plan that was found.
 
-    warning: that no plan fits into memory by its estimate. The best one is still taken, since the run will
-    show whether it fits.
+    Attributes:
+        why: The reasons for it.
+        more: Lines after these.
+        warning: That no plan fits into memory by its estimate. The best one is still taken, since the run
+            will show whether it fits.
     """
 
     problem: Problem
@@ -293,8 +296,9 @@ def find(
 ) -> Solved:
     """Return the best plan and the reasons for it. Callers have its warning said.
 
-    remedy: of measurements that contradict each other. clock: by which the search ends after `SEARCH_S`, with
-    the best plan by then.
+    Args:
+        remedy: Of measurements that contradict each other.
+        clock: By which the search ends after `SEARCH_S`, with the best plan by then.
     """
     ends = time_limit(clock, budget)
     memory, warning = MemoryBudget.of(file.memory_bytes), None

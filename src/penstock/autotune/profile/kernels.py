@@ -30,7 +30,13 @@ PIECES = (1, 4, 2, 8)
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kind of computation. size: whole batch. work: operations or bytes, each. make: timed action."""
+    """One kind of computation.
+
+    Attributes:
+        size: Whole batch.
+        work: Operations or bytes, each.
+        make: Timed action.
+    """
 
     name: str
     unit: Literal["flop", "byte"]
@@ -44,7 +50,8 @@ def measure_kernels(
 ) -> tuple[KernelModel, ...]:
     """Measure kernels, with the same result on all ranks, which call it together; as many as the time allows.
 
-    limits: as of `Budget`.
+    Args:
+        limits: As of `Budget`.
     """
     budget = Budget(machinery.control, budget_s, limits)
     kernels = list(_kernels(config, machinery))
@@ -161,8 +168,10 @@ def measure_updates(
 ) -> tuple[TaskModel, ...]:
     """Return models of the updates of all kinds of gradients; none where the budget is `late`.
 
-    parameters: of a few layers as a run has them; their number counts beside their bytes. They keep their
-    values, and have no gradient afterwards. All ranks call this together and get the same.
+    They keep their values, and have no gradient afterwards. All ranks call this together and get the same.
+
+    Args:
+        parameters: Of a few layers as a run has them; their number counts beside their bytes.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:

@@ -49,7 +49,9 @@ Make = Callable[[int], Action]
 class Probe:
     """One collective in one kind of group.
 
-    make: returns an exchange of this number of float32 elements. used: whether plans rest on it.
+    Attributes:
+        make: Returns an exchange of this number of float32 elements.
+        used: Whether plans rest on it.
     """
 
     collective: str
@@ -76,12 +78,14 @@ def measure_links(
 ) -> tuple[LinkModel, ...]:
     """Return lines of all collectives; the same on all ranks, which must call it together. () for one rank.
 
-    dispatches: names of hierarchical ones whose legs are measured, too. used_only: leave out what no plan
-    rests on. limits: as of `Budget`.
-
     The time goes first to what plans rest on; the remainder pays for at least two sizes of everything else.
     Collectives that are left when the budget is `late` are not measured. Groups with the same members are
     measured once.
+
+    Args:
+        dispatches: Names of hierarchical ones whose legs are measured, too.
+        used_only: Leave out what no plan rests on.
+        limits: As of `Budget`.
     """
     if machinery.layout.world_size == 1:
         return ()
@@ -190,7 +194,11 @@ def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
 
 
 def exchanges(transport: Transport, group: Axes, rank: int, device: torch.device) -> dict[str, Make]:
-    """Return the collectives of a group as exchanges of its transport. rank: this rank's place in it."""
+    """Return the collectives of a group as exchanges of its transport.
+
+    Args:
+        rank: This rank's place in it.
+    """
     size = transport.size(group)
 
     def zeros(elements: int) -> Tensor:

@@ -43,9 +43,12 @@ def profile_run(
 ) -> ClusterFile:
     """Measure links and computation for a resolved configuration; return the same file on every rank.
 
-    All ranks must call this together, and nothing else may use the machinery meanwhile. limits: whether
-    this rank is asked to end as soon as it has the least that a file needs, and the clock by which measuring
-    ends even where this least takes too long; the file then lists this among its doubts.
+    All ranks must call this together, and nothing else may use the machinery meanwhile.
+
+    Args:
+        limits: Whether this rank is asked to end as soon as it has the least that a file needs, and the clock
+            by which measuring ends even where this least takes too long; the file then lists this among its
+            doubts.
     """
     limits, ranks = limits or Limits(), machinery.layout.world_size
     links_s = LINKS_SHARE * budget_s if ranks > 1 else 0.0
@@ -79,8 +82,10 @@ def profile_layout(
 ) -> ClusterFile:
     """Measure what layouts are compared by: as `profile_run`, and after a first layout links and tasks only.
 
-    first: the file of another layout. Tasks are lines over their work by that file's rates, so that both
-    files can complete each other.
+    Tasks are lines over their work by that file's rates, so that both files can complete each other.
+
+    Args:
+        first: The file of another layout.
     """
     if first is None:
         return profile_run(config, machinery, budget_s=budget_s)
@@ -94,8 +99,9 @@ def profile_schedules(
 ) -> ClusterFile:
     """Measure only that on which predictions of these schedules rest; otherwise as `profile_run`.
 
-    budget_s: for compute tasks, at the sizes that the schedules cut; links take as long before, and at most
-    `LINKS_S`.
+    Args:
+        budget_s: For compute tasks, at the sizes that the schedules cut; links take as long before, and at
+            most `LINKS_S`.
     """
     limits = Limits()
     file = profile_links(config, machinery, budget_s=min(LINKS_S, budget_s), limits=limits)
@@ -113,8 +119,11 @@ def profile_links(
 ) -> ClusterFile:
     """Measure the links on which plans rest, for some seconds; devices are as section [cluster] assumes them.
 
-    dispatches: whose legs are measured in addition to those that the configuration leaves open. used_only:
-    leave out links on which no plan rests. All ranks call it together and get the same file.
+    All ranks call it together and get the same file.
+
+    Args:
+        dispatches: Whose legs are measured in addition to those that the configuration leaves open.
+        used_only: Leave out links on which no plan rests.
     """
     limits = limits or Limits()
     layout = machinery.layout
@@ -135,7 +144,8 @@ def profile_links(
 def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: int) -> ClusterConfig:
     """Return the rates with latency and bandwidth between two ranks that explain the measured all-to-alls.
 
-    nodes: of the cluster; in a single node all links are inside it.
+    Args:
+        nodes: Of the cluster; in a single node all links are inside it.
     """
     for lane, group in (("link", "ep"), ("intra", "ep" if nodes == 1 else "node")):
         found = _measured(links, "all_to_all", group)

@@ -49,8 +49,10 @@ def ignore(text: str) -> None:
 class Limits:
     """What ends a measurement, besides its budget.
 
-    stopped: whether this rank is to measure no more than it must. clock: by which budgets are kept. overran:
-    noted by a budget that was so much exceeded that not even the least was measured.
+    Attributes:
+        stopped: Whether this rank is to measure no more than it must.
+        clock: By which budgets are kept.
+        overran: Noted by a budget that was so much exceeded that not even the least was measured.
     """
 
     stopped: Callable[[], bool] = bool
@@ -170,9 +172,14 @@ def measure_sizes(
 ) -> list[tuple[int, float]]:
     """Return (size, typical seconds) of `make(size)` for as many of `sizes` as fit, but at least `least`.
 
-    There are fewer, or none, where the budget is `late`. sizes: in the order of how much they tell. share_s:
-    seconds into which they must fit. longest_s: sizes whose action would take longer are left out. Time that
-    remains goes to the point with the widest confidence interval until all are narrow.
+    There are fewer, or none, where the budget is `late`.
+
+    Time that remains goes to the point with the widest confidence interval until all are narrow.
+
+    Args:
+        sizes: In the order of how much they tell.
+        share_s: Seconds into which they must fit.
+        longest_s: Sizes whose action would take longer are left out.
     """
     until_s = budget.left_s - share_s
     points: list[Point] = []
@@ -194,7 +201,11 @@ def measure_sizes(
 
 
 def fitted(points: Iterable[tuple[float, float]], *, trusted: int = 0) -> tuple[LineFit, Fit]:
-    """Return the line through points of a size and seconds, and how well it fits. trusted: see `fit_line`."""
+    """Return the line through points of a size and seconds, and how well it fits.
+
+    Args:
+        trusted: See `fit_line`.
+    """
     ordered = sorted(points)
     line = fit_line(ordered, trusted=trusted)
     return line, Fit(r2=line.r2, residual=line.residual, points=tuple(ordered))

@@ -40,7 +40,11 @@ Kind = tuple[str, str]
 
 @dataclass(frozen=True)
 class RanStep:
-    """One step on this rank. spans_T2: when every task of the plan's graph started and ended, seconds."""
+    """One step on this rank.
+
+    Attributes:
+        spans_T2: When every task of the plan's graph started and ended, seconds.
+    """
 
     iteration_s: float
     spans_T2: Seconds
@@ -55,8 +59,10 @@ class RanStep:
 class Watched:
     """The steps of one plan on all ranks.
 
-    spans_KRT2: seconds, by rank, round, task and end. quiet_KRT: durations of the same tasks in steps without
-    a network. iterations_R: the slowest rank's, by round.
+    Attributes:
+        spans_KRT2: Seconds, by rank, round, task and end.
+        quiet_KRT: Durations of the same tasks in steps without a network.
+        iterations_R: The slowest rank's, by round.
     """
 
     plan: StepPlan
@@ -84,7 +90,8 @@ class Watched:
 def worth_running(plans: Sequence[tuple[str, StepPlan]]) -> list[int]:
     """Return which plans show most: the first, and of every schedule the plan with the most tasks.
 
-    plans: with the names of their schedules.
+    Args:
+        plans: With the names of their schedules.
     """
     largest: dict[str, int] = {}
     for place, (name, plan) in enumerate(plans):
@@ -102,8 +109,9 @@ class RealSteps:
     ) -> None:
         """Take the plans to run.
 
-        run, run_quietly: one step of a plan with and without a network; None = computation, which is slept,
-        takes as long with it.
+        Args:
+            run, run_quietly: One step of a plan with and without a network; None = computation, which is
+                slept, takes as long with it.
         """
         self._plans, self._run, self._run_quietly, self._control = plans, run, run_quietly, control
         self._noted: list[list[tuple[RanStep, RanStep]]] = [[] for _ in plans]
@@ -111,7 +119,8 @@ class RealSteps:
     def round(self, late: Callable[[], bool], *, counts: bool = True) -> None:
         """Run one step of every plan, and one without a network; all ranks together.
 
-        late: whether time is up, as all ranks agree; no other plan follows then.
+        Args:
+            late: Whether time is up, as all ranks agree; no other plan follows then.
         """
         for (plan, _), noted in zip(self._plans, self._noted, strict=True):
             if late():
@@ -153,7 +162,8 @@ def with_steps(
 ) -> ClusterFile:
     """Return the file with what real steps tell about its tasks, its transfers, and whole steps.
 
-    problem_of: the step that ran, on such a cluster.
+    Args:
+        problem_of: The step that ran, on such a cluster.
     """
     problem = alone(problem_of(file))
 
@@ -230,8 +240,11 @@ def transferred(
 ) -> dict[Kind, list[Sighting]]:
     """Compare every transfer on the rank that came last with its line.
 
-    The other ranks wait for that one, and see more than the transfer. cost_of: seconds of the tasks that ran,
-    without contention. work: of the steps, for what their tasks are.
+    The other ranks wait for that one, and see more than the transfer.
+
+    Args:
+        cost_of: Seconds of the tasks that ran, without contention.
+        work: Of the steps, for what their tasks are.
     """
     found: dict[Kind, list[Sighting]] = defaultdict(list)
     for each in watched:
@@ -268,7 +281,8 @@ def with_whole_steps(
 ) -> ClusterFile:
     """Return the file with what whole steps tell beyond their tasks, replacing what earlier ones told.
 
-    expected_s: predicted by such a file, for every plan.
+    Args:
+        expected_s: Predicted by such a file, for every plan.
     """
     pairs = zip(watched, expected_s, strict=True)
     steps = fit_steps([[float(seconds) / one_s for seconds in each.iterations_R] for each, one_s in pairs])

@@ -30,8 +30,13 @@ def names() -> tuple[str, ...]:
 def find_cluster(name_or_path: str, key: str = "") -> ClusterFile:
     """Return a shipped cluster by its name, one that a line describes, or the file at a path.
 
-    Case does not matter. key: the setting that names it, for errors; "" = the name itself is shown. Raises
-    ConfigError for an unknown name, naming one that is near, and for a file that cannot be used.
+    Case does not matter.
+
+    Args:
+        key: The setting that names it, for errors; "" = the name itself is shown.
+
+    Raises:
+        ConfigError: For an unknown name, naming one that is near, and for a file that cannot be used.
     """
     subject: tuple[str, object] = (key, name_or_path) if key else (name_or_path or "cluster", UNSET)
     if (name := in_any_case(name_or_path, names())) in names():

@@ -34,7 +34,12 @@ BEFORE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a stage needs to know. config: not resolved. cluster: as `Here` has it."""
+    """What a stage needs to know.
+
+    Attributes:
+        config: Not resolved.
+        cluster: As `Here` has it.
+    """
 
     config: RunConfig
     timeout_s: float

@@ -42,7 +42,11 @@ def run(here: Here) -> Outcome:
 
 
 def outcome_of(file: ClusterFile, large: Sequence[dict[str, Any]], *, judged: bool) -> Outcome:
-    """Return the curves for people and for plans. judged: whether doubts about them count."""
+    """Return the curves for people and for plans.
+
+    Args:
+        judged: Whether doubts about them count.
+    """
     lines = [
         f"{name}: {1e6 * link.alpha_s:.0f} us, {1 / link.beta_s_per_byte / 1e9:.2f} GB/s of what a rank has"
         for name in SHOWN

@@ -42,8 +42,10 @@ def run(here: Here) -> Outcome:
 def why_wrong(said: str, waited_s: float, *, faulty: bool, lost: int, timeout_s: float) -> str:
     """Return what is wrong with the way in which a rank ended; "" if nothing is.
 
-    said: its error, "" if its step ended. lost: the rank that failed. timeout_s: after which a rank that
-    knows nothing of a failure would give up.
+    Args:
+        said: Its error, "" if its step ended.
+        lost: The rank that failed.
+        timeout_s: After which a rank that knows nothing of a failure would give up.
     """
     if not said:
         return "the step ended as if no rank had failed"

@@ -33,9 +33,14 @@ from penstock.train.optimizer import OptimizerConfig, build_update, set_learning
 class Scale:
     """How much the stages do.
 
-    rounds: of the lanes. repeats: of a step, in races and waits. steps: measured of every schedule. budget_s:
-    of the curves. largest_bytes: of a collective; 0 = no more than a profile has. judged: whether times say
-    anything about this device; on processors that stand in for GPUs they do not.
+    Attributes:
+        rounds: Of the lanes.
+        repeats: Of a step, in races and waits.
+        steps: Measured of every schedule.
+        budget_s: Of the curves.
+        largest_bytes: Of a collective; 0 = no more than a profile has.
+        judged: Whether times say anything about this device; on processors that stand in for GPUs they do
+            not.
     """
 
     rounds: int
@@ -55,8 +60,11 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Here:
-    """A rank in a stage. config: resolved; the run for which curves and predictions are. cluster: what the
-    curves have found; None if they have not been measured.
+    """A rank in a stage.
+
+    Attributes:
+        config: Resolved; the run for which curves and predictions are.
+        cluster: What the curves have found; None if they have not been measured.
     """
 
     info: ProcessInfo
@@ -100,8 +108,12 @@ of rounding stay as small as they are."""
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A way to run the small model. name: for people. parallel, moe, plan, placement, optimizer: settings of
-    those sections that differ from the usual ones."""
+    """A way to run the small model.
+
+    Attributes:
+        name: For people.
+        parallel, moe, plan, placement, optimizer: Settings of those sections that differ from the usual ones.
+    """
 
     name: str
     schedule: str = "flowmoe"
@@ -144,7 +156,11 @@ class Case:
 
 
 class Running:
-    """A stack with its optimiser and one batch, on this rank. factor: on all fresh matrices."""
+    """A stack with its optimiser and one batch, on this rank.
+
+    Attributes:
+        factor: On all fresh matrices.
+    """
 
     def __init__(self, config: RunConfig, machinery: Machinery, factor: float = 1.0) -> None:
         self.stack = build_stack(config, machinery)

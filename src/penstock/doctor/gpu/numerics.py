@@ -44,7 +44,11 @@ Weights = dict[str, Tensor]
 @dataclass(frozen=True, kw_only=True)
 class Errors:
     """Errors relative to the reference: of the loss, the gradient norm, and the step of all parameters of
-    this rank together. worst: the tensor whose step is farthest off."""
+    this rank together.
+
+    Attributes:
+        worst: The tensor whose step is farthest off.
+    """
 
     loss: float
     norm: float
@@ -163,7 +167,11 @@ def _options(world_size: int) -> Iterator[Case]:
 
 
 def check(here: Here, case: Case, machinery: Machinery) -> Errors:
-    """Return how far a step of a case is from the reference. machinery: of a case with the same layout."""
+    """Return how far a step of a case is from the reference.
+
+    Args:
+        machinery: Of a case with the same layout.
+    """
     ran = small_run(here, case, machinery)
     if case.learns_from_loads:
         ran.rehearse()
@@ -235,7 +243,8 @@ def reference_loss(
 ) -> Tensor:
     """Return the mean loss over all tokens of the whole batch.
 
-    weights: by their names in the model, experts by `name.EXPERT`.
+    Args:
+        weights: By their names in the model, experts by `name.EXPERT`.
     """
     h_BLM, eps = weights["model.embed_tokens.weight"][tokens_BL], model.rms_norm_eps
     for layer in range(model.num_layers):

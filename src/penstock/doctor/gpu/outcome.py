@@ -40,7 +40,13 @@ SEVERITY = (Verdict.SKIPPED, Verdict.PASS, Verdict.SLOW, Verdict.FAIL)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A stage on one rank. reason: why it is not PASS. lines: for people. figures: for the JSON."""
+    """A stage on one rank.
+
+    Attributes:
+        reason: Why it is not PASS.
+        lines: For people.
+        figures: For the JSON.
+    """
 
     verdict: Verdict
     reason: str = ""
@@ -49,7 +55,11 @@ class Outcome:
 
     @classmethod
     def of(cls, lines: Sequence[str], figures: Mapping[str, Any], *, slow: str = "", wrong: str = "") -> Self:
-        """Return the outcome of a stage that ran to its end. slow, wrong: the reason, "" if it is not."""
+        """Return the outcome of a stage that ran to its end.
+
+        Args:
+            slow, wrong: The reason, "" if it is not.
+        """
         verdict = Verdict.FAIL if wrong else Verdict.SLOW if slow else Verdict.PASS
         return cls(verdict=verdict, reason=wrong or slow, lines=tuple(lines), figures=figures)
 
@@ -114,7 +124,11 @@ def names_here() -> dict[str, str]:
 
 
 def without_names(value: Any, names: Mapping[str, str]) -> Any:
-    """Return plain data with every text in it cleaned, keys too. names: as `names_here` returns them."""
+    """Return plain data with every text in it cleaned, keys too.
+
+    Args:
+        names: As `names_here` returns them.
+    """
     if isinstance(value, str):
         longest_first = sorted(map(re.escape, names), key=len, reverse=True)
         text = ADDRESS.sub(_no_address, PATH.sub(_short, value))

@@ -48,7 +48,11 @@ def run(here: Here) -> Outcome:
 
 
 def outcome_of(rows: Sequence[dict[str, Any]], *, judged: bool) -> Outcome:
-    """Return the table. judged: whether an error of predictions counts."""
+    """Return the table.
+
+    Args:
+        judged: Whether an error of predictions counts.
+    """
     lines = [
         f"{row['schedule']:<13} predicted {milliseconds(row['predicted_s'])}, measured "
         f"{milliseconds(row['measured_s'])}; network shows {percent(row['predicted_exposed'])} and "

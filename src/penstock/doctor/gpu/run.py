@@ -39,7 +39,11 @@ FRAME: Final = re.compile(r'File ".*?(penstock/[\w/]+\.py)", line (\d+) in (\w+)
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A stage on all ranks. seconds: of the first rank's child."""
+    """A stage on all ranks.
+
+    Attributes:
+        seconds: Of the first rank's child.
+    """
 
     stage: str
     seconds: float
@@ -102,7 +106,11 @@ def run_stages(
 ) -> Iterator[Result]:
     """Run the stages in order; yield each result when it is there.
 
-    timeout_s: of every stage; None = its own. Raises MeetingError where the other ranks are lost.
+    Args:
+        timeout_s: Of every stage; None = its own.
+
+    Raises:
+        MeetingError: Where the other ranks are lost.
     """
     ended: dict[str, Verdict] = {}
     cluster: ClusterFile | None = None
@@ -128,7 +136,8 @@ def _command(stage: str, folder: Path) -> list[str]:
 def run_child(command: Callable[[Path], Sequence[str]], given: Given) -> Outcome:
     """Run a command to its end, or for as long as it may; return what it has found, or how it ended.
 
-    command: of the folder in which it finds what it is given, and leaves what it has found.
+    Args:
+        command: Of the folder in which it finds what it is given, and leaves what it has found.
     """
     # Where ranks meet at their launcher's store, or at that of the first parent, no child makes one.
     environ = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -192,7 +201,8 @@ def worst_of(results: Sequence[Result]) -> Verdict:
 def report_of(results: Sequence[Result], names: Mapping[str, str], ranks: int, device: str) -> dict[str, Any]:
     """Return the JSON: a cluster file, if one was measured, with everything else under one more key.
 
-    names: of hosts and users, none of which is in the result.
+    Args:
+        names: Of hosts and users, none of which is in the result.
     """
     doctor = {
         "version": VERSION,

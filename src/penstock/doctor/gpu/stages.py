@@ -15,9 +15,14 @@ from penstock.doctor.gpu.outcome import Outcome, together
 class Stage:
     """One stage.
 
-    title: for people. run: on every rank. timeout_s: after which its processes are ended. needs: stages that
-    must not have failed. judge: makes one outcome of those of all ranks. joins: whether ranks connect before.
-    breaks: whether connections are broken afterwards, on purpose.
+    Attributes:
+        title: For people.
+        run: On every rank.
+        timeout_s: After which its processes are ended.
+        needs: Stages that must not have failed.
+        judge: Makes one outcome of those of all ranks.
+        joins: Whether ranks connect before.
+        breaks: Whether connections are broken afterwards, on purpose.
     """
 
     name: str

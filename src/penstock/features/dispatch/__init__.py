@@ -24,7 +24,11 @@ DISPATCHES: dict[str, Dispatch] = {
 
 
 def find_dispatch(dispatch: Dispatch | str) -> Dispatch:
-    """Return a dispatch by its name, or a given dispatch itself. Raises ValueError for an unknown name."""
+    """Return a dispatch by its name, or a given dispatch itself.
+
+    Raises:
+        ValueError: For an unknown name.
+    """
     if not isinstance(dispatch, str):
         return dispatch
     if dispatch not in DISPATCHES:
@@ -38,9 +42,12 @@ def of_hops(hops: tuple[Hop, ...]) -> Dispatch:
 
 
 def runnable(nodes: int, node_size: int, *, joins: bool) -> list[str]:
-    """Return dispatches that differ on this number of nodes. joins: whether rows may be for several experts.
+    """Return dispatches that differ on this number of nodes.
 
     In nodes of one rank, legs inside them would be useless copies, unless they join rows.
+
+    Args:
+        joins: Whether rows may be for several experts.
     """
     if nodes == 1:
         return [FlatDispatch.name]

@@ -20,10 +20,12 @@ from penstock.step.stages import Pass, Stage
 class Hierarchical:
     """A dispatch in several legs; combine takes the same legs home, last leg first.
 
-    hops: the legs in their order, one of them D.
-
         before  AT ─rows─ D ─rows─ X ─rows─ C ─rows─ U
         after   AT ─rows─ DG ─rows─ D ─rows─ DS ─rows─ X ─rows─ CG ─rows─ C ─rows─ CS ─rows─ U
+
+
+    Attributes:
+        hops: The legs in their order, one of them D.
     """
 
     hops: Sequence[Hop]

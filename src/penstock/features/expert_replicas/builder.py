@@ -37,7 +37,10 @@ memory."""
 class ReplicationBuilder:
     """Hosts of every expert and the rows that each of them computes.
 
-    homes: by expert, ranks in ascending order. rows: by expert and home. computed: rows by rank.
+    Attributes:
+        homes: By expert, ranks in ascending order.
+        rows: By expert and home.
+        computed: Rows by rank.
     """
 
     def __init__(self, problem: ExpertProblem) -> None:
@@ -161,7 +164,11 @@ class ReplicationBuilder:
         return seconds_of(problem.costs, load)
 
     def replication(self, limit: int | None = None) -> Replication:
-        """Return the finished record. limit: of a replication split by the loads of the step that runs."""
+        """Return the finished record.
+
+        Args:
+            limit: Of a replication split by the loads of the step that runs.
+        """
         problem = self.problem
         slots = problem.replica_slots
         replicas = [g + [EMPTY] * (slots - len(g)) for g in self.replicas]

@@ -27,7 +27,11 @@ OF_SPLIT: Final = 4
 
 
 def numbers_of(share: Share, known: Sequence[Replication]) -> Numbers:
-    """Return a share as numbers. known: the plans of these layers before, which need not be told again."""
+    """Return a share as numbers.
+
+    Args:
+        known: The plans of these layers before, which need not be told again.
+    """
     found: list[int] = []
     for (new, in_use), old in zip(share, known, strict=True):
         if new is old:
@@ -75,8 +79,12 @@ def plain_of(replication: Replication) -> dict[str, Any]:
 
 
 def replication_of(plain: Mapping[str, Any], placement: ExpertPlacement) -> Replication:
-    """Return a replication from plain data. Raises KeyError, TypeError, ValueError or IndexError if
-    invalid."""
+    """Return a replication from plain data.
+
+    Raises:
+        KeyError: TypeError, ValueError.
+        IndexError: If invalid.
+    """
     replicas, limit = [list(map(int, held)) for held in plain["replicas"]], plain["limit"]
     splits = {
         (rank, expert): [Part(int(position), int(share)) for position, share in parts]

@@ -55,8 +55,10 @@ class Plan:
 def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equation: Equation = 8) -> Plan:
     """Return the best prefix of copies of the heaviest ranks' experts: Algorithm 1 of Pro-Prophet.
 
-    excluded: n, ranks with the fewest rows of an expert that do not get it; ties by rank. A rank with several
-    experts gives its largest one that is not yet copied.
+    A rank with several experts gives its largest one that is not yet copied.
+
+    Args:
+        excluded: n, ranks with the fewest rows of an expert that do not get it; ties by rank.
     """
     replicas = Replicas(problem)
     load = replicas.load()
@@ -109,8 +111,10 @@ def shadowing(problem: ExpertProblem) -> Replication:
 class Replicas:
     """Experts that ranks have as replicas so far, for rows of their own.
 
-    copied: experts, in the order in which they were given away. held: by rank. targets: [P, E], the rank to
-    which rows go that start on rank p for expert e.
+    Attributes:
+        copied: Experts, in the order in which they were given away.
+        held: By rank.
+        targets: [P, E], the rank to which rows go that start on rank p for expert e.
     """
 
     def __init__(self, problem: ExpertProblem) -> None:
@@ -158,7 +162,8 @@ class Replicas:
 class Ways:
     """The load of links by copies of experts on their way to homes: one more is priced without a recount.
 
-    copies: by owner and home, [P, P].
+    Attributes:
+        copies: By owner and home, [P, P].
     """
 
     def __init__(self, links: Links, copies: Ints) -> None:
@@ -262,8 +267,8 @@ def planned(problem: ExpertProblem) -> Replication:
     time = best.split_seconds(limit)
     if layer_seconds(problem, none).total_s <= time.total_s:
         return none
-    # The plan with free slots filled as far as the schedule hides it, the least busy ranks
-    # first.
+    # Free slots are filled as far as the schedule hides it, the least busy ranks first: a replica without
+    # work in this step takes its share where its expert is hot in the next one.
     builder = best.copy()
     problem, costs, placement = builder.problem, builder.problem.costs, builder.problem.placement
     ways, experts_s = Ways(costs.links, copies_to(builder.replicas, placement)), time.experts_s / 3
@@ -281,9 +286,8 @@ def planned(problem: ExpertProblem) -> Replication:
             if exposed_s(costs, ways.with_one_more(*way), experts_s) <= time.weights_s:
                 builder.add(expert, rank)
                 ways.add(*way)
-    reserved = builder
-    holds = reserved.split_seconds(limit).total_s <= HARMLESS * time.total_s
-    return (reserved if holds else best).replication(limit)
+    holds = builder.split_seconds(limit).total_s <= HARMLESS * time.total_s
+    return (builder if holds else best).replication(limit)
 
 
 def _between(builder: ReplicationBuilder) -> ReplicationBuilder:
@@ -368,7 +372,11 @@ loads do."""
 
 
 def find_planner(name: str) -> Planner:
-    """Return a planner by its name. Raises ValueError for an unknown name."""
+    """Return a planner by its name.
+
+    Raises:
+        ValueError: For an unknown name.
+    """
     if name not in PLANNERS:
         raise ValueError(f"no planner of experts is called {name!r}; there are {', '.join(PLANNERS)}")
     return PLANNERS[name]

@@ -92,7 +92,8 @@ def why_not_exact(choice: Choice) -> str:
 def splits_exactly(choice: Choice, work: Batch) -> bool:
     """Return whether rows are split among the homes of their expert by the loads of their own step.
 
-    Raises ConfigError where that was asked for and is impossible.
+    Raises:
+        ConfigError: Where that was asked for and is impossible.
     """
     joined = "moe.one_copy_per_rank=true sends one row for several experts" if work.one_copy_per_rank else ""
     why = why_not_exact(choice) or joined
@@ -115,8 +116,14 @@ def planned_replications(
 ) -> tuple[Replication, ...]:
     """Return the replication of every layer by a planner's name, from the loads of the step before.
 
-    A layer homes nothing where replication would not have paid. costs: by layer. ends: tells, before every
-    layer, whether the time is over. Raises RefusalError if it is.
+    A layer homes nothing where replication would not have paid.
+
+    Args:
+        costs: By layer.
+        ends: Tells, before every layer, whether the time is over.
+
+    Raises:
+        RefusalError: If it is.
     """
     plan, replications = find_planner(planner), list[Replication]()
     common = partial(ExpertProblem, placement=placement, replica_slots=replica_slots, exact=exact)

@@ -29,13 +29,15 @@ class Slack(NamedTuple):
 class ExpertCosts:
     """The costs of a layer's rows and experts; the same in every step.
 
-    row_s: of an expert's forward for one row; backward takes twice that. row_bytes: of a row in one of the
-    four all-to-alls of a step. parameter_bytes, gradient_bytes: of one expert, as Trans and Agg carry them.
-    forward_slack_s, backward_slack_s: time of Trans and of Agg that the schedule hides; None: as Eq 8
-    assumes, the forward (or backward) of experts and of the rest of the block, `other_s` forward.
-
     Pro-Prophet's own schedule hides them under the block before, and those of the first block under nothing:
     with these slacks given, the sum over blocks is exact; with Eq 8 it is a few per cent off (SYSTEMS 6.8).
+
+    Attributes:
+        row_s: Of an expert's forward for one row; backward takes twice that.
+        row_bytes: Of a row in one of the four all-to-alls of a step.
+        parameter_bytes, gradient_bytes: Of one expert, as Trans and Agg carry them.
+        forward_slack_s, backward_slack_s: Time of Trans and of Agg that the schedule hides; None: as Eq 8
+            assumes, the forward (or backward) of experts and of the rest of the block, `other_s` forward.
     """
 
     links: Links
@@ -52,7 +54,11 @@ class ExpertCosts:
         return replace(self, forward_slack_s=slack.forward_s, backward_slack_s=slack.backward_s)
 
     def slack_s(self, experts_s: float) -> tuple[float, float]:
-        """Return the hidden time of Trans and of Agg. experts_s: forward of the layer's experts."""
+        """Return the hidden time of Trans and of Agg.
+
+        Args:
+            experts_s: Forward of the layer's experts.
+        """
         block_s = experts_s + self.other_s
         forward, backward = self.forward_slack_s, self.backward_slack_s
         return block_s if forward is None else forward, 2 * block_s if backward is None else backward
@@ -60,10 +66,18 @@ class ExpertCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertProblem:
-    """One layer in one step. loads: [P, E], rows that start on rank p and go to expert e, by expert number.
-    placement: which ranks own and hold the experts permanently. replica_slots: free slots of every rank.
-    exact: whether rows of shared experts are split by the loads of the step that runs; else by those from
-    which the plan is made. Raises ValueError where sizes contradict each other."""
+    """One layer in one step.
+
+    Attributes:
+        loads: [P, E], rows that start on rank p and go to expert e, by expert number.
+        placement: Which ranks own and hold the experts permanently.
+        replica_slots: Free slots of every rank.
+        exact: Whether rows of shared experts are split by the loads of the step that runs; else by those from
+            which the plan is made.
+
+    Raises:
+        ValueError: Where sizes contradict each other.
+    """
 
     placement: ExpertPlacement
     replica_slots: int
@@ -114,8 +128,9 @@ Equation = Literal[6, 8]
 class LayerLoad:
     """The load of a layer on ranks and links in one step.
 
-    traffic: [P, P], rows that rank p sends to rank r, its own on the diagonal. copies: [P, P], experts whose
-    parameters rank p sends to rank r, and whose gradients it gets back.
+    Attributes:
+        traffic: [P, P], rows that rank p sends to rank r, its own on the diagonal.
+        copies: [P, P], experts whose parameters rank p sends to rank r, and whose gradients it gets back.
     """
 
     traffic: Floats
@@ -123,8 +138,11 @@ class LayerLoad:
 
     @staticmethod
     def of(loads: Ints, replication: Replication, nodes: Sequence[int] = ()) -> LayerLoad:
-        """Return the load with rows `loads` [P, E] sent as a replication says. nodes: by rank; () = one
-        node."""
+        """Return the load with rows `loads` [P, E] sent as a replication says.
+
+        Args:
+            nodes: By rank; () = one node.
+        """
         ranks = replication.placement.ranks
         if replication.limit is not None:
             table_SPCN = ExactSplit.of(replication, nodes).table(loads[:, None])
@@ -173,8 +191,10 @@ def copies_to(replicas: Sequence[Sequence[int]], placement: ExpertPlacement) -> 
 class LayerSeconds:
     """The parts of a layer's time in one step, forward and backward.
 
-    rows_s: four all-to-alls. experts_s: the slowest rank's experts. weights_s: parts of Trans and Agg that
-    are exposed.
+    Attributes:
+        rows_s: Four all-to-alls.
+        experts_s: The slowest rank's experts.
+        weights_s: Parts of Trans and Agg that are exposed.
     """
 
     rows_s: float
@@ -197,7 +217,9 @@ def seconds_of(costs: ExpertCosts, load: LayerLoad) -> LayerSeconds:
 def exposed_s(costs: ExpertCosts, per_byte_s: float, experts_s: float) -> float:
     """Return the exposed seconds of Trans and Agg.
 
-    per_byte_s: of the busiest link on the way of copies, 0 = none; experts_s: forward of experts.
+    Args:
+        per_byte_s: Of the busiest link on the way of copies, 0 = none.
+        experts_s: Forward of experts.
     """
     if not per_byte_s:
         return 0.0
@@ -216,8 +238,10 @@ def paper_seconds(
 ) -> float:
     """Return the time of the layer by Eq 6 or Eq 8 of Pro-Prophet.
 
-    received, computed: R and H, [P]. copied: s, experts with replicas. excluded: n, ranks that do not get
-    such an expert.
+    Args:
+        received, computed: R and H, [P].
+        copied: s, experts with replicas.
+        excluded: n, ranks that do not get such an expert.
     """
     ranks, byte_s = len(computed), costs.links.mean_s_per_byte
     experts_s = costs.row_s * float(computed.max())

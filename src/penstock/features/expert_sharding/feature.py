@@ -120,10 +120,10 @@ BETWEEN = (Op.DISPATCH, Op.COMBINE)
 class GatheredShards:
     """FSMoE: a row crosses nodes once, is gathered inside the node by all shards, whose outputs are summed.
 
-    before  D ─rows─ X ─rows─ C
-    after   D ─rows─ XG ─rows─ X ─rows─ XS ─rows─ C          XG, XS intra
+    before  D ─rows─ X ─rows─ C after   D ─rows─ XG ─rows─ X ─rows─ XS ─rows─ C          XG, XS intra
 
-    shards: shards of every expert.
+    Attributes:
+        shards: Shards of every expert.
     """
 
     shards: int
@@ -141,7 +141,10 @@ class GatheredShards:
 class FusedShards:
     """Parm: one all-to-all brings a row to every shard of its expert; partial outputs are summed at home.
 
-    D and C meet ranks along both axes, (ep, etp). shards: shards of every expert.
+    D and C meet ranks along both axes, (ep, etp).
+
+    Attributes:
+        shards: Shards of every expert.
     """
 
     shards: int
@@ -160,10 +163,11 @@ class FusedShards:
 class DealtSlots:
     """Parm's S2: ranks that share attention have the same rows, and each sends its share of every expert's.
 
-    before  AT ─rows─ D ... C ─rows─ U
-    after   AT ─rows─ SD ─rows─ D ... C ─rows─ SG ─rows─ U          SD, SG intra
+    before  AT ─rows─ D ... C ─rows─ U after   AT ─rows─ SD ─rows─ D ... C ─rows─ SG ─rows─ U          SD, SG
+    intra
 
-    ranks: ranks that share attention.
+    Attributes:
+        ranks: Ranks that share attention.
     """
 
     ranks: int
@@ -188,10 +192,11 @@ class RepeatedRows:
     Ranks that share attention have the same rows, so each row is sent and computed once for each of them:
     this form serves as a baseline.
 
-    before  AT ─rows─ D ... X ─rows─ C ─rows─ U
-    after   AT ─rows─ BG ─rows─ D ... X ─rows─ BR ─rows─ C ─rows─ BS ─rows─ U          BG, BR, BS intra
+    before  AT ─rows─ D ... X ─rows─ C ─rows─ U after   AT ─rows─ BG ─rows─ D ... X ─rows─ BR ─rows─ C ─rows─
+    BS ─rows─ U          BG, BR, BS intra
 
-    shards: shards of every expert.
+    Attributes:
+        shards: Shards of every expert.
     """
 
     shards: int
@@ -243,7 +248,10 @@ class SimultaneousPair:
     after   C.c0 ─rows─ SG.c0              D.c0.B ─d_rows─ SD.c0.B
             C.c1 ─rows─ SG.c1              D.c1.B ─d_rows─ SD.c1.B
 
-    All other tasks stay whole. count: slices.
+    All other tasks stay whole.
+
+    Attributes:
+        count: slices.
     """
 
     count: int

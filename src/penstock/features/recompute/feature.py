@@ -23,10 +23,14 @@ class Recompute:
     """Inserts a task X.R between X.F and X.B. Transfers are not repeated: X.R gets the rows that X.F got.
 
     It may start as soon as the gradient of what leaves the block is there (`due`), so it runs while rows of
-    gradients are in transit. experts_only: the rest of a block keeps what its backward needs.
+    gradients are in transit.
 
         before  X ─saved─ X.B
         after   X ─kept─ X.R ─saved─ X.B          AT.B of the block above ─due─ X.R
+
+
+    Attributes:
+        experts_only: The rest of a block keeps what its backward needs.
     """
 
     experts_only: bool

@@ -29,8 +29,9 @@ from penstock.routing.sizes import Floats, Ints, exact_product
 class Nearness:
     """How much of an expert's rows stays on a device, and in its node, under one replication.
 
-    device, node: [P, E], parts of SPLIT of the rows that start on device p and go to expert e. They are
-    integers in float64, so that products with counts are exact and fast.
+    Attributes:
+        device, node: [P, E], parts of SPLIT of the rows that start on device p and go to expert e. They are
+            integers in float64, so that products with counts are exact and fast.
     """
 
     device: Floats
@@ -38,7 +39,11 @@ class Nearness:
 
     @staticmethod
     def of(replication: Replication, node_of_device: Ints) -> Nearness:
-        """Return the nearness under a layer's replication. node_of_device: [P]."""
+        """Return the nearness under a layer's replication.
+
+        Args:
+            node_of_device: [P].
+        """
         ranks, experts = replication.placement.ranks, replication.placement.num_experts
         rank_of_position = np.repeat(np.arange(ranks), replication.slots)
         start, expert, position, _, _ = replication.pairs
@@ -72,12 +77,17 @@ class Nearness:
 class SampleProblem:
     """The assignment problem of one layer and microbatch, or of one chunk of a microbatch.
 
-    node_of_device: [P]. homes: [I], the device of every sample now; each device keeps its number of samples.
-    combine_rows: [I, P], rows of every sample by the device that computes them in this layer. moved_rows:
-    [I], rows as wide as a token that move with a sample besides those of its experts (shared experts' output,
-    and the residual where rows do not bring it). predictions: [I, E], expected rows by expert of the next MoE
-    layer, and `following`, where they go from every device; both None where no MoE layer follows. Raises
-    ValueError where sizes contradict each other.
+    Attributes:
+        node_of_device: [P].
+        homes: [I], the device of every sample now; each device keeps its number of samples.
+        combine_rows: [I, P], rows of every sample by the device that computes them in this layer.
+        moved_rows: [I], rows as wide as a token that move with a sample besides those of its experts (shared
+            experts' output, and the residual where rows do not bring it).
+        predictions: [I, E], expected rows by expert of the next MoE layer, and `following`, where they go
+            from every device; both None where no MoE layer follows.
+
+    Raises:
+        ValueError: Where sizes contradict each other.
     """
 
     node_of_device: Ints
@@ -173,7 +183,11 @@ def sample_problem(
     predictions: Ints | None = None,
     following: Nearness | None = None,
 ) -> SampleProblem:
-    """Return the problem with rows given by position. counts: [I, positions], those of a device together."""
+    """Return the problem with rows given by position.
+
+    Args:
+        counts: [I, positions], those of a device together.
+    """
     samples, devices = len(homes), len(node_of_device)
     slots = counts.shape[1] // devices
     return SampleProblem(
@@ -258,7 +272,11 @@ SOLVERS: Final[dict[str, Solver]] = {"network_simplex": network_simplex, "kuhn_m
 
 
 def find_solver(name: str) -> Solver:
-    """Return a solver by its name. Raises ValueError for an unknown name."""
+    """Return a solver by its name.
+
+    Raises:
+        ValueError: For an unknown name.
+    """
     if name not in SOLVERS:
         raise ValueError(f"no solver is called {name!r}; there are {', '.join(SOLVERS)}")
     return SOLVERS[name]
@@ -314,7 +332,10 @@ rows across nodes.
 def assign(problem: SampleProblem, solver: str = "network_simplex") -> Ints:
     """Return the device of every sample, [I]: every device gets as many samples as it takes.
 
-    Ties keep a sample on its node, then on its device. Raises ValueError for an unknown solver.
+    Ties keep a sample on its node, then on its device.
+
+    Raises:
+        ValueError: For an unknown solver.
     """
     solve = find_solver(solver)
     homes = problem.homes.copy()
@@ -375,7 +396,11 @@ class ConditionalTable:
     """Shares of the next layer's experts in the rows of samples, by expert of this layer."""
 
     def __init__(self, num_experts: int, following: int | None = None) -> None:
-        """Begin empty. num_experts, following: of this layer, and of the next one; None: as many."""
+        """Begin empty.
+
+        Args:
+            num_experts, following: Of this layer, and of the next one; None: as many.
+        """
         self._seen_EF = np.zeros((num_experts, num_experts if following is None else following), np.int64)
 
     @property

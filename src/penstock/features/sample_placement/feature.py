@@ -141,10 +141,11 @@ class MoveSamples:
             AT ─residual─ SM ─residual─ U          AT ─weights─ SM ─weights─ U          SM ─metadata─ U
             AT ─positions─ SM ─order─ U
 
-    SP is on lane host. Later tasks, the next SC among them, know from `metadata` whose tokens they have.
-    The last MoE layer expects nothing of a next one, so its SC reads no tokens.
+    SP is on lane host. Later tasks, the next SC among them, know from `metadata` whose tokens they have. The
+    last MoE layer expects nothing of a next one, so its SC reads no tokens.
 
-    counted: axes along which the ranks meet that know of all rows.
+    Attributes:
+        counted: Axes along which the ranks meet that know of all rows.
     """
 
     counted: Axes = Group.EXPERT

@@ -46,7 +46,11 @@ class Solving(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleMover:
-    """Assigns samples to homes, as NetMoE's tasks do. predicts: whether the next layer counts."""
+    """Assigns samples to homes, as NetMoE's tasks do.
+
+    Attributes:
+        predicts: Whether the next layer counts.
+    """
 
     work: Batch
     shape: StepShape

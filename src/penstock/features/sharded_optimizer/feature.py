@@ -103,8 +103,10 @@ class ShardedOptimizer:
 
     The next step begins with tasks that read the first layer's replicated parameters, and nothing would hide
     their gather: this step brings them itself, while other layers are updated.
-    clips: whether updates wait for the norm; without it each waits for its own piece. edp: whether
-    several ranks own each expert; else no rank needs the experts of another.
+
+    Attributes:
+        clips: Whether updates wait for the norm; without it each waits for its own piece.
+        edp: Whether several ranks own each expert; else no rank needs the experts of another.
     """
 
     clips: bool
@@ -219,11 +221,14 @@ ROOM = "room"
 class GradientRoom:
     """ZeRO's stage 2. Without it, sums on a slow network would wait, and all whole gradients with them.
 
-    before  L2.RA.p0, L2.RA.p1          L0.U.B ─rows─ L0.C.B
-    after   L2.RA.p0, L2.RA.p1 ─room─ L0.U.B ─rows─ L0.C.B
+    before  L2.RA.p0, L2.RA.p1          L0.U.B ─rows─ L0.C.B after   L2.RA.p0, L2.RA.p1 ─room─ L0.U.B ─rows─
+    L0.C.B
 
-    The first tasks to add to a layer's gradients wait for the sums of the layer two above. edp: whether
-    several ranks own each expert; else their gradients are summed with no other rank's and stay.
+    The first tasks to add to a layer's gradients wait for the sums of the layer two above.
+
+    Attributes:
+        edp: Whether several ranks own each expert; else their gradients are summed with no other rank's and
+            stay.
     """
 
     edp: bool

@@ -25,20 +25,23 @@ METADATA = "metadata"
 class TensorParallel:
     """A computation on shards of weights gets all tokens before it; its partial sums are added after it.
 
-    ranks: ranks that share attention. split: whether each has its part of samples' tokens between blocks;
-    moe_split: split in the MoE part, gate to unpermute. Where the two differ, the gate has the tokens that
-    attention has gathered (`MG`; gradients are complete on every rank, which keeps its own) or this rank's
-    alone (`MS`), and after unpermute tokens are gathered (`UG`) or all but this rank's left out (`US`).
-    judges_samples: whether balance is judged by sample or microbatch: where the MoE part has parts of them,
-    choices are summed over ranks (`NC`).
-    copies_differ: see `StepShape`.
-
     before  EM ─hidden─ AT ─rows─ D ... U ─hidden─ HD ─loss─ ST
     after   EM ─hidden─ ES ─hidden─ TG ─hidden─ TA ─attended─ TS ─attended─ GT ─rows─ D
             ES ─hidden─ GT ... U ─hidden─ HG ─hidden─ HV ─peaks─ HX ─peaks─ HL ─loss─ ST ... HV ─logits─ HL
 
     AT of a dense block becomes TG, TA, TS, FN ─tokens─ FG ─tokens─ FF ─out─ FS ─out─ FA, FN ─residual─ FA.
     With replicated tokens TC and TR stand for TG and TS, FC and FR for FG and FS, ER for ES, HC for HG.
+
+    Attributes:
+        ranks: Ranks that share attention.
+        split: Whether each has its part of samples' tokens between blocks.
+        moe_split: Split in the MoE part, gate to unpermute. Where the two differ, the gate has the tokens
+            that attention has gathered (`MG`; gradients are complete on every rank, which keeps its own) or
+            this rank's alone (`MS`), and after unpermute tokens are gathered (`UG`) or all but this rank's
+            left out (`US`).
+        judges_samples: Whether balance is judged by sample or microbatch: where the MoE part has parts of
+            them, choices are summed over ranks (`NC`).
+        copies_differ: See `StepShape`.
     """
 
     ranks: int

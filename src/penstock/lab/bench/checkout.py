@@ -19,12 +19,20 @@ ROOT = Path(penstock.__file__).parents[2]
 
 
 def peers(wanted: str) -> ModuleType:
-    """Return `benchmarks.peers`. wanted: what `--peers` says, for the error if there is no such folder."""
+    """Return `benchmarks.peers`.
+
+    Args:
+        wanted: What `--peers` says, for the error if there is no such folder.
+    """
     return _load("peers", "--peers", wanted)
 
 
 def figures(wanted: str) -> ModuleType:
-    """Return `benchmarks.figures`. wanted: what `--plot` says, for the error if there is no such folder."""
+    """Return `benchmarks.figures`.
+
+    Args:
+        wanted: What `--plot` says, for the error if there is no such folder.
+    """
     return _load("figures", "--plot", wanted)
 
 

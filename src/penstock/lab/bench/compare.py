@@ -26,11 +26,13 @@ from penstock.train.stopping import StopRequests
 class Measurements:
     """Everything that was measured, equal on every rank: samples[label][rank][round].
 
-    peaks_bytes: memory of one step, [label][rank]. compute_s: the computation alone, by the entries' work
-    (`Entry.work`), [work][rank][round]. traffic: bytes that an entry of this work sends in a step,
-    [work][rank][round][receiving rank]. layout: which ranks share what, in words; "" if every rank has its
-    own. virtual: what virtual devices these were; None if computation was done. notes: last lines of the
-    table.
+    Attributes:
+        peaks_bytes: Memory of one step, [label][rank].
+        compute_s: The computation alone, by the entries' work (`Entry.work`), [work][rank][round].
+        traffic: Bytes that an entry of this work sends in a step, [work][rank][round][receiving rank].
+        layout: Which ranks share what, in words; "" if every rank has its own.
+        virtual: What virtual devices these were; None if computation was done.
+        notes: Last lines of the table.
     """
 
     entries: tuple[Entry, ...]
@@ -61,9 +63,15 @@ def compare(
 ) -> Measurements:
     """Run all entries, and the computation alone, in turns.
 
-    say: called with what runs now. A request to stop ends it after the step that is running; the
-    result is what complete rounds have measured. Raises KeyboardInterrupt on all ranks without a complete
-    round. So does `compare.limit_s` by the clock of the rank that is last, after one complete round at least.
+    A request to stop ends it after the step that is running; the result is what complete rounds have
+    measured. So does `compare.limit_s` by the clock of the rank that is last, after one complete round at
+    least.
+
+    Args:
+        say: Called with what runs now.
+
+    Raises:
+        KeyboardInterrupt: On all ranks without a complete round.
     """
     begin_s = clock()
     late = False
@@ -85,7 +93,6 @@ def compare(
     if not rounds:
         raise KeyboardInterrupt
     why = f"since {config.limit_s:g} s were over (compare.limit_s)" if late else "as requested"
-    # Collect what all ranks have measured. why: the reason for fewer rounds than wanted.
     everyone = field.control.gather((rounds, peaks), "collecting measurements")
     works, notes = first_of_every_work(field.entries), field.notes
     if len(rounds) < config.rounds:

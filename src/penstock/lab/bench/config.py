@@ -40,8 +40,10 @@ SHARDED, GRADIENTS = "zero1", "zero2"
 class Named:
     """One contender by its name.
 
-    samples, experts: as section [placement] calls them. dispatch: none = as section [moe] says. shares: the
-    parts of the update that ranks share; "" = nothing.
+    Attributes:
+        samples, experts: As section [placement] calls them.
+        dispatch: None = as section [moe] says.
+        shares: The parts of the update that ranks share; "" = nothing.
     """
 
     schedule: str
@@ -54,7 +56,8 @@ class Named:
     def of(name: str) -> Named:
         """Parse a name.
 
-        Raises ConfigError for a part that is unknown, or of a kind that the name has already.
+        Raises:
+            ConfigError: For a part that is unknown, or of a kind that the name has already.
         """
         schedule, *moves = name.split("+")
         found = Named(schedule=schedule)
@@ -116,17 +119,20 @@ PEERS = ("deepspeed", "megatron")
 class CompareConfig:
     """Section `[compare]`.
 
-    schedules: what runs in turns; the first is the base of all ratios. `auto` is the plan that a search
-    chooses from a profile taken before; it cannot be the first. A schedule may be followed by what moves in
-    its steps, as in `penstock+netmoe+planned`; virtual devices only.
-    peers: other systems, each as shipped and on Penstock's transport.
-    rounds: measured steps of each. warmup: steps before them. limit_s: seconds after which rounds end, with
-    those that are complete by then, one at least.
-    batch_per_device: samples per rank and step. seed: of weights and data.
-    tune: predict every schedule with several numbers of pieces and compare it at its best.
-    profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`). For given schedules
-    links take at most this long and at most 4 s, then tasks as well and at most 20 s, or steps of virtual
-    devices and at most 10 s.
+    Attributes:
+        schedules: What runs in turns; the first is the base of all ratios. `auto` is the plan that a search
+            chooses from a profile taken before; it cannot be the first. A schedule may be followed by what
+            moves in its steps, as in `penstock+netmoe+planned`; virtual devices only.
+        peers: Other systems, each as shipped and on Penstock's transport.
+        rounds: Measured steps of each.
+        warmup: Steps before them.
+        limit_s: Seconds after which rounds end, with those that are complete by then, one at least.
+        batch_per_device: Samples per rank and step.
+        seed: Of weights and data.
+        tune: Predict every schedule with several numbers of pieces and compare it at its best.
+        profile_s: Seconds to measure links and tasks for, before a plan is sought (`--plan`). For given
+            schedules links take at most this long and at most 4 s, then tasks as well and at most 20 s, or
+            steps of virtual devices and at most 10 s.
     """
 
     schedules: Names = ("sequential", "moe_pipeline", "flowmoe")

@@ -44,8 +44,10 @@ class Contender(Protocol):
 class Entry:
     """One row of the comparison.
 
-    plan: None for a peer. simulated_s: None where nothing is predicted; interval_s: in which it is expected,
-    None = unknown.
+    Attributes:
+        plan: None for a peer.
+        simulated_s: None where nothing is predicted.
+        interval_s: In which it is expected, None = unknown.
     """
 
     name: str
@@ -86,7 +88,11 @@ def first_of_every_work(entries: Sequence[Entry]) -> dict[str, Entry]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One step on one rank. busy_s: by lane. Empty or None for a peer, which has no tasks to measure."""
+    """One step on one rank.
+
+    Attributes:
+        busy_s: By lane. Empty or None for a peer, which has no tasks to measure.
+    """
 
     iteration_s: float
     busy_s: Mapping[str, float]

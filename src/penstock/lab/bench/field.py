@@ -98,9 +98,12 @@ class RealField:
         notes: tuple[str, ...] = (),
         peers: Sequence[str] = (),
     ) -> None:
-        """Prepare the entries. candidates: by the name of the entry.
+        """Prepare the entries.
 
         Where peers take part, `sequential` also runs on Gloo's own all-to-all: every rival has both columns.
+
+        Args:
+            candidates: By the name of the entry.
         """
         self.label: str | None = None
         self.layout = layout_words(stacks.layout)
@@ -157,7 +160,8 @@ def layout_words(layout: Layout) -> str:
 def schedules_field(config: BenchConfig, layout: Layout, say: Callable[[str], None] = ignore) -> RealField:
     """Return the compared schedules, each in its variant of the best prediction, and the peers.
 
-    say: called with what is done before the first step is compared.
+    Args:
+        say: Called with what is done before the first step is compared.
     """
     stacks = Stacks(config, layout)
     if AUTO in config.compare.schedules:
@@ -188,7 +192,8 @@ def _profiled(stacks: Stacks) -> Problem:
 def chosen(problem: Problem, control: Control, timeout_s: float) -> FoundPlan:
     """Return the result of the joint search on rank 0, on all ranks, which must call this together.
 
-    timeout_s: how long ranks wait for each other; a search may take longer.
+    Args:
+        timeout_s: How long ranks wait for each other; a search may take longer.
     """
 
     def search() -> FoundPlan:

@@ -32,10 +32,11 @@ class Spread:
 class Limit:
     """Time below which no schedule of the same work can be.
 
-    compute_s: the same computation on all ranks at once, nothing sent. wire_bytes: of the busiest node's
-    uplink in its busier direction, one step; device_bytes: of the busiest device's own link, which also
-    carries the traffic inside its node. wire_s, device_s: these over the rates of the links; None where not
-    known.
+    Attributes:
+        compute_s: The same computation on all ranks at once, nothing sent.
+        wire_bytes: Of the busiest node's uplink in its busier direction, one step.
+        device_bytes: Of the busiest device's own link, which also carries the traffic inside its node.
+        wire_s, device_s: These over the rates of the links; None where not known.
     """
 
     compute_s: float
@@ -54,18 +55,24 @@ class Limit:
 class CaseResult:
     """One schedule or peer.
 
-    schedule: its name. transport: whose all-to-all. label: both, unique in a comparison.
-    iteration_s: forward, backward, gradient synchronisation, clipping and update, the slowest rank of each
-    round.
-    speedup: round by round against the first schedule of the run. limit: of its work, which differs between
-    forms of the MoE part where ranks share attention or experts.
-    overlap_efficiency: limit_s / iteration_s_median. exposed_communication_s: on the slowest rank.
-    beyond_share: share of the iteration by which it exceeds the computation alone of its work.
-    overhead_s: time in which the compute lane stood still although its next task was ready.
-    peak_memory_bytes: highest resident memory of any rank above what it held before its step.
-    simulated_s: predicted from costs that were measured separately from this schedule's own run;
-    simulated_interval_s: in which it is expected, from real steps of the profile; None = unknown.
     Values that a peer cannot give, because it has no tasks, are None; so is a prediction that was not made.
+
+    Attributes:
+        schedule: Its name.
+        transport: Whose all-to-all.
+        label: Both, unique in a comparison.
+        iteration_s: Forward, backward, gradient synchronisation, clipping and update, the slowest rank of
+            each round.
+        speedup: Round by round against the first schedule of the run.
+        limit: Of its work, which differs between forms of the MoE part where ranks share attention or
+            experts.
+        overlap_efficiency: limit_s / iteration_s_median.
+        exposed_communication_s: On the slowest rank.
+        beyond_share: Share of the iteration by which it exceeds the computation alone of its work.
+        overhead_s: Time in which the compute lane stood still although its next task was ready.
+        peak_memory_bytes: Highest resident memory of any rank above what it held before its step.
+        simulated_s: Predicted from costs that were measured separately from this schedule's own run.
+        simulated_interval_s: In which it is expected, from real steps of the profile; None = unknown.
     """
 
     schedule: str
@@ -133,10 +140,12 @@ class CaseResult:
 class BenchResult:
     """A whole comparison.
 
-    limit: of the first case; others have their own where their work differs. layout: which ranks share what,
-    in words; "" if every rank has its own attention and experts. virtual: label of devices that slept for as
-    long as the cost model says, instead of computing, while bytes were real; None for real computation.
-    notes: lines for people, such as why a plan was chosen.
+    Attributes:
+        limit: Of the first case; others have their own where their work differs.
+        layout: Which ranks share what, in words; "" if every rank has its own attention and experts.
+        virtual: Label of devices that slept for as long as the cost model says, instead of computing, while
+            bytes were real; None for real computation.
+        notes: Lines for people, such as why a plan was chosen.
     """
 
     virtual: str | None
@@ -208,7 +217,8 @@ LEGEND = (
 def render(result: BenchResult, width: int | None = None) -> str:
     """Render what was compared, the limit, and one row per schedule.
 
-    width: of the terminal; a wider table is printed in parts, one below the other. None = for a document.
+    Args:
+        width: Of the terminal; a wider table is printed in parts, one below the other. None = for a document.
     """
     rows = [HEAD, *(_row(case) for case in result.cases)]
     if result.works_differ:

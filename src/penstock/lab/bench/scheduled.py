@@ -107,7 +107,13 @@ class Stacks:
         return replace(self.run_config, optimizer=Named.of(name).optimizer(self.run_config.optimizer))
 
     def scheduled(self, plan: StepPlan, *, sends: bool = True) -> Scheduled:
-        """Return iterations by a plan. sends: with a network. All ranks must call it."""
+        """Return iterations by a plan.
+
+        All ranks must call it.
+
+        Args:
+            sends: With a network.
+        """
         if (updating := plan.shape.updating) is None:
             return self.of_stack(self.of(plan, sends=sends), plan)
         shares = replace(self.run_config.optimizer, zero_stage=2 if updating.releases else 1)
@@ -124,10 +130,13 @@ class Stacks:
         return Scheduled(stack, stack.adopt(plan), self.batch, update)
 
     def of(self, plan: StepPlan, *, sends: bool = True) -> PipelinedStack:
-        """Return the stack that runs a plan; sends: with a network.
+        """Return the stack that runs a plan.
 
         Where ranks share attention or experts, gradients and routes depend on the form of the MoE part. Every
         form therefore has a stack, and no stack is prepared again during a comparison.
+
+        Args:
+            sends: With a network.
         """
         first = self.real if sends else self.silent
         if plan.shape.sharing.is_none:

@@ -50,7 +50,11 @@ from penstock.train.config import RunConfig
 
 @dataclass(frozen=True)
 class Slept:
-    """Iterations of one virtual device by one plan. closing_s: seconds to clip and update."""
+    """Iterations of one virtual device by one plan.
+
+    Attributes:
+        closing_s: Seconds to clip and update.
+    """
 
     stack: VirtualStack
     plan: StepPlan
@@ -76,7 +80,11 @@ class VirtualField:
     """Every schedule on the same virtual devices; order and prediction are based on links measured before."""
 
     def __init__(self, config: BenchConfig, layout: Layout, say: Callable[[str], None] = ignore) -> None:
-        """Prepare the entries. say: called with what is done before the first step is compared."""
+        """Prepare the entries.
+
+        Args:
+            say: Called with what is done before the first step is compared.
+        """
         self.label: str | None = config.virtual.label
         self.layout = layout_words(layout)
         self.notes: tuple[str, ...] = ()
@@ -210,8 +218,11 @@ def with_virtual_steps(
 ) -> ClusterFile:
     """Return the file with what steps of two layers on these devices tell of its links and of whole steps.
 
-    budget_s: seconds of these steps, of which `BUDGET_S` are used at most and some steps are run in any case.
     All ranks call it together and get the same file.
+
+    Args:
+        budget_s: Seconds of these steps, of which `BUDGET_S` are used at most and some steps are run in any
+            case.
     """
     recorded = virtual.routing == "recorded"  # recorded routing is that of all layers
     model = config.model if recorded else two_layers(config.model)

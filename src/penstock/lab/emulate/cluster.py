@@ -321,7 +321,11 @@ class Cluster:
 
 
 def open_cluster(name: str) -> Cluster:
-    """Return an existing cluster, of any process. Raises `ConfigError` naming the existing ones."""
+    """Return an existing cluster, of any process.
+
+    Raises:
+        ConfigError: Naming the existing ones.
+    """
     states = {each.name: each for each in clusters()}
     if name not in states:
         hint = (

@@ -69,12 +69,13 @@ class Shape:
 class EmulateConfig:
     """A cluster to emulate.
 
-    inter_rate_bit_per_s: of a node's one uplink, in each direction; its devices share it, as they share a
-    network card. intra_rate_bit_per_s: of each device's link to its node, in each direction. Up to 5 Gbit/s
-    a link has exactly its rate; beyond, the processors of this machine may be the limit.
-
-    mtu_bytes: the largest packet, without its Ethernet header; 9000 are the jumbo frames of cluster networks,
-    of which headers take 0.7 %, 1500 is the default of a link (4.4 %).
+    Attributes:
+        inter_rate_bit_per_s: Of a node's one uplink, in each direction; its devices share it, as they share a
+            network card.
+        intra_rate_bit_per_s: Of each device's link to its node, in each direction. Up to 5 Gbit/s a link has
+            exactly its rate; beyond, the processors of this machine may be the limit.
+        mtu_bytes: The largest packet, without its Ethernet header; 9000 are the jumbo frames of cluster
+            networks, of which headers take 0.7 %, 1500 is the default of a link (4.4 %).
     """
 
     nodes: Devices
@@ -103,7 +104,11 @@ class EmulateConfig:
 
 
 def parse_shape(text: str, key: str = "shape") -> Shape:
-    """Return the shape of `2x4`: two nodes of four devices. Raises `ConfigError` about `key`."""
+    """Return the shape of `2x4`: two nodes of four devices.
+
+    Raises:
+        ConfigError: About `key`.
+    """
     match = re.fullmatch(r"\s*(\d{1,6})\s*[xX]\s*(\d{1,6})\s*", text, re.ASCII)
     if match is None:
         raise ConfigError(key, text, "must be NODESxDEVICES", "For example 2x4: two nodes of four devices.")
@@ -111,7 +116,11 @@ def parse_shape(text: str, key: str = "shape") -> Shape:
 
 
 def parse_rate(text: str, key: str = "rate") -> float:
-    """Return the bits per second of `700mbit`, in decimal units. Raises `ConfigError` about `key`."""
+    """Return the bits per second of `700mbit`, in decimal units.
+
+    Raises:
+        ConfigError: About `key`.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)\s*", text.lower(), re.ASCII)
     if match is None:
         hint = "For example 700mbit or 2.5gbit."
@@ -181,13 +190,21 @@ class Wiring:
         return (*self.ranks, *self.switches, self.core)
 
     def rank(self, rank: int) -> str:
-        """Return the namespace of a device. Raises ValueError for a rank that does not exist."""
+        """Return the namespace of a device.
+
+        Raises:
+            ValueError: For a rank that does not exist.
+        """
         if not 0 <= rank < self.shape.ranks:
             raise ValueError(f"rank {rank}: {self.shape} has ranks 0 to {self.shape.ranks - 1}")
         return f"{self.name}-n{node_of(rank, self.shape.devices)}d{place_in_node(rank, self.shape.devices)}"
 
     def node(self, node: int) -> int:
-        """Return `node` itself. Raises ValueError if there is no such node."""
+        """Return `node` itself.
+
+        Raises:
+            ValueError: If there is no such node.
+        """
         if not 0 <= node < self.shape.nodes:
             raise ValueError(f"node {node}: {self.shape} has nodes 0 to {self.shape.nodes - 1}")
         return node

@@ -40,7 +40,11 @@ class EmulationUnavailable(EmulationError):  # noqa: N818 - the name says what i
 
 
 def command(*argv: str, lines: Iterable[str] = ()) -> str:
-    """Return the output of a command given `lines` on stdin. Raises `EmulationError` if it fails or hangs."""
+    """Return the output of a command given `lines` on stdin.
+
+    Raises:
+        EmulationError: If it fails or hangs.
+    """
     try:
         done = subprocess.run(
             argv,
@@ -72,10 +76,13 @@ def tc(namespace: str, lines: Sequence[str]) -> None:
 
 
 def write_hosts(namespace: str, names: Mapping[str, str]) -> None:
-    """Give addresses names inside `namespace`, besides those that the machine knows. names: by address.
+    """Give addresses names inside `namespace`, besides those that the machine knows.
 
     torch asks for the name of every address that it connects to, and warns where there is none: no name
     server can be reached from inside. Where /etc cannot be written, no names are given.
+
+    Args:
+        names: By address.
     """
     known = HOSTS.read_text(encoding="utf-8") if HOSTS.exists() else ""
     named = {**names, "127.0.0.1": "localhost"}

@@ -30,8 +30,9 @@ COMMUNICATION_LANES = (Lane.INTER, Lane.INTRA)
 class RankStep:
     """The tasks of one rank in one step, computed before it begins.
 
-    seconds: of computation, of the host's work, and of copies by tasks that move nothing. counts: int64, sent
-    and to be received.
+    Attributes:
+        seconds: Of computation, of the host's work, and of copies by tasks that move nothing.
+        counts: int64, sent and to be received.
     """
 
     seconds: Mapping[Task, float]
@@ -42,7 +43,8 @@ class RankStep:
     def build(cost: RoutedCost, graph: Graph, rank: int, host_s: Mapping[str, float]) -> RankStep:
         """Look up everything in the cost; takes milliseconds, which a step should not pay.
 
-        host_s: of the host's tasks, by op.
+        Args:
+            host_s: Of the host's tasks, by op.
         """
         counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
         moves = {t: cost.move(t, rank) for t in graph.tasks if t.op in MOVES}

@@ -46,7 +46,9 @@ from penstock.workloads import Routing, RoutingConfig, routing_of
 class Movement:
     """Samples and experts that move in the steps of one plan, and the settings that decide on it.
 
-    cluster: the cost of links and experts for planners of replicas; slack: by MoE layer, see ExpertMoving.
+    Attributes:
+        cluster: The cost of links and experts for planners of replicas.
+        slack: By MoE layer, see ExpertMoving.
     """
 
     shape: StepShape
@@ -171,9 +173,11 @@ class _Prepared:
 class VirtualStack:
     """One virtual device: real lanes, executor and transport; nothing is computed. `plan` may be exchanged.
 
-    workload: with the sizes of the gradients to move. cluster: the rates of the devices that are imitated.
-    routing: must be the same on all ranks. placement: how samples and replicas are placed by plans that move
-    them.
+    Attributes:
+        workload: With the sizes of the gradients to move.
+        cluster: The rates of the devices that are imitated.
+        routing: Must be the same on all ranks.
+        placement: How samples and replicas are placed by plans that move them.
     """
 
     def __init__(
@@ -207,9 +211,13 @@ class VirtualStack:
         return self.workload.gradient_bytes
 
     def adopt(self, plan: StepPlan, placement: PlacementConfig | None = None) -> StepPlan:
-        """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ.
+        """Use `plan` from the next step on.
 
-        placement: how it moves samples and replicas; None = as in the plan before.
+        Args:
+            placement: How it moves samples and replicas; None = as in the plan before.
+
+        Raises:
+            ScheduleMismatchError: If the ranks' orders differ.
         """
         pieces, batch = plan.shape.microbatches, self.workload.batch
         if batch < pieces:
@@ -294,7 +302,10 @@ class VirtualStack:
     def step(self, number: int) -> None:
         """Run one iteration with the routing of step `number`, counted from 0: forward half, backward half.
 
-        Returns when this rank has done all of its tasks. Raises TaskError naming the task that failed.
+        Returns when this rank has done all of its tasks.
+
+        Raises:
+            TaskError: Naming the task that failed.
         """
         handlers = self._ready(number).handlers
         rank, lanes = self.machinery.layout.rank, self.machinery.lanes
@@ -327,7 +338,10 @@ class VirtualStack:
 def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machinery) -> VirtualStack:
     """Build this rank's device with its first plan. [cluster] says how fast the imitated devices compute.
 
-    Every rank must call it at the same point. Raises ConfigError if recorded routing does not fit the model.
+    Every rank must call it at the same point.
+
+    Raises:
+        ConfigError: If recorded routing does not fit the model.
     """
     layout = machinery.layout
     shape = base_shape(config, layout)

@@ -19,7 +19,12 @@ from penstock.routing.sizes import capacity_slots, split_sizes
 
 @dataclass(frozen=True)
 class Masks(ABC):
-    """Masks of one microbatch. tokens: T. slots: of one expert, for all samples together (B * S)."""
+    """Masks of one microbatch.
+
+    Attributes:
+        tokens: T.
+        slots: Of one expert, for all samples together (B * S).
+    """
 
     tokens: int
     slots: int
@@ -116,7 +121,9 @@ class EinsumPermutation(Permutation):
 
     Where tokens choose, slots are filled as in `IndexPermutation`, and the same choices are dropped. A chunk
     is a range of an expert's slots; with samples, they are the slots of sample 0, then those of sample 1, ...
-    num_experts, capacity_factor, min_capacity: as in `IndexPermutation`.
+
+    Attributes:
+        num_experts, capacity_factor, min_capacity: As in `IndexPermutation`.
     """
 
     name, kinds, dynamic = "einsum", ("token", "expert", "soft"), False

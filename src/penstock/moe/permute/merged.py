@@ -43,9 +43,18 @@ class MergedPermutation(Permutation):
 
     A chunk is a range of tokens. Weights are rounded to the rows' precision, as in every other permutation;
     sums over the experts of a destination are made there, so outputs differ from the sort permutation's by
-    rounding. num_experts: E. top_k: k. ep_size: P. node_size: G, 1 = one copy per rank. rank: this rank's
-    place among P. capacity_factor, min_capacity: which choices are dropped, as in `IndexPermutation`; none
-    without a factor. Rows are never padded: only the choices that were kept travel.
+    rounding.
+
+    Rows are never padded: only the choices that were kept travel.
+
+    Attributes:
+        num_experts: E.
+        top_k: k.
+        ep_size: P.
+        node_size: G, 1 = one copy per rank.
+        rank: This rank's place among P.
+        capacity_factor, min_capacity: Which choices are dropped, as in `IndexPermutation`; none without a
+            factor.
     """
 
     name, kinds, dynamic, row_counts = "sort", ("token",), True, True

@@ -27,8 +27,11 @@ from penstock.device import device_of
 class Bags:
     """The entries to sum: out[b] is the sum of weight * source[index] over the entries of bag b.
 
-    index_N: entries, bag after bag. starts_B: first entry of each bag. spare: whether the last bag is not
-    summed; it takes the entries that are not counted where only the device knows their number.
+    Attributes:
+        index_N: Entries, bag after bag.
+        starts_B: First entry of each bag.
+        spare: Whether the last bag is not summed; it takes the entries that are not counted where only the
+            device knows their number.
     """
 
     index_N: Tensor
@@ -50,7 +53,11 @@ def fill_bags(bag_N: Tensor, index_N: Tensor, bags: int, kept: int | None) -> tu
     """Make bags of entries in any order, and return which entry went where.
 
     Entries for bag `bags` do not count.
-    kept: number of entries that count; None if the host does not know. Never waits for a GPU.
+
+    Never waits for a GPU.
+
+    Args:
+        kept: Number of entries that count; None if the host does not know.
     """
     entry_N = stable_argsort(bag_N, bags)[:kept]
     counts = histogram(bag_N, bags + 1)
@@ -84,10 +91,13 @@ def histogram(values: Tensor, bins: int) -> Tensor:
 class RowPlan:
     """The token of every row, and the weight that its output will have there.
 
-    token_of_row_R, weight_of_row_R: -1 in a row that is padding. row_of_weight: in the shape of the weights,
-    -1 if dropped. padded: whether any row can be padding. to_rows, to_tokens: the two directions.
-    weight_of_entry_N: the weight of each entry of to_tokens. weighted: to_rows for a product with weights,
-    where padding may name any token, as its weight is 0.
+    Attributes:
+        token_of_row_R, weight_of_row_R: -1 in a row that is padding.
+        row_of_weight: In the shape of the weights, -1 if dropped.
+        padded: Whether any row can be padding.
+        to_rows, to_tokens: The two directions.
+        weight_of_entry_N: The weight of each entry of to_tokens.
+        weighted: to_rows for a product with weights, where padding may name any token, as its weight is 0.
     """
 
     token_of_row_R: Tensor
@@ -103,7 +113,8 @@ class RowPlan:
     def make(row_of_weight: Tensor, token_N: Tensor, tokens: int, rows: int, *, padded: bool) -> RowPlan:
         """Make a plan from the row and the token of every weight. Never waits for a GPU.
 
-        padded: whether rows can be padding; without it each row has a weight.
+        Args:
+            padded: Whether rows can be padding; without it each row has a weight.
         """
         row_N = row_of_weight.reshape(-1)
         weight_of_row = torch.full((rows + 1,), -1, dtype=torch.int64, device=row_N.device)
@@ -159,7 +170,8 @@ class RowPlan:
     def give(self, rows_RM: Tensor, weights: Tensor | None) -> Tensor:
         """Unpermute rows: return every token's rows, weighted and summed, [T, M]; padding is never read.
 
-        weights: None means 1 for all.
+        Args:
+            weights: None means 1 for all.
         """
         return _Give.apply(rows_RM, weights, self)  # type: ignore[no-any-return]  # as above
 

@@ -33,11 +33,16 @@ from penstock.routing.sizes import capacity_slots, split_sizes
 class PermutationPlan:
     """Places of all rows of one microbatch: integers, no gradient.
 
-    tokens: T. chunk_rows: rows of every chunk. counts_CN: what other ranks must know before they can receive,
-    int64, N = columns per rank * ranks; only if sizes depend on the routing. slots: rows per expert in every
-    chunk; only if sizes do not depend on it. rows: the permutation's own data. wanted_N: choices of every
-    position, whether they have rows or not, [N] int64, where rows may be bounded. bounds_CN: rows of every
-    position in every chunk, the same on all ranks, where they are bounded.
+    Attributes:
+        tokens: T.
+        chunk_rows: Rows of every chunk.
+        counts_CN: What other ranks must know before they can receive, int64, N = columns per rank * ranks;
+            only if sizes depend on the routing.
+        slots: Rows per expert in every chunk; only if sizes do not depend on it.
+        rows: The permutation's own data.
+        wanted_N: Choices of every position, whether they have rows or not, [N] int64, where rows may be
+            bounded.
+        bounds_CN: Rows of every position in every chunk, the same on all ranks, where they are bounded.
     """
 
     tokens: int
@@ -52,9 +57,12 @@ class PermutationPlan:
 class Permutation(ABC):
     """Brings tokens into rows and outputs back. Deterministic: no sum depends on the order of threads.
 
-    name: what a configuration calls it. kinds: the kinds of choices that it takes. dynamic: whether sizes
-    depend on the routing and must be exchanged first. row_counts: whether one row may serve several experts
-    of a rank or a node, so that counts per expert do not give the number of rows.
+    Attributes:
+        name: What a configuration calls it.
+        kinds: The kinds of choices that it takes.
+        dynamic: Whether sizes depend on the routing and must be exchanged first.
+        row_counts: Whether one row may serve several experts of a rank or a node, so that counts per expert
+            do not give the number of rows.
     """
 
     name: ClassVar[str]
@@ -79,7 +87,8 @@ class Permutation(ABC):
     def unpermute(self, rows_RM: Tensor, weights: Tensor, plan: PermutationPlan) -> Tensor:
         """Return every token's outputs, weighted and summed, [T, M]; the transpose of `permute`.
 
-        weights: `self.weights`.
+        Args:
+            weights: `self.weights`.
         """
 
     def weights(self, choice: Choice) -> Tensor:
@@ -98,7 +107,8 @@ class Permutation(ABC):
     def with_slots(self, ranks: int, slots: int) -> Permutation:
         """Return this permutation for positions of `ranks` with `slots` each, of own experts and of replicas.
 
-        Raises ValueError if replicas make no sense with this permutation.
+        Raises:
+            ValueError: If replicas make no sense with this permutation.
         """
         del ranks, slots
         raise ValueError(
@@ -159,7 +169,10 @@ def _transpose_blocks(rows_RM: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor
 class SortPermutation(RowOrder):
     """A permutation in which every choice is a row. A chunk is a range of tokens.
 
-    The number of rows that an expert gets depends on the data. num_experts: E.
+    The number of rows that an expert gets depends on the data.
+
+    Attributes:
+        num_experts: E.
     """
 
     name, kinds, dynamic = "sort", ("token",), True
@@ -174,7 +187,12 @@ class SortPermutation(RowOrder):
         return self.arrange(choice.experts_Tk, sizes, masked=choice.masked)
 
     def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: bool) -> PermutationPlan:
-        """Make the plan from the positions alone. sizes: tokens of every chunk. masked: whether any is -1."""
+        """Make the plan from the positions alone.
+
+        Args:
+            sizes: Tokens of every chunk.
+            masked: Whether any is -1.
+        """
         tokens, choices = positions_Tk.shape
         chunks = len(sizes)
         bin_Tk = bins(positions_Tk, sizes, self.num_experts)
@@ -190,7 +208,11 @@ class SortPermutation(RowOrder):
 
 
 def bins(parts_Tk: Tensor, sizes: tuple[int, ...], parts: int) -> Tensor:
-    """Return the number of the pair (chunk, part), C * parts for part -1. sizes: tokens of every chunk."""
+    """Return the number of the pair (chunk, part), C * parts for part -1.
+
+    Args:
+        sizes: Tokens of every chunk.
+    """
     chunk_T1 = chunk_of_token(sizes, parts_Tk.device).unsqueeze(1)
     return torch.where(parts_Tk < 0, len(sizes) * parts, chunk_T1 * parts + parts_Tk)
 
@@ -198,7 +220,8 @@ def bins(parts_Tk: Tensor, sizes: tuple[int, ...], parts: int) -> Tensor:
 def sorted_rows(bin_Tk: Tensor, parts: int, rows: int) -> RowPlan:
     """Make one row for each of the `rows` choices of smallest bin, sorted by bin, then token, then choice.
 
-    parts: the largest bin, which is that of padding.
+    Args:
+        parts: The largest bin, which is that of padding.
     """
     weight_of_row_R = stable_argsort(bin_Tk.flatten(), parts)[:rows]
     row_of_weight = torch.full_like(bin_Tk, -1).view(-1)
@@ -221,13 +244,15 @@ def chunk_of_token(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 class IndexPermutation(RowOrder):
     """Slots are filled in turn; choices that come after the last slot is filled are dropped.
 
-    First choices take slots before second choices, earlier tokens before later ones (GShard). A chunk is
-    a range of slots, so which tokens are dropped does not depend on the number of chunks. Sizes are fixed:
-    nothing is exchanged, the host never waits, and padding costs its share of traffic and computation.
-    Where experts choose, they have filled their slots themselves and nothing is dropped; a token then has
-    any number of rows.
-    num_experts: E. capacity_factor f, min_capacity: where tokens choose, an expert has ceil(f k T / E)
-    slots, or min_capacity if that is more.
+    First choices take slots before second choices, earlier tokens before later ones (GShard). A chunk is a
+    range of slots, so which tokens are dropped does not depend on the number of chunks. Sizes are fixed:
+    nothing is exchanged, the host never waits, and padding costs its share of traffic and computation. Where
+    experts choose, they have filled their slots themselves and nothing is dropped; a token then has any
+    number of rows.
+
+    Attributes:
+        num_experts: E. capacity_factor f, min_capacity: where tokens choose, an expert has ceil(f k T / E)
+            slots, or min_capacity if that is more.
     """
 
     name, kinds, dynamic = "index", ("token", "expert"), False
@@ -293,8 +318,10 @@ def queues(experts_Tk: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def slot_rows(experts: Tensor, place: Tensor, sizes: tuple[int, ...], num_experts: int) -> Tensor:
     """Return the row of each slot: by chunk, inside a chunk by expert, inside an expert by slot.
 
-    experts, place: of one shape, which is that of the result; the result is -1 where the place is beyond the
-    last slot or the expert is -1. sizes: slots of one expert in every chunk.
+    Args:
+        experts, place: Of one shape, which is that of the result; the result is -1 where the place is beyond
+            the last slot or the expert is -1.
+        sizes: Slots of one expert in every chunk.
     """
     row = torch.full_like(experts, -1)
     first_slot = first_row = 0
@@ -355,7 +382,11 @@ class BoundedPermutation(SortPermutation):
 
 
 class Bounds:
-    """Bounds of the rows of every position in one layer, and where these rows lie. rows_N: the bounds."""
+    """Bounds of the rows of every position in one layer, and where these rows lie.
+
+    Attributes:
+        rows_N: The bounds.
+    """
 
     def __init__(self, rows_N: Sequence[int]) -> None:
         self.rows_N = np.asarray(rows_N, dtype=np.int64)

@@ -42,7 +42,9 @@ class Linear:
 class MoEPart:
     """Times of the MoE part of one layer in one direction.
 
-    a2a: between nodes, each of the two. ag, rs: inside the node, before and after the experts.
+    Attributes:
+        a2a: Between nodes, each of the two.
+        ag, rs: Inside the node, before and after the experts.
     """
 
     a2a: Linear
@@ -148,8 +150,11 @@ class Made:
 class GapLayer:
     """An MoE layer with all that follows it in the backward pass, up to the next one ("generalised layer").
 
-    layer: of its MoE part. part: backward. dense_s: computation after the MoE part, during which the network
-    between nodes is idle. made: gradients that exist when the next such layer begins.
+    Attributes:
+        layer: Of its MoE part.
+        part: backward.
+        dense_s: Computation after the MoE part, during which the network between nodes is idle.
+        made: Gradients that exist when the next such layer begins.
     """
 
     layer: int
@@ -160,7 +165,11 @@ class GapLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """The backward pass for a partition. above: gradients of blocks above the first MoE layer."""
+    """The backward pass for a partition.
+
+    Attributes:
+        above: Gradients of blocks above the first MoE layer.
+    """
 
     num_layers: int
     gaps: tuple[GapLayer, ...]

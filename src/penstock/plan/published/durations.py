@@ -55,25 +55,24 @@ class Durations:
         The first all-to-all stands for both. Where rows also gather inside a node before they leave it, that
         time counts with the leg on arrival, and the formulas are an estimate.
         """
-        key = layer, phase
         if self.problem.evidence is None:  # otherwise rows tell layers of one kind apart
-            key = self.problem.layer_kinds.index(self.problem.layer_kinds[layer]), phase
+            layer = self.problem.layer_kinds.index(self.problem.layer_kinds[layer])
+        key = layer, phase
         if key not in self._known_parts:
-            layer, phase = key
             once, twice = self._shape(1), self._shape(2)
-            mine = (layer, phase, 0, 0)
+            first = (layer, phase, 0, 0)
             moves = [
                 (task.op, task.lane)
                 for task in self._graphs[1].tasks
-                if (task.layer, task.phase, task.microbatch, task.chunk) == mine
+                if (task.layer, task.phase, task.microbatch, task.chunk) == first
             ]
             at = next(i for i, (op, _) in enumerate(moves) if computes_experts(op))
             before, experts, after = moves[:at], moves[at : at + 1], moves[at + 1 :]
 
             def linear(ops: Sequence[Where], lane: Lane) -> Linear:
-                mine = [op for op, on in ops if on is lane]
-                whole_s = sum(self._seconds(layer, op, phase, once) for op in mine)
-                halves_s = sum(self._seconds(layer, op, phase, twice) for op in mine)
+                there = [op for op, on in ops if on is lane]
+                whole_s = sum(self._seconds(layer, op, phase, once) for op in there)
+                halves_s = sum(self._seconds(layer, op, phase, twice) for op in there)
                 start_s = max(0.0, halves_s - whole_s)  # two start-ups less one
                 return Linear(alpha_s=start_s, linear_s=whole_s - start_s)
 

@@ -26,8 +26,10 @@ SLICES = (1, 2, 4, 8)
 class ParmModels:
     """The fitted lines that the algorithm needs.
 
-    all_to_all: over experts and their shards. gather: of tokens or rows among ranks that share attention.
-    pair: SAA as one operation, by the size of its all-to-all.
+    Attributes:
+        all_to_all: Over experts and their shards.
+        gather: Of tokens or rows among ranks that share attention.
+        pair: SAA as one operation, by the size of its all-to-all.
     """
 
     all_to_all: AlphaBeta
@@ -39,8 +41,9 @@ class ParmModels:
 class ParmSizes:
     """Bytes of one layer in one direction.
 
-    gathered_bytes: the tokens that S1 gathers; converted_bytes: those that S2 gathers where blocks have split
-    tokens.
+    Attributes:
+        gathered_bytes: The tokens that S1 gathers.
+        converted_bytes: Those that S2 gathers where blocks have split tokens.
     """
 
     y_bytes: float

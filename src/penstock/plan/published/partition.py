@@ -38,7 +38,8 @@ class Filling:
     def fill(self, slot: Slot, spare_s: float, unit_bytes: int = ELEMENT_BYTES) -> float:
         """Put in as much as fits into `spare_s`; return the seconds that are left.
 
-        unit_bytes: only whole units of a layer's gradients, or the rest of the layer's.
+        Args:
+            unit_bytes: Only whole units of a layer's gradients, or the rest of the layer's.
         """
         while self._queue:
             size = self._fitting(spare_s, unit_bytes)

@@ -27,9 +27,12 @@ GENERATIONS, MEMBERS, MOST_MEMBERS = 60, 8, 160
 class Rest:
     """Step 2 as numbers. L gaps in backward order, R degrees.
 
-    busy_s: [L, R] the network's own time in the MoE part; floor_s: [L, R] the part's time without reductions.
-    filled_s: [L] reductions of step 1 in the MoE part. left_bytes: [L] what exists when the gap is over and
-    fits into no later gap either. made_last_bytes: made after the last gap.
+    Attributes:
+        busy_s: [L, R] the network's own time in the MoE part.
+        floor_s: [L, R] the part's time without reductions.
+        filled_s: [L] reductions of step 1 in the MoE part.
+        left_bytes: [L] what exists when the gap is over and fits into no later gap either.
+        made_last_bytes: Made after the last gap.
     """
 
     busy_s: Array
@@ -54,7 +57,11 @@ class Rest:
         )
 
     def seconds(self, extra: Array) -> Array:
-        """Return the seconds of MoE parts, at their best degrees, and the tail. extra: [..., L] bytes."""
+        """Return the seconds of MoE parts, at their best degrees, and the tail.
+
+        Args:
+            extra: [..., L] bytes.
+        """
         reduce_s = self.filled_s + self._reduction_s(extra)
         parts_s = np.maximum(self.busy_s + reduce_s[..., None], self.floor_s).min(axis=-1)
         tail = self.left_bytes[-1] - extra.sum(axis=-1) + self.made_last_bytes

@@ -95,7 +95,11 @@ def network_figure(course: Course) -> Figure | None:
 
 
 def layers_figure(course: Course, by_layer: ByLayer, layers: Sequence[int], title: str) -> Figure | None:
-    """Return a figure of one quantity by MoE layer; None where no step has it. layers: their numbers."""
+    """Return a figure of one quantity by MoE layer; None where no step has it.
+
+    Args:
+        layers: Their numbers.
+    """
     known = next((values for values in by_layer if values), None)
     if known is None:
         return None
@@ -131,7 +135,11 @@ def layer_loads_figure(course: LoadCourse) -> Figure:
 
 
 def loads_over_time_figure(course: LoadCourse, place: int) -> Figure:
-    """Return the heat map of experts x steps of one MoE layer; place: the layer's index in the course."""
+    """Return the heat map of experts x steps of one MoE layer.
+
+    Args:
+        place: The layer's index in the course.
+    """
     # So many steps are drawn that all heat maps together have few enough cells.
     _, layers, experts = course.loads_SYE.shape
     most = max(2, MOST_CELLS // max(1, experts * len(_spread(layers, max(1, MOST_CELLS // (64 * experts))))))
@@ -279,7 +287,11 @@ class _Bar:
 
 
 def timeline_figure(step: StepFile, place: int) -> Figure:
-    """Return both runs of one rank; place: the index of the rank among those shown."""
+    """Return both runs of one rank.
+
+    Args:
+        place: The index of the rank among those shown.
+    """
     lanes = [lane for lane in Lane if str(lane) in step.lanes]
     rank = step.shown[place]
     measured_top = len(lanes) * ROW + GAP

@@ -25,8 +25,10 @@ ByLayer = tuple[tuple[float, ...] | None, ...]
 class Course:
     """The steps of a run, each column as long as `steps`; None = a step has no such value.
 
-    steps: their numbers. plans: which plan ran each. aux_loss, rows_dropped, rank_rows,
-    loads_in_common: by MoE layer.
+    Attributes:
+        steps: Their numbers.
+        plans: Which plan ran each.
+        aux_loss, rows_dropped, rank_rows, loads_in_common: By MoE layer.
     """
 
     steps: tuple[int, ...]
@@ -49,8 +51,14 @@ class Course:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """What a run has left. name: of its folder. settings: the text of its configuration. failures: messages
-    of ranks before they ended. missing: what does not exist, and why that may be, in sentences."""
+    """What a run has left.
+
+    Attributes:
+        name: Of its folder.
+        settings: The text of its configuration.
+        failures: Messages of ranks before they ended.
+        missing: What does not exist, and why that may be, in sentences.
+    """
 
     name: str
     course: Course
@@ -124,8 +132,15 @@ def kinds_of(step: StepFile) -> list[KindOfTask]:
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """What determined the length of a step. Seconds of its critical path: shares by family of computation and
-    of transfers; gaps_s: when nothing on the path ran. length_s: the whole path. ranks: of the run."""
+    """What determined the length of a step.
+
+    Seconds of its critical path: shares by family of computation and of transfers.
+
+    Attributes:
+        gaps_s: When nothing on the path ran.
+        length_s: The whole path.
+        ranks: Of the run.
+    """
 
     computed_s: Mapping[Family, float]
     moved_s: Mapping[Family, float]

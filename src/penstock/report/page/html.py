@@ -99,7 +99,11 @@ WARM_UP_STEPS = 2
 
 
 def write_page(run: FinishedRun) -> str:
-    """Return HTML with everything in it. Raises ConfigError if plotly is not installed."""
+    """Return HTML with everything in it.
+
+    Raises:
+        ConfigError: If plotly is not installed.
+    """
     figures = {name: figure for name, figure in _charts(run) if figure is not None}
     kinds = [] if run.step is None else kinds_of(run.step)
     return render(

@@ -63,10 +63,13 @@ JSON: Final = {"allow_nan": False, "separators": (",", ":")}
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a table. title: its first cell, with a dot of `colour` before it and a quiet `note` behind it.
+    """A row of a table.
 
-    bar: from -1 to 1, a bar that ends the row; None = the table has no bars. total: whether the row sums up
-    others. strong: whether its title is bold.
+    Attributes:
+        title: Its first cell, with a dot of `colour` before it and a quiet `note` behind it.
+        bar: From -1 to 1, a bar that ends the row; None = the table has no bars.
+        total: Whether the row sums up others.
+        strong: Whether its title is bold.
     """
 
     title: str
@@ -81,9 +84,14 @@ class Row:
 def render(
     template: str, figures: Mapping[str, Figure], *, folder: Path = TEMPLATES, **values: object
 ) -> str:
-    """Return the page of a template, plotly.js included. figures: by the names that the template uses.
+    """Return the page of a template, plotly.js included.
 
-    folder: where the template is, if not here. Raises ConfigError if the package plotly is not installed.
+    Args:
+        figures: By the names that the template uses.
+        folder: Where the template is, if not here.
+
+    Raises:
+        ConfigError: If the package plotly is not installed.
     """
     environment = Environment(
         loader=FileSystemLoader([folder, TEMPLATES]),

@@ -45,10 +45,17 @@ class ExpertParallel:
     gradients that a rank holds differs between ranks, so clip with `penstock.clip_grad_norm_`; experts must
     not use `torch.utils.checkpoint` with use_reentrant=True inside (around the layer it may be either).
 
-    num_experts: of a layer, in total. ep_size: none = all ranks. ranks_per_node: for a hierarchical dispatch.
-    transport: "staged" = layers are on GPUs that ranks may share, see ParallelConfig, whatever the default
-    process group is for. One instance serves all layers. Every rank must build it at the same point. Raises
-    ConfigError for sizes that do not fit.
+    One instance serves all layers. Every rank must build it at the same point.
+
+    Attributes:
+        num_experts: Of a layer, in total.
+        ep_size: None = all ranks.
+        ranks_per_node: For a hierarchical dispatch.
+        transport: "staged" = layers are on GPUs that ranks may share, see ParallelConfig, whatever the
+            default process group is for.
+
+    Raises:
+        ConfigError: For sizes that do not fit.
     """
 
     def __init__(

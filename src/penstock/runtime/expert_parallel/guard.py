@@ -84,7 +84,8 @@ class _Layer:
 class ExpertGuard:
     """Watches the experts of one layer. `adopt` them first and whenever they may have been replaced.
 
-    unread: the sum of all ranks' `marks` of the last forward, until it is judged.
+    Attributes:
+        unread: The sum of all ranks' `marks` of the last forward, until it is judged.
     """
 
     def __init__(self, experts: nn.Module, ranks: ExpertRanks, control: Control) -> None:
@@ -107,8 +108,10 @@ class ExpertGuard:
     def marks(self, experts: nn.Module, parameters: Mapping[str, Tensor], *, seldom: bool) -> Tensor:
         """Return what this rank adds to a sum: a one, the layer as it was checked last, values, float64 [3].
 
-        The values are those of `parameters`, and at times those of experts that have replicas. seldom: of
-        both at times only, since it takes time to launch what reads them.
+        The values are those of `parameters`, and at times those of experts that have replicas.
+
+        Args:
+            seldom: Of both at times only, since it takes time to launch what reads them.
         """
         layout, device = self._ranks.layout, self._ranks.device
         values = torch.zeros((), dtype=torch.float64, device=device)
@@ -123,13 +126,18 @@ class ExpertGuard:
         return torch.cat([torch.ones_like(self._now.mark), self._now.mark, values.view(1)])
 
     def check(self, experts: nn.Module, x: Tensor, parts: str, *, first: bool) -> None:
-        """Check the layer before a forward. x: the tokens. parts: the layer's parts, in words separated by
-        commas.
+        """Check the layer before a forward.
 
-        Raises ValueError if something else manages the experts. The first time ranks also compare their
-        layers, in an exchange of 8 bytes per rank: nothing else is sure to be of one size. Later a rank's
-        layer may have changed alone, so no exchange may depend on what this rank sees: `judge` compares. It
-        is called here for a forward that could not read its sums.
+        The first time ranks also compare their layers, in an exchange of 8 bytes per rank: nothing else is
+        sure to be of one size. Later a rank's layer may have changed alone, so no exchange may depend on what
+        this rank sees: `judge` compares. It is called here for a forward that could not read its sums.
+
+        Args:
+            x: The tokens.
+            parts: The layer's parts, in words separated by commas.
+
+        Raises:
+            ValueError: If something else manages the experts.
         """
         self.judge()
         self._refuse_owner(experts)
@@ -158,8 +166,10 @@ class ExpertGuard:
     def judge(self) -> None:
         """Judge the sum of all marks, once; every rank does, at the same point.
 
-        Raises ValueError unless all have the same layer, ParameterMismatchError unless they hold the same
-        values, CommunicationError if the sum is not of all ranks.
+        Raises:
+            ValueError: Unless all have the same layer.
+            ParameterMismatchError: Unless they hold the same values.
+            CommunicationError: If the sum is not of all ranks.
         """
         if self.unread is None:
             return

@@ -36,8 +36,9 @@ _numbers = itertools.count()
 class ExpertRanks:
     """The ranks that train together and how their experts are spread.
 
-    device: where the transport takes tensors. number: counts what was built in this process, so that all
-    ranks choose the same one of several.
+    Attributes:
+        device: Where the transport takes tensors.
+        number: Counts what was built in this process, so that all ranks choose the same one of several.
     """
 
     layout: Layout
@@ -87,7 +88,8 @@ def mark_all(model: nn.Module) -> None:
 def mark_experts(parameters: Iterable[Tensor], ranks: ExpertRanks, *, stacked: bool = True) -> None:
     """Mark these parameters with their experts' ranks, and with the tag that Megatron and DeepSpeed use.
 
-    stacked: whether one parameter has the weights of several experts.
+    Args:
+        stacked: Whether one parameter has the weights of several experts.
     """
     for parameter in parameters:
         parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
@@ -98,7 +100,8 @@ def mark_experts(parameters: Iterable[Tensor], ranks: ExpertRanks, *, stacked: b
 def ranks_of(parameter: Tensor) -> ExpertRanks | None:
     """Return the ranks that hold an expert's parameter; None for a parameter that every rank holds.
 
-    Raises ValueError for an expert whose ranks are not known.
+    Raises:
+        ValueError: For an expert whose ranks are not known.
     """
     if getattr(parameter, "allreduce", True) is not False:
         return None
@@ -122,7 +125,8 @@ def mark_parts(parameters: Iterable[Tensor], ranks: ExpertRanks) -> None:
 def ranks_of_parts(parameter: Tensor) -> ExpertRanks | None:
     """Return the ranks that hold the other parts of a parameter; None for a whole one.
 
-    Raises ValueError for a part whose ranks are not known.
+    Raises:
+        ValueError: For a part whose ranks are not known.
     """
     if sharding_of(parameter) is None:
         return None
@@ -141,7 +145,8 @@ Whole = Literal["tensor", "model"]
 def share_of(parameter: Tensor, *, whole: Whole) -> str:
     """Return of what this parameter is only a share, in words; "" where this rank has all of it.
 
-    whole: what must be there: the tensor that the parameter is on one process, or the model.
+    Args:
+        whole: What must be there: the tensor that the parameter is on one process, or the model.
     """
     if (sharding := sharding_of(parameter)) is not None:
         return f"one of {sharding.count} parts of a tensor"
@@ -174,7 +179,8 @@ _known: WeakSet[Optimizer] = WeakSet()
 def watch_optimizer(optimizer: Optimizer) -> None:
     """Mark and check the states of one optimiser.
 
-    Raises ShareError if it has loaded another share's, or would mix the parameters of shares.
+    Raises:
+        ShareError: If it has loaded another share's, or would mix the parameters of shares.
     """
     if optimizer in _known:
         return

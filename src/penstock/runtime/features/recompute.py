@@ -329,8 +329,10 @@ class Replay:
     def second(self) -> Iterator[None]:
         """Run with the same selections and random numbers; generators then go on as if nothing was drawn.
 
-        Autograd takes part, which is switched off inside a backward. Raises RuntimeError if the computation
-        does not select and draw by the same operators.
+        Autograd takes part, which is switched off inside a backward.
+
+        Raises:
+            RuntimeError: If the computation does not select and draw by the same operators.
         """
         repeating = _Repeating(self._records)
         with ExitStack() as modes:

@@ -70,15 +70,20 @@ class Placer(Protocol):
     def homes(self, table: SampleTable, following: Replication | None, moved_rows: int) -> Counts:
         """Return the device of every sample, [I]; every device keeps as many of each chunk as it had.
 
-        following: where experts of the next MoE layer are; None after the last. moved_rows: the data that
-        follows a sample beside its experts' outputs, measured in rows.
+        Args:
+            following: Where experts of the next MoE layer are; None after the last.
+            moved_rows: The data that follows a sample beside its experts' outputs, measured in rows.
         """
         ...
 
 
 @dataclass(frozen=True)
 class NetMoE:
-    """Minimises rows across nodes, then devices, in this combine and the next dispatch. solver: by name."""
+    """Minimises rows across nodes, then devices, in this combine and the next dispatch.
+
+    Attributes:
+        solver: By name.
+    """
 
     solver: str = "network_simplex"
 
@@ -116,9 +121,10 @@ def _nearness(replication: Replication, plane: Plane) -> Nearness:
 class SampleMoving:
     """How a stack moves samples.
 
-    placer: decides on homes. prediction: the source of what samples are expected to want of the next MoE
-    layer: what its gate says of their tokens in this layer, what samples like them wanted in past steps, or
-    nothing.
+    Attributes:
+        placer: Decides on homes.
+        prediction: The source of what samples are expected to want of the next MoE layer: what its gate says
+            of their tokens in this layer, what samples like them wanted in past steps, or nothing.
     """
 
     placer: Placer = NetMoE()
@@ -127,8 +133,12 @@ class SampleMoving:
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """The samples of a microbatch in an MoE layer. here, following: where its experts and those of the next
-    MoE layer are; None after the last. training: whether something is learnt."""
+    """The samples of a microbatch in an MoE layer.
+
+    Attributes:
+        here, following: Where its experts and those of the next MoE layer are; None after the last.
+        training: Whether something is learnt.
+    """
 
     layer: int
     microbatch: int
@@ -156,7 +166,11 @@ class Habits:
         return self.table(visit.layer, counts_IE.shape[1]).predict(counts_IE)
 
     def left(self, counts_IE: Counts, visit: Visit) -> None:
-        """Note that samples have left the layer. counts_IE: in their order in the next layer."""
+        """Note that samples have left the layer.
+
+        Args:
+            counts_IE: In their order in the next layer.
+        """
         self._passed[visit.microbatch] = visit.layer, counts_IE
 
     def table(self, layer: int, num_experts: int) -> ConditionalTable:
@@ -166,8 +180,12 @@ class Habits:
 
 @dataclass(frozen=True)
 class Relocation:
-    """How samples move on one rank. exchange_group: ranks that exchange counts. member: this rank's number
-    there."""
+    """How samples move on one rank.
+
+    Attributes:
+        exchange_group: Ranks that exchange counts.
+        member: This rank's number there.
+    """
 
     how: SampleMoving
     exchange_group: ExchangeGroup
@@ -182,7 +200,11 @@ class Relocation:
         return Relocation(how, exchange_group_of(layout.mesh, layout.rank, layout.node_size), member, habits)
 
     def homes(self, table: SampleTable, visit: Visit, moved_rows: int) -> Counts:
-        """Return the device of every sample. moved_rows: see Placer."""
+        """Return the device of every sample.
+
+        Args:
+            moved_rows: See Placer.
+        """
         if self.how.prediction != "conditional":
             return self.how.placer.homes(table, visit.following, moved_rows)
         counts_IE = table.by_expert(visit.here.by_position, visit.here.placement.num_experts)
@@ -202,8 +224,11 @@ class Relocation:
 
 @dataclass(frozen=True)
 class PackedResidual:
-    """Rows bring the residual stream: see `penstock.moe.experts`. wire_dtype: of tokens for the
-    gate."""
+    """Rows bring the residual stream: see `penstock.moe.experts`.
+
+    Attributes:
+        wire_dtype: Of tokens for the gate.
+    """
 
     wire_dtype: torch.dtype | None = None
     separate_bytes = 0
@@ -221,7 +246,11 @@ class PackedResidual:
 
 
 def row_norm(block: BlockParts) -> nn.Module:
-    """Return the norm that experts read. Raises ValueError where rows cannot carry the residual stream."""
+    """Return the norm that experts read.
+
+    Raises:
+        ValueError: Where rows cannot carry the residual stream.
+    """
     norm = block.row_norm
     if norm is None:
         raise ValueError(
@@ -255,7 +284,11 @@ def _with_experts(parts: ModelParts) -> list[BlockParts]:
 
 @dataclass(frozen=True)
 class StepRelocation(StepFeature):
-    """Samples that move in one step. packs: whether rows bring their residual stream."""
+    """Samples that move in one step.
+
+    Attributes:
+        packs: Whether rows bring their residual stream.
+    """
 
     relocation: Relocation
     packs: bool
@@ -418,7 +451,11 @@ def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.SAMPLE_HOMES, F)
 def sample_homes(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return homes, and their routes for combine. Raises PlacementError unless all members found the same."""
+    """Return homes, and their routes for combine.
+
+    Raises:
+        PlacementError: Unless all members found the same.
+    """
     homes: SampleHomes = inputs.one("homes")
     transport = context.transports.of(task.lane, task.axes)
     mine = on_device([homes.digest], context.batch.tokens[0].device)

@@ -283,7 +283,9 @@ def loss_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 class ShardLogits:
     """Logits over this rank's vocabulary.
 
-    mine_T: the label's place in this rank's vocabulary, -1 where it is another rank's or counts for nothing.
+    Attributes:
+        mine_T: The label's place in this rank's vocabulary, -1 where it is another rank's or counts for
+            nothing.
     """
 
     logits_TV: Tensor
@@ -294,7 +296,9 @@ class ShardLogits:
 class SavedLoss:
     """The forward values that the backward of the loss needs.
 
-    total_T: logarithm of the sum of all exponentials. counts_T: whether a token has a label.
+    Attributes:
+        total_T: Logarithm of the sum of all exponentials.
+        counts_T: Whether a token has a label.
     """
 
     shard: ShardLogits

@@ -49,7 +49,11 @@ class RecordedStream:
 
 
 class RecordedEvent:
-    """An event of which only the log knows. number: in the log; 0 = it was not recorded."""
+    """An event of which only the log knows.
+
+    Attributes:
+        number: In the log; 0 = it was not recorded.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self.number, self.at_s = recorder, 0, 0.0

@@ -56,9 +56,13 @@ class Use:
 class Hazard:
     """Two uses of a tensor's memory that nothing orders.
 
-    kind: "read too early": before the write that fills it has ended; "write too early": while another use may
-    still run; "freed too early": memory goes back to its stream while another stream may still use it.
-    tensor: the memory. first: the earlier use. second: the later one.
+    Attributes:
+        kind: "read too early": before the write that fills it has ended; "write too early": while another use
+            may still run; "freed too early": memory goes back to its stream while another stream may still
+            use it.
+        tensor: The memory.
+        first: The earlier use.
+        second: The later one.
     """
 
     kind: Kind
@@ -73,8 +77,9 @@ class Hazard:
 def find_hazards(log: Sequence[Entry], without: Collection[int] = ()) -> list[Hazard]:
     """Return every kind of hazard in a log once, in the order in which they are met.
 
-    without: places in the log of entries that are left out, to see whether they are needed: numbers are not
-    changed by that, since what is recorded was computed one operation after the other.
+    Args:
+        without: Places in the log of entries that are left out, to see whether they are needed: numbers are
+            not changed by that, since what is recorded was computed one operation after the other.
     """
     analysis = _Analysis()
     for place, entry in enumerate(log):
@@ -223,10 +228,12 @@ Issued = tuple[str, Call]
 class Disorder:
     """Collectives of several ranks that do not fit each other.
 
-    kind: "number": a rank has issued fewer of a communicator than others; "kind", "bytes": what is the same
-    call by its place is another collective, or of another size; "deadlock": ranks issue calls of several
-    communicators in orders that no common order has. communicator: its name; the first of several. tasks: by
-    rank, which issued them.
+    Attributes:
+        kind: "number": a rank has issued fewer of a communicator than others; "kind", "bytes": what is the
+            same call by its place is another collective, or of another size; "deadlock": ranks issue calls of
+            several communicators in orders that no common order has.
+        communicator: Its name; the first of several.
+        tasks: By rank, which issued them.
     """
 
     kind: Literal["number", "kind", "bytes", "deadlock"]

@@ -24,7 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """A stream, or a thread of the host. number: from 0, in the order in which they were first seen."""
+    """A stream, or a thread of the host.
+
+    Attributes:
+        number: From 0, in the order in which they were first seen.
+    """
 
     number: int
     name: str
@@ -38,9 +42,12 @@ class Actor:
 class Block:
     """Memory of one storage, from when it was allocated to when it was freed.
 
-    number: from 0; none is used twice. task: what allocated it. stream: the current one then, to which the
-    allocator gives the memory back. shape, dtype: of the first tensor there. in_host: whether it is memory of
-    the host.
+    Attributes:
+        number: From 0; none is used twice.
+        task: What allocated it.
+        stream: The current one then, to which the allocator gives the memory back.
+        shape, dtype: Of the first tensor there.
+        in_host: Whether it is memory of the host.
     """
 
     number: int
@@ -58,7 +65,8 @@ class Block:
 class Span(NamedTuple):
     """Bytes of a block that a tensor covers: from `first` up to `end`, and of these only what strides meet.
 
-    strides: in bytes, where elements do not lie side by side; () = all bytes between are covered.
+    Attributes:
+        strides: In bytes, where elements do not lie side by side; () = all bytes between are covered.
     """
 
     first: int
@@ -78,11 +86,15 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective of one rank. communicator: its name, the same on all its ranks. ranks: in their order.
+    """A collective of one rank.
 
-    op: with what must be the same on all of them. sent_bytes, received_bytes: by place in the communicator.
-    exchange: of a message between two ranks, whose communicator is theirs in this direction, the name of the
-    process group through which it goes.
+    Attributes:
+        communicator: Its name, the same on all its ranks.
+        ranks: In their order.
+        op: With what must be the same on all of them.
+        sent_bytes, received_bytes: By place in the communicator.
+        exchange: Of a message between two ranks, whose communicator is theirs in this direction, the name of
+            the process group through which it goes.
     """
 
     communicator: str
@@ -115,7 +127,11 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The last reference to a block is gone: its memory may be used again. task: what held it."""
+    """The last reference to a block is gone: its memory may be used again.
+
+    Attributes:
+        task: What held it.
+    """
 
     block: Block
     task: str
@@ -161,7 +177,8 @@ OUTSIDE = "outside of tasks"
 class Recorder:
     """Writes a log of what threads do and ask of a device.
 
-    control_group: the name of a process group whose exchanges are the host's own, and none of the device.
+    Attributes:
+        control_group: The name of a process group whose exchanges are the host's own, and none of the device.
     """
 
     def __init__(self, control_group: str | None = None) -> None:
@@ -441,9 +458,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Collective:
-    """One call of this rank. sent, received: bytes by place in the group, where they may differ by rank.
+    """One call of this rank.
 
-    message: of a message, the places of its sender and its receiver.
+    Attributes:
+        sent, received: Bytes by place in the group, where they may differ by rank.
+        message: Of a message, the places of its sender and its receiver.
     """
 
     group: ProcessGroup
@@ -467,7 +486,11 @@ class Collective:
 
 
 def collective_of(name: str, args: Sequence[Any]) -> Collective:
-    """Return what a c10d operator does. Raises KeyError for one that is not known here."""
+    """Return what a c10d operator does.
+
+    Raises:
+        KeyError: For one that is not known here.
+    """
     op, message = "all_gather", None
     reads: Sequence[Tensor] = ()
     writes: Sequence[Tensor] = ()

@@ -63,7 +63,11 @@ def plan(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.COMPARE_REPLICAS, Phase.BACKWARD)
 def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Gather what all ranks that exchange rows have found. Raises PlacementError if premises differ."""
+    """Gather what all ranks that exchange rows have found.
+
+    Raises:
+        PlacementError: If premises differ.
+    """
     numbers: Numbers = inputs.one("replications")
     transport, device = context.transports.of(task.lane, task.axes), context.marks.device
     manager, size = context.of(StepReplicas).manager, transport.size(task.axes)
@@ -108,9 +112,14 @@ class ExpertReplicas(StackFeature):
     def use(self, replications: Sequence[Replication | None], stack: FeatureStack) -> None:
         """Use these replications from the next forward pass on; every rank must call it.
 
-        replications: by layer, None for a dense one. Results do not depend on them. Raises PlacementError, on
-        all ranks, for replications that do not fit layers and slots, or that differ between ranks of an
-        expert group.
+        Results do not depend on them.
+
+        Args:
+            replications: By layer, None for a dense one.
+
+        Raises:
+            PlacementError: On all ranks, for replications that do not fit layers and slots, or that differ
+                between ranks of an expert group.
         """
         layout, control = stack.machinery.layout, stack.machinery.control
         shape = stack.plan.shape

@@ -45,11 +45,13 @@ from penstock.topology import Layout
 class ExpertMoving:
     """How a stack decides which experts are replicas of which ranks.
 
-    planner: makes, from the loads of a layer, the replicas of its ranks. costs: what rows and weights cost,
-    the same on all ranks. slack: by MoE layer, how much of the replicas' transfers the schedule hides; () =
-    what Eq 8 takes for it. every: the number of steps from one plan to the next; plans are judged after each
-    step.
-    exact: whether rows are split by the loads of their own step.
+    Attributes:
+        planner: Makes, from the loads of a layer, the replicas of its ranks.
+        costs: What rows and weights cost, the same on all ranks.
+        slack: By MoE layer, how much of the replicas' transfers the schedule hides; () = what Eq 8 takes for
+            it.
+        every: The number of steps from one plan to the next; plans are judged after each step.
+        exact: Whether rows are split by the loads of their own step.
     """
 
     planner: Planner
@@ -77,7 +79,8 @@ class ExpertMoving:
 class Plans:
     """What was planned last, by MoE layer, and which plans are in use.
 
-    age_steps: steps since the plans were made; 0 = plan again.
+    Attributes:
+        age_steps: Steps since the plans were made; 0 = plan again.
     """
 
     made: tuple[Replication, ...]
@@ -183,7 +186,11 @@ class LayerReplication:
 
 @dataclass(frozen=True)
 class Room:
-    """Experts of one layer whose parameters are brought. own: the layer's experts that they are like."""
+    """Experts of one layer whose parameters are brought.
+
+    Attributes:
+        own: The layer's experts that they are like.
+    """
 
     own: Experts
     kinds: Kinds
@@ -207,7 +214,8 @@ class Room:
 class StepReplicas(StepFeature):
     """The replicas of one step, by layer; None in a dense one.
 
-    next_plans: the replicas of the next step, once ranks have compared them; None before.
+    Attributes:
+        next_plans: The replicas of the next step, once ranks have compared them; None before.
     """
 
     manager: ReplicaManager
@@ -257,7 +265,8 @@ class StepReplicas(StepFeature):
 class ReplicaManager:
     """Lends every step the replicas that its ranks hold at that time, and plans those that they hold next.
 
-    moving: how replicas are planned; None: the replication stays until `use` is called.
+    Attributes:
+        moving: How replicas are planned; None: the replication stays until `use` is called.
     """
 
     def __init__(self, layout: Layout, device: torch.device, moving: ExpertMoving | None = None) -> None:
@@ -374,7 +383,11 @@ class ReplicaManager:
         self._plans = plans
 
     def lend(self, layers: Layers) -> StepReplicas:
-        """Return the replicas for one step. Raises ValueError for an expert with a gradient hook."""
+        """Return the replicas for one step.
+
+        Raises:
+            ValueError: For an expert with a gradient hook.
+        """
         if not self._in_use:
             return StepReplicas(self, (), (), ())
         free = self._free.pop() if self._free else (None,) * len(layers)

@@ -30,8 +30,10 @@ Flats = Mapping[torch.dtype, Sequence[Tensor]]
 class Trip:
     """The slots whose contents a rank exchanges with the ranks of its expert group.
 
-    leaving: for every rank, this rank's own slots whose experts are replicas there, by replica slot there.
-    coming: for every rank, the replica slots here that have experts of that rank.
+    Attributes:
+        leaving: For every rank, this rank's own slots whose experts are replicas there, by replica slot
+            there.
+        coming: For every rank, the replica slots here that have experts of that rank.
     """
 
     leaving: tuple[tuple[int, ...], ...]
@@ -57,7 +59,12 @@ class Trip:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of every replica. parts: relative sizes of all pieces; transport, axes: where ranks meet."""
+    """A piece of every replica.
+
+    Attributes:
+        parts: Relative sizes of all pieces.
+        transport, axes: Where ranks meet.
+    """
 
     index: int
     parts: tuple[int, ...]
@@ -79,10 +86,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class LayerReplicas:
-    """Replicas of one rank in one layer of one step. own: the layer's experts; replicas: room for other
-    ranks' experts.
+    """Replicas of one rank in one layer of one step.
 
-    split: whose rows the replicas compute, where that is settled by the step's own counts.
+    Attributes:
+        own: The layer's experts.
+        replicas: Room for other ranks' experts.
+        split: Whose rows the replicas compute, where that is settled by the step's own counts.
     """
 
     trip: Trip

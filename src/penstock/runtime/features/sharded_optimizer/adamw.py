@@ -47,11 +47,6 @@ class ShardedStack(Protocol):
 class ShardedAdamW(torch.optim.Optimizer):
     """AdamW on a stack whose steps sum gradients in shares (`optimizer.zero_stage`, `StepShape.updating`).
 
-    groups: as `torch.optim.AdamW` takes them, each with a `weight_decay`, of parameters of the stack. lr,
-    betas, eps: for all groups. A stack has one such optimizer: building another takes the stack from the
-    first. max_norm: gradients are scaled so that their norm is at most this; None = unscaled. A step whose
-    norm is not finite changes nothing. `norm` is that of the last step.
-
     An ordinary loop works as ever: `loss.backward()`, perhaps several times, `step()`, `zero_grad()`. All
     ranks must call `step`; parameters are current after it. Inside `in_backward` the tasks of the schedule
     update while backward runs, and parameters are gathered in the next forward pass, except those with which
@@ -59,8 +54,17 @@ class ShardedAdamW(torch.optim.Optimizer):
     refused, and `flush` gathers the others. Without clipping nothing waits for the norm there, so only a loss
     that is not finite makes a step change nothing.
 
-    Raises ValueError for a stack whose steps do not sum in shares, or are made for the other kind of
-    clipping, and for groups with numbers, options or parameters that cannot be used.
+    A step whose norm is not finite changes nothing. `norm` is that of the last step.
+
+    Attributes:
+        groups: As `torch.optim.AdamW` takes them, each with a `weight_decay`, of parameters of the stack.
+        lr, betas, eps: For all groups. A stack has one such optimizer: building another takes the stack from
+            the first.
+        max_norm: Gradients are scaled so that their norm is at most this; None = unscaled.
+
+    Raises:
+        ValueError: For a stack whose steps do not sum in shares, or are made for the other kind of clipping,
+            and for groups with numbers, options or parameters that cannot be used.
     """
 
     def __init__(
@@ -93,7 +97,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         mark_sharded(self._trained(), self.updates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Update these parameters, too. Raises ValueError for parameters that cannot be updated in shares."""
+        """Update these parameters, too.
+
+        Raises:
+            ValueError: For parameters that cannot be updated in shares.
+        """
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1], [*self._stack.parameters()])
@@ -113,7 +121,8 @@ class ShardedAdamW(torch.optim.Optimizer):
     def in_backward(self) -> Iterator[None]:
         """Let the backward pass inside update parameters, too: it must be the last one before `step`.
 
-        Raises RuntimeError, as `step` does, for gradients that are in no share.
+        Raises:
+            RuntimeError: As `step` does, for gradients that are in no share.
         """
         self._check_current()
         self.updates.in_backward = True
@@ -127,8 +136,9 @@ class ShardedAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update by the sums of the last backward passes, unless they have updated already.
 
-        Raises RuntimeError, naming the parameter, if one has a gradient that the stack's steps have not
-        summed: the update would leave it out.
+        Raises:
+            RuntimeError: Naming the parameter, if one has a gradient that the stack's steps have not summed:
+                the update would leave it out.
         """
         if closure is not None:
             raise ValueError("a sharded optimizer updates once per backward pass and takes no closure")
@@ -140,7 +150,8 @@ class ShardedAdamW(torch.optim.Optimizer):
     def flush(self) -> None:
         """Gather all parameters that wait for the next forward pass; all ranks must call it.
 
-        Raises RuntimeError, as `step` does, for gradients that are in no share.
+        Raises:
+            RuntimeError: As `step` does, for gradients that are in no share.
         """
         refuse_unowned(self.param_groups, self._stack.model)
         self.updates.flush(self._stack.plan.graph)
@@ -155,7 +166,8 @@ class ShardedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters of this rank, whole, as AdamW has it; all ranks must call it.
 
-        Raises RuntimeError, as `flush` does, if a pass that failed has updated only a part of them.
+        Raises:
+            RuntimeError: As `flush` does, if a pass that failed has updated only a part of them.
         """
         self.updates.failed.refuse_parameters()
         self._stack.settle()
@@ -174,8 +186,10 @@ class ShardedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's shares out of whole states, AdamW's own or a sharded one's.
 
-        A parameter without a saved state starts afresh. All ranks must call it. Raises ValueError for the
-        state of other parameters or of another kind of optimizer.
+        A parameter without a saved state starts afresh. All ranks must call it.
+
+        Raises:
+            ValueError: For the state of other parameters or of another kind of optimizer.
         """
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         pairs = [(p, state_dict["state"].get(n)) for n, p in zip(numbers, self._trained(), strict=False)]

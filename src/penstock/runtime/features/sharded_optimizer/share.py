@@ -24,7 +24,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a flat buffer. start: where it begins. sizes: of every rank's share, back to back."""
+    """A piece of a flat buffer.
+
+    Attributes:
+        start: Where it begins.
+        sizes: Of every rank's share, back to back.
+    """
 
     start: int
     sizes: tuple[int, ...]
@@ -42,7 +47,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive numbers of a parameter in a buffer. first: place in the parameter; place: in the buffer."""
+    """Consecutive numbers of a parameter in a buffer.
+
+    Attributes:
+        first: Place in the parameter.
+        place: In the buffer.
+    """
 
     parameter: nn.Parameter
     first: int
@@ -58,9 +68,10 @@ class Run:
 class Share:
     """This rank's share of one flat buffer: the runs that it owns, and AdamW's state for them, flat.
 
-    states: by name, as long as all owned runs together. For parameters with fewer than four bytes per number
-    they include the weights in float32 (`master`). held: sums of earlier backward passes, where gradients are
-    accumulated.
+    Attributes:
+        states: By name, as long as all owned runs together. For parameters with fewer than four bytes per
+            number they include the weights in float32 (`master`).
+        held: Sums of earlier backward passes, where gradients are accumulated.
     """
 
     def __init__(self, flat: FlatGradients, parts: Sequence[int], owners: int, place: int) -> None:
@@ -139,7 +150,11 @@ class Share:
         return master.copy_(torch.where(changed, run.values.to(self.wide), master))
 
     def begin(self, *, adds: bool) -> None:
-        """Prepare for a backward pass. adds: put the present sums aside here, for the pass to add to."""
+        """Prepare for a backward pass.
+
+        Args:
+            adds: Put the present sums aside here, for the pass to add to.
+        """
         self.held = None
         if adds:
             self.held = torch.cat([self.owned(piece) for piece in range(len(self.pieces))])

@@ -64,7 +64,11 @@ class Failed:
         self._words = ""
 
     def note(self, *, updates: bool) -> str:
-        """Note that a pass failed, and return what to do. updates: whether it was to update parameters."""
+        """Note that a pass failed, and return what to do.
+
+        Args:
+            updates: Whether it was to update parameters.
+        """
         self._words = LOST_PARAMETERS if updates else LOST_SUMS
         return self._words
 
@@ -90,9 +94,12 @@ Shares = dict[tuple[KindName, int], list[Share]]
 
 @dataclass(frozen=True)
 class Judged:
-    """What updates must know of all gradients. norm: float64. factor: what gradients are scaled by.
+    """What updates must know of all gradients.
 
-    refused: float32, 1 where the step may change nothing, since a number in it is not finite.
+    Attributes:
+        norm: float64.
+        factor: What gradients are scaled by.
+        refused: float32, 1 where the step may change nothing, since a number in it is not finite.
     """
 
     norm: Tensor
@@ -103,8 +110,10 @@ class Judged:
 class Updates:
     """The shares of one rank, and the state of the current step's sums and updates.
 
-    groups: as in `torch.optim`, read at every update. max_norm: gradients are scaled to this norm; None =
-    unscaled. in_backward: whether the tasks of the running backward pass update, too; else they only sum.
+    Attributes:
+        groups: As in `torch.optim`, read at every update.
+        max_norm: Gradients are scaled to this norm; None = unscaled.
+        in_backward: Whether the tasks of the running backward pass update, too; else they only sum.
     """
 
     def __init__(
@@ -251,8 +260,11 @@ class Updates:
     def begin(self, buckets: Buckets, shape: StepShape, changes: int) -> None:
         """Begin a backward pass. Sums that no update has used are kept, to be added to.
 
-        changes: the number of updates when the forward pass ran. Raises RuntimeError if there were more
-        since.
+        Args:
+            changes: The number of updates when the forward pass ran.
+
+        Raises:
+            RuntimeError: If there were more since.
         """
         if changes != self.changes:
             raise RuntimeError(
@@ -283,7 +295,8 @@ class Updates:
     def judge(self, task: Task, transport: Transport, loss: Tensor) -> None:
         """Take the norm of all gradients, each counted once, and decide by it what updates do.
 
-        loss: a step whose loss is not finite changes nothing either.
+        Args:
+            loss: A step whose loss is not finite changes nothing either.
         """
         device = loss.device
         table = torch.zeros(transport.size(task.axes), dtype=torch.float64, device=device)
@@ -308,7 +321,11 @@ class Updates:
         self.judged = Judged(norm, factor, 1 - finite.to(torch.float32))
 
     def update(self, task: Task, loss: Tensor | None = None) -> None:
-        """Run AdamW on this rank's share of a piece. loss: the step's, where this waits for no norm."""
+        """Run AdamW on this rank's share of a piece.
+
+        Args:
+            loss: The step's, where this waits for no norm.
+        """
         assert task.piece is not None, task
         judged = self.judged
         refused = 1 - loss.isfinite().to(torch.float32) if loss is not None else None
@@ -405,7 +422,8 @@ class Updates:
     def flush(self, graph: Graph) -> None:
         """Gather all parameters that wait to be gathered; all ranks must call it together.
 
-        Raises RuntimeError if a pass that failed has updated only a part of them.
+        Raises:
+            RuntimeError: If a pass that failed has updated only a part of them.
         """
         self.failed.refuse_parameters()
         for task in graph.tasks:
@@ -447,7 +465,11 @@ class Updates:
 
 @dataclass(frozen=True)
 class StepUpdates(StepFeature):
-    """The updates of one step. changes: how often parameters had been updated when it began."""
+    """The updates of one step.
+
+    Attributes:
+        changes: How often parameters had been updated when it began.
+    """
 
     updates: Updates
     shape: StepShape
@@ -474,7 +496,8 @@ class StepUpdates(StepFeature):
 class ShardedUpdates(StackFeature):
     """The updates of a stack's steps, once there is an optimizer for them; a copy of the stack has none.
 
-    updating: whether the steps sum gradients in shares, and how.
+    Attributes:
+        updating: Whether the steps sum gradients in shares, and how.
     """
 
     def __init__(self, updating: Updating | None) -> None:
