@@ -431,6 +431,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path, suffix: str) -> None
 # ---- the hub -----------------------------------------------------------------------------------------------
 
 
+NOBODY = "http://127.0.0.1:9"
 NAME = "someone/stories"
 STORIES = [f"story {number} of several" for number in range(40)]
 
@@ -494,7 +495,14 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-def test_what_the_hub_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Here without a network; a name that is none, another split and no connection end alike."""
+def test_what_the_hub_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here nobody answers; a name that is none, another split and no connection end alike."""
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", NOBODY)
+    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
     settings = [f"data.path={files_module.PREFIX}{NAME}", f"output.dir={tmp_path / 'run'}"]
     assert "data.path" in refused(capsys, "train", "configs/tiny.toml", *settings)
