@@ -353,11 +353,11 @@ class Cuda(Gpu):
     def group_options(self, device: torch.device, *, connects: bool) -> dict[str, Any]:
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
-        found: dict[str, Any] = {"backend": self.collectives, "pg_options": options}
+        arguments: dict[str, Any] = {"backend": self.collectives, "pg_options": options}
         if connects:
             numbered = ":" in str(device)
-            found["device_id"] = device if numbered else torch.device("cuda", torch.cuda.current_device())
-        return found
+            arguments["device_id"] = device if numbered else torch.device("cuda", torch.cuda.current_device())
+        return arguments
 
     def current_stream(self, device: torch.device) -> Stream:
         return cast(Stream, torch.cuda.current_stream(device))
@@ -431,15 +431,15 @@ class Cuda(Gpu):
         return dtype is torch.bfloat16 and capability in GROUPED_KERNELS
 
     def facts(self, device: torch.device) -> dict[str, Any]:
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         here = torch.cuda.current_device()
         others = [each for each in range(torch.cuda.device_count()) if each != here]
         nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
         return {
-            "name": found.name,
-            "capability": f"{found.major}.{found.minor}",
-            "memory_bytes": found.total_memory,
-            "processors": found.multi_processor_count,
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "processors": properties.multi_processor_count,
             "toolkit": torch.version.cuda or torch.version.hip,
             "nccl": ".".join(map(str, nccl)),
             "bfloat16": self.computes_in_bfloat16(),
@@ -458,20 +458,20 @@ class Cuda(Gpu):
     @contextmanager
     def counting_waits(self) -> Iterator[Counter[Wait] | None]:
         # PyTorch warns at every copy or read that waits. It does not see waits for events and streams.
-        found: Counter[Wait] = Counter()
+        waits: Counter[Wait] = Counter()
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                yield found
+                yield waits
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        for each in said:
-            if SYNCHRONIZES in str(each.message):
-                found[each.filename, each.lineno, SYNCHRONIZES] += 1
+        for warning in said:
+            if SYNCHRONIZES in str(warning.message):
+                waits[warning.filename, warning.lineno, SYNCHRONIZES] += 1
             else:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 class Other(Cpu):
@@ -553,8 +553,8 @@ def device_of_backend(backend: str) -> torch.device:
         backend: By kind of device, as `torch.distributed.get_backend_config` says it. Gloo's name stands
             there beside GPUs, too, whose tensors it would copy to the host.
     """
-    known = backend.split(",")
+    backends = backend.split(",")
     for kind, device in _BY_KIND.items():
-        if isinstance(device, Gpu) and f"{kind}:{device.collectives}" in known:
+        if isinstance(device, Gpu) and f"{kind}:{device.collectives}" in backends:
             return torch.device(kind)
     return torch.device("cpu")

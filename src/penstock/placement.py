@@ -166,7 +166,7 @@ class ExpertPlacement:
             for slot, expert in enumerate(experts):
                 homes.setdefault(expert, []).append(Home(rank, slot))
         by_expert = tuple(tuple(homes.get(expert, ())) for expert in range(max(homes, default=-1) + 1))
-        first = (found[0].rank if found else -1 for found in by_expert)
+        first = (of_expert[0].rank if of_expert else -1 for of_expert in by_expert)
         return ExpertPlacement(
             len(sizes), sizes[0], by_expert, tuple(first) if owners is None else tuple(owners)
         )
@@ -188,8 +188,8 @@ class ExpertPlacement:
     @cached_property
     def by_position(self) -> tuple[int, ...]:
         """The expert at every position."""
-        found = {self.position(home): expert for expert, homes in enumerate(self.homes) for home in homes}
-        return tuple(found[position] for position in range(self.ranks * self.slots))
+        experts = {self.position(home): expert for expert, homes in enumerate(self.homes) for home in homes}
+        return tuple(experts[position] for position in range(self.ranks * self.slots))
 
     def position(self, home: Home) -> int:
         """Return the number of a slot within the whole expert group."""
@@ -296,18 +296,18 @@ class Replication:
                     f"rank {rank} splits rows of {len(splits)} experts, and there are {placement.num_experts}"
                 )
         for rank, expert, parts in self.own_splits:
-            told = f"rows of expert {expert} that start on rank {rank}"
+            what = f"rows of expert {expert} that start on rank {rank}"
             for position, share in parts:
                 if not (0 <= position < self.positions and self.by_position[position] == expert):
-                    raise PlacementError(f"{told} go to position {position}, which does not hold the expert")
+                    raise PlacementError(f"{what} go to position {position}, which does not hold the expert")
                 if share < 1:
                     raise PlacementError(
-                        f"{told} go to position {position} with {share} parts: leave it out instead"
+                        f"{what} go to position {position} with {share} parts: leave it out instead"
                     )
             if len({position for position, _ in parts}) < len(parts):
-                raise PlacementError(f"{told} name a position twice")
+                raise PlacementError(f"{what} name a position twice")
             if (total := sum(share for _, share in parts)) != SPLIT:
-                raise PlacementError(f"{told} are split into {total} parts in all, which must be {SPLIT}")
+                raise PlacementError(f"{what} are split into {total} parts in all, which must be {SPLIT}")
 
     @staticmethod
     @cache
@@ -361,7 +361,7 @@ class Replication:
     def pairs(self) -> SplitPairs:
         """The splits as arrays: by rank, then expert, then position."""
         by_splits: dict[int, Counts] = {}  # most ranks of many have the very same
-        found = []
+        by_rank = []
         for rank, splits in enumerate(self.splits):
             if id(splits) not in by_splits:
                 of_rank = []
@@ -373,8 +373,8 @@ class Replication:
                 by_splits[id(splits)] = np.array(of_rank, np.int64).reshape(-1, 5)
             pairs = by_splits[id(splits)].copy()
             pairs[:, 0] = rank
-            found.append(pairs)
-        return SplitPairs(*np.concatenate(found).T.copy())
+            by_rank.append(pairs)
+        return SplitPairs(*np.concatenate(by_rank).T.copy())
 
     @cached_property
     def own_splits(self) -> tuple[tuple[int, int, tuple[Part, ...]], ...]:
@@ -435,13 +435,13 @@ class SamplePlacement:
 def local_splits(placement: ExpertPlacement, replicas: Sequence[Sequence[int]]) -> Splits:
     """Return the splits of replicas that compute rows of their own ranks only; other rows pass them by."""
     slots = placement.slots + len(replicas[0])
-    found = list(_splits_without(placement, len(replicas[0])))
+    splits = list(_splits_without(placement, len(replicas[0])))
     for rank, held in enumerate(replicas):
         for slot, expert in enumerate(held):
             if 0 <= expert < placement.num_experts:
                 here = (Part(rank * slots + placement.slots + slot, SPLIT),)
-                found[rank] = (*found[rank][:expert], here, *found[rank][expert + 1 :])
-    return tuple(found)
+                splits[rank] = (*splits[rank][:expert], here, *splits[rank][expert + 1 :])
+    return tuple(splits)
 
 
 @cache

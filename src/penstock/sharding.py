@@ -197,7 +197,7 @@ class StackedSharding(Sharding):
         place, shard = divmod(index, self.each.count)
         slots = self.part_shape[0]
         experts = whole[place * slots : (place + 1) * slots]
-        return torch.stack([self.each.part_of(each, shard) for each in experts])
+        return torch.stack([self.each.part_of(expert, shard) for expert in experts])
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         ranks = range(0, len(parts), self.each.count)
@@ -261,11 +261,11 @@ def shardings_of(model: nn.Module) -> dict[str, Sharding]:
 
     A module declares them for its own parameters in an attribute `shardings`, by their names in the module.
     """
-    found: dict[str, Sharding] = {}
+    shardings: dict[str, Sharding] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, sharding in getattr(module, "shardings", {}).items():
-            found[f"{prefix}.{name}" if prefix else name] = sharding
-    return found
+            shardings[f"{prefix}.{name}" if prefix else name] = sharding
+    return shardings
 
 
 def mark_shards(model: nn.Module) -> None:

@@ -96,9 +96,9 @@ class StackedExperts(Experts):
 
     def replicas(self, slots: int) -> Experts:
         made: dict[int, Any] = {}
-        for found in self.parameters():
-            room = found.new_zeros(slots, *found.shape[1:])
-            made[id(found)] = nn.Parameter(room, requires_grad=found.requires_grad)
+        for parameter in self.parameters():
+            room = parameter.new_zeros(slots, *parameter.shape[1:])
+            made[id(parameter)] = nn.Parameter(room, requires_grad=parameter.requires_grad)
         twin = copy.deepcopy(self, made)  # with the new parameters in place of its own
         twin.num_local_experts = slots
         return twin
@@ -227,12 +227,12 @@ class ModuleExperts(Experts):
         return torch.cat(outputs) if outputs else rows_RM
 
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        found = NUMBERED.fullmatch(name)
-        if found is None:
+        match = NUMBERED.fullmatch(name)
+        if match is None:
             raise ValueError(
                 f"{name} is no parameter of ModuleExperts: expected ...expert_modules.<number>...."
             )
-        yield found["before"] + found["after"], int(found["number"]), tensor
+        yield match["before"] + match["after"], int(match["number"]), tensor
 
     def replicas(self, slots: int) -> Experts:
         first = self.expert_modules[0]
@@ -307,14 +307,14 @@ class Spread:
 
     def __call__(self, experts_Tk: Tensor) -> Tensor:
         """Return positions for experts, [T, k]; -1 stays -1."""
-        known_Tk = experts_Tk.clamp(min=0)
-        positions_TkH = self._positions_EH[known_Tk]
+        clamped_Tk = experts_Tk.clamp(min=0)
+        positions_TkH = self._positions_EH[clamped_Tk]
         if self._most == 1:
             return positions_TkH.squeeze(2).masked_fill_(experts_Tk < 0, -1)
         phase_Tk = places(experts_Tk, len(self._ends_EH)) * STRIDE % SPLIT
-        part_Tk = (phase_Tk.unsqueeze(2) >= self._ends_EH[known_Tk]).sum(dim=2)
-        found_Tk1 = positions_TkH.gather(2, part_Tk.clamp(max=self._most - 1).unsqueeze(2))
-        return found_Tk1.squeeze(2).masked_fill_(experts_Tk < 0, -1)
+        part_Tk = (phase_Tk.unsqueeze(2) >= self._ends_EH[clamped_Tk]).sum(dim=2)
+        position_Tk1 = positions_TkH.gather(2, part_Tk.clamp(max=self._most - 1).unsqueeze(2))
+        return position_Tk1.squeeze(2).masked_fill_(experts_Tk < 0, -1)
 
     def _filled(self, row: Sequence[int], value: int) -> list[int]:
         return [*row, *[value] * (self._most - len(row))]

@@ -273,6 +273,6 @@ def decode_int8(words_RW: Tensor, hidden_size: int, dtype: torch.dtype) -> Tenso
 
 def scale_int8(words_RW: Tensor, by: float) -> Tensor:
     """Multiply encoded rows by a positive number, through their scales."""
-    found_RW = words_RW.clone()
-    found_RW[:, -1] *= by
-    return found_RW
+    scaled_RW = words_RW.clone()
+    scaled_RW[:, -1] *= by
+    return scaled_RW

@@ -132,10 +132,10 @@ class MoELayer(nn.Module):
             mark_share(self, self.placement.in_words(ep_rank), ("experts.",))
         # The parts of the layer in words, for ranks to compare.
         top_k = getattr(gate, "top_k", None)
-        words = [f"{type(gate).__name__} over {gate.num_experts} experts, top_k {top_k}"]
-        words += [type(permutation).__name__, type(expert).__name__, f"dispatch {self.dispatch.name}"]
-        words += [*(type(hook).__name__ for hook in hooks), f"balance {balance}"]
-        self._words = ", ".join([*words, f"placement {self.placement.digest[:8]}"])
+        parts = [f"{type(gate).__name__} over {gate.num_experts} experts, top_k {top_k}"]
+        parts += [type(permutation).__name__, type(expert).__name__, f"dispatch {self.dispatch.name}"]
+        parts += [*(type(hook).__name__ for hook in hooks), f"balance {balance}"]
+        self._words = ", ".join([*parts, f"placement {self.placement.digest[:8]}"])
         self._has_met = False  # whether other ranks' layers have been compared with this one
         self._losses: LayerLosses | None = None
         self._recomputed: weakref.ref[LayerLosses] | None = None
@@ -179,17 +179,17 @@ class MoELayer(nn.Module):
     def route(self, x_TM: Tensor, tokens: Tokens, chunks: int = 1, what: OwnTokens = TOKENS) -> RoutedTokens:
         """Choose experts and bring the tokens, or what rows carry in their place, into expert order."""
         x_TM = self.hooks.run("before_moe_start", x_TM)
-        known_TM = x_TM
+        masked_TM = x_TM
         if tokens.valid_T is not None:  # whatever stands in padding, a NaN too, reaches no sum
-            known_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)
-        choice = made_for(self.gate(known_TM, tokens), tokens)
+            masked_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)
+        choice = made_for(self.gate(masked_TM, tokens), tokens)
         expert_slots = self.expert_slots
         choice = what.chosen(
             expert_slots.placed(choice), tokens, self.ep_rank * expert_slots.experts.num_local_experts
         )
         plan = expert_slots.permutation.plan(choice, chunks)
         rows_RM = self.hooks.run(
-            "before_dispatch", what.rows(expert_slots.permutation, known_TM, choice, plan)
+            "before_dispatch", what.rows(expert_slots.permutation, masked_TM, choice, plan)
         )
         positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
         return RoutedTokens(
@@ -280,13 +280,13 @@ class MoELayer(nn.Module):
                 routed = replace(routed, weights=bias.when_trained(routed.weights, chosen_E))
             else:
                 routed = replace(routed, rows_RM=bias.when_trained(routed.rows_RM, chosen_E))
-        known, rows_RM = self._known(routed, tokens, x.shape[:-1].numel())
+        counts, rows_RM = self._known(routed, tokens, x.shape[:-1].numel())
         route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker, self.experts).slices[0]
         rows_RM = self.exchange.to_experts(rows_RM, route)
         shared_TM = None if self.shared is None else self.shared(routed.x_TM)
         rows_RM = self.exchange.run(self.experts, partial(self.expert_rows, route=route), rows_RM)
         rows_RM = self.exchange.to_home(rows_RM, route)
-        chosen_E, total = known
+        chosen_E, total = counts
         total = total.clamp(min=1) / self.exchange.data_parallel_size
         slope_BE = self.balance.slope(routed.sums.chosen_BE, chosen_E.unsqueeze(0), 0, total)
         losses = LayerLosses((slope_BE * routed.sums.probability_BE).sum(), routed.sums.z / total)
@@ -335,10 +335,10 @@ class MoELayer(nn.Module):
         here = z.new_tensor(count).double() if tokens.valid_T is None else tokens.valid_T.sum().double()
         if self.exchange.data_parallel_size == 1:
             return (chosen_E, here), rows_RM
-        mine = torch.cat([chosen_E, here.view(1)])
+        own_counts = torch.cat([chosen_E, here.view(1)])
         gate = {f"gate.{name}": parameter for name, parameter in self.gate.named_parameters()}
-        known, rows_RM = self.exchange.sum_of_alike(mine, self.experts, gate, rows_RM)
-        return (known[:-1], known[-1]), rows_RM
+        counts, rows_RM = self.exchange.sum_of_alike(own_counts, self.experts, gate, rows_RM)
+        return (counts[:-1], counts[-1]), rows_RM
 
 
 @_disable_dynamo
@@ -373,13 +373,13 @@ def _place_of(exchange: Exchange | None, ep_size: int | None, ep_rank: int | Non
 
 
 def _require_place(exchange: Exchange, ep_size: int, ep_rank: int) -> None:
-    for name, mine, theirs in (
+    for name, own, theirs in (
         ("ep_size", ep_size, exchange.ep_size),
         ("ep_rank", ep_rank, exchange.ep_rank),
     ):
-        if mine != theirs:
+        if own != theirs:
             raise ValueError(
-                f"the layer has {name} = {mine}, its exchange {name} = {theirs}: rows would meet the wrong "
+                f"the layer has {name} = {own}, its exchange {name} = {theirs}: rows would meet the wrong "
                 "experts. Build the layer with this exchange, and leave ep_size and ep_rank to it"
             )
 
@@ -504,12 +504,12 @@ def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, 
             "the placement gives an expert several homes, and a layer does not sum gradients of replicas "
             "inside an expert group yet: give every expert one home"
         )
-    for name, found, wanted in (
+    for name, actual, wanted in (
         ("experts", placement.num_experts, num_experts),
         ("ranks", placement.ranks, ep_size),
         ("slots per rank", placement.slots, slots),
     ):
-        if found != wanted:
+        if actual != wanted:
             raise PlacementError(
-                f"the placement has {found} {name}, and the layer has {wanted}: make one for this layer"
+                f"the placement has {actual} {name}, and the layer has {wanted}: make one for this layer"
             )

@@ -144,19 +144,19 @@ class Samples:
     def cut(self, microbatches: int, seed: int) -> Batch:
         """Cut the batch into microbatches, the larger first; some are empty where samples are fewer."""
         tokens, labels, ids = (
-            each.tensor_split(microbatches) for each in (self.tokens_BL, self.labels_BL, self.ids_B)
+            tensor.tensor_split(microbatches) for tensor in (self.tokens_BL, self.labels_BL, self.ids_B)
         )
         valid, documents = (
-            [None] * microbatches if each is None else each.tensor_split(microbatches)
-            for each in (self.valid_BL, self.documents_BL)
+            [None] * microbatches if tensor is None else tensor.tensor_split(microbatches)
+            for tensor in (self.valid_BL, self.documents_BL)
         )
-        known = zip(labels, ids, valid, documents, strict=True)
+        pieces = zip(labels, ids, valid, documents, strict=True)
         whole = bool(self.companions)
         metadata = [
             SampleMetadata(
                 labels_BL, SampleKeys(seed, ids_B, documents_BL=documents_BL), valid_BL, stay_whole=whole
             )
-            for labels_BL, ids_B, valid_BL, documents_BL in known
+            for labels_BL, ids_B, valid_BL, documents_BL in pieces
         ]
         sizes = [split_sizes(samples, microbatches) for samples in self.companions]
         return Batch(tokens, metadata, list(zip(*sizes, strict=True)))
@@ -165,9 +165,10 @@ class Samples:
         """Return these samples; an empty batch becomes [0, length]."""
         if len(self.tokens_BL):
             return self
-        tokens_BL, labels_BL = (each.new_empty(0, length) for each in (self.tokens_BL, self.labels_BL))
+        tokens_BL, labels_BL = (tensor.new_empty(0, length) for tensor in (self.tokens_BL, self.labels_BL))
         valid_BL, documents_BL = (
-            None if each is None else each.new_empty(0, length) for each in (self.valid_BL, self.documents_BL)
+            None if tensor is None else tensor.new_empty(0, length)
+            for tensor in (self.valid_BL, self.documents_BL)
         )
         return replace(
             self, tokens_BL=tokens_BL, labels_BL=labels_BL, valid_BL=valid_BL, documents_BL=documents_BL
@@ -208,8 +209,8 @@ class SampleNumbers:
         """Return this rank's next `count` numbers, [count]. Ranks may take different counts."""
         first = self._next[training]
         self._next[training] += count
-        mine = torch.arange(first, first + count, device=device)
-        ids_B = mine * self._layout.dp_size + self._layout.dp_rank
+        numbers = torch.arange(first, first + count, device=device)
+        ids_B = numbers * self._layout.dp_size + self._layout.dp_rank
         return ids_B if training else -1 - ids_B
 
 
@@ -228,8 +229,8 @@ def equal_sizes(control: Control, samples: Samples, largest_batch: int | None) -
     if control.world_size == 1:
         return samples
     if largest_batch is None:
-        mine = (batch, length if batch else -inf, -length if batch else -inf)
-        largest, longest, shortest = control.largest(mine, "comparing the sizes of batches")
+        sizes = (batch, length if batch else -inf, -length if batch else -inf)
+        largest, longest, shortest = control.largest(sizes, "comparing the sizes of batches")
         if largest > 0 and longest != -shortest:
             raise ValueError(
                 f"ranks have samples of different lengths, {-shortest:.0f} to {longest:.0f} tokens: with "
@@ -260,12 +261,12 @@ def shared_sizes(layout: Layout, control: Control, samples: Samples, largest_bat
     batch, length = samples.tokens_BL.shape
     marks = samples.valid_BL is not None, samples.documents_BL is not None
     # The shapes of every rank, by one exchange of maxima: each is the largest at its place.
-    mine, ranks = (batch, length, *marks), layout.world_size
-    numbers = [0.0] * (ranks * len(mine))
-    numbers[layout.rank * len(mine) : (layout.rank + 1) * len(mine)] = map(float, mine)
-    found = iter(control.largest(numbers, "comparing the sizes of batches"))
+    shape, ranks = (batch, length, *marks), layout.world_size
+    numbers = [0.0] * (ranks * len(shape))
+    numbers[layout.rank * len(shape) : (layout.rank + 1) * len(shape)] = map(float, shape)
+    values = iter(control.largest(numbers, "comparing the sizes of batches"))
     everyone: list[Shape] = [
-        (int(next(found)), int(next(found)), bool(next(found)), bool(next(found))) for _ in range(ranks)
+        (int(next(values)), int(next(values)), bool(next(values)), bool(next(values))) for _ in range(ranks)
     ]
     for group in layout.mesh.groups(layout.mesh.all_experts):
         shapes = {rank: everyone[rank] for rank in group if everyone[rank][0]}
@@ -327,16 +328,16 @@ def check_vocabulary(what: str, numbers: Tensor, vocabulary: int, besides: int |
     Args:
         what: The numbers, in words.
     """
-    known = (numbers >= 0) & (numbers < vocabulary)
+    valid = (numbers >= 0) & (numbers < vocabulary)
     if besides is not None:
-        known |= numbers == besides
+        valid |= numbers == besides
     where = f"0 to {vocabulary - 1}" + ("" if besides is None else f", or {besides} for none")
     if device_of(numbers).is_gpu:
         # The device keeps messages of less than 255 characters.
-        torch._assert_async(known.all(), f"{what} is out of bounds: the vocabulary is {where}")
-    elif not known.all():
-        found = int(numbers[~known][0])
-        raise IndexError(f"{what} {found} is out of bounds: the vocabulary is {where}")
+        torch._assert_async(valid.all(), f"{what} is out of bounds: the vocabulary is {where}")
+    elif not valid.all():
+        invalid = int(numbers[~valid][0])
+        raise IndexError(f"{what} {invalid} is out of bounds: the vocabulary is {where}")
 
 
 def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:

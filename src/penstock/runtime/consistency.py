@@ -239,25 +239,25 @@ def fact_of_loss(terms: str, seed: int, layout: Layout) -> float:
         seed: Of dropout, which ranks that share attention must draw alike; others may have seeds of their
             own.
     """
-    known = crc32(f"{terms} {seed if layout.tp_size > 1 else None}".encode())
-    return float(weight_among(Group.WORLD, layout) * known)
+    checksum = crc32(f"{terms} {seed if layout.tp_size > 1 else None}".encode())
+    return float(weight_among(Group.WORLD, layout) * checksum)
 
 
 def mark_of_samples(batch: Batch, layout: Layout) -> Tensor:
     """Return what this rank adds to the sum of SAMPLES, where ranks share attention."""
-    found: Tensor = batch.tokens[0].new_zeros(())
-    known = batch.metadata
-    labels, keys = [each.labels_BL for each in known], [each.keys.sample_ids_B for each in known]
-    valid = [each.valid_BL for each in known if each.valid_BL is not None]
-    documents = [each.keys.documents_BL for each in known if each.keys.documents_BL is not None]
+    total: Tensor = batch.tokens[0].new_zeros(())
+    metadata = batch.metadata
+    labels, keys = [each.labels_BL for each in metadata], [each.keys.sample_ids_B for each in metadata]
+    valid = [each.valid_BL for each in metadata if each.valid_BL is not None]
+    documents = [each.keys.documents_BL for each in metadata if each.keys.documents_BL is not None]
     for pieces in (batch.tokens, labels, keys, valid, documents):
-        mark = found
+        mark = total
         if pieces:  # weighted by place, so that samples that have changed places are seen
             numbers = torch.cat([piece.flatten() for piece in pieces]).long()
             places = torch.arange(1, len(numbers) + 1, device=numbers.device) % PERIOD + 1
             mark = ((numbers + 1) % PRIME * places).sum() % PRIME
-        found = (found * BASE + mark) % PRIME
-    return weight_among(Group.TENSOR, layout) * found.double()
+        total = (total * BASE + mark) % PRIME
+    return weight_among(Group.TENSOR, layout) * total.double()
 
 
 def mark_of_slope(gradient: Tensor, layout: Layout) -> Tensor:
@@ -331,8 +331,8 @@ def check_layouts(layout: Layout, samples: int, control: Control) -> None:
 
     Ranks with different groups would wait for each other. Costs one exchange of a few bytes.
     """
-    mine = asdict(replace(layout, rank=0)) | {"samples": samples}
-    everyone = control.gather(mine, "comparing layouts")
+    own = asdict(replace(layout, rank=0)) | {"samples": samples}
+    everyone = control.gather(own, "comparing layouts")
     for rank, other in enumerate(everyone):
         for name, value in other.items():
             if value != (first := everyone[0][name]):
@@ -344,9 +344,9 @@ def check_layouts(layout: Layout, samples: int, control: Control) -> None:
 
 def first_difference(ours: tuple[str, str], theirs: tuple[str, str], rank: int) -> str:
     """Return where two plans differ first, in words. Each is its schedule's text and its graph's facts."""
-    (name, mine), (other_name, other) = parse_orders(ours[0]), parse_orders(theirs[0])
-    for lane in {**mine, **other}:
-        left, right = list(map(str, mine.get(lane, ()))), list(map(str, other.get(lane, ())))
+    (name, own), (other_name, other) = parse_orders(ours[0]), parse_orders(theirs[0])
+    for lane in {**own, **other}:
+        left, right = list(map(str, own.get(lane, ()))), list(map(str, other.get(lane, ())))
         for place in range(max(len(left), len(right))):
             here = left[place] if place < len(left) else "nothing"
             there = right[place] if place < len(right) else "nothing"
@@ -441,10 +441,10 @@ class Turns:
         most, least, *numbers = control.largest((what, -what, number, -number), purpose)
         if most == -least and numbers[0] == -numbers[1]:
             return
-        words = control.gather(WORDS[what].format(number), purpose)
-        mine = words[control.rank]
-        rank, other = next((rank, each) for rank, each in enumerate(words) if each != mine)
+        passes = control.gather(WORDS[what].format(number), purpose)
+        own = passes[control.rank]
+        rank, other = next((rank, each) for rank, each in enumerate(passes) if each != own)
         raise ScheduleMismatchError(
-            f"rank {control.rank} begins {mine}, and rank {rank} {other}: call the model and backward of the "
+            f"rank {control.rank} begins {own}, and rank {rank} {other}: call the model and backward of the "
             "same losses in the same order on all ranks"
         )

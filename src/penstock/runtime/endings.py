@@ -50,12 +50,12 @@ class TokenLoss:
 
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return the sums of a microbatch's token losses."""
-        known = context.metadata_of(task, inputs)
+        metadata = context.metadata_of(task, inputs)
         segment = context.segment()
         (h_BLM,) = segment.enter(inputs.one("hidden"))
         with context.autocast():
-            (loss,) = segment.leave(context.parts.head(h_BLM, known.labels_BL))
-        sums = HeadSums(loss, (known.labels_BL >= 0).sum(), known.num_tokens())
+            (loss,) = segment.leave(context.parts.head(h_BLM, metadata.labels_BL))
+        sums = HeadSums(loss, (metadata.labels_BL >= 0).sum(), metadata.num_tokens())
         return {"loss": sums, "saved": SavedHead(segment, loss.dtype)}
 
     def backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
@@ -103,9 +103,9 @@ class RankLoss(TokenLoss):
         self._sums: dict[int, HeadSums] = {}
 
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        found = super().forward(context, task, inputs)
-        self._sums[microbatch(task)] = found["loss"]
-        return found
+        outputs = super().forward(context, task, inputs)
+        self._sums[microbatch(task)] = outputs["loss"]
+        return outputs
 
     def outputs(self, context: StepContext, statistics: StepStatistics) -> tuple[Tensor, ...]:
         sums = [self._sums[number].loss.double() for number in sorted(self._sums)]
@@ -143,8 +143,8 @@ class SharedTokens:
         if not self.split or self.place.size == 1:
             return mine_TE
         lengths = self.place.lengths(tokens_BL.shape[1])
-        mine_BLE = mine_TE.view(len(tokens_BL), lengths[self.place.rank], -1)
-        return gathered(mine_BLE, lengths, self._transport, Group.TENSOR).flatten(0, 1)
+        own_BLE = mine_TE.view(len(tokens_BL), lengths[self.place.rank], -1)
+        return gathered(own_BLE, lengths, self._transport, Group.TENSOR).flatten(0, 1)
 
     def mean(self, all_TE: Tensor, tokens_BL: Tensor) -> Tensor:
         """Return the mean of all ranks' gradients of what `whole` has returned, for what it was given."""
@@ -155,8 +155,8 @@ class SharedTokens:
             self._transport.all_reduce(all_TE, Group.TENSOR)
             return all_TE
         lengths, all_BLE = self.place.lengths(tokens_BL.shape[1]), all_TE.view(*tokens_BL.shape, -1)
-        mine_BLE = scattered(all_BLE, lengths, self.place.rank, self._transport, Group.TENSOR)
-        return mine_BLE.flatten(0, 1)
+        own_BLE = scattered(all_BLE, lengths, self.place.rank, self._transport, Group.TENSOR)
+        return own_BLE.flatten(0, 1)
 
     @property
     def _transport(self) -> Transport:
@@ -261,6 +261,6 @@ def _in_order(pieces: Mapping[int, Tensor]) -> list[Tensor]:
 
 def _joined(pieces: Mapping[int, Tensor]) -> Tensor:
     """Return what microbatches have left in one tensor, for the caller to free: a lane has made it."""
-    found = _in_order(pieces)
-    device_of(found[0].device).hand_over(found)
-    return torch.cat(found) if len(found) > 1 else found[0]
+    ordered = _in_order(pieces)
+    device_of(ordered[0].device).hand_over(ordered)
+    return torch.cat(ordered) if len(ordered) > 1 else ordered[0]

@@ -112,8 +112,8 @@ def compile_plan(
         )
     kept = [task for task in plan.graph.tasks if all or number[task] < len(stops)]
     # Of a task that runs twice, both runs have their handler in `twice`.
-    again = [task for task in kept if task.phase is Phase.RECOMPUTE] if twice and all else []
-    run_twice = {name for task in again for name in (task.name, *task.inputs["kept"])}
+    recomputed = [task for task in kept if task.phase is Phase.RECOMPUTE] if twice and all else []
+    run_twice = {name for task in recomputed for name in (task.name, *task.inputs["kept"])}
     handler_of = {t: (twice if t.name in run_twice else handlers)[t.op, t.phase] for t in kept}
     lanes = _lanes(plan, kept, silent)
     # A slot for every output that is read, by the task and the output's name.
@@ -136,7 +136,7 @@ def compile_plan(
         orders = {lane: [t for t in order if number[t] == span] for lane, order in lanes.items()}
         spans.append(_calls(orders, plan.graph, handler_of, slots, readers))
     shared = {slot: len(ends) for slot, ends in readers.items() if len(ends) > 1}
-    return Program(tuple(spans), len(slots), shared, bool(again))
+    return Program(tuple(spans), len(slots), shared, bool(recomputed))
 
 
 def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> dict[Lane, list[Task]]:
@@ -146,11 +146,11 @@ def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> di
         lane: Lane.COMPUTE if all(task.axes in quiet for task in order) else lane
         for lane, order in plan.schedule.lanes.items()
     }
-    found: dict[Lane, list[Task]] = {}
+    lanes: dict[Lane, list[Task]] = {}
     for place in issue_order(plan.schedule.lanes, plan.graph):
         if (task := plan.graph.tasks[place]) in wanted:
-            found.setdefault(home[task.lane], []).append(task)
-    return found
+            lanes.setdefault(home[task.lane], []).append(task)
+    return lanes
 
 
 Slots = Mapping[tuple[Name, str], int]
@@ -173,7 +173,7 @@ def _calls(
         written[name].append((output, slot))
     span: dict[Lane, tuple[Call, ...]] = {}
     for lane, order in orders.items():
-        known: dict[Lane, int] = {}
+        awaited: dict[Lane, int] = {}
         calls = []
         for task in order:
             # How far other lanes must be, unless an earlier task of this lane has waited for that already.
@@ -181,9 +181,9 @@ def _calls(
             for need in graph.needs[task]:
                 if need in place:
                     other, i = place[need]
-                    if other is not lane and i + 1 > known.get(other, 0):
+                    if other is not lane and i + 1 > awaited.get(other, 0):
                         wanted[other] = max(wanted.get(other, 0), i + 1)
-            known.update(wanted)
+            awaited.update(wanted)
             ended = [slot for slot in _read(task, slots) if readers[slot][lane] is task]
             calls.append(
                 Call(
@@ -439,9 +439,9 @@ class ThreadLanes:
     def hear(cls, told: str) -> None:
         """End the runs of this process that meet other ranks, those to come on the same connections too: a
         rank has given up."""
-        for each in list(cls._live):
-            each._lost = told
-            run = each._run
+        for lanes in list(cls._live):
+            lanes._lost = told
+            run = lanes._run
             if run is not None:
                 run.lose(told)
 
@@ -517,18 +517,18 @@ class _ThreadRun:
         """Run one lane's calls from front to back; stop early if any lane has failed."""
         if lane not in self.span:
             return
-        mine = self.lanes[lane]
+        progress = self.lanes[lane]
         others = [other for name, other in self.lanes.items() if name is not lane]
-        execute, times, clock = self._execute, mine.times, time.perf_counter
+        execute, times, clock = self._execute, progress.times, time.perf_counter
         for call in self.span[lane]:
             try:
                 for name, count in call.waits:
                     awaited = self.lanes[name]
                     if awaited.done < count:
-                        mine.wanted = (name, count)
+                        progress.wanted = (name, count)
                         while awaited.done < count and self.failure is None:
-                            mine.wake.get()
-                        mine.wanted = None
+                            progress.wake.get()
+                        progress.wanted = None
                 if self.failure is not None:
                     return
             except BaseException as error:  # an interrupt while waiting stops all lanes, too
@@ -541,10 +541,10 @@ class _ThreadRun:
                 self._fail(call.task, clock() - start_s, error)
                 return
             times.append((start_s, clock()))
-            mine.done += 1
+            progress.done += 1
             for other in others:
                 wanted = other.wanted
-                if wanted is not None and wanted[0] is lane and wanted[1] <= mine.done:
+                if wanted is not None and wanted[0] is lane and wanted[1] <= progress.done:
                     other.wake.put(None)
 
     def walk_to_end(self, lane: Lane) -> None:

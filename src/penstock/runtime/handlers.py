@@ -351,27 +351,27 @@ class StepContext:
 
     def maybe(self, kind: type[Part]) -> Part | None:
         """Return what a feature works on in this step: the object of this class; None if there is none."""
-        found = self.features.get(kind)
-        assert found is None or isinstance(found, kind), kind
-        return found
+        part = self.features.get(kind)
+        assert part is None or isinstance(part, kind), kind
+        return part
 
     def of(self, kind: type[Part]) -> Part:
         """Return what a feature works on in this step, as `maybe` does; a step with its tasks has one."""
-        found = self.maybe(kind)
-        assert found is not None, f"a step whose tasks need {kind.__name__} is given one"
-        return found
+        part = self.maybe(kind)
+        assert part is not None, f"a step whose tasks need {kind.__name__} is given one"
+        return part
 
     def metadata_of(self, task: Task, inputs: Inputs) -> SampleMetadata:
         """Return a task's samples, as far as it has their tokens: this rank's tokens, or all of them."""
-        found = self.moved_metadata(task, inputs)
-        return found.part(self.tensor.rank, self.tensor.size) if task.cut.token_shards > 1 else found
+        metadata = self.moved_metadata(task, inputs)
+        return metadata.part(self.tensor.rank, self.tensor.size) if task.cut.token_shards > 1 else metadata
 
     def moved_metadata(self, task: Task, inputs: Inputs) -> SampleMetadata:
         """Return a task's samples with all tokens: those that came where samples have moved, else the
         batch's."""
         assert task.microbatch is not None, task
-        found: SampleMetadata | None = inputs.maybe("metadata")
-        return self.batch.metadata[task.microbatch] if found is None else found
+        moved: SampleMetadata | None = inputs.maybe("metadata")
+        return self.batch.metadata[task.microbatch] if moved is None else moved
 
     def batch_of(self, task: Task) -> Batch:
         """Return the batch with the tokens that the task has: this rank's, or all tokens of its samples."""
@@ -388,8 +388,8 @@ class StepContext:
 
     def replication(self, layer: int) -> Replication:
         """Return where the experts of an MoE layer are, replicas among them."""
-        found = self.replications[layer] if self.replications else None
-        return found or Replication.none(self.layers[layer].experts.placement, 0)
+        replication = self.replications[layer] if self.replications else None
+        return replication or Replication.none(self.layers[layer].experts.placement, 0)
 
     def maker(self, layer: int) -> RouteMaker:
         """Return the maker of the routes of an MoE layer."""

@@ -125,13 +125,13 @@ class Layer:
 
 def layers_of(parts: ModelParts) -> tuple[Layer, ...]:
     """Return all layers as they are now."""
-    found: list[Layer] = []
+    layers: list[Layer] = []
     before = 0
     for block in parts.parts:
         moe = block.moe
-        found.append(Layer(block, moe, before))
+        layers.append(Layer(block, moe, before))
         before += moe is not None
-    return tuple(found)
+    return tuple(layers)
 
 
 # ---- the maker of routes from counts on a rank, by how its rows meet all shards of their experts ----------

@@ -154,7 +154,7 @@ class PipelinedStack(MarksExperts):
         self._numbers = SampleNumbers(machinery.layout)
         self.replan_request = ""
         self._make_plan = make_plan
-        twice = {key: each for f in self.features.values() for key, each in f.twice(HANDLERS).items()}
+        twice = {key: handler for f in self.features.values() for key, handler in f.twice(HANDLERS).items()}
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent, twice)
         self.bounds = bounds_of(self.moe_layers)
         self.plan = self.adopt(make_plan(self.base_shape, self.gradients.sizes_bytes))
@@ -167,25 +167,25 @@ class PipelinedStack(MarksExperts):
         """
         check_planned_for(plan.shape, self._shape)
         features = self.features.values()
-        for each in features:
-            each.leave(self)
+        for feature in features:
+            feature.leave(self)
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
         # All that may refuse the plan comes first: the plan before it must stay whole.
-        for each in features:
-            each.check(plan, self)
+        for feature in features:
+            feature.check(plan, self)
         makers = self._route_makers(plan.shape)
-        for each in features:
-            each.adopt(plan, self)
+        for feature in features:
+            feature.adopt(plan, self)
         self.makers, self.plan = makers, plan
         return plan
 
     def of(self, kind: type[Part]) -> Part:
         """Return the part that a feature has in this stack, by its class."""
-        found = self.features[kind]
-        assert isinstance(found, kind), kind
-        return found
+        feature = self.features[kind]
+        assert isinstance(feature, kind), kind
+        return feature
 
     def send_by(self, name: str) -> None:
         """Let rows travel by the dispatch of this name, on all ranks, in the plan that is adopted next."""
@@ -222,7 +222,7 @@ class PipelinedStack(MarksExperts):
             buckets=self.buckets,
             snapshot=self.gradients.snapshot,
             seed=self.seed,
-            features=tuple(found for each in self._active if (found := each.step(self)) is not None),
+            features=tuple(part for feature in self._active if (part := feature.step(self)) is not None),
         )
 
     def replan(self) -> StepPlan:
@@ -351,8 +351,8 @@ class PipelinedStack(MarksExperts):
     ) -> Samples:
         """Return the samples of a step that begins now, on the device; what has changed is taken up."""
         if training:
-            for each in self._active:
-                each.check_training()
+            for feature in self._active:
+                feature.check_training()
             check_no_checkpoint()
             check_no_data_parallel(self.model)
         self.consistency.read_late()
@@ -409,8 +409,8 @@ class PipelinedStack(MarksExperts):
             ValueError: Where rows must stay exact.
         """
         if autocast_dtype != self.machinery.autocast_dtype:
-            for each in self.features.values():
-                each.check_dtype(autocast_dtype, self)
+            for feature in self.features.values():
+                feature.check_dtype(autocast_dtype, self)
             self.machinery = replace(self.machinery, autocast_dtype=autocast_dtype)
 
     def compare_values(self) -> None:
@@ -432,8 +432,8 @@ class PipelinedStack(MarksExperts):
         All ranks must call it; a step does so by itself.
         """
         self._take_up_changes()
-        for each in self.features.values():
-            each.settle(self)
+        for feature in self.features.values():
+            feature.settle(self)
 
     def close(self) -> None:
         """End the machinery: its threads and connections, also for other stacks and copies that run on it."""
@@ -468,7 +468,7 @@ class PipelinedStack(MarksExperts):
         )
         copied.__dict__.update(
             copy.deepcopy({**self.__dict__, **of_a_step}, memo),
-            features={kind: each.copy() for kind, each in self.features.items()},
+            features={kind: feature.copy() for kind, feature in self.features.items()},
         )
         layout, device = self.machinery.layout, self.machinery.device
         copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
@@ -498,8 +498,8 @@ class PipelinedStack(MarksExperts):
             check_not_sharded(self.model)
             check_same(self._checked_shape(), self._shape)
             check_not_moved(placements_of(self.moe_layers), self._placements)
-            for each in self.features.values():
-                each.check_layers(self)
+            for feature in self.features.values():
+                feature.check_layers(self)
             self.makers = self._route_makers(self.plan.shape)
             self.mark_experts()
             if not self.replan_request:
@@ -518,14 +518,14 @@ class PipelinedStack(MarksExperts):
     @property
     def _active(self) -> list[StackFeature]:
         """The features that take part in steps of the present plan."""
-        return [each for each in self.features.values() if each.active]
+        return [feature for feature in self.features.values() if feature.active]
 
     @property
     def _sizes(self) -> Sizes | None:
         """How ranks deal with batches of different sizes; None: each runs the samples that it has."""
-        for each in self._active:
-            if (found := each.sizes(self)) is not None:
-                return found
+        for feature in self._active:
+            if (sizes := feature.sizes(self)) is not None:
+                return sizes
         fixed = any(layer is not None and layer.permutation.counts_slots for layer in self.moe_layers)
         return partial(equal_sizes, self.machinery.control) if fixed else None
 
@@ -533,8 +533,8 @@ class PipelinedStack(MarksExperts):
     def base_shape(self) -> StepShape:
         """The uncut shape of a step, before a system transforms it."""
         shape = self._shape
-        for each in self.features.values():
-            shape = each.shape(shape, self)
+        for feature in self.features.values():
+            shape = feature.shape(shape, self)
         return shape
 
     def _route_makers(self, shape: StepShape) -> list[RouteMaker | None]:

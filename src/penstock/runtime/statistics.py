@@ -94,13 +94,13 @@ class StatisticsCodec:
     @property
     def terms(self) -> int:
         """A number below 2**32 of the terms of the loss, by which ranks compare theirs."""
-        known = (
+        terms = (
             self._config.aux_loss_coeff,
             self._config.z_loss_coeff,
             self._valid,
             type(self._balance).__name__,
         )
-        return crc32(repr(known).encode())
+        return crc32(repr(terms).encode())
 
     def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[RouterSums]]) -> Tensor:
         """Return the sums as [HEADER + 2 * Y + 2 * Y * E].
@@ -216,11 +216,11 @@ class _InPieces(torch.autograd.Function):
         logits_TV, labels_T, totals_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
         for piece_TV, piece_T, total_T, out_TV in in_pieces(logits_TV, labels_T, totals_T, grad_TV):
-            known_T1 = (piece_T != NO_LABEL).unsqueeze(1)
+            labelled_T1 = (piece_T != NO_LABEL).unsqueeze(1)
             slope_TV = (piece_TV.to(total_T.dtype) - total_T.unsqueeze(1)).exp_()
-            label_T1 = piece_T.unsqueeze(1).where(known_T1, 0)
+            label_T1 = piece_T.unsqueeze(1).where(labelled_T1, 0)
             slope_TV.scatter_add_(1, label_T1, -torch.ones_like(total_T).unsqueeze(1))
-            out_TV.copy_(slope_TV.mul_(known_T1 * grads[0]))
+            out_TV.copy_(slope_TV.mul_(labelled_T1 * grads[0]))
         return grad_TV, None
 
 
@@ -287,10 +287,10 @@ class LoadHistory:
 
     def __getitem__(self, index: int) -> Loads:
         """Return the loads of a kept step: -1 = the last. Costs a copy from a GPU when first read."""
-        found = self._kept[index]
-        if isinstance(found, Tensor):
-            found = self._kept[index] = found.cpu().numpy()
-        return found
+        loads = self._kept[index]
+        if isinstance(loads, Tensor):
+            loads = self._kept[index] = loads.cpu().numpy()
+        return loads
 
     def __iter__(self) -> Iterator[Loads]:
         """Yield the loads of the kept steps, oldest first."""

@@ -184,14 +184,14 @@ class Step:
     def _run(self) -> None:
         """Run the next half. In backward, too, experts have expert_slots, for what is recomputed."""
         with self.taken.machinery.computing(), ExitStack() as inside:
-            for each in self.taken.features:
-                inside.enter_context(each.applied())
+            for feature in self.taken.features:
+                inside.enter_context(feature.applied())
             inside.enter_context(self.bounds.applied())
             self.execution.run()
 
     def _give_back(self) -> None:
-        for each in self.taken.features:
-            each.over()
+        for feature in self.taken.features:
+            feature.over()
 
     def _show(self, statistics: StepStatistics) -> None:
         """Show this step on the stack as the one that ran last, in either of its halves."""
@@ -208,14 +208,14 @@ class Step:
         self.stack.consistency.slope = self.context.slopes.alike
         gradients = self.stack.gradients.backward_pass(self.buckets)
         # What can be undone is issued before the host knows whether rows exceeded their bounds.
-        undoes = gradients.can_be_undone and all(each.can_be_undone for each in self.taken.features)
+        undoes = gradients.can_be_undone and all(feature.can_be_undone for feature in self.taken.features)
         with self.model_state.restored(), self.stack.outside.apart():
             if not undoes and self.bounds.exceeded():
                 self._check(gradients)
                 self._repeat(grads)
                 return
-            for each in self.taken.features:
-                each.begin_backward(self.buckets, self.stack.gradients.name_of)
+            for feature in self.taken.features:
+                feature.begin_backward(self.buckets, self.stack.gradients.name_of)
             self._check(gradients)
             try:
                 gradients.begin()
@@ -232,9 +232,9 @@ class Step:
             except BaseException as error:
                 # Earlier gradients are restored; what cannot be restored is noted on the error.
                 doubts = [gradients.abandon()]
-                doubts += [each.failed(begun=self.finished) for each in self.taken.features]
-                if told := [doubt for doubt in doubts if doubt]:
-                    error.add_note(told[-1])
+                doubts += [feature.failed(begun=self.finished) for feature in self.taken.features]
+                if noted := [doubt for doubt in doubts if doubt]:
+                    error.add_note(noted[-1])
                 raise
             self._end()
 
@@ -255,8 +255,8 @@ class Step:
         if self.context.loads_PYE is not None:
             loads, samples = self.context.loads_PYE, self.context.sample_loads
             self.stack.loads.add(loads, samples, self.context.replications)
-        for each in self.taken.features:
-            each.end(self.context, self.execution.graph)
+        for feature in self.taken.features:
+            feature.end(self.context, self.execution.graph)
         self._show(statistics)
 
     def _check(self, gradients: BackwardPass) -> None:
@@ -273,9 +273,9 @@ class Step:
         the second run."""
         self.finished = True
         self.stack.consistency.read_late()
-        again = self.again()
-        self.loss.copy_(again.forward()[0])
-        again.backward(*grads)
+        second = self.again()
+        self.loss.copy_(second.forward()[0])
+        second.backward(*grads)
 
     @property
     def must_tell_at_once(self) -> bool:
@@ -296,9 +296,9 @@ class Step:
         """Return the same step with its rows counted; this one is at its end, and keeps no tensors."""
         self.model_state.rewind()
         self.execution.drop()
-        again = Step(self.stack, self.batch, self.training, self.ending, before=self)
+        counted = Step(self.stack, self.batch, self.training, self.ending, before=self)
         del self.context
-        return again
+        return counted
 
 
 # ---- what a backward pass must find as its forward pass left it: values, and what decides what is
@@ -415,7 +415,7 @@ class Samples:
             elif not torch.equal(before, now):
                 sizes = [view.numel() * view.itemsize for _, view in self._views[kind]]
                 pairs = zip(self._views[kind], before.split(sizes), now.split(sizes), strict=True)
-                return next(p for (p, _), was, found in pairs if not torch.equal(was, found))
+                return next(p for (p, _), was, present in pairs if not torch.equal(was, present))
         return None
 
     def _read(self) -> dict[Kind, Tensor]:

@@ -116,8 +116,8 @@ class Transports:
         held = {Lane.INTER: self.inter, Lane.INTRA: self.intra}
         for lane, axes in sorted(set(pairs)):
             transport = held.get(lane)
-            known = (lane, axes) in self.more or (transport is not None and transport.has(axes))
-            if not known and self.make is not None:
+            exists = (lane, axes) in self.more or (transport is not None and transport.has(axes))
+            if not exists and self.make is not None:
                 self.more[lane, axes] = self.make((axes,))
 
     @property
@@ -217,9 +217,9 @@ def scattered_in_order(rows: Tensor, sizes: Sequence[int], group: Axes, transpor
     """Return this rank's part of a reduce-scatter, all of whose parts are sent here and added by place."""
     if len(sizes) == 1:
         return rows
-    mine = sizes[transport.place(group)]
-    found = transport.all_to_all(rows, sizes, [mine] * len(sizes), group)
-    return summed(found.split(mine)) if mine else found
+    own_size = sizes[transport.place(group)]
+    received = transport.all_to_all(rows, sizes, [own_size] * len(sizes), group)
+    return summed(received.split(own_size)) if own_size else received
 
 
 # ---- a transport that sends nothing: the same computation without a network, to measure it alone ----------
@@ -376,10 +376,10 @@ def send_home(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
     rows = transport.all_to_all(rows, leg.output_splits, leg.input_splits, leg.axes)
     if leg.sorted_already:
         return rows
-    found: list[list[Tensor]] = [[] for _ in leg.sizes]
+    by_block: list[list[Tensor]] = [[] for _ in leg.sizes]
     for block, part in zip(leg.order, rows.split([leg.sizes[block] for block in leg.order]), strict=True):
-        found[block].append(part)
-    return torch.cat([summed(parts) for parts in found if parts])
+        by_block[block].append(part)
+    return torch.cat([summed(parts) for parts in by_block if parts])
 
 
 # ---- tokens of samples that several ranks share: B samples, L tokens per sample, M hidden size -------------
@@ -398,5 +398,5 @@ def scattered(all_BLM: Tensor, lengths: Sequence[int], rank: int, transport: Tra
     """Return the sum over ranks of the tokens of this one."""
     samples, _, hidden = all_BLM.shape
     rows = torch.cat([part.reshape(-1, hidden) for part in all_BLM.split(list(lengths), dim=1)])
-    mine = transport.reduce_scatter(rows, [samples * length for length in lengths], axes)
-    return mine.view(samples, lengths[rank], hidden)
+    own_rows = transport.reduce_scatter(rows, [samples * length for length in lengths], axes)
+    return own_rows.view(samples, lengths[rank], hidden)
