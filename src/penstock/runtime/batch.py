@@ -31,12 +31,12 @@ class SampleMetadata:
     """The samples of a microbatch on one rank.
 
     Attributes:
-        labels_BL: [B, L].
-        keys: Those of their random numbers.
-        valid_BL: bool, False for padding; None if there is none.
-        longest: Tokens per sample of the rank that has most, where ranks share those of every sample; None =
-            all have as many.
-        stay_whole: No chunk has only a part of a sample.
+        labels_BL: int64 [B, L]; -100 counts for nothing.
+        keys: The keys of the samples' random numbers.
+        valid_BL: bool [B, L], False for padding; None if there is none.
+        longest: Tokens per sample on the rank that has most, where ranks share the tokens of every sample;
+            None: all have equally many.
+        stay_whole: Whether every chunk is made of whole samples.
     """
 
     labels_BL: Tensor
@@ -47,7 +47,7 @@ class SampleMetadata:
 
     @cached_property
     def info(self) -> Tokens:
-        """What an MoE layer is told about the samples: every layer the same."""
+        """What an MoE layer must know of the samples, the same for every layer."""
         samples = len(self.labels_BL)
         return Tokens(
             samples=samples,
@@ -75,7 +75,7 @@ class SampleMetadata:
 
 
 def part_of(length: int, rank: int, ranks: int) -> slice:
-    """Return the tokens that one of `ranks` ranks has of a sample with `length`."""
+    """Return where the tokens of `rank`, one of `ranks`, are in a sample of `length` tokens."""
     sizes = split_sizes(length, ranks)
     first = sum(sizes[:rank])
     return slice(first, first + sizes[rank])
@@ -86,10 +86,10 @@ class Batch:
     """One rank's batch, cut into microbatches.
 
     Attributes:
-        tokens: Of every microbatch, [b, L].
-        metadata: Everything else that is known of its samples.
+        tokens: The token ids of every microbatch, int64 [b, L].
+        metadata: What else is known of the samples, by microbatch.
         companions: For every microbatch, the number of samples of every rank with which this one exchanges
-            samples; () = with none.
+            samples; () if none move.
     """
 
     tokens: Sequence[Tensor]
@@ -114,9 +114,14 @@ class Samples:
     """One rank's batch as it is given.
 
     Attributes:
-        valid_BL: bool, False for padding; None if there is none.
-        companions: The number of samples of every rank with which this one exchanges samples; () = none move.
-        documents_BL: int64, where the document of every token begins; None = every sample is one document.
+        tokens_BL: Token ids, int64 [B, L].
+        labels_BL: int64 [B, L]; -100 counts for nothing.
+        ids_B: The numbers of the samples, int64 [B].
+        valid_BL: bool [B, L], False for padding; None if there is none.
+        companions: The number of samples of every rank with which this one exchanges samples; () if none
+            move.
+        documents_BL: int64 [B, L], where the document of every token begins; None: every sample is one
+            document.
     """
 
     tokens_BL: Tensor
@@ -220,10 +225,15 @@ and the number of samples of the largest batch of any rank; None: not known. All
 
 
 def equal_sizes(control: Control, samples: Samples, largest_batch: int | None) -> Samples:
-    """Return the batch filled up to the largest. Without `largest_batch` it costs an exchange of 24 bytes.
+    """Return the batch filled up with padding to the size of the largest.
+
+    Args:
+        largest_batch: Samples of the largest batch of any rank; None: ranks ask each other, by an exchange of
+            24 bytes.
 
     Raises:
-        ValueError: On all ranks if their samples have different lengths.
+        ValueError: On all ranks, if their samples have different lengths; on this one, if it has more samples
+            than `largest_batch`.
     """
     batch, length = samples.tokens_BL.shape
     if control.world_size == 1:
@@ -251,11 +261,16 @@ Shape = tuple[int, int, bool, bool]
 
 
 def shared_sizes(layout: Layout, control: Control, samples: Samples, largest_batch: int | None) -> Samples:
-    """Return the batch with the numbers of samples of its companions. Costs an exchange of a few bytes.
+    """Return the batch with the numbers of samples of its companions.
+
+    Costs an exchange of a few bytes.
+
+    Args:
+        largest_batch: Not used: ranks tell each other what they have.
 
     Raises:
-        ValueError: On all ranks if samples that might meet have different lengths, or padding is marked on
-            some ranks only.
+        ValueError: On all ranks, if samples that might meet have different lengths, or if only some ranks
+            mark padding or separate documents.
     """
     del largest_batch
     batch, length = samples.tokens_BL.shape
@@ -326,7 +341,9 @@ def check_vocabulary(what: str, numbers: Tensor, vocabulary: int, besides: int |
     update uses the step.
 
     Args:
-        what: The numbers, in words.
+        what: The name of the numbers, for the message.
+        vocabulary: The number of ids, which count from 0.
+        besides: Another number that is allowed; None: there is none.
     """
     valid = (numbers >= 0) & (numbers < vocabulary)
     if besides is not None:
@@ -361,8 +378,12 @@ def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
 def with_documents(samples: Samples, documents_BL: Tensor | None, parts: ModelParts) -> Samples:
     """Return the samples with the starts of documents.
 
+    Args:
+        documents_BL: int64 [B, L], where the document of every token begins; None: every sample is one
+            document.
+
     Raises:
-        ValueError: If the model would ignore these.
+        ValueError: If the model would ignore them.
     """
     tokens_BL = samples.tokens_BL
     if documents_BL is not None and not getattr(parts, "separates_documents", False):

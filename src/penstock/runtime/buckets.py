@@ -233,15 +233,15 @@ class ReleasedGradients(ScatteredGradients):
 class GradientBucket:
     """The gradients of some parameters, in one flat buffer per type and device.
 
-    `check` and `begin` before a backward pass, `chunk(c)` for the pieces to reduce, `finish` after the last
-    piece, or `abandon`.
+    Call `check` and `begin` before a backward pass, `chunk` for the pieces to reduce, and `finish` after the
+    last piece, or `abandon`.
 
     Gradients that existed before (gradient accumulation) are kept aside and added to by `finish`, so that
     they are not reduced twice.
 
-    Attributes:
-        shares: By id of a parameter the fraction of the sum that is its gradient, where that is not the whole
-            sum.
+    Args:
+        shares: By id of a parameter, the fraction of the sum that is its gradient, where that is not the
+            whole sum.
         flat: The kind of buffer, which decides what is done with sums.
     """
 
@@ -288,10 +288,10 @@ class GradientBucket:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Gradient buckets.
+    """The gradient buckets of a model.
 
     Attributes:
-        by_kind: By kind of gradients, a bucket for every layer; empty ones for experts without replicas.
+        by_kind: The bucket of every layer, by kind of gradients; experts without replicas have empty ones.
         at_once: Ids of expert parameters whose weight gradients must not be deferred, since they are reduced
             with a layer below those that use them.
     """
@@ -463,8 +463,8 @@ class InPlace:
 class BackwardPass:
     """All gradients of one backward pass: `check`, `begin`, then `finish`, or `abandon` if it fails.
 
-    Attributes:
-        apart: Parameters whose gradients are added to in place.
+    Args:
+        apart: Parameters to whose gradients the pass adds in place.
     """
 
     def __init__(

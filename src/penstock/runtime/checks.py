@@ -132,7 +132,7 @@ def sharing_of(layout: Layout, balance: BalanceGroup) -> Sharing:
     """Return which ranks share what.
 
     Args:
-        balance: Over which tokens balance is judged.
+        balance: The tokens over which balance is judged.
     """
     return Sharing(
         tp_size=layout.tp_size,
@@ -149,11 +149,14 @@ def shape_of(
     gathers_loads: bool = False,
     updating: Updating | None = None,
 ) -> StepShape:
-    """Return the uncut shape of a step of these layers (None: a dense one); they need the same kinds of
-    tasks.
+    """Return the uncut shape of a step of these layers, which need the same kinds of tasks.
 
     Args:
+        layers: The MoE layers of the model; None stands for a dense one.
         gathers_loads, updating: See StepShape.
+
+    Raises:
+        ValueError: If layers need different kinds of tasks.
     """
     moe = [layer for layer in layers if layer is not None]
     if not moe:

@@ -46,7 +46,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`; return the norm before, float64 scalar.
+    """Scale all gradients so that their norm is at most `max_norm`.
 
     Like `torch.nn.utils.clip_grad_norm_`, and correct where experts are spread over ranks: every expert
     counts once, whatever the layout; so does a parameter that stands in the list twice, of which ranks have
@@ -59,14 +59,18 @@ def clip_grad_norm_(
     Args:
         model_or_parameters: A module (a `PipelinedStack`, one in `DistributedDataParallel`, any other), or
             parameters in any order; parameters without a gradient count nothing.
-        max_norm: `math.inf` only measures.
+        max_norm: The largest norm that is left; `math.inf` only measures.
         norm_type: p of the p-norm, above 0; `math.inf` for the largest entry.
-        foreach: As in torch.
+        error_if_nonfinite: Whether a norm that is not finite is an error.
+        foreach: As in `torch.nn.utils.clip_grad_norm_`.
+
+    Returns:
+        The norm before scaling, a float64 scalar.
 
     Raises:
-        ValueError: For a setting that makes no sense.
+        ValueError: If a setting makes no sense.
         RuntimeError: If gradients that all ranks share differ between them, if not every rank takes part, or,
-            with error_if_nonfinite, if the norm is not finite.
+            with `error_if_nonfinite`, if the norm is not finite.
     """
     if not float(max_norm) >= 0:
         raise ValueError(

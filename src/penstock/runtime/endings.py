@@ -26,8 +26,8 @@ class StepStates:
 
     Attributes:
         hidden_BLM: Hidden states after the last layer.
-        balance: The sum of all layers' balance losses, of all ranks' samples.
-        routers_YTE: Logits of the routers of all MoE layers, if the step hands them out.
+        balance: The sum of all layers' balance losses over all ranks' samples.
+        routers_YTE: Router logits of every MoE layer; () unless the step hands them out.
     """
 
     hidden_BLM: Tensor
@@ -74,7 +74,7 @@ class TokenLoss:
         return []
 
     def outputs(self, context: StepContext, statistics: StepStatistics) -> tuple[Tensor, ...]:
-        """Return what the step returns: copies, or step and outputs would keep each other."""
+        """Return what the step returns: copies, or step and outputs would keep each other alive."""
         del context
         return (statistics.loss.clone(),)
 
@@ -94,8 +94,8 @@ class RankLoss(TokenLoss):
     are the whole.
 
     Attributes:
-        valid: The divisor of the sum of token losses; None: this rank's labels.
-        ranks: Over how many ranks gradients are averaged.
+        valid: The divisor of the sum of token losses; None: the number of this rank's labels.
+        ranks: The number of ranks over which gradients are averaged.
     """
 
     def __init__(self, valid: float | None, ranks: int) -> None:
@@ -129,9 +129,9 @@ class SharedTokens:
     """The ranks that share every sample's tokens, each of which makes a loss of all of them.
 
     Attributes:
-        place: That of this rank among them.
-        split: Whether each has routed its part of the tokens; else all have routed all.
-        transports: Those of the steps.
+        place: This rank's place among them.
+        split: Whether each rank has routed its part of the tokens; otherwise each has routed all.
+        transports: The transports of the steps.
     """
 
     place: TensorPlace
@@ -170,11 +170,11 @@ class HiddenStates:
     tokens have all hidden states, and their gradients are averaged.
 
     Attributes:
-        averaged: Over how many ranks gradients are averaged; 1: they are summed.
-        ranks: How many ranks have samples of their own.
+        averaged: The number of ranks over which gradients are averaged; 1: they are summed.
+        ranks: The number of ranks that have samples of their own.
         tokens: The ranks that share this rank's tokens.
-        meet: Called before the backward half, which comes when the caller's loss asks for it, with this
-            rank's gradient of the balance loss; returns that of all ranks.
+        meet: Called with this rank's gradient of the balance loss before the backward half, which comes when
+            the caller's loss asks for it; returns the gradient of all ranks.
     """
 
     tells_at_once = True

@@ -109,7 +109,9 @@ class Replicated:
     Only plain tensors are compared: no DTensors, and no classes with a layout of their own.
 
     Attributes:
-        buffers: Those of them that are none of the parameters.
+        axes: The axes along which the ranks lie.
+        parameters: The parameters among them.
+        buffers: The tensors among them that are no parameters.
     """
 
     axes: Axes
@@ -126,8 +128,10 @@ class Replicated:
 
 
 def weight_among(axes: Axes, layout: Layout) -> int:
-    """Return this rank's weight: equal numbers of a group then add up to 0, and those of two groups do not
-    make up for each other."""
+    """Return this rank's weight among the ranks along `axes`.
+
+    Equal numbers of a group then add up to 0, and those of two groups do not make up for each other.
+    """
     mesh, rank = layout.mesh, layout.rank
     one = 1 - mesh.size(axes) if mesh.place(rank, axes) == 0 else 1
     return one * (2 * mesh.group(rank, axes) + 1)
@@ -140,7 +144,8 @@ def fingerprint(kinds: Sequence[Replicated], layout: Layout, device: torch.devic
     It reads every number once, and the host does not wait.
 
     Args:
-        device: Where the tensors are.
+        kinds: The tensors that ranks hold alike.
+        device: The device of these tensors.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for kind in kinds:
@@ -178,7 +183,8 @@ def buffers_of(model: nn.Module, besides: Iterable[nn.Module], device: torch.dev
     Torch's own statistics of a rank's samples are left out, too.
 
     Args:
-        besides: Modules of which ranks have different ones (experts).
+        besides: Modules that differ between ranks (experts), whose buffers are left out.
+        device: The device to which the buffers are brought.
     """
     own = {id(module) for each in besides for module in each.modules()}
     buffers: dict[str, Tensor] = {}
@@ -281,6 +287,8 @@ def compare(
     All ranks call this function. It exchanges a few bytes, or where they differ some 100 for every tensor.
 
     Args:
+        kinds: The tensors that ranks hold alike.
+        updates: The number of updates that may have added rounding errors.
         cause: What is known of the reason, in words; "" takes it for updates.
     """
     if control.world_size == 1:

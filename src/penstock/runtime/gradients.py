@@ -55,10 +55,10 @@ class Assignment:
     """Parameters by layer, each once.
 
     Attributes:
+        replicated: Parameters outside experts that are not partial.
         several: Ids of expert parameters that several layers use.
         partial: Parameters to whose gradients every rank that shares attention adds a part.
-        averaged: Ids of those partial parameters whose part is the whole gradient, so that the sum is
-            divided.
+        averaged: Ids of the partial parameters whose part is the whole gradient, so that the sum is divided.
     """
 
     replicated: Layers
@@ -74,11 +74,11 @@ def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) 
     A parameter that `parts` names in no layer goes to layer 0, whose reduction waits for the whole backward.
 
     Args:
-        shape: That of the step that reduces them, which says which ranks share attention; None: none do.
+        shape: The shape of the step that reduces them, which says which ranks share attention; None: none do.
 
     Raises:
-        ValueError: For a parameter that is an expert's and replicated, and for one that different experts
-            share although they are spread over ranks.
+        ValueError: If a parameter is both an expert's and replicated, or if different experts share it
+            although they are spread over ranks.
     """
     layers = range(len(parts.parts))
     replicated = [parts.replicated_parameters(layer) for layer in layers]
@@ -207,11 +207,12 @@ class Gradients:
 
     `holds` is asked before every step; `renew` follows where it says no.
 
-    buckets: trained parameters only; frozen ones keep whatever gradient they have. snapshot: the model that
-    they were made for. marks: what ranks compare; to_sum: the marks as numbers, see `Marks.numbers`.
-
     Attributes:
         taken_up: Names of parameters that are new in a step.
+        buckets: The gradients of trained parameters; frozen ones keep whatever gradient they have.
+        snapshot: The model that the buckets were made for.
+        marks: What ranks compare.
+        to_sum: The marks as numbers, see `Marks.numbers`.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ class Gradients:
         """Make buckets for the model as it is now, and for a plan of this shape; costs a look at new values.
 
         Raises:
-            ValueError: For a change that cannot be taken up, naming the parameter.
+            ValueError: If a change cannot be taken up; it names the parameter.
         """
         self._shape = shape
         assigned = self._look()
@@ -351,7 +352,7 @@ class Gradients:
         """Return the handling of gradients in a backward pass.
 
         Args:
-            buckets: Those of its forward pass.
+            buckets: The buckets of its forward pass.
         """
         experts = [] if self._sums_experts else self.experts()
         apart = [p for p in experts if not p._post_accumulate_grad_hooks]
@@ -460,7 +461,7 @@ class OutsideGradients:
     """Catches gradients that a model's own code makes outside of steps, and sums them over ranks.
 
     Attributes:
-        averaged: Over how many ranks they are averaged; 1: they are summed.
+        averaged: The number of ranks over which gradients are averaged; 1: they are summed.
     """
 
     def __init__(self, gradients: Gradients, machinery: Machinery) -> None:
@@ -475,6 +476,9 @@ class OutsideGradients:
         """Begin a forward pass that uses these parameters outside of a step, and no others.
 
         What a backward pass that failed has left is forgotten.
+
+        Args:
+            averaged: The number of ranks over which their gradients are averaged; 1: they are summed.
         """
         self.averaged = averaged
         if torch._C._current_graph_task_id() == -1:

@@ -309,8 +309,8 @@ class StagedTransport(GlooTransport):
 class NcclTransport(GroupTransport):
     """CUDA tensors over NCCL, on the stream that is current in the lane.
 
-    Attributes:
-        in_order: Sums of a reduce-scatter are added in the order of ranks, whatever NCCL would do.
+    Args:
+        in_order: Whether sums of a reduce-scatter are added in the order of ranks, whatever NCCL would do.
     """
 
     _live: ClassVar[WeakSet[NcclTransport]] = WeakSet()
@@ -324,7 +324,10 @@ class NcclTransport(GroupTransport):
         self._live.add(self)
 
     def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        """NCCL knows parts of one size; others are sent and added here."""
+        """Return the sum of all ranks' rows for this one.
+
+        NCCL knows parts of one size; others are sent and added here.
+        """
         own_size = sizes[self.place(group)]
         if self._in_order or len(set(sizes)) > 1 or len(sizes) == 1 or not rows.numel():
             return super().reduce_scatter(rows, sizes, group)

@@ -135,7 +135,7 @@ def by_position(rows: Tensor, sent: Sequence[Sequence[int]], home: Sequence[int]
     """Return a slice's rows, which lie in the order `home`, by position.
 
     Args:
-        sent: By rank and slot there.
+        sent: The rows of the slice by rank and by slot there.
     """
     return _turned(rows, _filled(sent, home), _filled(sent, sorted(home)))
 
@@ -181,8 +181,8 @@ class SavedUnpermute:
     """The values that U.B needs of U.F.
 
     Attributes:
-        roles: Of what entered U.F.
-        sizes: Rows of every slice.
+        roles: The roles of what entered U.F.
+        sizes: The number of rows of every slice.
     """
 
     segment: AnySegment
@@ -235,9 +235,13 @@ def route(
 ) -> Outputs:
     """Choose experts for the tokens of a segment, and end it.
 
-    Returns rows: a tensor [R, M] per slice; order: how they were permuted; routers: the gate's sums;
-    positions: what every token chose, [T, k], where tokens choose; counts: rows for every rank where they are
-    exchanged, or their bounds; route: the sizes where they are fixed.
+    Args:
+        known: The samples of the tokens.
+
+    Returns:
+        The outputs by name: rows, a tensor [R, M] per slice; order, how they were permuted; routers, the
+        gate's sums; positions, what every token chose, [T, k], where tokens choose; counts, the rows for
+        every rank where they are exchanged, or their bounds; route, the sizes where they are fixed.
     """
     layer = context.layers[task.layer]
     routed = context.residual_transport.route(layer, residual_BLM, x_TM, known.info, task.cut.slices)
@@ -351,8 +355,10 @@ def unpermute(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.UNPERMUTE, B)
 def unpermute_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return gradients of all that entered U: rows by slice, and the inputs beside them; that of weights is
-    None where they travelled with the rows."""
+    """Return gradients of all that entered U: rows by slice, and the inputs beside them.
+
+    That of weights is None where they travelled with the rows.
+    """
     del context
     saved: SavedUnpermute = inputs.one("saved")
     gradients = saved.segment.backward([added(inputs.all("d_hidden"))])
@@ -469,7 +475,7 @@ def experts_weights(context: StepContext, task: Task, inputs: Inputs) -> Outputs
 def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return loss, routers, statistics: the sums, which stand for the gradients of what was summed.
 
-    choices: input by which balance is judged, where no rank has all choices of a sample.
+    The input `choices` has those by which balance is judged, where no rank has all choices of a sample.
     """
     layers: dict[int, list[RouterSums]] = {}
     judged = dict(zip(map(_piece, task.inputs.get("choices", ())), inputs.all("choices"), strict=True))
@@ -508,10 +514,9 @@ def all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.LOADS, Phase.BACKWARD)
 def gather_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return loads: int32 [P, Y, E], how often tokens of each rank chose each expert in this step, before
-    drops.
+    """Return loads: int32 [P, Y, E], how often tokens of each rank chose each expert in this step.
 
-    Of ranks that have the same tokens the first one counts them.
+    Drops are not taken off. Of ranks that have the same tokens the first one counts them.
     """
     chosen: dict[int, list[Tensor]] = {}
     samples: dict[int, list[SampleLoads]] = {}

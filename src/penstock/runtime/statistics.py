@@ -40,15 +40,18 @@ class HeadSums:
 class StepStatistics:
     """Statistics of the whole batch, the same on all ranks. All tensors are float64.
 
+    `aux_Y` and `z` are without coefficients.
+
     Attributes:
-        loss: What is minimised: cross_entropy (mean over valid tokens) + aux + z terms with their
-            coefficients.
+        loss: What is minimised: `cross_entropy` + aux + z terms with their coefficients.
+        cross_entropy: The mean over valid tokens.
         aux_Y: The balance loss of every MoE layer.
-        z: The sum over MoE layers of the mean over tokens. Both without coefficients.
+        z: The sum over MoE layers of the mean over tokens.
+        valid: The number by which the sum of token losses was divided; not zero even where no label counts.
+        labels: The number of labels that count.
+        tokens: The number of tokens that are not padding, at least 1.
         chosen_YE: How often each expert was chosen, per MoE layer.
         dropped_Y: How many of these choices did not fit into the slots of their expert.
-        tokens, labels: counts.
-        valid: The number by which the sum of token losses was divided; not zero even where no label counts.
     """
 
     loss: Tensor
@@ -67,8 +70,13 @@ class StepStatistics:
         return self.aux_Y.sum()
 
     def on_host(self, *more: Tensor) -> tuple[StepStatistics, list[float]]:
-        """Return the same on the host, and other numbers of the device, by one copy for which the host
-        waits."""
+        """Return the same on the host, and other numbers of the device.
+
+        One copy brings all of them, and the host waits for it.
+
+        Args:
+            more: Scalars on the device.
+        """
         own = [getattr(self, each.name) for each in fields(self)]
         if not device_of(self.loss).is_gpu:
             return self, [float(each.detach()) for each in more]
@@ -84,8 +92,8 @@ HEADER = 4
 class StatisticsCodec:
     """Packs one rank's sums into one float64 vector (one small all-reduce) and reads the total.
 
-    Attributes:
-        valid: Replaces the number of valid tokens of all ranks; None: their actual number.
+    Args:
+        valid: A divisor in place of the number of valid tokens of all ranks; None: that number.
     """
 
     def __init__(self, config: MoEConfig, balance: Balance, valid: float | None = None) -> None:
@@ -106,7 +114,8 @@ class StatisticsCodec:
         """Return the sums as [HEADER + 2 * Y + 2 * Y * E].
 
         Args:
-            routers: Per MoE layer, per microbatch.
+            heads: By microbatch.
+            routers: By MoE layer, then by microbatch.
         """
         everything = [sums for layer in routers for sums in layer]
         loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
@@ -188,7 +197,7 @@ def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         labels_T: [T], tokens of the vocabulary or -100.
 
     Raises:
-        IndexError: for a label outside the vocabulary, on a CPU; a GPU ends with an assertion on the device.
+        IndexError: On a CPU, for a label outside the vocabulary; a GPU ends with an assertion on the device.
     """
     if logits_TV.numel() <= NUMBERS_AT_ONCE:
         precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
@@ -262,9 +271,9 @@ class LoadHistory:
     the same history. It has only steps that were trained on, and whose graph gathers loads.
 
     Attributes:
-        steps: How many there have been in all.
+        steps: The number of steps in all, kept or not.
         of_samples: Loads of the samples that this rank had in the last step, by MoE layer and microbatch.
-        replications: Those of the last step, by MoE layer; () where no replicas may be held.
+        replications: The replications of the last step, by MoE layer; () where no replicas may be held.
     """
 
     def __init__(self, kept: int = STEPS_KEPT) -> None:

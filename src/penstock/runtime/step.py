@@ -61,7 +61,7 @@ class Stack(Protocol):
     """The stack whose step it is, as far as a step needs it for as long as it lasts.
 
     Attributes:
-        execution, statistics: Of the step that ran last, in either of its halves.
+        execution, statistics: Those of the step that ran last, in either of its halves.
     """
 
     parts: ModelParts
@@ -88,9 +88,9 @@ class Stack(Protocol):
 class Step:
     """One iteration: its context and its execution.
 
-    Attributes:
-        before: The first run of the same step, of which this is the second: its rows are counted, whatever
-            bounds later steps may have.
+    Args:
+        before: The first run of the same step, if this is the second, whose rows are counted, whatever bounds
+            later steps may have; None: this is the first.
     """
 
     def __init__(
@@ -279,8 +279,7 @@ class Step:
 
     @property
     def must_tell_at_once(self) -> bool:
-        """Whether the outputs may be read when the forward half has run, so that they must be right by
-        then."""
+        """Whether the outputs must be right when the forward half has run, since they may be read then."""
         late = self.training and self.stack.bounds.late and not self.ending.tells_at_once
         return self.stack.bounds.repeats_steps and not late
 
@@ -319,7 +318,7 @@ class ForwardState:
     A parameter's version says whether it was written to, but not by `parameter.data`. So a few of its
     elements are compared, too: that finds whatever changes most of them, such as weights that are swapped.
 
-    Attributes:
+    Args:
         recomputes: Whether tasks run a second time in the backward pass. They then also need the same
             modules, in the same mode, and the same buffers.
         rewinds: Whether the forward pass itself may be run a second time at its end, after `rewind`.

@@ -175,9 +175,9 @@ class IssueOrder:
     """What one thread issues.
 
     Attributes:
-        calls: With their numbers on their lanes, from 1.
-        awaited: The calls whose end others, or the caller, wait for.
-        last: Of every lane beside the compute lane, the last call.
+        calls: The calls, with their lanes and their numbers there, from 1.
+        awaited: The calls for whose end others, or the caller, wait.
+        last: The last call of every lane beside the compute lane.
     """
 
     calls: Sequence[tuple[Lane, int, Call]]
