@@ -73,15 +73,16 @@ class Device(ABC):
     """A kind of device.
 
     Attributes:
-        kind: Its name in torch.
+        kind: The name of the kind in torch.
         is_cpu: Whether kernels for processors are the fast ones.
         is_gpu: Whether work is queued, so that an operation returns before it has run and reading a number
             makes the host wait.
-        backend: How process groups of such devices communicate; those of GPUs can also send tensors of the
+        backend: The back ends of process groups of such devices; those of GPUs can also send tensors of the
             CPU.
-        refused: By name of a variable of the environment, a value with which lanes would wait for each other,
-            why, and what to do.
-        ends_process: The variable by which process groups end the process after an error; "" = none.
+        refused: By environment variable, a value with which lanes would wait for each other, why, and what to
+            do.
+        ends_process: The environment variable by which process groups end the process after an error; "" if
+            there is none.
     """
 
     kind: ClassVar[str]
@@ -128,6 +129,9 @@ class Device(ABC):
 
         That is what they have, and of what is free the part of one of `sharing` processes. What contexts and
         communicators take of the device is in neither: ask when they are there.
+
+        Args:
+            sharing: The number of processes that share what is free of the device.
         """
 
     @abstractmethod
@@ -168,8 +172,7 @@ class Device(ABC):
         """Return whether products in bfloat16 are the faster ones."""
 
     def has_grouped_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether `grouped_mm` of this type is one kernel, which reads on the device where groups
-        end."""
+        """Return whether `grouped_mm` of this type is one kernel that reads groups' ends on the device."""
         del device, dtype
         return False
 
@@ -197,8 +200,8 @@ class Gpu(Device):
     """A kind of device on which work is queued, in streams.
 
     Attributes:
-        collectives: The back end of process groups that exchange its tensors and no others. loads_lazily:
-            whether a kernel is loaded when it is first launched.
+        collectives: The back end of process groups that exchange its tensors and no others.
+        loads_lazily: Whether a kernel is loaded when it is first launched.
     """
 
     is_gpu, loads_lazily = True, False
@@ -220,7 +223,7 @@ class Gpu(Device):
         """Return another stream.
 
         Args:
-            name: For people.
+            name: The name of the stream, for people.
         """
 
     @abstractmethod
@@ -232,7 +235,7 @@ class Gpu(Device):
         """Return an event that has not been recorded.
 
         Args:
-            timed: Whether it can be asked for times.
+            timed: Whether its time can be asked for.
         """
 
     @abstractmethod
@@ -254,10 +257,10 @@ class Gpu(Device):
         return host, self.current_stream(tensor.device).record_event(self.event(timed=False))
 
     def group_options(self, device: torch.device, *, connects: bool) -> dict[str, Any]:
-        """Return with what `new_group` makes a group of such devices alone.
+        """Return the arguments with which `new_group` makes a group of such devices alone.
 
         Args:
-            connects: At once, and not with its first exchange.
+            connects: Whether the group connects at once, and not with its first exchange.
         """
         del device, connects
         return {"backend": self.collectives}
@@ -550,8 +553,8 @@ def device_of_backend(backend: str) -> torch.device:
     """Return the kind of device whose tensors process groups of this backend are for.
 
     Args:
-        backend: By kind of device, as `torch.distributed.get_backend_config` says it. Gloo's name stands
-            there beside GPUs, too, whose tensors it would copy to the host.
+        backend: The back ends by kind of device, as `torch.distributed.get_backend_config` returns them. Gloo
+            may stand there beside GPUs, too: it would copy their tensors to the host.
     """
     backends = backend.split(",")
     for kind, device in _BY_KIND.items():

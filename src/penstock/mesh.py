@@ -150,7 +150,7 @@ def standing_ranks(mesh: Mesh, node_size: int) -> int:
     All of them where such ranks share samples with others.
 
     Args:
-        node_size: 0 = one node, or not known.
+        node_size: Consecutive ranks in one node; 0: one node, or not known.
     """
     period = lcm(mesh.ep_size * mesh.etp_size, node_size or 1)
     return mesh.world_size if mesh.world_size % period or period % mesh.tp_size else period
@@ -165,7 +165,7 @@ def stage_ranks(ranks: int, stages: int) -> int:
     """Return how many consecutive ranks a pipeline stage has.
 
     Raises:
-        MeshError: If stages differ in it.
+        MeshError: If stages would have different numbers of ranks.
     """
     if not 1 <= stages <= ranks or ranks % stages:
         raise MeshError(f"{stages} stages do not divide {ranks} ranks")
@@ -176,7 +176,7 @@ def stage_nodes(ranks: int, node_size: int) -> tuple[int, int]:
     """Return the nodes of a stage of consecutive ranks, and its ranks in each of them.
 
     Raises:
-        MeshError: For a stage that neither fills whole nodes nor shares one with whole stages.
+        MeshError: If a stage neither fills whole nodes nor shares one with whole stages.
     """
     if ranks <= node_size and node_size % ranks == 0:
         return 1, ranks
@@ -200,12 +200,12 @@ class Mesh:
     """The sizes of all axes. `edp` and `dp` are what is left of the world.
 
     Attributes:
-        world_size: ranks.
+        world_size: All ranks.
         ep_size: Ranks among which the experts of a layer are spread.
-        ep_local_size: Ranks of such a group in one node; 0 = all.
+        ep_local_size: Ranks of such a group in one node; 0: all.
         tp_size: Ranks that share attention.
         etp_size: Ranks that share every expert.
-        node_size: Consecutive ranks in one node; 0 = one node, or not known.
+        node_size: Consecutive ranks in one node; 0: one node, or not known.
     """
 
     world_size: int = 1
@@ -299,7 +299,7 @@ class Mesh:
         """Return for every rank the latest time within its group along `axes`.
 
         Args:
-            times: [ranks].
+            times: The time of every rank, [ranks].
         """
         if not axes or self.size(axes) == 1:
             return times

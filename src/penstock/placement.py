@@ -51,8 +51,8 @@ class SplitPairs(NamedTuple):
         rank: Where the rows start.
         expert: Whose rows they are.
         position: Where they go.
-        before: Of the SPLIT parts of these rows, those for positions below this one.
-        upto: Those up to this one.
+        before: How many of the SPLIT parts of these rows go to positions below this one.
+        upto: How many go to positions up to this one.
     """
 
     rank: Counts
@@ -80,13 +80,14 @@ class ExpertPlacement:
     """The homes of every expert of a layer, and who owns it. Equal on all ranks, which compare its digest.
 
     Attributes:
-        ranks: Ranks of the expert group.
-        slots: Slots of every rank, all of them used.
-        homes: By expert number; more than one home means replicas, whose gradients are summed at the owner.
+        ranks: The number of ranks in the expert group.
+        slots: The number of slots of every rank, all of them used.
+        homes: The homes of every expert; more than one means replicas, whose gradients are summed at the
+            owner.
         owners: By expert, the rank of the expert group that keeps its optimiser state and saves it.
 
     Raises:
-        PlacementError: Naming expert, rank and slot.
+        PlacementError: If the placement contradicts itself; it names expert, rank and slot.
     """
 
     ranks: int
@@ -137,7 +138,7 @@ class ExpertPlacement:
         """Place consecutive experts on every rank.
 
         Raises:
-            PlacementError: Where the shares are unequal.
+            PlacementError: If the shares would be unequal.
         """
         if num_experts % ranks:
             raise PlacementError(
@@ -152,7 +153,11 @@ class ExpertPlacement:
         """Return the placement in which rank r holds expert `held[r][s]` in slot s.
 
         Args:
-            owners: By expert; without it an expert's owner is its first home.
+            held: The experts of every rank, by slot.
+            owners: The owner of every expert; None: its first home.
+
+        Raises:
+            PlacementError: If ranks have different numbers of slots.
         """
         sizes = [len(experts) for experts in held]
         for rank, size in enumerate(sizes):
@@ -211,8 +216,10 @@ class ExpertPlacement:
         return f"experts {', '.join(named)} of {self.num_experts}"
 
     def positions(self, rank: int) -> tuple[int, ...]:
-        """Return by expert the position to which `rank` sends rows: its own if it holds one, or the
-        owner's."""
+        """Return by expert the position to which `rank` sends rows.
+
+        That is the rank's own if it holds the expert, else the owner's.
+        """
         return tuple(
             self.position(
                 next(
@@ -237,15 +244,16 @@ class Replication:
     a position is `rank * (placement.slots + replica_slots) + slot`, replicas after own experts.
 
     Attributes:
-        replicas: By rank and replica slot the expert, or EMPTY.
+        replicas: The expert, or EMPTY, by rank and replica slot.
         splits: By rank and expert the positions to which rows go that start on the rank, with parts that sum
             to SPLIT.
-        limit: If given, rows of experts with several homes are split by the loads of the step that runs, so
-            that no rank computes more than `limit` SPLITths of the mean where homes allow it; a layer that
-            must know beforehand still goes by `splits`, which planners then leave as `local` makes them.
+        limit: The most that a rank computes where homes allow it, in SPLITths of the mean: rows of experts
+            with several homes are split by the loads of the step that runs. A layer that must know beforehand
+            still goes by `splits`, which planners then leave as `local` makes them. None: rows go by
+            `splits`.
 
     Raises:
-        PlacementError: Naming rank, slot and expert.
+        PlacementError: If the replication contradicts itself; it names rank, slot and expert.
     """
 
     placement: ExpertPlacement
@@ -401,8 +409,8 @@ class SamplePlacement:
     """The rank of every sample of a batch.
 
     Attributes:
-        ranks: Of the world.
-        homes: By place in the batch.
+        ranks: The number of ranks of the world.
+        homes: The rank of every sample, by place in the batch.
     """
 
     ranks: int

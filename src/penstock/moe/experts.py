@@ -39,8 +39,8 @@ class Experts(nn.Module, ABC):
     """The experts that this rank holds.
 
     Attributes:
-        num_local_experts: How many.
-        shard: The part of each that it has.
+        num_local_experts: The number of experts here.
+        shard: The part of each expert that this rank has.
     """
 
     num_local_experts: int
@@ -51,15 +51,22 @@ class Experts(nn.Module, ABC):
         """Return the experts' outputs for rows_RM, [R, M]: the first sizes[0] rows meet expert 0, and so on.
 
         Args:
+            sizes: Rows per expert.
             product: How rows and weights are multiplied; it decides when weight gradients are computed.
                 Experts that do not use it get theirs together with the input gradients.
         """
 
     @abstractmethod
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        """Cut a parameter (or what belongs to it) into experts: name without the expert, number, view.
+        """Cut a parameter, or a tensor that belongs to it, into experts.
 
         Checkpoints and initial weights know an expert by its number in the whole model.
+
+        Args:
+            name: The parameter's name.
+
+        Yields:
+            The name without the expert, the expert's number on this rank, and a view, for every expert.
         """
 
     @property
@@ -118,8 +125,8 @@ class FeedForwardExperts(StackedExperts):
 
     The outputs of a shard are partial sums.
 
-    Attributes:
-        ffn_hidden_size: Of whole experts.
+    Args:
+        ffn_hidden_size: The hidden width of whole experts.
     """
 
     inward: tuple[str, ...]
@@ -258,7 +265,7 @@ class OwnSlots:
     """Slots without replicas: every expert is where it is placed.
 
     Attributes:
-        rank: In the expert group.
+        rank: This rank's place in the expert group.
     """
 
     permutation: Permutation
@@ -276,9 +283,9 @@ class SlotsWithReplicas:
     """Slots with replicas: some experts are on several ranks.
 
     Attributes:
-        permutation: By position, replicas among them.
-        spread: Of this rank's rows; None: rows stay by expert, and are split among its positions when the
-            counts of all ranks are known.
+        permutation: The permutation by position, replicas among them.
+        spread: Maps the experts of this rank's rows to positions; None: rows stay by expert, and are split
+            among its positions when the counts of all ranks are known.
     """
 
     permutation: Permutation
@@ -347,8 +354,11 @@ def slots_with_replicas(
 ) -> SlotsWithReplicas:
     """Return the slots of a layer whose ranks hold replicas.
 
+    Args:
+        spread: See `SlotsWithReplicas`.
+
     Raises:
-        ValueError: For a permutation that takes no replicas.
+        ValueError: If the permutation takes no replicas.
     """
     with_slots = (
         permutation

@@ -41,10 +41,10 @@ class RoutedTokens:
     """The output of the first half of the layer.
 
     Attributes:
-        rows_RM: All chunks, sorted by chunk, rank, expert.
-        weights: For `unpermute`.
-        x_TM: For shared experts.
-        positions_Tk: Of every token's experts, -1 for padding; None where tokens do not choose.
+        rows_RM: The rows of all chunks, sorted by chunk, rank, expert.
+        weights: The weights of the rows, for `unpermute`.
+        x_TM: The tokens, for shared experts.
+        positions_Tk: The positions of every token's experts, -1 for padding; None where tokens do not choose.
     """
 
     rows_RM: Tensor
@@ -75,18 +75,18 @@ class MoELayer(nn.Module):
 
     `route` and `unpermute` are the halves around the transfer; `expert_rows` runs the experts.
 
-    Attributes:
-        gate, permutation, expert, dispatch, hooks: The parts; see their base classes.
+    Args:
+        gate, permutation, expert, dispatch, hooks: The parts of the layer; see their base classes.
         shared: A module that every token passes, added to the output, computed while rows are in transit.
-        exchange: The ranks that share the experts when the layer runs by itself (`penstock.ExpertParallel`);
-            ep_size and ep_rank give these ranks for a layer inside a stack, which has no exchange (default 1
-            and 0).
-        balance: Over which tokens `losses.balance` judges the balance of experts.
+        exchange: The ranks that share the experts, when the layer runs by itself (`penstock.ExpertParallel`).
+        ep_size, ep_rank: The number of these ranks and the place of this one, for a layer inside a stack,
+            which has no exchange (default 1 and 0).
+        balance: The tokens over which `losses.balance` judges the balance of experts.
         placement: Which rank holds which expert in which slot, the same on all ranks; without it experts are
             shared out evenly, in the order of their numbers.
 
     Raises:
-        ValueError: For parts that do not fit together, and for shards of experts with an exchange.
+        ValueError: If parts do not fit together, or if a layer with shards of experts has an exchange.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class MoELayer(nn.Module):
 
     @property
     def num_experts(self) -> int:
-        """Number of experts over all ranks."""
+        """The number of experts over all ranks."""
         return self.gate.num_experts
 
     @property
@@ -177,7 +177,12 @@ class MoELayer(nn.Module):
             yield f"{logical}.{held[slot]}", part
 
     def route(self, x_TM: Tensor, tokens: Tokens, chunks: int = 1, what: OwnTokens = TOKENS) -> RoutedTokens:
-        """Choose experts and bring the tokens, or what rows carry in their place, into expert order."""
+        """Choose experts and bring the tokens, or what rows carry in their place, into expert order.
+
+        Args:
+            chunks: The number of chunks of the tokens.
+            what: What rows carry.
+        """
         x_TM = self.hooks.run("before_moe_start", x_TM)
         masked_TM = x_TM
         if tokens.valid_T is not None:  # whatever stands in padding, a NaN too, reaches no sum
@@ -227,7 +232,7 @@ class MoELayer(nn.Module):
         """Return weighted sums of the expert outputs, back in token order, [T, M].
 
         Args:
-            weights: Of `route`; None where rows are weighted already.
+            weights: The weights that `route` returned; None where rows are weighted already.
         """
         came_RM = self.hooks.run("after_combine", rows_RM)
         if weights is None:
@@ -242,7 +247,7 @@ class MoELayer(nn.Module):
         return self.hooks.run("before_moe_end", out_TM)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Run the layer: x and output [T, M] or [B, L, M].
+        """Run the layer.
 
         Afterwards `losses` holds the balance and z-losses of this pass. With an exchange all ranks must call
         this method, in evaluation too. A checkpoint with use_reentrant=True gives gradients only to what its
@@ -253,10 +258,14 @@ class MoELayer(nn.Module):
         `layer.experts.compile(dynamic=True)`.
 
         Args:
-            valid: bool [T] or [B, L], False is padding.
+            x: The tokens, [T, M] or [B, L, M].
+            valid: bool [T] or [B, L], False for padding; None: all tokens are valid.
+
+        Returns:
+            The output, of the shape of `x`.
 
         Raises:
-            ValueError: For shapes that do not fit, and for shards of experts.
+            ValueError: If shapes do not fit, or for shards of experts.
         """
         if torch.compiler.is_compiling():
             return _uncompiled(self, x, valid)
@@ -427,9 +436,9 @@ class LogicalNames:
         """Return what belongs to a parameter by its name; for experts a view of each one, by its number.
 
         Args:
-            name: Of the parameter in the model.
+            name: The name of the parameter in the model.
             tensor: The parameter, or a tensor of its shape.
-            suffix: Of the name, for a state of the parameter.
+            suffix: What is added to names, for a state of the parameter.
         """
         for prefix, layer in self._layers.items():
             if name.startswith(prefix):
