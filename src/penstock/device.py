@@ -79,8 +79,8 @@ class Device(ABC):
             makes the host wait.
         backend: The back ends of process groups of such devices; those of GPUs can also send tensors of the
             CPU.
-        refused: By environment variable, a value with which lanes would wait for each other, why, and what to
-            do.
+        refused: A value with which lanes would wait for each other, why, and what to do, by environment
+            variable.
         ends_process: The environment variable by which process groups end the process after an error; "" if
             there is none.
     """

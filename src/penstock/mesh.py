@@ -88,7 +88,7 @@ def resolve(axes: Axes) -> tuple[str, Axes]:
     """Return the view to which `axes` belong and the view's own axes among them.
 
     Raises:
-        MeshError: For unknown or repeated axes, and for axes of different views.
+        MeshError: If axes are unknown, repeated or of different views.
     """
     single = [each for axis in axes for each in JOINED.get(axis, (axis,))]
     if len(set(single)) < len(single):

@@ -72,7 +72,7 @@ class Hook(nn.Module):
         Called by expert form `baseline` only.
 
         Raises:
-            ValueError: For a hook that encodes rows and does not override this method.
+            ValueError: If the hook encodes rows and does not override this method.
         """
         if self.encodes_rows:
             raise ValueError(

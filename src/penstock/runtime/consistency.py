@@ -107,9 +107,9 @@ class Consistency:
         All ranks call it before a step. Values that differed are compared again until they are equal.
 
         Raises:
-            CommunicationError: On all ranks, for a sum that lacks a rank.
-            ValueError: On all ranks, for other samples.
-            ParameterMismatchError: On all ranks, for other values.
+            CommunicationError: On all ranks, if the sum lacks a rank.
+            ValueError: On all ranks, if samples differ.
+            ParameterMismatchError: On all ranks, if values differ.
         """
         if self.unread is not None:
             (total, cause), self.unread = self.unread, None
@@ -187,10 +187,10 @@ class StepConsistency:
             total: The sum of all marks.
 
         Raises:
-            CommunicationError: For a sum that lacks a rank.
-            ScheduleMismatchError: For a request for another plan that not all ranks make.
-            ValueError: For other passes, losses or samples.
-            ParameterMismatchError: For other parameters.
+            CommunicationError: If the sum lacks a rank.
+            ScheduleMismatchError: If only some ranks request another plan.
+            ValueError: If passes, losses or samples differ.
+            ParameterMismatchError: If parameters differ.
         """
         owner = self._owner
         layout, control, gradients = owner.layout, owner.control, owner.gradients

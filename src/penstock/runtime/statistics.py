@@ -114,8 +114,8 @@ class StatisticsCodec:
         """Return the sums as [HEADER + 2 * Y + 2 * Y * E].
 
         Args:
-            heads: By microbatch.
-            routers: By MoE layer, then by microbatch.
+            heads: The sums of the head, by microbatch.
+            routers: The sums of routers, by MoE layer, then by microbatch.
         """
         everything = [sums for layer in routers for sums in layer]
         loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
