@@ -73,15 +73,16 @@ class Device(ABC):
     """A kind of device.
 
     Attributes:
-        kind: Its name in torch.
+        kind: The name of the kind in torch.
         is_cpu: Whether kernels for processors are the fast ones.
         is_gpu: Whether work is queued, so that an operation returns before it has run and reading a number
             makes the host wait.
-        backend: How process groups of such devices communicate; those of GPUs can also send tensors of the
+        backend: The back ends of process groups of such devices; those of GPUs can also send tensors of the
             CPU.
-        refused: By name of a variable of the environment, a value with which lanes would wait for each other,
-            why, and what to do.
-        ends_process: The variable by which process groups end the process after an error; "" = none.
+        refused: A value with which lanes would wait for each other, why, and what to do, by environment
+            variable.
+        ends_process: The environment variable by which process groups end the process after an error; "" if
+            there is none.
     """
 
     kind: ClassVar[str]
@@ -128,6 +129,9 @@ class Device(ABC):
 
         That is what they have, and of what is free the part of one of `sharing` processes. What contexts and
         communicators take of the device is in neither: ask when they are there.
+
+        Args:
+            sharing: The number of processes that share what is free of the device.
         """
 
     @abstractmethod
@@ -168,8 +172,7 @@ class Device(ABC):
         """Return whether products in bfloat16 are the faster ones."""
 
     def has_grouped_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether `grouped_mm` of this type is one kernel, which reads on the device where groups
-        end."""
+        """Return whether `grouped_mm` of this type is one kernel that reads groups' ends on the device."""
         del device, dtype
         return False
 
@@ -197,8 +200,8 @@ class Gpu(Device):
     """A kind of device on which work is queued, in streams.
 
     Attributes:
-        collectives: The back end of process groups that exchange its tensors and no others. loads_lazily:
-            whether a kernel is loaded when it is first launched.
+        collectives: The back end of process groups that exchange its tensors and no others.
+        loads_lazily: Whether a kernel is loaded when it is first launched.
     """
 
     is_gpu, loads_lazily = True, False
@@ -220,7 +223,7 @@ class Gpu(Device):
         """Return another stream.
 
         Args:
-            name: For people.
+            name: The name of the stream, for people.
         """
 
     @abstractmethod
@@ -232,7 +235,7 @@ class Gpu(Device):
         """Return an event that has not been recorded.
 
         Args:
-            timed: Whether it can be asked for times.
+            timed: Whether its time can be asked for.
         """
 
     @abstractmethod
@@ -254,10 +257,10 @@ class Gpu(Device):
         return host, self.current_stream(tensor.device).record_event(self.event(timed=False))
 
     def group_options(self, device: torch.device, *, connects: bool) -> dict[str, Any]:
-        """Return with what `new_group` makes a group of such devices alone.
+        """Return the arguments with which `new_group` makes a group of such devices alone.
 
         Args:
-            connects: At once, and not with its first exchange.
+            connects: Whether the group connects at once, and not with its first exchange.
         """
         del device, connects
         return {"backend": self.collectives}
@@ -353,11 +356,11 @@ class Cuda(Gpu):
     def group_options(self, device: torch.device, *, connects: bool) -> dict[str, Any]:
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
-        found: dict[str, Any] = {"backend": self.collectives, "pg_options": options}
+        arguments: dict[str, Any] = {"backend": self.collectives, "pg_options": options}
         if connects:
             numbered = ":" in str(device)
-            found["device_id"] = device if numbered else torch.device("cuda", torch.cuda.current_device())
-        return found
+            arguments["device_id"] = device if numbered else torch.device("cuda", torch.cuda.current_device())
+        return arguments
 
     def current_stream(self, device: torch.device) -> Stream:
         return cast(Stream, torch.cuda.current_stream(device))
@@ -431,15 +434,15 @@ class Cuda(Gpu):
         return dtype is torch.bfloat16 and capability in GROUPED_KERNELS
 
     def facts(self, device: torch.device) -> dict[str, Any]:
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         here = torch.cuda.current_device()
         others = [each for each in range(torch.cuda.device_count()) if each != here]
         nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
         return {
-            "name": found.name,
-            "capability": f"{found.major}.{found.minor}",
-            "memory_bytes": found.total_memory,
-            "processors": found.multi_processor_count,
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "processors": properties.multi_processor_count,
             "toolkit": torch.version.cuda or torch.version.hip,
             "nccl": ".".join(map(str, nccl)),
             "bfloat16": self.computes_in_bfloat16(),
@@ -458,20 +461,20 @@ class Cuda(Gpu):
     @contextmanager
     def counting_waits(self) -> Iterator[Counter[Wait] | None]:
         # PyTorch warns at every copy or read that waits. It does not see waits for events and streams.
-        found: Counter[Wait] = Counter()
+        waits: Counter[Wait] = Counter()
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                yield found
+                yield waits
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        for each in said:
-            if SYNCHRONIZES in str(each.message):
-                found[each.filename, each.lineno, SYNCHRONIZES] += 1
+        for warning in said:
+            if SYNCHRONIZES in str(warning.message):
+                waits[warning.filename, warning.lineno, SYNCHRONIZES] += 1
             else:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 class Other(Cpu):
@@ -550,11 +553,11 @@ def device_of_backend(backend: str) -> torch.device:
     """Return the kind of device whose tensors process groups of this backend are for.
 
     Args:
-        backend: By kind of device, as `torch.distributed.get_backend_config` says it. Gloo's name stands
-            there beside GPUs, too, whose tensors it would copy to the host.
+        backend: The back ends by kind of device, as `torch.distributed.get_backend_config` returns them. Gloo
+            may stand there beside GPUs, too: it would copy their tensors to the host.
     """
-    known = backend.split(",")
+    backends = backend.split(",")
     for kind, device in _BY_KIND.items():
-        if isinstance(device, Gpu) and f"{kind}:{device.collectives}" in known:
+        if isinstance(device, Gpu) and f"{kind}:{device.collectives}" in backends:
             return torch.device(kind)
     return torch.device("cpu")

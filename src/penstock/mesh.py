@@ -88,7 +88,7 @@ def resolve(axes: Axes) -> tuple[str, Axes]:
     """Return the view to which `axes` belong and the view's own axes among them.
 
     Raises:
-        MeshError: For unknown or repeated axes, and for axes of different views.
+        MeshError: If axes are unknown, repeated or of different views.
     """
     single = [each for axis in axes for each in JOINED.get(axis, (axis,))]
     if len(set(single)) < len(single):
@@ -96,9 +96,9 @@ def resolve(axes: Axes) -> tuple[str, Axes]:
     for view, own in VIEWS.items():
         if set(single) <= set(own):
             return view, tuple(axis for axis in own if axis in single)
-    known = [*(axis for own in VIEWS.values() for axis in own), *JOINED]
-    if unknown := [axis for axis in axes if axis not in known]:
-        raise MeshError(f"no axis is called {unknown[0]!r}; there are {', '.join(known)}")
+    names = [*(axis for own in VIEWS.values() for axis in own), *JOINED]
+    if unknown := [axis for axis in axes if axis not in names]:
+        raise MeshError(f"no axis is called {unknown[0]!r}; there are {', '.join(names)}")
     raise MeshError(
         f"axes {', '.join(axes)} belong to different views of the world ({_described()}): "
         "a group extends along axes of one view"
@@ -150,10 +150,10 @@ def standing_ranks(mesh: Mesh, node_size: int) -> int:
     All of them where such ranks share samples with others.
 
     Args:
-        node_size: 0 = one node, or not known.
+        node_size: Consecutive ranks in one node; 0: one node, or not known.
     """
-    alike = lcm(mesh.ep_size * mesh.etp_size, node_size or 1)
-    return mesh.world_size if mesh.world_size % alike or alike % mesh.tp_size else alike
+    period = lcm(mesh.ep_size * mesh.etp_size, node_size or 1)
+    return mesh.world_size if mesh.world_size % period or period % mesh.tp_size else period
 
 
 def neighbour(rank: int, steps: int, ranks: int) -> int:
@@ -165,7 +165,7 @@ def stage_ranks(ranks: int, stages: int) -> int:
     """Return how many consecutive ranks a pipeline stage has.
 
     Raises:
-        MeshError: If stages differ in it.
+        MeshError: If stages would have different numbers of ranks.
     """
     if not 1 <= stages <= ranks or ranks % stages:
         raise MeshError(f"{stages} stages do not divide {ranks} ranks")
@@ -176,7 +176,7 @@ def stage_nodes(ranks: int, node_size: int) -> tuple[int, int]:
     """Return the nodes of a stage of consecutive ranks, and its ranks in each of them.
 
     Raises:
-        MeshError: For a stage that neither fills whole nodes nor shares one with whole stages.
+        MeshError: If a stage neither fills whole nodes nor shares one with whole stages.
     """
     if ranks <= node_size and node_size % ranks == 0:
         return 1, ranks
@@ -200,12 +200,12 @@ class Mesh:
     """The sizes of all axes. `edp` and `dp` are what is left of the world.
 
     Attributes:
-        world_size: ranks.
+        world_size: All ranks.
         ep_size: Ranks among which the experts of a layer are spread.
-        ep_local_size: Ranks of such a group in one node; 0 = all.
+        ep_local_size: Ranks of such a group in one node; 0: all.
         tp_size: Ranks that share attention.
         etp_size: Ranks that share every expert.
-        node_size: Consecutive ranks in one node; 0 = one node, or not known.
+        node_size: Consecutive ranks in one node; 0: one node, or not known.
     """
 
     world_size: int = 1
@@ -255,14 +255,14 @@ class Mesh:
     def place(self, rank: int, axes: Axes) -> int:
         """Return the place of a rank within its group along `axes`."""
         view, own = resolve(axes)
-        found = 0
+        place = 0
         left, step = rank, self.world_size
         for axis in VIEWS[view]:
             step //= self.sizes[axis]
             coordinate, left = divmod(left, step)
             if axis in own:
-                found = found * self.sizes[axis] + coordinate
-        return found
+                place = place * self.sizes[axis] + coordinate
+        return place
 
     def group(self, rank: int, axes: Axes) -> int:
         """Return which of the groups along `axes` a rank is in, counted as `groups` lists them."""
@@ -275,15 +275,15 @@ class Mesh:
 
     def groups(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
         """Return all groups along `axes`, each in the order of its places."""
-        known = self._groups.get(axes)
-        if known is None:
+        groups = self._groups.get(axes)
+        if groups is None:
             view, own = resolve(axes)
             others = [i for i, axis in enumerate(VIEWS[view]) if axis not in own]
             inner = [i for i, axis in enumerate(VIEWS[view]) if axis in own]
             ranks = np.arange(self.world_size).reshape(self._shape(view)).transpose(others + inner)
             rows = ranks.reshape(-1, self.size(axes)).tolist()
-            known = self._groups[axes] = tuple(map(tuple, rows))
-        return known
+            groups = self._groups[axes] = tuple(map(tuple, rows))
+        return groups
 
     def crosses_nodes(self, axes: Axes) -> bool:
         """Return whether some group along `axes` has ranks in several nodes."""
@@ -299,7 +299,7 @@ class Mesh:
         """Return for every rank the latest time within its group along `axes`.
 
         Args:
-            times: [ranks].
+            times: The time of every rank, [ranks].
         """
         if not axes or self.size(axes) == 1:
             return times

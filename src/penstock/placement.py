@@ -51,8 +51,8 @@ class SplitPairs(NamedTuple):
         rank: Where the rows start.
         expert: Whose rows they are.
         position: Where they go.
-        before: Of the SPLIT parts of these rows, those for positions below this one.
-        upto: Those up to this one.
+        before: How many of the SPLIT parts of these rows go to positions below this one.
+        upto: How many go to positions up to this one.
     """
 
     rank: Counts
@@ -80,13 +80,14 @@ class ExpertPlacement:
     """The homes of every expert of a layer, and who owns it. Equal on all ranks, which compare its digest.
 
     Attributes:
-        ranks: Ranks of the expert group.
-        slots: Slots of every rank, all of them used.
-        homes: By expert number; more than one home means replicas, whose gradients are summed at the owner.
+        ranks: The number of ranks in the expert group.
+        slots: The number of slots of every rank, all of them used.
+        homes: The homes of every expert; more than one means replicas, whose gradients are summed at the
+            owner.
         owners: By expert, the rank of the expert group that keeps its optimiser state and saves it.
 
     Raises:
-        PlacementError: Naming expert, rank and slot.
+        PlacementError: If the placement contradicts itself; it names expert, rank and slot.
     """
 
     ranks: int
@@ -137,7 +138,7 @@ class ExpertPlacement:
         """Place consecutive experts on every rank.
 
         Raises:
-            PlacementError: Where the shares are unequal.
+            PlacementError: If the shares would be unequal.
         """
         if num_experts % ranks:
             raise PlacementError(
@@ -152,7 +153,11 @@ class ExpertPlacement:
         """Return the placement in which rank r holds expert `held[r][s]` in slot s.
 
         Args:
-            owners: By expert; without it an expert's owner is its first home.
+            held: The experts of every rank, by slot.
+            owners: The owner of every expert; None: its first home.
+
+        Raises:
+            PlacementError: If ranks have different numbers of slots.
         """
         sizes = [len(experts) for experts in held]
         for rank, size in enumerate(sizes):
@@ -166,7 +171,7 @@ class ExpertPlacement:
             for slot, expert in enumerate(experts):
                 homes.setdefault(expert, []).append(Home(rank, slot))
         by_expert = tuple(tuple(homes.get(expert, ())) for expert in range(max(homes, default=-1) + 1))
-        first = (found[0].rank if found else -1 for found in by_expert)
+        first = (of_expert[0].rank if of_expert else -1 for of_expert in by_expert)
         return ExpertPlacement(
             len(sizes), sizes[0], by_expert, tuple(first) if owners is None else tuple(owners)
         )
@@ -188,8 +193,8 @@ class ExpertPlacement:
     @cached_property
     def by_position(self) -> tuple[int, ...]:
         """The expert at every position."""
-        found = {self.position(home): expert for expert, homes in enumerate(self.homes) for home in homes}
-        return tuple(found[position] for position in range(self.ranks * self.slots))
+        experts = {self.position(home): expert for expert, homes in enumerate(self.homes) for home in homes}
+        return tuple(experts[position] for position in range(self.ranks * self.slots))
 
     def position(self, home: Home) -> int:
         """Return the number of a slot within the whole expert group."""
@@ -211,8 +216,10 @@ class ExpertPlacement:
         return f"experts {', '.join(named)} of {self.num_experts}"
 
     def positions(self, rank: int) -> tuple[int, ...]:
-        """Return by expert the position to which `rank` sends rows: its own if it holds one, or the
-        owner's."""
+        """Return by expert the position to which `rank` sends rows.
+
+        That is the rank's own if it holds the expert, else the owner's.
+        """
         return tuple(
             self.position(
                 next(
@@ -237,15 +244,16 @@ class Replication:
     a position is `rank * (placement.slots + replica_slots) + slot`, replicas after own experts.
 
     Attributes:
-        replicas: By rank and replica slot the expert, or EMPTY.
+        replicas: The expert, or EMPTY, by rank and replica slot.
         splits: By rank and expert the positions to which rows go that start on the rank, with parts that sum
             to SPLIT.
-        limit: If given, rows of experts with several homes are split by the loads of the step that runs, so
-            that no rank computes more than `limit` SPLITths of the mean where homes allow it; a layer that
-            must know beforehand still goes by `splits`, which planners then leave as `local` makes them.
+        limit: The most that a rank computes where homes allow it, in SPLITths of the mean: rows of experts
+            with several homes are split by the loads of the step that runs. A layer that must know beforehand
+            still goes by `splits`, which planners then leave as `local` makes them. None: rows go by
+            `splits`.
 
     Raises:
-        PlacementError: Naming rank, slot and expert.
+        PlacementError: If the replication contradicts itself; it names rank, slot and expert.
     """
 
     placement: ExpertPlacement
@@ -296,18 +304,18 @@ class Replication:
                     f"rank {rank} splits rows of {len(splits)} experts, and there are {placement.num_experts}"
                 )
         for rank, expert, parts in self.own_splits:
-            told = f"rows of expert {expert} that start on rank {rank}"
+            what = f"rows of expert {expert} that start on rank {rank}"
             for position, share in parts:
                 if not (0 <= position < self.positions and self.by_position[position] == expert):
-                    raise PlacementError(f"{told} go to position {position}, which does not hold the expert")
+                    raise PlacementError(f"{what} go to position {position}, which does not hold the expert")
                 if share < 1:
                     raise PlacementError(
-                        f"{told} go to position {position} with {share} parts: leave it out instead"
+                        f"{what} go to position {position} with {share} parts: leave it out instead"
                     )
             if len({position for position, _ in parts}) < len(parts):
-                raise PlacementError(f"{told} name a position twice")
+                raise PlacementError(f"{what} name a position twice")
             if (total := sum(share for _, share in parts)) != SPLIT:
-                raise PlacementError(f"{told} are split into {total} parts in all, which must be {SPLIT}")
+                raise PlacementError(f"{what} are split into {total} parts in all, which must be {SPLIT}")
 
     @staticmethod
     @cache
@@ -361,7 +369,7 @@ class Replication:
     def pairs(self) -> SplitPairs:
         """The splits as arrays: by rank, then expert, then position."""
         by_splits: dict[int, Counts] = {}  # most ranks of many have the very same
-        found = []
+        by_rank = []
         for rank, splits in enumerate(self.splits):
             if id(splits) not in by_splits:
                 of_rank = []
@@ -373,8 +381,8 @@ class Replication:
                 by_splits[id(splits)] = np.array(of_rank, np.int64).reshape(-1, 5)
             pairs = by_splits[id(splits)].copy()
             pairs[:, 0] = rank
-            found.append(pairs)
-        return SplitPairs(*np.concatenate(found).T.copy())
+            by_rank.append(pairs)
+        return SplitPairs(*np.concatenate(by_rank).T.copy())
 
     @cached_property
     def own_splits(self) -> tuple[tuple[int, int, tuple[Part, ...]], ...]:
@@ -401,8 +409,8 @@ class SamplePlacement:
     """The rank of every sample of a batch.
 
     Attributes:
-        ranks: Of the world.
-        homes: By place in the batch.
+        ranks: The number of ranks of the world.
+        homes: The rank of every sample, by place in the batch.
     """
 
     ranks: int
@@ -435,13 +443,13 @@ class SamplePlacement:
 def local_splits(placement: ExpertPlacement, replicas: Sequence[Sequence[int]]) -> Splits:
     """Return the splits of replicas that compute rows of their own ranks only; other rows pass them by."""
     slots = placement.slots + len(replicas[0])
-    found = list(_splits_without(placement, len(replicas[0])))
+    splits = list(_splits_without(placement, len(replicas[0])))
     for rank, held in enumerate(replicas):
         for slot, expert in enumerate(held):
             if 0 <= expert < placement.num_experts:
                 here = (Part(rank * slots + placement.slots + slot, SPLIT),)
-                found[rank] = (*found[rank][:expert], here, *found[rank][expert + 1 :])
-    return tuple(found)
+                splits[rank] = (*splits[rank][:expert], here, *splits[rank][expert + 1 :])
+    return tuple(splits)
 
 
 @cache

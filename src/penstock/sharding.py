@@ -37,7 +37,9 @@ class Sharding:
         view: The shape to which the whole is reshaped so that `dim` is the dimension that is cut: a fused
             matrix of queries, keys and values [3 A K, M] is cut as [3, A K, M] along 1, so that every part
             has heads of all three.
+        dim: The dimension of `view` that is cut.
         index: This rank's part.
+        count: The number of parts.
     """
 
     axes: Axes
@@ -140,9 +142,8 @@ class Sharding:
 class StackedSharding(Sharding):
     """A part of a parameter of all experts, one after the other: of one rank's experts, a part of each.
 
-    The fields say how experts are dealt: `index` and `count` along dimension 0.
-
-    Parts are in the order of the ranks with the same experts, and of these in turn.
+    The fields say how experts are dealt: `index` and `count` along dimension 0. Parts are in the order of the
+    ranks with the same experts, and of these in turn.
 
     Attributes:
         each: Which part of every expert this rank has.
@@ -157,7 +158,11 @@ class StackedSharding(Sharding):
         """Describe `slots` of these experts, at a place among the ranks that have the others.
 
         Args:
-            axes: Of these ranks and those with the other parts; None: of the latter.
+            each: The part of every expert that this rank has.
+            slots: The number of experts on a rank.
+            place: The place of this rank among those that have the other experts.
+            axes: The axes of these ranks and of those with the other parts; None: the axes of the parts
+                alone.
         """
         shape = (num_experts, *each.shape)
         return StackedSharding(
@@ -197,7 +202,7 @@ class StackedSharding(Sharding):
         place, shard = divmod(index, self.each.count)
         slots = self.part_shape[0]
         experts = whole[place * slots : (place + 1) * slots]
-        return torch.stack([self.each.part_of(each, shard) for each in experts])
+        return torch.stack([self.each.part_of(expert, shard) for expert in experts])
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         ranks = range(0, len(parts), self.each.count)
@@ -261,19 +266,20 @@ def shardings_of(model: nn.Module) -> dict[str, Sharding]:
 
     A module declares them for its own parameters in an attribute `shardings`, by their names in the module.
     """
-    found: dict[str, Sharding] = {}
+    shardings: dict[str, Sharding] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, sharding in getattr(module, "shardings", {}).items():
-            found[f"{prefix}.{name}" if prefix else name] = sharding
-    return found
+            shardings[f"{prefix}.{name}" if prefix else name] = sharding
+    return shardings
 
 
 def mark_shards(model: nn.Module) -> None:
-    """Mark every parameter of `model` that is a part of a larger one, for code that meets it without its
-    module.
+    """Mark every parameter of `model` that is a part of a larger one.
+
+    The marks are for code that meets a parameter without its module.
 
     Raises:
-        ValueError: For a parameter that no longer exists, or whose shape is not that of its part.
+        ValueError: If a parameter no longer exists, or does not have the shape of its part.
     """
     for name, sharding in shardings_of(model).items():
         wanted, whole = sharding.part_shape, list(sharding.shape)

@@ -42,10 +42,13 @@ def build_layer(
     """Build the layer that `config` describes, with this rank's share of the experts.
 
     Args:
-        layer: Its number, for noise.
-        node_size: Ranks of an expert group in one node, for dispatch = node_once.
-        placement: Where experts are; None shares them out in the order of their numbers.
-        shard: Which part of every expert this rank has.
+        ep_size: The number of ranks among which experts are spread.
+        ep_rank: This rank's place among them.
+        node_size: Ranks of an expert group in one node, for `dispatch = "node_once"`.
+        layer: The number of the layer, for noise.
+        placement: The ranks and slots of the experts; None: they are shared out in the order of their
+            numbers.
+        shard: The part of every expert that this rank has.
 
     Raises:
         PlacementError: If the experts cannot be shared evenly.
@@ -76,7 +79,7 @@ def build_permutation(
     """Build the permutation that `config.permutation` names, or that the dispatch needs.
 
     Args:
-        node_size: See `build_layer`.
+        ep_size, ep_rank, node_size: See `build_layer`.
     """
     if DISPATCHES[dispatch_of(config)].joins_rows:
         return MergedPermutation(
@@ -126,7 +129,7 @@ def build_router(hidden_size: int, config: MoEConfig, layer: int) -> Router:
     """Build the gate that `config.gate` names.
 
     Args:
-        layer: Its number, for noise.
+        layer: The number of the layer, for noise.
     """
     experts, top_k, scale = config.num_experts, config.top_k, config.routed_scaling_factor
     match config.gate:

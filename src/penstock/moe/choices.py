@@ -26,12 +26,12 @@ class RouterSums:
             balances experts by construction.
         z: Sum over tokens of the squared log-partition, differentiable.
         judged_BE: The choices that balance is judged by, where those are not this rank's alone: ranks may
-            share the tokens of a sample. None = chosen_BE.
-        ids_B: The numbers of the samples; None = not known.
-        slots: How many choices of an expert fit, where that is limited; None = all.
+            share the tokens of a sample. None: chosen_BE.
+        ids_B: The numbers of the samples; None: not known.
+        slots: How many choices of an expert fit, where that is limited; None: all.
         wanted_N: Choices of every position on this rank, [N] int64, where rows are bounded by those of
             earlier steps.
-        logits_TE: Of the router, differentiable, where a step hands them out.
+        logits_TE: The router's logits, differentiable, where a step hands them out.
     """
 
     chosen_BE: Tensor
@@ -45,7 +45,7 @@ class RouterSums:
 
     @property
     def dropped(self) -> Tensor:
-        """Number of choices that did not fit into their expert's slots, scalar."""
+        """The number of choices that did not fit into their expert's slots, scalar."""
         if self.slots is None:
             return self.chosen_BE.new_zeros(())
         return (self.chosen_E - self.slots).clamp(min=0).sum()
@@ -60,11 +60,11 @@ class TokenChoice:
     """The choice of a gate where every token names its k experts.
 
     Attributes:
-        experts_Tk: int64, best first; -1 throughout for padding.
-        weights: [T, k], gate precision, differentiable.
+        experts_Tk: The experts of every token, int64, best first; -1 throughout for padding.
+        weights: The weights of these experts, [T, k], in the gate's precision, differentiable.
         masked: Whether any -1 can occur.
-        most: Tokens that a fixed number of slots is made for; None = T.
-        inseparable: Length of the runs of consecutive tokens that no chunk splits.
+        most: The number of tokens that a fixed number of slots is made for; None: T.
+        inseparable: The length of the runs of consecutive tokens that no chunk splits.
     """
 
     experts_Tk: Tensor
@@ -76,7 +76,7 @@ class TokenChoice:
 
     @property
     def counted(self) -> int:
-        """Number of tokens that a fixed number of slots is made for."""
+        """The number of tokens that a fixed number of slots is made for."""
         return len(self.experts_Tk) if self.most is None else self.most
 
 
@@ -85,9 +85,9 @@ class ExpertChoice:
     """The choice of a gate where every expert names its S tokens (Zhou et al. 2022).
 
     Attributes:
-        tokens_ES: int64.
-        weights: [E, S], differentiable; 0 where an expert had to name padding.
-        tokens: T.
+        tokens_ES: The tokens of every expert, int64.
+        weights: The weights of these tokens, [E, S], differentiable; 0 where an expert had to name padding.
+        tokens: The number of tokens, T.
     """
 
     tokens_ES: Tensor
@@ -100,10 +100,11 @@ class ExpertChoice:
 class SoftChoice:
     """Every slot is a mix of all tokens of a sample, every token a mix of all slots (Puigcerver et al. 2024).
 
+    Both kinds of weights are differentiable.
+
     Attributes:
-        mix_BLES: Weight of each token in each slot, sums to 1 over L.
-        weights: [B, L, E, S], weight of each slot in each token's output, sums to 1 over E and S. Both are
-            differentiable.
+        mix_BLES: The weight of each token in each slot; sums to 1 over L.
+        weights: The weight of each slot in each token's output, [B, L, E, S]; sums to 1 over E and S.
     """
 
     mix_BLES: Tensor
@@ -120,7 +121,7 @@ def placed(choice: Choice, placement: ExpertPlacement, rank: int) -> Choice:
     Costs a copy of E integers to the device, and nothing under the default placement.
 
     Args:
-        rank: In the expert group.
+        rank: This rank's place in the expert group.
     """
     if placement.is_even:
         return choice
@@ -176,13 +177,13 @@ class Tokens:
     """A batch of tokens, sample after sample, all samples of one length.
 
     Attributes:
-        samples: Their number, possibly 0.
-        keys: Of random noise; None draws it from PyTorch's own generator.
+        samples: The number of samples, possibly 0.
+        keys: The keys of random noise; None: it is drawn from PyTorch's own generator.
         valid_T: bool, False for padding, which goes to no expert and is not counted; None: all are valid.
-        most: Tokens of the rank that has most, where ranks have different numbers of tokens and equal numbers
-            of slots; None = all ranks have equally many.
-        stay_whole: Chunks are made of whole samples.
-        clean: Gates add no noise.
+        most: The tokens of the rank that has most, where ranks have different numbers of tokens and equal
+            numbers of slots; None: all ranks have equally many.
+        stay_whole: Whether chunks are made of whole samples.
+        clean: Whether gates add no noise.
     """
 
     samples: int = 1
@@ -217,12 +218,12 @@ class SampleKeys:
     """The keys of random numbers, and what attention must know of samples.
 
     Attributes:
-        seed: Of the run.
+        seed: The seed of the run.
         sample_ids_B: One number per sample, unique over the run.
         first_token: The place in its sample of the first token that is here, where ranks share the tokens of
             a sample.
         documents_BL: int64, for every token of a sample, here or not, the place in the sample where its
-            document begins; None = a sample is one document.
+            document begins; None: a sample is one document.
     """
 
     seed: int
@@ -235,7 +236,8 @@ def uniform_bits(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
     """Return independent uniform numbers in [0, 2**32), int64 [B, L, ...].
 
     Args:
-        place: Unique in the model.
+        shape: [B, L, ...].
+        place: The number of whatever draws, unique in the model.
     """
     ids_B = keys.sample_ids_B
     start = _mix(torch.full((), (keys.seed * 0x85EBCA6B + place * _PLACE_STEP) & _MASK, device=ids_B.device))
@@ -247,7 +249,11 @@ def uniform_bits(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
 
 
 def normal(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
-    """Return independent standard normal numbers, float64 [B, ...] (Box and Muller). Uses two places."""
+    """Return independent standard normal numbers, float64 [B, ...] (Box and Muller).
+
+    Args:
+        place: A number that makes 2 * place and 2 * place + 1 unique in the model, see `uniform_bits`.
+    """
     radius, angle = (
         (uniform_bits(shape, 2 * place + half, keys).double() + 0.5) / (_MASK + 1) for half in (0, 1)
     )

@@ -28,7 +28,7 @@ def refusal(kind: ChoiceKind, permutation: PermutationName, *, dropless: bool) -
     """Return why a permutation cannot serve a kind of gate; None if it can.
 
     Args:
-        dropless: There is no capacity.
+        dropless: Whether there is no capacity.
     """
     if (kind, permutation) in REFUSED:
         return REFUSED[kind, permutation]

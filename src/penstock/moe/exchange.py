@@ -19,7 +19,7 @@ def check_dispatch(permutation: Permutation, dispatch: Dispatch, node_size: int 
     """Raise ValueError unless `permutation` makes rows for as many ranks as `dispatch` brings them to.
 
     Args:
-        node_size: Ranks of an expert group in one node, where that is known.
+        node_size: Ranks of an expert group in one node; None: not known.
     """
     made_for = getattr(permutation, "node_size", 1)
     if made_for > 1 and not dispatch.joins_rows:
@@ -47,7 +47,7 @@ def route_maker(dispatch: Dispatch, place: Place, permutation: Permutation) -> R
     """Return the maker of the routes of whole experts.
 
     Raises:
-        ValueError: For a permutation of other nodes.
+        ValueError: If the permutation was made for other nodes.
     """
     check_dispatch(permutation, dispatch, place.node_size)
     return RouteMaker(dispatch, place, permutation.row_counts)
@@ -89,9 +89,11 @@ class Exchange(Protocol):
         ...
 
     def check(self, experts: nn.Module, x: Tensor, parts: str, *, first: bool) -> None:
-        """Check what is about to run, before each forward: tokens x, and the layer's parts in words.
+        """Check what is about to run, before each forward.
 
         Args:
+            x: The tokens.
+            parts: The parts of the layer, in words.
             first: Whether the layer has not run before, on any rank.
 
         Raises:
@@ -119,16 +121,19 @@ class Exchange(Protocol):
         Here or in `routes` an error is raised if parameters are not alike, or if ranks have different layers.
 
         Args:
-            experts: Of the layer.
-            parameters: Those that all these ranks should hold alike.
-            rows: What will leave; returned with the sum, and needing a gradient if any rank's rows or experts
-                need one, since all ranks have to take part in backward then.
+            experts: The experts of the layer.
+            parameters: The parameters that all these ranks should hold alike.
+            rows: The rows that will leave.
+
+        Returns:
+            The sum, and the rows, which need a gradient if any rank's rows or experts need one: all ranks
+            have to take part in backward then.
         """
         ...
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that train together."""
+        """The number of ranks that train together."""
         ...
 
 

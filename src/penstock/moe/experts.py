@@ -39,8 +39,8 @@ class Experts(nn.Module, ABC):
     """The experts that this rank holds.
 
     Attributes:
-        num_local_experts: How many.
-        shard: The part of each that it has.
+        num_local_experts: The number of experts here.
+        shard: The part of each expert that this rank has.
     """
 
     num_local_experts: int
@@ -51,15 +51,22 @@ class Experts(nn.Module, ABC):
         """Return the experts' outputs for rows_RM, [R, M]: the first sizes[0] rows meet expert 0, and so on.
 
         Args:
+            sizes: Rows per expert.
             product: How rows and weights are multiplied; it decides when weight gradients are computed.
                 Experts that do not use it get theirs together with the input gradients.
         """
 
     @abstractmethod
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        """Cut a parameter (or what belongs to it) into experts: name without the expert, number, view.
+        """Cut a parameter, or a tensor that belongs to it, into experts.
 
         Checkpoints and initial weights know an expert by its number in the whole model.
+
+        Args:
+            name: The parameter's name.
+
+        Yields:
+            The name without the expert, the expert's number on this rank, and a view, for every expert.
         """
 
     @property
@@ -96,9 +103,9 @@ class StackedExperts(Experts):
 
     def replicas(self, slots: int) -> Experts:
         made: dict[int, Any] = {}
-        for found in self.parameters():
-            room = found.new_zeros(slots, *found.shape[1:])
-            made[id(found)] = nn.Parameter(room, requires_grad=found.requires_grad)
+        for parameter in self.parameters():
+            room = parameter.new_zeros(slots, *parameter.shape[1:])
+            made[id(parameter)] = nn.Parameter(room, requires_grad=parameter.requires_grad)
         twin = copy.deepcopy(self, made)  # with the new parameters in place of its own
         twin.num_local_experts = slots
         return twin
@@ -118,8 +125,8 @@ class FeedForwardExperts(StackedExperts):
 
     The outputs of a shard are partial sums.
 
-    Attributes:
-        ffn_hidden_size: Of whole experts.
+    Args:
+        ffn_hidden_size: The hidden width of whole experts.
     """
 
     inward: tuple[str, ...]
@@ -227,12 +234,12 @@ class ModuleExperts(Experts):
         return torch.cat(outputs) if outputs else rows_RM
 
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        found = NUMBERED.fullmatch(name)
-        if found is None:
+        match = NUMBERED.fullmatch(name)
+        if match is None:
             raise ValueError(
                 f"{name} is no parameter of ModuleExperts: expected ...expert_modules.<number>...."
             )
-        yield found["before"] + found["after"], int(found["number"]), tensor
+        yield match["before"] + match["after"], int(match["number"]), tensor
 
     def replicas(self, slots: int) -> Experts:
         first = self.expert_modules[0]
@@ -258,7 +265,7 @@ class OwnSlots:
     """Slots without replicas: every expert is where it is placed.
 
     Attributes:
-        rank: In the expert group.
+        rank: This rank's place in the expert group.
     """
 
     permutation: Permutation
@@ -276,9 +283,9 @@ class SlotsWithReplicas:
     """Slots with replicas: some experts are on several ranks.
 
     Attributes:
-        permutation: By position, replicas among them.
-        spread: Of this rank's rows; None: rows stay by expert, and are split among its positions when the
-            counts of all ranks are known.
+        permutation: The permutation by position, replicas among them.
+        spread: Maps the experts of this rank's rows to positions; None: rows stay by expert, and are split
+            among its positions when the counts of all ranks are known.
     """
 
     permutation: Permutation
@@ -307,14 +314,14 @@ class Spread:
 
     def __call__(self, experts_Tk: Tensor) -> Tensor:
         """Return positions for experts, [T, k]; -1 stays -1."""
-        known_Tk = experts_Tk.clamp(min=0)
-        positions_TkH = self._positions_EH[known_Tk]
+        clamped_Tk = experts_Tk.clamp(min=0)
+        positions_TkH = self._positions_EH[clamped_Tk]
         if self._most == 1:
             return positions_TkH.squeeze(2).masked_fill_(experts_Tk < 0, -1)
         phase_Tk = places(experts_Tk, len(self._ends_EH)) * STRIDE % SPLIT
-        part_Tk = (phase_Tk.unsqueeze(2) >= self._ends_EH[known_Tk]).sum(dim=2)
-        found_Tk1 = positions_TkH.gather(2, part_Tk.clamp(max=self._most - 1).unsqueeze(2))
-        return found_Tk1.squeeze(2).masked_fill_(experts_Tk < 0, -1)
+        part_Tk = (phase_Tk.unsqueeze(2) >= self._ends_EH[clamped_Tk]).sum(dim=2)
+        position_Tk1 = positions_TkH.gather(2, part_Tk.clamp(max=self._most - 1).unsqueeze(2))
+        return position_Tk1.squeeze(2).masked_fill_(experts_Tk < 0, -1)
 
     def _filled(self, row: Sequence[int], value: int) -> list[int]:
         return [*row, *[value] * (self._most - len(row))]
@@ -347,8 +354,11 @@ def slots_with_replicas(
 ) -> SlotsWithReplicas:
     """Return the slots of a layer whose ranks hold replicas.
 
+    Args:
+        spread: See `SlotsWithReplicas`.
+
     Raises:
-        ValueError: For a permutation that takes no replicas.
+        ValueError: If the permutation takes no replicas.
     """
     with_slots = (
         permutation

@@ -72,7 +72,7 @@ class Hook(nn.Module):
         Called by expert form `baseline` only.
 
         Raises:
-            ValueError: For a hook that encodes rows and does not override this method.
+            ValueError: If the hook encodes rows and does not override this method.
         """
         if self.encodes_rows:
             raise ValueError(
@@ -273,6 +273,6 @@ def decode_int8(words_RW: Tensor, hidden_size: int, dtype: torch.dtype) -> Tenso
 
 def scale_int8(words_RW: Tensor, by: float) -> Tensor:
     """Multiply encoded rows by a positive number, through their scales."""
-    found_RW = words_RW.clone()
-    found_RW[:, -1] *= by
-    return found_RW
+    scaled_RW = words_RW.clone()
+    scaled_RW[:, -1] *= by
+    return scaled_RW

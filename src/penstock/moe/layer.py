@@ -41,10 +41,10 @@ class RoutedTokens:
     """The output of the first half of the layer.
 
     Attributes:
-        rows_RM: All chunks, sorted by chunk, rank, expert.
-        weights: For `unpermute`.
-        x_TM: For shared experts.
-        positions_Tk: Of every token's experts, -1 for padding; None where tokens do not choose.
+        rows_RM: The rows of all chunks, sorted by chunk, rank, expert.
+        weights: The weights of the rows, for `unpermute`.
+        x_TM: The tokens, for shared experts.
+        positions_Tk: The positions of every token's experts, -1 for padding; None where tokens do not choose.
     """
 
     rows_RM: Tensor
@@ -75,18 +75,18 @@ class MoELayer(nn.Module):
 
     `route` and `unpermute` are the halves around the transfer; `expert_rows` runs the experts.
 
-    Attributes:
-        gate, permutation, expert, dispatch, hooks: The parts; see their base classes.
+    Args:
+        gate, permutation, expert, dispatch, hooks: The parts of the layer; see their base classes.
         shared: A module that every token passes, added to the output, computed while rows are in transit.
-        exchange: The ranks that share the experts when the layer runs by itself (`penstock.ExpertParallel`);
-            ep_size and ep_rank give these ranks for a layer inside a stack, which has no exchange (default 1
-            and 0).
-        balance: Over which tokens `losses.balance` judges the balance of experts.
+        exchange: The ranks that share the experts, when the layer runs by itself (`penstock.ExpertParallel`).
+        ep_size, ep_rank: The number of these ranks and the place of this one, for a layer inside a stack,
+            which has no exchange (default 1 and 0).
+        balance: The tokens over which `losses.balance` judges the balance of experts.
         placement: Which rank holds which expert in which slot, the same on all ranks; without it experts are
             shared out evenly, in the order of their numbers.
 
     Raises:
-        ValueError: For parts that do not fit together, and for shards of experts with an exchange.
+        ValueError: If parts do not fit together, or if a layer with shards of experts has an exchange.
     """
 
     def __init__(
@@ -132,10 +132,10 @@ class MoELayer(nn.Module):
             mark_share(self, self.placement.in_words(ep_rank), ("experts.",))
         # The parts of the layer in words, for ranks to compare.
         top_k = getattr(gate, "top_k", None)
-        words = [f"{type(gate).__name__} over {gate.num_experts} experts, top_k {top_k}"]
-        words += [type(permutation).__name__, type(expert).__name__, f"dispatch {self.dispatch.name}"]
-        words += [*(type(hook).__name__ for hook in hooks), f"balance {balance}"]
-        self._words = ", ".join([*words, f"placement {self.placement.digest[:8]}"])
+        parts = [f"{type(gate).__name__} over {gate.num_experts} experts, top_k {top_k}"]
+        parts += [type(permutation).__name__, type(expert).__name__, f"dispatch {self.dispatch.name}"]
+        parts += [*(type(hook).__name__ for hook in hooks), f"balance {balance}"]
+        self._words = ", ".join([*parts, f"placement {self.placement.digest[:8]}"])
         self._has_met = False  # whether other ranks' layers have been compared with this one
         self._losses: LayerLosses | None = None
         self._recomputed: weakref.ref[LayerLosses] | None = None
@@ -143,7 +143,7 @@ class MoELayer(nn.Module):
 
     @property
     def num_experts(self) -> int:
-        """Number of experts over all ranks."""
+        """The number of experts over all ranks."""
         return self.gate.num_experts
 
     @property
@@ -177,19 +177,24 @@ class MoELayer(nn.Module):
             yield f"{logical}.{held[slot]}", part
 
     def route(self, x_TM: Tensor, tokens: Tokens, chunks: int = 1, what: OwnTokens = TOKENS) -> RoutedTokens:
-        """Choose experts and bring the tokens, or what rows carry in their place, into expert order."""
+        """Choose experts and bring the tokens, or what rows carry in their place, into expert order.
+
+        Args:
+            chunks: The number of chunks of the tokens.
+            what: What rows carry.
+        """
         x_TM = self.hooks.run("before_moe_start", x_TM)
-        known_TM = x_TM
+        masked_TM = x_TM
         if tokens.valid_T is not None:  # whatever stands in padding, a NaN too, reaches no sum
-            known_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)
-        choice = made_for(self.gate(known_TM, tokens), tokens)
+            masked_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)
+        choice = made_for(self.gate(masked_TM, tokens), tokens)
         expert_slots = self.expert_slots
         choice = what.chosen(
             expert_slots.placed(choice), tokens, self.ep_rank * expert_slots.experts.num_local_experts
         )
         plan = expert_slots.permutation.plan(choice, chunks)
         rows_RM = self.hooks.run(
-            "before_dispatch", what.rows(expert_slots.permutation, known_TM, choice, plan)
+            "before_dispatch", what.rows(expert_slots.permutation, masked_TM, choice, plan)
         )
         positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
         return RoutedTokens(
@@ -227,7 +232,7 @@ class MoELayer(nn.Module):
         """Return weighted sums of the expert outputs, back in token order, [T, M].
 
         Args:
-            weights: Of `route`; None where rows are weighted already.
+            weights: The weights that `route` returned; None where rows are weighted already.
         """
         came_RM = self.hooks.run("after_combine", rows_RM)
         if weights is None:
@@ -242,7 +247,7 @@ class MoELayer(nn.Module):
         return self.hooks.run("before_moe_end", out_TM)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Run the layer: x and output [T, M] or [B, L, M].
+        """Run the layer.
 
         Afterwards `losses` holds the balance and z-losses of this pass. With an exchange all ranks must call
         this method, in evaluation too. A checkpoint with use_reentrant=True gives gradients only to what its
@@ -253,10 +258,14 @@ class MoELayer(nn.Module):
         `layer.experts.compile(dynamic=True)`.
 
         Args:
-            valid: bool [T] or [B, L], False is padding.
+            x: The tokens, [T, M] or [B, L, M].
+            valid: bool [T] or [B, L], False for padding; None: all tokens are valid.
+
+        Returns:
+            The output, of the shape of `x`.
 
         Raises:
-            ValueError: For shapes that do not fit, and for shards of experts.
+            ValueError: If shapes do not fit, or for shards of experts.
         """
         if torch.compiler.is_compiling():
             return _uncompiled(self, x, valid)
@@ -280,13 +289,13 @@ class MoELayer(nn.Module):
                 routed = replace(routed, weights=bias.when_trained(routed.weights, chosen_E))
             else:
                 routed = replace(routed, rows_RM=bias.when_trained(routed.rows_RM, chosen_E))
-        known, rows_RM = self._known(routed, tokens, x.shape[:-1].numel())
+        counts, rows_RM = self._known(routed, tokens, x.shape[:-1].numel())
         route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker, self.experts).slices[0]
         rows_RM = self.exchange.to_experts(rows_RM, route)
         shared_TM = None if self.shared is None else self.shared(routed.x_TM)
         rows_RM = self.exchange.run(self.experts, partial(self.expert_rows, route=route), rows_RM)
         rows_RM = self.exchange.to_home(rows_RM, route)
-        chosen_E, total = known
+        chosen_E, total = counts
         total = total.clamp(min=1) / self.exchange.data_parallel_size
         slope_BE = self.balance.slope(routed.sums.chosen_BE, chosen_E.unsqueeze(0), 0, total)
         losses = LayerLosses((slope_BE * routed.sums.probability_BE).sum(), routed.sums.z / total)
@@ -335,10 +344,10 @@ class MoELayer(nn.Module):
         here = z.new_tensor(count).double() if tokens.valid_T is None else tokens.valid_T.sum().double()
         if self.exchange.data_parallel_size == 1:
             return (chosen_E, here), rows_RM
-        mine = torch.cat([chosen_E, here.view(1)])
+        own_counts = torch.cat([chosen_E, here.view(1)])
         gate = {f"gate.{name}": parameter for name, parameter in self.gate.named_parameters()}
-        known, rows_RM = self.exchange.sum_of_alike(mine, self.experts, gate, rows_RM)
-        return (known[:-1], known[-1]), rows_RM
+        counts, rows_RM = self.exchange.sum_of_alike(own_counts, self.experts, gate, rows_RM)
+        return (counts[:-1], counts[-1]), rows_RM
 
 
 @_disable_dynamo
@@ -373,13 +382,13 @@ def _place_of(exchange: Exchange | None, ep_size: int | None, ep_rank: int | Non
 
 
 def _require_place(exchange: Exchange, ep_size: int, ep_rank: int) -> None:
-    for name, mine, theirs in (
+    for name, own, theirs in (
         ("ep_size", ep_size, exchange.ep_size),
         ("ep_rank", ep_rank, exchange.ep_rank),
     ):
-        if mine != theirs:
+        if own != theirs:
             raise ValueError(
-                f"the layer has {name} = {mine}, its exchange {name} = {theirs}: rows would meet the wrong "
+                f"the layer has {name} = {own}, its exchange {name} = {theirs}: rows would meet the wrong "
                 "experts. Build the layer with this exchange, and leave ep_size and ep_rank to it"
             )
 
@@ -427,9 +436,9 @@ class LogicalNames:
         """Return what belongs to a parameter by its name; for experts a view of each one, by its number.
 
         Args:
-            name: Of the parameter in the model.
+            name: The name of the parameter in the model.
             tensor: The parameter, or a tensor of its shape.
-            suffix: Of the name, for a state of the parameter.
+            suffix: What is added to names, for a state of the parameter.
         """
         for prefix, layer in self._layers.items():
             if name.startswith(prefix):
@@ -504,12 +513,12 @@ def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, 
             "the placement gives an expert several homes, and a layer does not sum gradients of replicas "
             "inside an expert group yet: give every expert one home"
         )
-    for name, found, wanted in (
+    for name, actual, wanted in (
         ("experts", placement.num_experts, num_experts),
         ("ranks", placement.ranks, ep_size),
         ("slots per rank", placement.slots, slots),
     ):
-        if found != wanted:
+        if actual != wanted:
             raise PlacementError(
-                f"the placement has {found} {name}, and the layer has {wanted}: make one for this layer"
+                f"the placement has {actual} {name}, and the layer has {wanted}: make one for this layer"
             )

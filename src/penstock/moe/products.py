@@ -96,8 +96,7 @@ microseconds."""
 
 
 def is_for_views(rows: Tensor, blocks: int) -> bool:
-    """Return whether this number of blocks is put in order as views that are concatenated, and not by
-    index."""
+    """Return whether so many blocks are put in order as views that are concatenated, and not by index."""
     return not device_of(rows).is_gpu or blocks < VIEWS
 
 
@@ -109,7 +108,7 @@ def reordered(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tenso
 
     Args:
         rows: [R, ...].
-        sizes: Rows of every block, as they lie.
+        sizes: The rows of every block, as they lie.
         order: The block that comes first, second, ...; each block once, those without rows may be left out.
     """
     if is_for_views(rows, len(order)):
@@ -120,8 +119,15 @@ def reordered(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tenso
 
 
 def permutation(sizes: Sequence[int], order: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return for every row of reordered blocks where it lay, and for every row where it comes to lie; int64
-    [R]."""
+    """Return the two maps between rows as they lie and rows in reordered blocks, int64 [R] each.
+
+    Args:
+        sizes: Rows of every block, as they lie.
+        order: See `reordered`.
+
+    Returns:
+        For every row of the reordered blocks where it lay, and for every row where it comes to lie.
+    """
     starts = list(accumulate(sizes, initial=0))
     lengths = [sizes[block] for block in order]
     goes_to = dict(zip(order, accumulate(lengths, initial=0), strict=False))
@@ -182,13 +188,13 @@ def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -
     16 bytes) is multiplied expert by expert, and so is everything on GPUs for which PyTorch has no grouped
     kernel: its substitute copies the ends to the host and waits, while sizes are known here. On a CPU large
     products go expert by expert, too: each by the fastest library, and with a weight cast while in the cache.
-    The result has the type of the rows, or autocast's under autocast. To `torch.compile` the whole product is
-    one operator, for any number of rows.
-
-    Returns [R, H].
+    To `torch.compile` the whole product is one operator, for any number of rows.
 
     Args:
         sizes: Rows per expert.
+
+    Returns:
+        [R, H], in the type of the rows, or autocast's under autocast.
     """
     return product_of_cast(autocast(rows_RM), weight_EMH, sizes)
 
@@ -232,6 +238,10 @@ def weight_gradient(
 
     Where there is a grouped kernel, uneven sizes are one launch too: the rows are the dimension that is
     summed over. Small weights are one call on a CPU.
+
+    Args:
+        sizes: Rows per expert.
+        add: Whether to add to what `total_EMH` has.
     """
     even = len(set(sizes)) == 1
     small = device_of(rows_RM).is_cpu and total_EMH.numel() <= SMALL and rows_RM.dtype in GROUPED_TYPES
@@ -396,7 +406,7 @@ class AutogradWeights:
     """Weight gradients that come with the input gradients.
 
     Attributes:
-        copies: Of weights, where a step keeps them.
+        copies: The copies of weights that a step keeps; None: it keeps none.
     """
 
     def __init__(self, copies: ComputeCopies | None = None) -> None:
@@ -421,9 +431,9 @@ class AutogradWeights:
 class WeightGradients:
     """Weight gradients that are deferred: their factors are kept until `compute` is called.
 
-    Attributes:
+    Args:
         at_once: Ids of weights that cannot wait, since their gradients are reduced before this layer's.
-        copies: Of weights, where a step keeps them.
+        copies: The copies of weights that a step keeps; None: it keeps none.
     """
 
     def __init__(self, at_once: frozenset[int] = frozenset(), copies: ComputeCopies | None = None) -> None:

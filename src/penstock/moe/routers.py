@@ -40,7 +40,8 @@ class Router(nn.Module, ABC):
     """Decides which tokens meet which experts, and with what weight. Works in float32 at least.
 
     Attributes:
-        kind: Who chooses: tokens, experts, or nobody. `bias` is an `ExpertBias` or None.
+        kind: Who chooses: tokens, experts, or nobody.
+        bias: The bias of a gate that balances experts without a loss; None: it has none.
     """
 
     kind: ClassVar[ChoiceKind]
@@ -65,10 +66,10 @@ class TokenRouter(Router):
 
     Attributes:
         top_k: Experts per token.
-        renormalise: Scale the chosen weights to sum to one.
+        renormalise: Whether the chosen weights are scaled to sum to one.
         scale: Multiplies them after that (DeepSeek's routed_scaling_factor).
-        groups: Choose inside few groups of experts only.
-        bias: Added to scores for the choice and not for the weight.
+        groups: The groups of experts, of which a token may use a few only; None: it may use all experts.
+        bias: Added to scores for the choice and not for the weight; None: there is none.
     """
 
     kind = "token"
@@ -218,7 +219,8 @@ class ExpertBias(nn.Module):
         """Move the bias once, after an optimiser step.
 
         Args:
-            sum_over_ranks: Sums counts over ranks, where the counts here are those of one rank.
+            sum_over_ranks: Sums counts over ranks, where the counts here are those of one rank; None: they
+                are those of all ranks.
         """
         counted_E = self.counted_E.double()
         if sum_over_ranks is not None:
@@ -263,10 +265,9 @@ class SoftmaxRouter(TokenRouter):
 
     GShard, Switch, Mixtral (weights renormalised), Qwen3-MoE, OLMoE (weights unchanged).
 
-    The other parameters are those of TokenRouter.
-
-    Attributes:
-        hidden_size: M.
+    Args:
+        hidden_size: The width of hidden states, M.
+        options: See `TokenRouter`.
     """
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, **options: Any) -> None:
@@ -279,11 +280,11 @@ class SoftmaxRouter(TokenRouter):
 
 
 class SigmoidRouter(SoftmaxRouter):
-    """A router whose scores are sigmoids of the logits, each expert by itself. Parameters: see SoftmaxRouter.
+    """A router whose scores are sigmoids of the logits, each expert by itself.
 
     BASE layers, StableMoE and DeepSeek-V3 (arXiv 2103.16716, 2204.08396, 2412.19437): experts do not compete
     for a score as they do in a softmax. DeepSeek-V3 is this gate with `groups`, `bias`, `renormalise` and
-    `scale`.
+    `scale`. Parameters are those of `SoftmaxRouter`.
     """
 
     def scores(self, logits_TE: Tensor) -> Tensor:
@@ -304,8 +305,9 @@ class NoisyRouter(SoftmaxRouter):
     With `Tokens.keys` the noise of a token depends on run, place, sample and position only, hence neither on
     microbatches nor on ranks.
 
-    Attributes:
-        place: Unique among the model's noisy gates, the layer's number for example.
+    Args:
+        place: A number that is unique among the model's noisy gates, the layer's for example.
+        options: See `TokenRouter`.
     """
 
     def __init__(
@@ -345,11 +347,10 @@ SHORTEST = 1e-4
 class CosineRouter(TokenRouter):
     """Softmax over cosines between projected tokens and expert vectors; the temperature is learnt.
 
-    The other parameters are those of TokenRouter.
-
-    Attributes:
-        hidden_size: M.
-        proj_size: P.
+    Args:
+        hidden_size: The width of hidden states, M.
+        proj_size: The width of the projection, P.
+        options: See `TokenRouter`.
     """
 
     def __init__(
@@ -379,9 +380,10 @@ class CosineRouter(TokenRouter):
 class SoftRouter(Router):
     """A router where slots and outputs are mixes.
 
+    The paper chooses E * S close to L: then the experts compute as much as with one expert per token.
+
     Attributes:
-        slots_per_expert: S, per sample; every slot has a learnt vector. The paper chooses E * S close to L:
-            then the experts compute as much as with one expert per token.
+        slots_per_expert: Slots per expert and sample, S; every slot has a learnt vector.
     """
 
     kind = "soft"
@@ -495,7 +497,11 @@ class ExpertChoiceRouter(Router):
 
 
 class Balance(Protocol):
-    """The balance loss of one reduction group. `group` names it."""
+    """The balance loss of one reduction group.
+
+    Attributes:
+        group: The name of the group.
+    """
 
     group: BalanceGroup
 
@@ -511,7 +517,8 @@ class Balance(Protocol):
         """Return the derivative of the losses' sum by a microbatch's summed probabilities, [B, E].
 
         Args:
-            chosen_YE, tokens: Of the whole batch.
+            chosen_YE, tokens: The choices and the number of tokens of the whole batch.
+            layer: The number of the MoE layer.
         """
         ...
 

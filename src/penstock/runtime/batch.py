@@ -31,12 +31,12 @@ class SampleMetadata:
     """The samples of a microbatch on one rank.
 
     Attributes:
-        labels_BL: [B, L].
-        keys: Those of their random numbers.
-        valid_BL: bool, False for padding; None if there is none.
-        longest: Tokens per sample of the rank that has most, where ranks share those of every sample; None =
-            all have as many.
-        stay_whole: No chunk has only a part of a sample.
+        labels_BL: int64 [B, L]; -100 counts for nothing.
+        keys: The keys of the samples' random numbers.
+        valid_BL: bool [B, L], False for padding; None if there is none.
+        longest: Tokens per sample on the rank that has most, where ranks share the tokens of every sample;
+            None: all have equally many.
+        stay_whole: Whether every chunk is made of whole samples.
     """
 
     labels_BL: Tensor
@@ -47,7 +47,7 @@ class SampleMetadata:
 
     @cached_property
     def info(self) -> Tokens:
-        """What an MoE layer is told about the samples: every layer the same."""
+        """What an MoE layer must know of the samples, the same for every layer."""
         samples = len(self.labels_BL)
         return Tokens(
             samples=samples,
@@ -75,7 +75,7 @@ class SampleMetadata:
 
 
 def part_of(length: int, rank: int, ranks: int) -> slice:
-    """Return the tokens that one of `ranks` ranks has of a sample with `length`."""
+    """Return where the tokens of `rank`, one of `ranks`, are in a sample of `length` tokens."""
     sizes = split_sizes(length, ranks)
     first = sum(sizes[:rank])
     return slice(first, first + sizes[rank])
@@ -86,10 +86,10 @@ class Batch:
     """One rank's batch, cut into microbatches.
 
     Attributes:
-        tokens: Of every microbatch, [b, L].
-        metadata: Everything else that is known of its samples.
+        tokens: The token ids of every microbatch, int64 [b, L].
+        metadata: What else is known of the samples, by microbatch.
         companions: For every microbatch, the number of samples of every rank with which this one exchanges
-            samples; () = with none.
+            samples; () if none move.
     """
 
     tokens: Sequence[Tensor]
@@ -114,9 +114,14 @@ class Samples:
     """One rank's batch as it is given.
 
     Attributes:
-        valid_BL: bool, False for padding; None if there is none.
-        companions: The number of samples of every rank with which this one exchanges samples; () = none move.
-        documents_BL: int64, where the document of every token begins; None = every sample is one document.
+        tokens_BL: Token ids, int64 [B, L].
+        labels_BL: int64 [B, L]; -100 counts for nothing.
+        ids_B: The numbers of the samples, int64 [B].
+        valid_BL: bool [B, L], False for padding; None if there is none.
+        companions: The number of samples of every rank with which this one exchanges samples; () if none
+            move.
+        documents_BL: int64 [B, L], where the document of every token begins; None: every sample is one
+            document.
     """
 
     tokens_BL: Tensor
@@ -144,19 +149,19 @@ class Samples:
     def cut(self, microbatches: int, seed: int) -> Batch:
         """Cut the batch into microbatches, the larger first; some are empty where samples are fewer."""
         tokens, labels, ids = (
-            each.tensor_split(microbatches) for each in (self.tokens_BL, self.labels_BL, self.ids_B)
+            tensor.tensor_split(microbatches) for tensor in (self.tokens_BL, self.labels_BL, self.ids_B)
         )
         valid, documents = (
-            [None] * microbatches if each is None else each.tensor_split(microbatches)
-            for each in (self.valid_BL, self.documents_BL)
+            [None] * microbatches if tensor is None else tensor.tensor_split(microbatches)
+            for tensor in (self.valid_BL, self.documents_BL)
         )
-        known = zip(labels, ids, valid, documents, strict=True)
+        pieces = zip(labels, ids, valid, documents, strict=True)
         whole = bool(self.companions)
         metadata = [
             SampleMetadata(
                 labels_BL, SampleKeys(seed, ids_B, documents_BL=documents_BL), valid_BL, stay_whole=whole
             )
-            for labels_BL, ids_B, valid_BL, documents_BL in known
+            for labels_BL, ids_B, valid_BL, documents_BL in pieces
         ]
         sizes = [split_sizes(samples, microbatches) for samples in self.companions]
         return Batch(tokens, metadata, list(zip(*sizes, strict=True)))
@@ -165,9 +170,10 @@ class Samples:
         """Return these samples; an empty batch becomes [0, length]."""
         if len(self.tokens_BL):
             return self
-        tokens_BL, labels_BL = (each.new_empty(0, length) for each in (self.tokens_BL, self.labels_BL))
+        tokens_BL, labels_BL = (tensor.new_empty(0, length) for tensor in (self.tokens_BL, self.labels_BL))
         valid_BL, documents_BL = (
-            None if each is None else each.new_empty(0, length) for each in (self.valid_BL, self.documents_BL)
+            None if tensor is None else tensor.new_empty(0, length)
+            for tensor in (self.valid_BL, self.documents_BL)
         )
         return replace(
             self, tokens_BL=tokens_BL, labels_BL=labels_BL, valid_BL=valid_BL, documents_BL=documents_BL
@@ -208,8 +214,8 @@ class SampleNumbers:
         """Return this rank's next `count` numbers, [count]. Ranks may take different counts."""
         first = self._next[training]
         self._next[training] += count
-        mine = torch.arange(first, first + count, device=device)
-        ids_B = mine * self._layout.dp_size + self._layout.dp_rank
+        numbers = torch.arange(first, first + count, device=device)
+        ids_B = numbers * self._layout.dp_size + self._layout.dp_rank
         return ids_B if training else -1 - ids_B
 
 
@@ -219,17 +225,22 @@ and the number of samples of the largest batch of any rank; None: not known. All
 
 
 def equal_sizes(control: Control, samples: Samples, largest_batch: int | None) -> Samples:
-    """Return the batch filled up to the largest. Without `largest_batch` it costs an exchange of 24 bytes.
+    """Return the batch filled up with padding to the size of the largest.
+
+    Args:
+        largest_batch: Samples of the largest batch of any rank; None: ranks ask each other, by an exchange of
+            24 bytes.
 
     Raises:
-        ValueError: On all ranks if their samples have different lengths.
+        ValueError: On all ranks, if their samples have different lengths; on this one, if it has more samples
+            than `largest_batch`.
     """
     batch, length = samples.tokens_BL.shape
     if control.world_size == 1:
         return samples
     if largest_batch is None:
-        mine = (batch, length if batch else -inf, -length if batch else -inf)
-        largest, longest, shortest = control.largest(mine, "comparing the sizes of batches")
+        sizes = (batch, length if batch else -inf, -length if batch else -inf)
+        largest, longest, shortest = control.largest(sizes, "comparing the sizes of batches")
         if largest > 0 and longest != -shortest:
             raise ValueError(
                 f"ranks have samples of different lengths, {-shortest:.0f} to {longest:.0f} tokens: with "
@@ -250,22 +261,27 @@ Shape = tuple[int, int, bool, bool]
 
 
 def shared_sizes(layout: Layout, control: Control, samples: Samples, largest_batch: int | None) -> Samples:
-    """Return the batch with the numbers of samples of its companions. Costs an exchange of a few bytes.
+    """Return the batch with the numbers of samples of its companions.
+
+    Costs an exchange of a few bytes.
+
+    Args:
+        largest_batch: Not used: ranks tell each other what they have.
 
     Raises:
-        ValueError: On all ranks if samples that might meet have different lengths, or padding is marked on
-            some ranks only.
+        ValueError: On all ranks, if samples that might meet have different lengths, or if only some ranks
+            mark padding or separate documents.
     """
     del largest_batch
     batch, length = samples.tokens_BL.shape
     marks = samples.valid_BL is not None, samples.documents_BL is not None
     # The shapes of every rank, by one exchange of maxima: each is the largest at its place.
-    mine, ranks = (batch, length, *marks), layout.world_size
-    numbers = [0.0] * (ranks * len(mine))
-    numbers[layout.rank * len(mine) : (layout.rank + 1) * len(mine)] = map(float, mine)
-    found = iter(control.largest(numbers, "comparing the sizes of batches"))
+    shape, ranks = (batch, length, *marks), layout.world_size
+    numbers = [0.0] * (ranks * len(shape))
+    numbers[layout.rank * len(shape) : (layout.rank + 1) * len(shape)] = map(float, shape)
+    values = iter(control.largest(numbers, "comparing the sizes of batches"))
     everyone: list[Shape] = [
-        (int(next(found)), int(next(found)), bool(next(found)), bool(next(found))) for _ in range(ranks)
+        (int(next(values)), int(next(values)), bool(next(values)), bool(next(values))) for _ in range(ranks)
     ]
     for group in layout.mesh.groups(layout.mesh.all_experts):
         shapes = {rank: everyone[rank] for rank in group if everyone[rank][0]}
@@ -325,18 +341,20 @@ def check_vocabulary(what: str, numbers: Tensor, vocabulary: int, besides: int |
     update uses the step.
 
     Args:
-        what: The numbers, in words.
+        what: The name of the numbers, for the message.
+        vocabulary: The number of ids, which count from 0.
+        besides: Another number that is allowed; None: there is none.
     """
-    known = (numbers >= 0) & (numbers < vocabulary)
+    valid = (numbers >= 0) & (numbers < vocabulary)
     if besides is not None:
-        known |= numbers == besides
+        valid |= numbers == besides
     where = f"0 to {vocabulary - 1}" + ("" if besides is None else f", or {besides} for none")
     if device_of(numbers).is_gpu:
         # The device keeps messages of less than 255 characters.
-        torch._assert_async(known.all(), f"{what} is out of bounds: the vocabulary is {where}")
-    elif not known.all():
-        found = int(numbers[~known][0])
-        raise IndexError(f"{what} {found} is out of bounds: the vocabulary is {where}")
+        torch._assert_async(valid.all(), f"{what} is out of bounds: the vocabulary is {where}")
+    elif not valid.all():
+        invalid = int(numbers[~valid][0])
+        raise IndexError(f"{what} {invalid} is out of bounds: the vocabulary is {where}")
 
 
 def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
@@ -360,8 +378,12 @@ def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
 def with_documents(samples: Samples, documents_BL: Tensor | None, parts: ModelParts) -> Samples:
     """Return the samples with the starts of documents.
 
+    Args:
+        documents_BL: int64 [B, L], where the document of every token begins; None: every sample is one
+            document.
+
     Raises:
-        ValueError: If the model would ignore these.
+        ValueError: If the model would ignore them.
     """
     tokens_BL = samples.tokens_BL
     if documents_BL is not None and not getattr(parts, "separates_documents", False):

@@ -33,10 +33,11 @@ class RowBounds:
     """The bounds of a stack's layers, from the loads of its last steps; all ranks have the same.
 
     Attributes:
-        repeats: Training steps that were run again, since a rank wanted more rows than it had.
-        repeats_steps: Whether that can be.
-        late: Whether the host learns of it when it has issued backward, and not already when forward has
-            ended, for which it waits. The loss that a step returns must then not be read before backward.
+        repeats: Training steps that ran again because a rank wanted more rows than it had.
+        repeats_steps: Whether steps may run again.
+        late: Whether the host issues backward before it learns that a step must run again. Otherwise it waits
+            for the end of forward to learn that. The loss of a step that learns it late must not be read
+            before backward.
     """
 
     repeats_steps = True
@@ -49,12 +50,12 @@ class RowBounds:
         """Return the bounds of the next step.
 
         Args:
-            counted: It has none, as the first one of so many microbatches.
+            counted: Whether the step has no bounds, as the first one with that many microbatches.
         """
         return BoundedStep(self, Passes(microbatches, training), counted=counted)
 
     def history(self, passes: Passes) -> History:
-        """Return what such passes have wanted."""
+        """Return what passes of this kind have wanted."""
         return self.histories.setdefault(passes, History(self.orders))
 
 
@@ -73,9 +74,10 @@ class History:
     """What the last steps have wanted, and the bounds that follow.
 
     Attributes:
-        wanted_X: Of every step that is kept, the oldest first.
-        bounds: By MoE layer; () before the first step.
-        rows_X: The same numbers in one array.
+        wanted_X: The rows that each kept step wanted, [X], the oldest first; X counts the positions of all
+            MoE layers.
+        bounds: The bounds of every MoE layer; () before the first step.
+        rows_X: The same bounds in one array.
     """
 
     def __init__(self, orders: Sequence[BoundedPermutation]) -> None:
@@ -102,8 +104,8 @@ class History:
 class BoundedStep:
     """The bounds of one step of a stack.
 
-    Attributes:
-        counted: It has none.
+    Args:
+        counted: Whether rows are counted, and have no bounds.
     """
 
     def __init__(self, owner: RowBounds, passes: Passes, *, counted: bool) -> None:
@@ -146,7 +148,7 @@ def bounds_of(layers: Sequence[MoELayer | None]) -> Counted | RowBounds:
     """Return how the rows of a stack's layers are sized.
 
     Raises:
-        ValueError: Some layers bound their rows, and others do not.
+        ValueError: If some layers bound their rows and others do not.
     """
     orders = [layer.permutation for layer in layers if layer is not None]
     bounded = [order for order in orders if isinstance(order, BoundedPermutation)]

@@ -151,9 +151,9 @@ class _Values:
     def changed(self, now: _Values) -> list[nn.Parameter]:
         """Return the parameters whose values are others now."""
         versions = zip(self.parameters, self.versions, now.versions, strict=True)
-        found = [p for p, before, after in versions if before != after]
-        if found or self.norms is None or now.norms is None or len(self.hooked) != len(now.hooked):
-            return found
+        changed = [p for p, before, after in versions if before != after]
+        if changed or self.norms is None or now.norms is None or len(self.hooked) != len(now.hooked):
+            return changed
         return [
             p for p, differs in zip(self.hooked, (self.norms != now.norms).tolist(), strict=True) if differs
         ]
@@ -233,15 +233,15 @@ class ReleasedGradients(ScatteredGradients):
 class GradientBucket:
     """The gradients of some parameters, in one flat buffer per type and device.
 
-    `check` and `begin` before a backward pass, `chunk(c)` for the pieces to reduce, `finish` after the last
-    piece, or `abandon`.
+    Call `check` and `begin` before a backward pass, `chunk` for the pieces to reduce, and `finish` after the
+    last piece, or `abandon`.
 
     Gradients that existed before (gradient accumulation) are kept aside and added to by `finish`, so that
     they are not reduced twice.
 
-    Attributes:
-        shares: By id of a parameter the fraction of the sum that is its gradient, where that is not the whole
-            sum.
+    Args:
+        shares: By id of a parameter, the fraction of the sum that is its gradient, where that is not the
+            whole sum.
         flat: The kind of buffer, which decides what is done with sums.
     """
 
@@ -255,7 +255,7 @@ class GradientBucket:
         for parameter in parameters:
             share = 1.0 if shares is None else shares.get(id(parameter), 1.0)
             kinds.setdefault((parameter.dtype, parameter.device, share), []).append(parameter)
-        self.flats = [flat(alike, share) for (_, _, share), alike in kinds.items()]
+        self.flats = [flat(members, share) for (_, _, share), members in kinds.items()]
 
     @property
     def size_bytes(self) -> int:
@@ -288,10 +288,10 @@ class GradientBucket:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Gradient buckets.
+    """The gradient buckets of a model.
 
     Attributes:
-        by_kind: By kind of gradients, a bucket for every layer; empty ones for experts without replicas.
+        by_kind: The bucket of every layer, by kind of gradients; experts without replicas have empty ones.
         at_once: Ids of expert parameters whose weight gradients must not be deferred, since they are reduced
             with a layer below those that use them.
     """
@@ -368,8 +368,8 @@ class InShares(Tensor):
         name = getattr(func, "__name__", str(func))
         if name in ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
-                found = func(*args, **(kwargs or {}))
-            return _standing_in(found) if type(found) is Tensor else found
+                result = func(*args, **(kwargs or {}))
+            return _standing_in(result) if type(result) is Tensor else result
         if name == "__repr__":
             return f"InShares({args[0].dtype}, {list(args[0].shape)})"
         raise RuntimeError(
@@ -443,10 +443,10 @@ class InPlace:
     def abandon(self, name_of: NameOf) -> str:
         """Restore earlier gradients; return in words what could not be restored, "" if all could."""
         changed = []
-        for each in self._before:
-            each.parameter.grad = each.grad
-            if each.grad is not None and each.grad._version != each.version:
-                changed.append((each.parameter, each.grad))
+        for before in self._before:
+            before.parameter.grad = before.grad
+            if before.grad is not None and before.grad._version != before.version:
+                changed.append((before.parameter, before.grad))
         self._before, self._doubtful = (), [*self._doubtful, *changed]
         return self._words(name_of) if changed else ""
 
@@ -463,8 +463,8 @@ class InPlace:
 class BackwardPass:
     """All gradients of one backward pass: `check`, `begin`, then `finish`, or `abandon` if it fails.
 
-    Attributes:
-        apart: Parameters whose gradients are added to in place.
+    Args:
+        apart: Parameters to whose gradients the pass adds in place.
     """
 
     def __init__(

@@ -28,15 +28,15 @@ def check_layers(layers: Sequence[MoELayer | None], moe: MoEConfig, layout: Layo
     for number, layer in enumerate(layers):
         if layer is None:
             continue
-        for what, found, wanted in (
+        for what, actual, wanted in (
             ("num_experts", layer.num_experts, moe.num_experts),
             ("ep_size", layer.ep_size, layout.ep_size),
             ("ep_rank", layer.ep_rank, layout.ep_rank),
             ("etp_size", layer.experts.shard.size, layout.etp_size),
             ("etp_rank", layer.experts.shard.rank, layout.etp_rank),
         ):
-            if found != wanted:
-                why = f"layer {number} was built with {what} = {found}, the stack with {wanted}"
+            if actual != wanted:
+                why = f"layer {number} was built with {what} = {actual}, the stack with {wanted}"
                 raise ValueError(f"{why}: build the layer with the stack's {what}")
 
 
@@ -47,11 +47,11 @@ def check_shards(model: nn.Module, parts: ModelParts, layout: Layout) -> None:
     """
     shardings = shardings_of(model)
     mesh, rank = layout.mesh, layout.rank
-    for name, found in shardings.items():
-        wanted = mesh.place(rank, found.axes), mesh.size(found.axes)
-        if (found.index, found.count) != wanted:
+    for name, sharding in shardings.items():
+        wanted = mesh.place(rank, sharding.axes), mesh.size(sharding.axes)
+        if (sharding.index, sharding.count) != wanted:
             raise ValueError(
-                f"{name} is part {found.index} of {found.count}, and this rank has part {wanted[0]} of "
+                f"{name} is part {sharding.index} of {sharding.count}, and this rank has part {wanted[0]} of "
                 f"{wanted[1]}: build the model with the layout's TensorShard(layout.tp_rank, layout.tp_size)"
             )
     if layout.tp_size == 1:
@@ -94,8 +94,8 @@ def check_placements(mine: Placements, control: Control) -> Placements:
 
 def check_not_moved(now: Placements, before: Placements) -> None:
     """Raise PlacementError if a layer was exchanged for one whose experts are elsewhere."""
-    for number, (found, wanted) in enumerate(zip(now, before, strict=True)):
-        if found != wanted:
+    for number, (actual, wanted) in enumerate(zip(now, before, strict=True)):
+        if actual != wanted:
             raise PlacementError(
                 f"layer {number} was exchanged for one with its experts placed otherwise, which other ranks "
                 "need not have. Build the new layer with the old one's placement, or build a new stack"
@@ -105,10 +105,10 @@ def check_not_moved(now: Placements, before: Placements) -> None:
 def check_same(now: StepShape, before: StepShape) -> None:
     """Raise ValueError if the layers now lead to another shape than when the stack was built."""
     for field in fields(StepShape):
-        found, wanted = getattr(now, field.name), getattr(before, field.name)
-        if found != wanted:
+        actual, wanted = getattr(now, field.name), getattr(before, field.name)
+        if actual != wanted:
             raise ValueError(
-                f"the model's layers have changed: {field.name} is {found} and was {wanted} when the stack "
+                f"the model's layers have changed: {field.name} is {actual} and was {wanted} when the stack "
                 "was built, and a step's tasks depend on it. Build a new stack for the changed model."
             )
 
@@ -120,10 +120,10 @@ MADE_OF: Final = ("moe_layers", "exchange_counts", "shared_experts", "sharing")
 def check_planned_for(planned: StepShape, own: StepShape) -> None:
     """Raise ValueError for a plan of other layers: it would leave out tasks, or run some that do nothing."""
     for name in MADE_OF:
-        found, wanted = getattr(planned, name), getattr(own, name)
-        if found != wanted:
+        actual, wanted = getattr(planned, name), getattr(own, name)
+        if actual != wanted:
             raise ValueError(
-                f"the plan is for another model: its {name} is {found}, and that of the layers is {wanted}. "
+                f"the plan is for another model: its {name} is {actual}, and that of the layers is {wanted}. "
                 "Plan for the stack's base_shape."
             )
 
@@ -132,7 +132,7 @@ def sharing_of(layout: Layout, balance: BalanceGroup) -> Sharing:
     """Return which ranks share what.
 
     Args:
-        balance: Over which tokens balance is judged.
+        balance: The tokens over which balance is judged.
     """
     return Sharing(
         tp_size=layout.tp_size,
@@ -149,11 +149,14 @@ def shape_of(
     gathers_loads: bool = False,
     updating: Updating | None = None,
 ) -> StepShape:
-    """Return the uncut shape of a step of these layers (None: a dense one); they need the same kinds of
-    tasks.
+    """Return the uncut shape of a step of these layers, which need the same kinds of tasks.
 
     Args:
+        layers: The MoE layers of the model; None stands for a dense one.
         gathers_loads, updating: See StepShape.
+
+    Raises:
+        ValueError: If layers need different kinds of tasks.
     """
     moe = [layer for layer in layers if layer is not None]
     if not moe:
@@ -161,8 +164,8 @@ def shape_of(
     dynamic = {layer.permutation.dynamic for layer in moe}
     legs = {layer.dispatch.hops for layer in moe}
     shared = {layer.shared is not None for layer in moe}
-    for what, found in (("permutation", dynamic), ("dispatch", legs), ("shared experts", shared)):
-        if len(found) > 1:
+    for what, kinds in (("permutation", dynamic), ("dispatch", legs), ("shared experts", shared)):
+        if len(kinds) > 1:
             raise ValueError(f"all MoE layers of a stack need the same kind of {what}: their tasks are alike")
     return StepShape(
         moe_layers=tuple(layer is not None for layer in layers),

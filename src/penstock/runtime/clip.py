@@ -46,7 +46,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`; return the norm before, float64 scalar.
+    """Scale all gradients so that their norm is at most `max_norm`.
 
     Like `torch.nn.utils.clip_grad_norm_`, and correct where experts are spread over ranks: every expert
     counts once, whatever the layout; so does a parameter that stands in the list twice, of which ranks have
@@ -59,14 +59,18 @@ def clip_grad_norm_(
     Args:
         model_or_parameters: A module (a `PipelinedStack`, one in `DistributedDataParallel`, any other), or
             parameters in any order; parameters without a gradient count nothing.
-        max_norm: `math.inf` only measures.
+        max_norm: The largest norm that is left; `math.inf` only measures.
         norm_type: p of the p-norm, above 0; `math.inf` for the largest entry.
-        foreach: As in torch.
+        error_if_nonfinite: Whether a norm that is not finite is an error.
+        foreach: As in `torch.nn.utils.clip_grad_norm_`.
+
+    Returns:
+        The norm before scaling, a float64 scalar.
 
     Raises:
-        ValueError: For a setting that makes no sense.
+        ValueError: If a setting makes no sense.
         RuntimeError: If gradients that all ranks share differ between them, if not every rank takes part, or,
-            with error_if_nonfinite, if the norm is not finite.
+            with `error_if_nonfinite`, if the norm is not finite.
     """
     if not float(max_norm) >= 0:
         raise ValueError(
@@ -117,8 +121,8 @@ def _norm_of_torch(
 ) -> Tensor:
     """Return the norm of gradients, which may be those of scheduled models."""
     grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    known = {id(p.grad): p for stack in living_stacks() for p in stack.parameters() if p.grad is not None}
-    parameters: list[Any] = [known.get(id(grad), SimpleNamespace(grad=grad)) for grad in grads]
+    by_grad = {id(p.grad): p for stack in living_stacks() for p in stack.parameters() if p.grad is not None}
+    parameters: list[Any] = [by_grad.get(id(grad), SimpleNamespace(grad=grad)) for grad in grads]
     if not any(share_of(each, whole="model") for each in parameters):
         return _TORCH_NORM(grads, norm_type, error_if_nonfinite, foreach)
     norm = _total_norm(parameters, float(norm_type), foreach, grads[0].device)
@@ -139,17 +143,17 @@ def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
     """Return each parameter once; mark a module's experts, if copying has lost their marks."""
     if isinstance(given, nn.Module):
         mark_all(given)
-        found: Iterable[Any] = given.parameters()
+        parameters: Iterable[Any] = given.parameters()
     elif isinstance(given, Tensor):
-        found = [given]
+        parameters = [given]
     else:
-        found = list(given)
-        if not found and isinstance(given, Iterator):
+        parameters = list(given)
+        if not parameters and isinstance(given, Iterator):
             warnings.warn(
                 "clip_grad_norm_ got an iterator without parameters, perhaps a used one: nothing is clipped",
                 stacklevel=4,
             )
-    unique = list({id(parameter): parameter for parameter in found}.values())
+    unique = list({id(parameter): parameter for parameter in parameters}.values())
     if any(is_sharded(parameter) for parameter in unique if isinstance(parameter, Tensor)):
         raise RuntimeError(
             "a sharded optimizer has these gradients in shares, and clips them itself: give it max_norm "
@@ -206,10 +210,10 @@ def _total_norm(
     # Where several ranks hold the same gradients, the largest norm counts: if one rank alone holds a
     # value that is not finite, all must learn of it.
     of_experts, of_parts, of_all = table.unbind(1)
-    found = [of_experts, of_all.amax(0, keepdim=True)]
+    norms = [of_experts, of_all.amax(0, keepdim=True)]
     for same in ranks.layout.mesh.groups(Group.DATA):
-        found.append(torch.stack([of_parts[rank] for rank in same]).amax(0, keepdim=True))
-    return _p_norm(torch.cat(found), order).to(device)
+        norms.append(torch.stack([of_parts[rank] for rank in same]).amax(0, keepdim=True))
+    return _p_norm(torch.cat(norms), order).to(device)
 
 
 UNREAD: WeakKeyDictionary[ExpertRanks, HostCounts] = WeakKeyDictionary()

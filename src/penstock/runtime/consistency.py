@@ -63,13 +63,16 @@ class Consistency:
     """What is known of the ranks' consistency from step to step.
 
     Attributes:
-        late: Whether the device's numbers are read in the next step.
-        sends: Whether sums are of all ranks.
-        steps: Training steps whose ranks were consistent.
-        versions: Of the parameters in the last of them, see `Gradients.versions`.
-        unread: The last step's sums, and what would explain other values.
-        doubt: The same where values differed when they were compared last.
-        slope: The gradient of the loss in the last backward pass.
+        late: Whether sums stay on the device until the next step reads them.
+        sends: Whether transports send, so that sums are those of all ranks.
+        steps: Training steps in which ranks were consistent.
+        versions: How often parameters had been changed when the last of these steps began, see
+            `Gradients.versions`.
+        unread: The sums of the last step, and the cause that would explain other values; None: all have been
+            read.
+        doubt: The cause that would explain values that differed when they were last compared; None: they were
+            equal.
+        slope: The gradient of the loss in the last backward pass, until it is compared.
     """
 
     def __init__(self, gradients: Gradients, machinery: Machinery) -> None:
@@ -85,7 +88,15 @@ class Consistency:
     def of_step(
         self, batch: Batch, *, terms: str, seed: int, replan_request: str, training: bool
     ) -> StepConsistency:
-        """Begin the comparison of a step. All ranks call it."""
+        """Begin the comparison of a step.
+
+        All ranks call it.
+
+        Args:
+            terms: The terms of the loss, as text.
+            seed: The seed of dropout.
+            replan_request: Why this rank requests another plan; "" if it does not.
+        """
         return StepConsistency(
             self, batch, terms=terms, seed=seed, replan_request=replan_request, training=training
         )
@@ -93,8 +104,12 @@ class Consistency:
     def read_late(self) -> None:
         """Compare what the last step has summed on the device, where that was not read then.
 
-        All ranks call it before a step. Values that differed are compared again until they are equal. Raises
-        what `StepConsistency.judge` raises.
+        All ranks call it before a step. Values that differed are compared again until they are equal.
+
+        Raises:
+            CommunicationError: On all ranks, if the sum lacks a rank.
+            ValueError: On all ranks, if samples differ.
+            ParameterMismatchError: On all ranks, if values differ.
         """
         if self.unread is not None:
             (total, cause), self.unread = self.unread, None
@@ -110,6 +125,9 @@ class Consistency:
         """Raise ParameterMismatchError, on all ranks, if they hold different values; see `fingerprints`.
 
         All ranks call it.
+
+        Args:
+            cause: What is known of the reason, in words; "" takes it for updates.
         """
         self.doubt = cause
         compare(self.gradients.replicated(), self.layout, self.control, self.steps, cause)
@@ -120,9 +138,9 @@ class StepConsistency:
     """The comparison of one step: what the rank adds to the sums, and what the sums say.
 
     Attributes:
-        marks: The sum's numbers of this rank [FIELDS], on the device.
-        fingerprint: Makes that of the values, when all of them have been gathered; None in a step that
-            compares none.
+        marks: What this rank adds to the sum, float64 [FIELDS]; on the device where sums are read late.
+        fingerprint: Makes the fingerprint of the values, once all of them have been gathered; None in a step
+            that compares none.
     """
 
     def __init__(
@@ -163,12 +181,16 @@ class StepConsistency:
     def judge(self, total: HostCounts) -> None:
         """Raise an error, on all ranks, for what they do not have in common.
 
-        These are CommunicationError for a sum that lacks a rank, ScheduleMismatchError for a replan_request
-        that not all have, ValueError for other passes, losses or samples, and ParameterMismatchError for
-        parameters. Call it before any gradient is summed. Nothing is compared where a transport sums nothing.
+        Call it before any gradient is summed. Nothing is compared where a transport sums nothing.
 
         Args:
             total: The sum of all marks.
+
+        Raises:
+            CommunicationError: If the sum lacks a rank.
+            ScheduleMismatchError: If only some ranks request another plan.
+            ValueError: If passes, losses or samples differ.
+            ParameterMismatchError: If parameters differ.
         """
         owner = self._owner
         layout, control, gradients = owner.layout, owner.control, owner.gradients
@@ -202,15 +224,15 @@ class StepConsistency:
 def check_replan_requests(
     facts: Sequence[float], replan_request: str, layout: Layout, control: Control
 ) -> None:
-    """Raise ScheduleMismatchError, on every rank, if some replan_request for another plan and others do not.
+    """Raise ScheduleMismatchError, on every rank, if some request another plan and others do not.
 
     Only all ranks together can plan again, and a rank that has changed something does not know whether the
-    others have. So it runs a forward pass of the present plan, as they would, and its replan_request is one
-    of the facts that ranks compare in it, without an exchange of its own.
+    others have. So it runs a forward pass of the present plan, as they would, and its request is one of the
+    facts that ranks compare in it, without an exchange of its own.
 
     Args:
-        facts: Their sums.
-        replan_request: Why this rank requests for one, "" if it does not.
+        facts: The sums of all ranks' facts.
+        replan_request: Why this rank requests another plan; "" if it does not.
     """
     if facts[REPLAN] in (0, layout.world_size):
         return
@@ -235,36 +257,36 @@ def fact_of_loss(terms: str, seed: int, layout: Layout) -> float:
     """Return what this rank adds to the sum of LOSS.
 
     Args:
-        terms: Those of its loss.
-        seed: Of dropout, which ranks that share attention must draw alike; others may have seeds of their
-            own.
+        terms: The terms of this rank's loss, as text.
+        seed: The seed of dropout, which ranks that share attention must have in common; others may have seeds
+            of their own.
     """
-    known = crc32(f"{terms} {seed if layout.tp_size > 1 else None}".encode())
-    return float(weight_among(Group.WORLD, layout) * known)
+    checksum = crc32(f"{terms} {seed if layout.tp_size > 1 else None}".encode())
+    return float(weight_among(Group.WORLD, layout) * checksum)
 
 
 def mark_of_samples(batch: Batch, layout: Layout) -> Tensor:
     """Return what this rank adds to the sum of SAMPLES, where ranks share attention."""
-    found: Tensor = batch.tokens[0].new_zeros(())
-    known = batch.metadata
-    labels, keys = [each.labels_BL for each in known], [each.keys.sample_ids_B for each in known]
-    valid = [each.valid_BL for each in known if each.valid_BL is not None]
-    documents = [each.keys.documents_BL for each in known if each.keys.documents_BL is not None]
+    total: Tensor = batch.tokens[0].new_zeros(())
+    metadata = batch.metadata
+    labels, keys = [each.labels_BL for each in metadata], [each.keys.sample_ids_B for each in metadata]
+    valid = [each.valid_BL for each in metadata if each.valid_BL is not None]
+    documents = [each.keys.documents_BL for each in metadata if each.keys.documents_BL is not None]
     for pieces in (batch.tokens, labels, keys, valid, documents):
-        mark = found
+        mark = total
         if pieces:  # weighted by place, so that samples that have changed places are seen
             numbers = torch.cat([piece.flatten() for piece in pieces]).long()
             places = torch.arange(1, len(numbers) + 1, device=numbers.device) % PERIOD + 1
             mark = ((numbers + 1) % PRIME * places).sum() % PRIME
-        found = (found * BASE + mark) % PRIME
-    return weight_among(Group.TENSOR, layout) * found.double()
+        total = (total * BASE + mark) % PRIME
+    return weight_among(Group.TENSOR, layout) * total.double()
 
 
 def mark_of_slope(gradient: Tensor, layout: Layout) -> Tensor:
     """Return what this rank adds to the sum of SLOPE.
 
     Args:
-        gradient: Of the loss, as a backward pass got it.
+        gradient: The gradient of the loss, as a backward pass got it.
     """
     bits = gradient.detach().reshape(1).double().view(torch.int64)
     return weight_among(Group.WORLD, layout) * (bits % PRIME).double()[0]
@@ -331,8 +353,8 @@ def check_layouts(layout: Layout, samples: int, control: Control) -> None:
 
     Ranks with different groups would wait for each other. Costs one exchange of a few bytes.
     """
-    mine = asdict(replace(layout, rank=0)) | {"samples": samples}
-    everyone = control.gather(mine, "comparing layouts")
+    own = asdict(replace(layout, rank=0)) | {"samples": samples}
+    everyone = control.gather(own, "comparing layouts")
     for rank, other in enumerate(everyone):
         for name, value in other.items():
             if value != (first := everyone[0][name]):
@@ -343,10 +365,15 @@ def check_layouts(layout: Layout, samples: int, control: Control) -> None:
 
 
 def first_difference(ours: tuple[str, str], theirs: tuple[str, str], rank: int) -> str:
-    """Return where two plans differ first, in words. Each is its schedule's text and its graph's facts."""
-    (name, mine), (other_name, other) = parse_orders(ours[0]), parse_orders(theirs[0])
-    for lane in {**mine, **other}:
-        left, right = list(map(str, mine.get(lane, ()))), list(map(str, other.get(lane, ())))
+    """Return in words where two plans differ first.
+
+    Args:
+        ours: The schedule and the facts of the graph, as text, on rank 0.
+        theirs: The same on `rank`.
+    """
+    (name, own), (other_name, other) = parse_orders(ours[0]), parse_orders(theirs[0])
+    for lane in {**own, **other}:
+        left, right = list(map(str, own.get(lane, ()))), list(map(str, other.get(lane, ())))
         for place in range(max(len(left), len(right))):
             here = left[place] if place < len(left) else "nothing"
             there = right[place] if place < len(right) else "nothing"
@@ -398,7 +425,7 @@ class Turns:
         """Begin the forward pass of a step without labels.
 
         Raises:
-            ScheduleMismatchError: On all ranks.
+            ScheduleMismatchError: On all ranks, if they begin different passes.
         """
         self._begin(FORWARD, self._last + 1)
         self._last += 1
@@ -408,7 +435,7 @@ class Turns:
         """Begin a step with labels.
 
         Raises:
-            ScheduleMismatchError: On all ranks.
+            ScheduleMismatchError: On all ranks, if they begin different passes.
         """
         self._begin(LABELLED)
 
@@ -416,7 +443,7 @@ class Turns:
         """Begin a pass without gradients.
 
         Raises:
-            ScheduleMismatchError: On all ranks.
+            ScheduleMismatchError: On all ranks, if they begin different passes.
         """
         self._begin(UNTRAINED)
 
@@ -424,7 +451,7 @@ class Turns:
         """Begin the backward half of a step.
 
         Raises:
-            ScheduleMismatchError: On all ranks.
+            ScheduleMismatchError: On all ranks, if they begin different passes.
         """
         self._begin(BACKWARD, number)
         self._open = [each for each in self._open if each != number]
@@ -441,10 +468,10 @@ class Turns:
         most, least, *numbers = control.largest((what, -what, number, -number), purpose)
         if most == -least and numbers[0] == -numbers[1]:
             return
-        words = control.gather(WORDS[what].format(number), purpose)
-        mine = words[control.rank]
-        rank, other = next((rank, each) for rank, each in enumerate(words) if each != mine)
+        passes = control.gather(WORDS[what].format(number), purpose)
+        own = passes[control.rank]
+        rank, other = next((rank, each) for rank, each in enumerate(passes) if each != own)
         raise ScheduleMismatchError(
-            f"rank {control.rank} begins {mine}, and rank {rank} {other}: call the model and backward of the "
+            f"rank {control.rank} begins {own}, and rank {rank} {other}: call the model and backward of the "
             "same losses in the same order on all ranks"
         )

@@ -26,8 +26,8 @@ class StepStates:
 
     Attributes:
         hidden_BLM: Hidden states after the last layer.
-        balance: The sum of all layers' balance losses, of all ranks' samples.
-        routers_YTE: Logits of the routers of all MoE layers, if the step hands them out.
+        balance: The sum of all layers' balance losses over all ranks' samples.
+        routers_YTE: Router logits of every MoE layer; () unless the step hands them out.
     """
 
     hidden_BLM: Tensor
@@ -50,12 +50,12 @@ class TokenLoss:
 
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return the sums of a microbatch's token losses."""
-        known = context.metadata_of(task, inputs)
+        metadata = context.metadata_of(task, inputs)
         segment = context.segment()
         (h_BLM,) = segment.enter(inputs.one("hidden"))
         with context.autocast():
-            (loss,) = segment.leave(context.parts.head(h_BLM, known.labels_BL))
-        sums = HeadSums(loss, (known.labels_BL >= 0).sum(), known.num_tokens())
+            (loss,) = segment.leave(context.parts.head(h_BLM, metadata.labels_BL))
+        sums = HeadSums(loss, (metadata.labels_BL >= 0).sum(), metadata.num_tokens())
         return {"loss": sums, "saved": SavedHead(segment, loss.dtype)}
 
     def backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
@@ -74,7 +74,7 @@ class TokenLoss:
         return []
 
     def outputs(self, context: StepContext, statistics: StepStatistics) -> tuple[Tensor, ...]:
-        """Return what the step returns: copies, or step and outputs would keep each other."""
+        """Return what the step returns: copies, or step and outputs would keep each other alive."""
         del context
         return (statistics.loss.clone(),)
 
@@ -94,8 +94,8 @@ class RankLoss(TokenLoss):
     are the whole.
 
     Attributes:
-        valid: The divisor of the sum of token losses; None: this rank's labels.
-        ranks: Over how many ranks gradients are averaged.
+        valid: The divisor of the sum of token losses; None: the number of this rank's labels.
+        ranks: The number of ranks over which gradients are averaged.
     """
 
     def __init__(self, valid: float | None, ranks: int) -> None:
@@ -103,9 +103,9 @@ class RankLoss(TokenLoss):
         self._sums: dict[int, HeadSums] = {}
 
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        found = super().forward(context, task, inputs)
-        self._sums[microbatch(task)] = found["loss"]
-        return found
+        outputs = super().forward(context, task, inputs)
+        self._sums[microbatch(task)] = outputs["loss"]
+        return outputs
 
     def outputs(self, context: StepContext, statistics: StepStatistics) -> tuple[Tensor, ...]:
         sums = [self._sums[number].loss.double() for number in sorted(self._sums)]
@@ -129,9 +129,9 @@ class SharedTokens:
     """The ranks that share every sample's tokens, each of which makes a loss of all of them.
 
     Attributes:
-        place: That of this rank among them.
-        split: Whether each has routed its part of the tokens; else all have routed all.
-        transports: Those of the steps.
+        place: This rank's place among them.
+        split: Whether each rank has routed its part of the tokens; otherwise each has routed all.
+        transports: The transports of the steps.
     """
 
     place: TensorPlace
@@ -143,8 +143,8 @@ class SharedTokens:
         if not self.split or self.place.size == 1:
             return mine_TE
         lengths = self.place.lengths(tokens_BL.shape[1])
-        mine_BLE = mine_TE.view(len(tokens_BL), lengths[self.place.rank], -1)
-        return gathered(mine_BLE, lengths, self._transport, Group.TENSOR).flatten(0, 1)
+        own_BLE = mine_TE.view(len(tokens_BL), lengths[self.place.rank], -1)
+        return gathered(own_BLE, lengths, self._transport, Group.TENSOR).flatten(0, 1)
 
     def mean(self, all_TE: Tensor, tokens_BL: Tensor) -> Tensor:
         """Return the mean of all ranks' gradients of what `whole` has returned, for what it was given."""
@@ -155,8 +155,8 @@ class SharedTokens:
             self._transport.all_reduce(all_TE, Group.TENSOR)
             return all_TE
         lengths, all_BLE = self.place.lengths(tokens_BL.shape[1]), all_TE.view(*tokens_BL.shape, -1)
-        mine_BLE = scattered(all_BLE, lengths, self.place.rank, self._transport, Group.TENSOR)
-        return mine_BLE.flatten(0, 1)
+        own_BLE = scattered(all_BLE, lengths, self.place.rank, self._transport, Group.TENSOR)
+        return own_BLE.flatten(0, 1)
 
     @property
     def _transport(self) -> Transport:
@@ -170,11 +170,11 @@ class HiddenStates:
     tokens have all hidden states, and their gradients are averaged.
 
     Attributes:
-        averaged: Over how many ranks gradients are averaged; 1: they are summed.
-        ranks: How many ranks have samples of their own.
+        averaged: The number of ranks over which gradients are averaged; 1: they are summed.
+        ranks: The number of ranks that have samples of their own.
         tokens: The ranks that share this rank's tokens.
-        meet: Called before the backward half, which comes when the caller's loss asks for it, with this
-            rank's gradient of the balance loss; returns that of all ranks.
+        meet: Called with this rank's gradient of the balance loss before the backward half, which comes when
+            the caller's loss asks for it; returns the gradient of all ranks.
     """
 
     tells_at_once = True
@@ -261,6 +261,6 @@ def _in_order(pieces: Mapping[int, Tensor]) -> list[Tensor]:
 
 def _joined(pieces: Mapping[int, Tensor]) -> Tensor:
     """Return what microbatches have left in one tensor, for the caller to free: a lane has made it."""
-    found = _in_order(pieces)
-    device_of(found[0].device).hand_over(found)
-    return torch.cat(found) if len(found) > 1 else found[0]
+    ordered = _in_order(pieces)
+    device_of(ordered[0].device).hand_over(ordered)
+    return torch.cat(ordered) if len(ordered) > 1 else ordered[0]

@@ -33,11 +33,11 @@ class Call:
     """One task, ready to run.
 
     Attributes:
-        reads: For every role the slots on its edges.
-        writes: Outputs that are read, and their slots.
-        frees: Slots that are not read after this call.
-        shared: Slots whose readers on several lanes find out which is the last.
-        waits: For other lanes, how many of their calls in this span must have ended before.
+        reads: The slots on the task's edges, by role.
+        writes: The outputs that are read, and their slots.
+        frees: Slots that nothing reads after this call.
+        shared: Slots that several lanes read; their readers find out which is the last.
+        waits: How many calls of other lanes in this span must have ended before.
     """
 
     task: Task
@@ -65,11 +65,11 @@ GRADIENT = "d_"
 
 @dataclass(frozen=True)
 class Program:
-    """Calls by span.
+    """A compiled plan: its calls, by span.
 
     Attributes:
-        slots: Their number.
-        shared: By slot with readers on several lanes, how many lanes.
+        slots: The number of slots.
+        shared: The number of lanes that read a slot, where there are several.
         recomputes: Whether tasks run a second time in backward.
     """
 
@@ -93,14 +93,15 @@ def compile_plan(
     A span holds the tasks that do not depend on its stop, and the stop.
 
     Args:
-        all: Include what follows the last stop; without it, nothing is kept for readers there.
+        stops: The tasks that end spans, in their order.
+        silent: The kinds of groups of one rank. A lane that has no other tasks runs on the compute lane,
+            where it costs no switch of threads.
+        all: Whether to include what follows the last stop; without it, nothing is kept for readers there.
         twice: The handlers of tasks that run a second time, and of their second run, where they differ from
             `handlers`.
-        silent: Kinds of groups of one rank; a lane that has no other tasks runs on the compute lane, where it
-            costs no switch of threads.
 
     Raises:
-        ScheduleError: For a task that no handler can run.
+        ScheduleError: If no handler can run a task.
     """
     check_handlers(plan.graph.tasks, {**handlers, **twice})
     number: dict[Task, int] = {}  # of stops that must have run before a task
@@ -112,8 +113,8 @@ def compile_plan(
         )
     kept = [task for task in plan.graph.tasks if all or number[task] < len(stops)]
     # Of a task that runs twice, both runs have their handler in `twice`.
-    again = [task for task in kept if task.phase is Phase.RECOMPUTE] if twice and all else []
-    run_twice = {name for task in again for name in (task.name, *task.inputs["kept"])}
+    recomputed = [task for task in kept if task.phase is Phase.RECOMPUTE] if twice and all else []
+    run_twice = {name for task in recomputed for name in (task.name, *task.inputs["kept"])}
     handler_of = {t: (twice if t.name in run_twice else handlers)[t.op, t.phase] for t in kept}
     lanes = _lanes(plan, kept, silent)
     # A slot for every output that is read, by the task and the output's name.
@@ -136,7 +137,7 @@ def compile_plan(
         orders = {lane: [t for t in order if number[t] == span] for lane, order in lanes.items()}
         spans.append(_calls(orders, plan.graph, handler_of, slots, readers))
     shared = {slot: len(ends) for slot, ends in readers.items() if len(ends) > 1}
-    return Program(tuple(spans), len(slots), shared, bool(again))
+    return Program(tuple(spans), len(slots), shared, bool(recomputed))
 
 
 def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> dict[Lane, list[Task]]:
@@ -146,11 +147,11 @@ def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> di
         lane: Lane.COMPUTE if all(task.axes in quiet for task in order) else lane
         for lane, order in plan.schedule.lanes.items()
     }
-    found: dict[Lane, list[Task]] = {}
+    lanes: dict[Lane, list[Task]] = {}
     for place in issue_order(plan.schedule.lanes, plan.graph):
         if (task := plan.graph.tasks[place]) in wanted:
-            found.setdefault(home[task.lane], []).append(task)
-    return found
+            lanes.setdefault(home[task.lane], []).append(task)
+    return lanes
 
 
 Slots = Mapping[tuple[Name, str], int]
@@ -173,7 +174,7 @@ def _calls(
         written[name].append((output, slot))
     span: dict[Lane, tuple[Call, ...]] = {}
     for lane, order in orders.items():
-        known: dict[Lane, int] = {}
+        awaited: dict[Lane, int] = {}
         calls = []
         for task in order:
             # How far other lanes must be, unless an earlier task of this lane has waited for that already.
@@ -181,9 +182,9 @@ def _calls(
             for need in graph.needs[task]:
                 if need in place:
                     other, i = place[need]
-                    if other is not lane and i + 1 > known.get(other, 0):
+                    if other is not lane and i + 1 > awaited.get(other, 0):
                         wanted[other] = max(wanted.get(other, 0), i + 1)
-            known.update(wanted)
+            awaited.update(wanted)
             ended = [slot for slot in _read(task, slots) if readers[slot][lane] is task]
             calls.append(
                 Call(
@@ -206,8 +207,8 @@ def _calls(
 class Programs:
     """Compiled plans, each made when it is first asked for.
 
-    Attributes:
-        silent: Kinds of groups of one rank.
+    Args:
+        silent: The kinds of groups of one rank.
         twice: See `compile_plan`.
     """
 
@@ -221,7 +222,7 @@ class Programs:
         """Return the program for training or forward alone.
 
         Raises:
-            ScheduleError: For a missing handler.
+            ScheduleError: If no handler can run a task.
         """
         key = id(plan), training
         if key not in self._known:
@@ -242,7 +243,7 @@ class TaskError(RuntimeError):
     Attributes:
         task: The task that failed first on this rank.
         rank: This rank.
-        waited_s: How long it had been running.
+        waited_s: How long the task had been running.
     """
 
     def __init__(self, task: Task, rank: int, waited_s: float, cause: BaseException, grid: str) -> None:
@@ -257,9 +258,9 @@ class TaskError(RuntimeError):
 class Execution:
     """One iteration: `run` its spans one after the other; then read its `records`.
 
-    Attributes:
+    Args:
         context: What handlers work on.
-        timed: Whether records will be read; without it a GPU has none.
+        timed: Whether records will be read; without it a GPU measures none.
     """
 
     def __init__(
@@ -283,7 +284,7 @@ class Execution:
         """Run the next span.
 
         Raises:
-            TaskError: Naming the task that failed.
+            TaskError: If a task fails; it names the task.
         """
         span = self._program.spans[self._next]
         self._next += 1
@@ -328,8 +329,14 @@ class Execution:
         return inputs
 
     def records(self, step: int = 0) -> list[TaskRecord]:
-        """Return when every task ran, in seconds from the start of the iteration on this rank; [] if that was
-        not measured."""
+        """Return when every task ran, in seconds from the start of the iteration on this rank.
+
+        Args:
+            step: The number of the step, for the records.
+
+        Returns:
+            One record per task; [] if times were not measured.
+        """
         ran = [task for times in self._times for task in times()]
         origin_s, rank = self._origin_s, self._rank
         return [TaskRecord(r.task, rank, r.start_s - origin_s, r.end_s - origin_s, step) for r in ran]
@@ -366,7 +373,7 @@ class Lanes(Protocol):
     """Runs the calls of a span; each starts when the call before it and those that it waits for are done.
 
     Attributes:
-        issued_s: By task, how long a thread that hands out all tasks was busy with it when times were last
+        issued_s: How long, by task, the thread that issues all tasks was busy with it when times were last
             asked for, waits for the device included; empty where every lane has a thread of its own.
     """
 
@@ -375,10 +382,11 @@ class Lanes(Protocol):
     def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
         """Run all calls, then return a function that gives their times.
 
-        Raises LaneError.
-
         Args:
-            timed: Whether times will be asked for; where they cost something there are none otherwise.
+            timed: Whether times will be asked for; without it there are none where they cost something.
+
+        Raises:
+            LaneError: If a task fails.
         """
         ...
 
@@ -437,11 +445,16 @@ class ThreadLanes:
 
     @classmethod
     def hear(cls, told: str) -> None:
-        """End the runs of this process that meet other ranks, those to come on the same connections too: a
-        rank has given up."""
-        for each in list(cls._live):
-            each._lost = told
-            run = each._run
+        """End the runs of this process that meet other ranks: a rank has given up.
+
+        Runs to come on the same connections end, too.
+
+        Args:
+            told: What is known of it, in words.
+        """
+        for lanes in list(cls._live):
+            lanes._lost = told
+            run = lanes._run
             if run is not None:
                 run.lose(told)
 
@@ -517,18 +530,18 @@ class _ThreadRun:
         """Run one lane's calls from front to back; stop early if any lane has failed."""
         if lane not in self.span:
             return
-        mine = self.lanes[lane]
+        progress = self.lanes[lane]
         others = [other for name, other in self.lanes.items() if name is not lane]
-        execute, times, clock = self._execute, mine.times, time.perf_counter
+        execute, times, clock = self._execute, progress.times, time.perf_counter
         for call in self.span[lane]:
             try:
                 for name, count in call.waits:
                     awaited = self.lanes[name]
                     if awaited.done < count:
-                        mine.wanted = (name, count)
+                        progress.wanted = (name, count)
                         while awaited.done < count and self.failure is None:
-                            mine.wake.get()
-                        mine.wanted = None
+                            progress.wake.get()
+                        progress.wanted = None
                 if self.failure is not None:
                     return
             except BaseException as error:  # an interrupt while waiting stops all lanes, too
@@ -541,10 +554,10 @@ class _ThreadRun:
                 self._fail(call.task, clock() - start_s, error)
                 return
             times.append((start_s, clock()))
-            mine.done += 1
+            progress.done += 1
             for other in others:
                 wanted = other.wanted
-                if wanted is not None and wanted[0] is lane and wanted[1] <= mine.done:
+                if wanted is not None and wanted[0] is lane and wanted[1] <= progress.done:
                     other.wake.put(None)
 
     def walk_to_end(self, lane: Lane) -> None:

@@ -109,7 +109,9 @@ class Replicated:
     Only plain tensors are compared: no DTensors, and no classes with a layout of their own.
 
     Attributes:
-        buffers: Those of them that are none of the parameters.
+        axes: The axes along which the ranks lie.
+        parameters: The parameters among them.
+        buffers: The tensors among them that are no parameters.
     """
 
     axes: Axes
@@ -126,8 +128,10 @@ class Replicated:
 
 
 def weight_among(axes: Axes, layout: Layout) -> int:
-    """Return this rank's weight: equal numbers of a group then add up to 0, and those of two groups do not
-    make up for each other."""
+    """Return this rank's weight among the ranks along `axes`.
+
+    Equal numbers of a group then add up to 0, and those of two groups do not make up for each other.
+    """
     mesh, rank = layout.mesh, layout.rank
     one = 1 - mesh.size(axes) if mesh.place(rank, axes) == 0 else 1
     return one * (2 * mesh.group(rank, axes) + 1)
@@ -140,11 +144,12 @@ def fingerprint(kinds: Sequence[Replicated], layout: Layout, device: torch.devic
     It reads every number once, and the host does not wait.
 
     Args:
-        device: Where the tensors are.
+        kinds: The tensors that ranks hold alike.
+        device: The device of these tensors.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for each in kinds:
-        total += weight_among(each.axes, layout) * _hash((tensor for _, tensor in each.named), device)
+    for kind in kinds:
+        total += weight_among(kind.axes, layout) * _hash((tensor for _, tensor in kind.named), device)
     return total
 
 
@@ -178,17 +183,18 @@ def buffers_of(model: nn.Module, besides: Iterable[nn.Module], device: torch.dev
     Torch's own statistics of a rank's samples are left out, too.
 
     Args:
-        besides: Modules of which ranks have different ones (experts).
+        besides: Modules that differ between ranks (experts), whose buffers are left out.
+        device: The device to which the buffers are brought.
     """
     own = {id(module) for each in besides for module in each.modules()}
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if id(module) in own or any(kind.__module__.startswith(STATISTICS) for kind in type(module).__mro__):
             continue
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{path}.{name}".lstrip(".")] = buffer.to(device)
-    return found
+                buffers[f"{path}.{name}".lstrip(".")] = buffer.to(device)
+    return buffers
 
 
 def check_distinct(layers: Sequence[Experts], layout: Layout, control: Control) -> None:
@@ -208,15 +214,15 @@ def check_distinct(layers: Sequence[Experts], layout: Layout, control: Control) 
     samples: list[Tensor] = []
     vary: list[Tensor] = []
     for experts in layers:
-        known: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
         for name, parameter in experts.named_parameters():
             for logical, _, part in () if is_dtensor(parameter) else experts.split(name, parameter.detach()):
                 samples.append(part.flatten()[:SAMPLED].double())
-                vary.append((known.setdefault(logical, samples[-1]) != samples[-1]).any())
-    mine = None
+                vary.append((by_name.setdefault(logical, samples[-1]) != samples[-1]).any())
+    own_digest = None
     if samples and torch.stack(vary).any():  # waits for the device once
-        mine = hashlib.sha256(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
-    digests = control.gather(mine, "comparing experts")
+        own_digest = hashlib.sha256(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
+    digests = control.gather(own_digest, "comparing experts")
     for ranks in layout.mesh.groups(Group.EXPERT):
         first: dict[str, int] = {}
         for rank in ranks:
@@ -281,14 +287,16 @@ def compare(
     All ranks call this function. It exchanges a few bytes, or where they differ some 100 for every tensor.
 
     Args:
+        kinds: The tensors that ranks hold alike.
+        updates: The number of updates that may have added rounding errors.
         cause: What is known of the reason, in words; "" takes it for updates.
     """
     if control.world_size == 1:
         return
-    found = list(_all_differences(kinds, layout, control, updates))
-    if not found:
+    differences = list(_all_differences(kinds, layout, control, updates))
+    if not differences:
         return
-    worst = max(found, key=lambda each: each.found / each.limit)
+    worst = max(differences, key=lambda each: each.found / each.limit)
     what = f"the buffer {worst.name}" if worst.buffer else worst.name
     if worst.found > worst.limit:
         raise ParameterMismatchError(
@@ -298,7 +306,7 @@ def compare(
                 found=worst.found,
                 limit=worst.limit,
                 updates=updates,
-                number=len({each.name for each in found}),
+                number=len({each.name for each in differences}),
                 cause=OF_BUFFER if worst.buffer else cause or UPDATED,
             )
         )
@@ -312,8 +320,8 @@ def _all_differences(
 ) -> Iterator[_Difference]:
     groups = [(kind, ranks) for kind, each in enumerate(kinds) for ranks in layout.mesh.groups(each.axes)]
     cpu, purpose = torch.device("cpu"), "comparing parameters"
-    mine = [int(_hash((tensor for _, tensor in each.named), cpu)) for each in kinds]
-    hashes = control.gather(mine, purpose)
+    own_hashes = [int(_hash((tensor for _, tensor in each.named), cpu)) for each in kinds]
+    hashes = control.gather(own_hashes, purpose)
     if all(len({hashes[rank][kind] for rank in ranks}) == 1 for kind, ranks in groups):
         return
     sketched = []
@@ -333,15 +341,15 @@ def _all_differences(
         )
     everyone = control.gather(sketched, purpose)
     for kind, ranks in groups:
-        told = [everyone[rank][kind] for rank in ranks]
-        for rank, each in zip(ranks, told, strict=True):
-            if different := sorted(set(each.names) ^ set(told[0].names)):
+        members = [everyone[rank][kind] for rank in ranks]
+        for rank, each in zip(ranks, members, strict=True):
+            if different := sorted(set(each.names) ^ set(members[0].names)):
                 raise ParameterMismatchError(
                     f"ranks have different parameters or buffers: {different[0]} is on one of ranks "
                     f"{ranks[0]} and {rank} alone. Build and change the model on all ranks alike"
                 )
-        first = told[0]
-        table = torch.stack([each.sketches for each in told])  # [ranks, tensors, SKETCHES + 1]
+        first = members[0]
+        table = torch.stack([each.sketches for each in members])  # [ranks, tensors, SKETCHES + 1]
         spread = (table.amax(0) - table.amin(0))[:, :-1].square().mean(-1).sqrt()
         spread = spread / table[..., -1].amax(0).clamp(min=1e-30)
         for number in spread.nonzero().flatten().tolist():
@@ -529,23 +537,23 @@ def _each_once(tree: list[Any], kind: type[T]) -> list[T]:
 
 def _tree(models: Sequence[nn.Module]) -> list[Any]:
     """Return modules and parameters in order; None after the last child of a module, so that levels show."""
-    found: list[Any] = []
+    tree: list[Any] = []
     seen: set[int] = set()
 
     def visit(module: nn.Module) -> None:
-        found.append(module)
+        tree.append(module)
         if id(module) in seen:
             return
         seen.add(id(module))
-        found.extend(module._parameters.values())
+        tree.extend(module._parameters.values())
         for child in module._modules.values():
             if child is not None:
                 visit(child)
-        found.append(None)
+        tree.append(None)
 
     for model in models:
         visit(model)
-    return found
+    return tree
 
 
 def _kinds(parameters: Sequence[nn.Parameter]) -> list[Kind]:

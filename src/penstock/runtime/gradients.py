@@ -55,10 +55,10 @@ class Assignment:
     """Parameters by layer, each once.
 
     Attributes:
+        replicated: Parameters outside experts that are not partial.
         several: Ids of expert parameters that several layers use.
         partial: Parameters to whose gradients every rank that shares attention adds a part.
-        averaged: Ids of those partial parameters whose part is the whole gradient, so that the sum is
-            divided.
+        averaged: Ids of the partial parameters whose part is the whole gradient, so that the sum is divided.
     """
 
     replicated: Layers
@@ -74,11 +74,11 @@ def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) 
     A parameter that `parts` names in no layer goes to layer 0, whose reduction waits for the whole backward.
 
     Args:
-        shape: That of the step that reduces them, which says which ranks share attention; None: none do.
+        shape: The shape of the step that reduces them, which says which ranks share attention; None: none do.
 
     Raises:
-        ValueError: For a parameter that is an expert's and replicated, and for one that different experts
-            share although they are spread over ranks.
+        ValueError: If a parameter is both an expert's and replicated, or if different experts share it
+            although they are spread over ranks.
     """
     layers = range(len(parts.parts))
     replicated = [parts.replicated_parameters(layer) for layer in layers]
@@ -148,12 +148,12 @@ def _trained_bytes(layers: Layers) -> tuple[int, ...]:
 
 def names_of(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> dict[int, str]:
     """Return the first name of every parameter, by id; `others` may be parameters that `model` lacks."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), name)
+        names.setdefault(id(parameter), name)
     for number, parameter in enumerate(others):
-        found.setdefault(id(parameter), f"parameter {number} outside the module")
-    return found
+        names.setdefault(id(parameter), f"parameter {number} outside the module")
+    return names
 
 
 def _lowest(layers: Sequence[Sequence[nn.Parameter]]) -> Layers:
@@ -207,11 +207,12 @@ class Gradients:
 
     `holds` is asked before every step; `renew` follows where it says no.
 
-    buckets: trained parameters only; frozen ones keep whatever gradient they have. snapshot: the model that
-    they were made for. marks: what ranks compare; to_sum: the marks as numbers, see `Marks.numbers`.
-
     Attributes:
         taken_up: Names of parameters that are new in a step.
+        buckets: The gradients of trained parameters; frozen ones keep whatever gradient they have.
+        snapshot: The model that the buckets were made for.
+        marks: What ranks compare.
+        to_sum: The marks as numbers, see `Marks.numbers`.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ class Gradients:
         """Make buckets for the model as it is now, and for a plan of this shape; costs a look at new values.
 
         Raises:
-            ValueError: For a change that cannot be taken up, naming the parameter.
+            ValueError: If a change cannot be taken up; it names the parameter.
         """
         self._shape = shape
         assigned = self._look()
@@ -267,10 +268,10 @@ class Gradients:
         marked = experts if self._has_edp else ()
         everywhere = tuple((*own, *parts) for own, parts in zip(replicated, partial, strict=True))
         parameters = [p for layer in (*everywhere, *marked) for p in layer]
-        names, known = self._names, self._known
-        new = [p for p in parameters if id(p) not in known or not known[id(p)].is_still(p, names[id(p)])]
-        found = {id(p): _Known(p, names[id(p)], p.dtype, p.shape) for p in new}
-        self._known = {id(p): found.get(id(p)) or known[id(p)] for p in parameters}
+        names, before = self._names, self._known
+        new = [p for p in parameters if id(p) not in before or not before[id(p)].is_still(p, names[id(p)])]
+        added = {id(p): _Known(p, names[id(p)], p.dtype, p.shape) for p in new}
+        self._known = {id(p): added.get(id(p)) or before[id(p)] for p in parameters}
         self.taken_up = tuple(names[id(p)] for p in new)
         self.marks = Marks(self._entries(everywhere), self._entries(marked))
         self.to_sum = self.marks.numbers(self._layout)
@@ -315,14 +316,14 @@ class Gradients:
         everywhere = [p for each in (assigned.replicated, assigned.partial) for layer in each for p in layer]
         names = names_of(self.model, everywhere)
         buffers = buffers_of(self.model, self.experts_by_layer, self._device)
-        found = [
+        kinds = [
             Replicated(Group.WORLD, {names[id(p)]: p for p in everywhere if sharding_of(p) is None}, buffers),
             Replicated(Group.DATA, {names[id(p)]: p for p in everywhere if sharding_of(p) is not None}),
         ]
         if self._has_edp:
             names = names_of(self.model, experts := [p for layer in assigned.experts for p in layer])
-            found.append(Replicated(Group.EXPERT_DATA, {names[id(p)]: p for p in experts}))
-        return found
+            kinds.append(Replicated(Group.EXPERT_DATA, {names[id(p)]: p for p in experts}))
+        return kinds
 
     @property
     def experts_by_layer(self) -> list[Experts]:
@@ -332,8 +333,8 @@ class Gradients:
     @property
     def versions(self) -> int:
         """How often the parameters that ranks compare were changed in place, as far as tensors count it."""
-        known = (each.parameter for each in self._known.values())
-        return sum(p._version for p in known if not p.is_inference())
+        parameters = (each.parameter for each in self._known.values())
+        return sum(p._version for p in parameters if not p.is_inference())
 
     def experts(self) -> list[nn.Parameter]:
         """Return the trained parameters of this rank's experts, each once."""
@@ -351,7 +352,7 @@ class Gradients:
         """Return the handling of gradients in a backward pass.
 
         Args:
-            buckets: Those of its forward pass.
+            buckets: The buckets of its forward pass.
         """
         experts = [] if self._sums_experts else self.experts()
         apart = [p for p in experts if not p._post_accumulate_grad_hooks]
@@ -405,13 +406,13 @@ class Gradients:
         self.buckets = Buckets({kind: buckets(kind) for kind in GRADIENT_KINDS}, at_once=at_once)
 
     def _entries(self, layers: Layers) -> tuple[Entry, ...]:
-        found = []
+        entries = []
         for layer, parameters in enumerate(layers):
             for p in parameters:
-                known = self._known[id(p)]
+                record = self._known[id(p)]
                 kind = str(p.dtype).removeprefix("torch.")
-                found.append(Entry(known.name, layer, p.requires_grad, kind, tuple(p.shape)))
-        return tuple(found)
+                entries.append(Entry(record.name, layer, p.requires_grad, kind, tuple(p.shape)))
+        return tuple(entries)
 
 
 def _covered(layers: Layers, chunks: Sequence[int], names: dict[int, str]) -> tuple[Layers, frozenset[int]]:
@@ -420,7 +421,7 @@ def _covered(layers: Layers, chunks: Sequence[int], names: dict[int, str]) -> tu
 
     A plan has no reduction for a layer that was frozen when it was made. A lower layer's comes later.
     """
-    found: list[list[nn.Parameter]] = [[] for _ in layers]
+    covered: list[list[nn.Parameter]] = [[] for _ in layers]
     moved: set[int] = set()
     for layer, parameters in enumerate(layers):
         homes = [lower for lower in range(layer + 1) if chunks[lower]]
@@ -431,10 +432,10 @@ def _covered(layers: Layers, chunks: Sequence[int], names: dict[int, str]) -> tu
                     f"{names[id(p)]} is trained now, and the plan reduces no gradients of layer {layer} or "
                     "below: they were frozen when it was made. Call stack.replan() on every rank."
                 )
-            found[home].append(p)
+            covered[home].append(p)
             if home != layer:
                 moved.add(id(p))
-    return tuple(map(tuple, found)), frozenset(moved)
+    return tuple(map(tuple, covered)), frozenset(moved)
 
 
 # ---- gradients of parameters that a model's own code uses outside of steps: of a head on hidden states,
@@ -460,7 +461,7 @@ class OutsideGradients:
     """Catches gradients that a model's own code makes outside of steps, and sums them over ranks.
 
     Attributes:
-        averaged: Over how many ranks they are averaged; 1: they are summed.
+        averaged: The number of ranks over which gradients are averaged; 1: they are summed.
     """
 
     def __init__(self, gradients: Gradients, machinery: Machinery) -> None:
@@ -475,18 +476,21 @@ class OutsideGradients:
         """Begin a forward pass that uses these parameters outside of a step, and no others.
 
         What a backward pass that failed has left is forgotten.
+
+        Args:
+            averaged: The number of ranks over which their gradients are averaged; 1: they are summed.
         """
         self.averaged = averaged
         if torch._C._current_graph_task_id() == -1:
             self._caught.clear()
-        known, self._watched = self._watched, {}
+        watched, self._watched = self._watched, {}
         for parameter in parameters:
             if not (parameter.requires_grad and parameter.is_leaf):
                 continue
-            before = known.get(parameter)
+            before = watched.get(parameter)
             if before is not None and before.shape != parameter.shape:
                 before = None
-                del known[parameter]  # autograd makes a node of the present shape when this one is gone
+                del watched[parameter]  # autograd makes a node of the present shape when this one is gone
             node = get_gradient_edge(parameter).node
             if before is None or before.node is not node:
                 node.register_prehook(partial(self._catch, parameter))
@@ -512,15 +516,15 @@ class OutsideGradients:
 
         Ranks that share samples make a loss of all of them each, and their mean counts.
         """
-        alike = 1 if sharding_of(parameter) is not None else self._machinery.layout.tp_size
-        return 1 / (self.averaged * alike)
+        copies = 1 if sharding_of(parameter) is not None else self._machinery.layout.tp_size
+        return 1 / (self.averaged * copies)
 
     def _catch(self, parameter: nn.Parameter, grads: tuple[Tensor | None, ...]) -> Any:
         (grad,) = grads
         if self._apart or grad is None:
             return None  # accumulated as usual
-        known = self._caught.get(parameter)
-        self._caught[parameter] = grad.detach() if known is None else known + grad
+        earlier = self._caught.get(parameter)
+        self._caught[parameter] = grad.detach() if earlier is None else earlier + grad
         if self._ends != (task := torch._C._current_graph_task_id()):
             self._ends = task
             _ENGINE.queue_callback(self._finish)

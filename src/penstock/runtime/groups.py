@@ -48,12 +48,12 @@ class Loops:
     @staticmethod
     def now() -> Loops:
         """Return all such threads that run."""
-        folder, found = Path("/proc/self/task"), set[int]()
+        folder, threads = Path("/proc/self/task"), set[int]()
         for thread in folder.iterdir() if folder.exists() else ():
             with suppress(OSError):  # the thread has ended: it can no longer be read
                 if (thread / "comm").read_text(encoding="utf-8").strip() == LOOP_NAME:
-                    found.add(int(thread.name))
-        return Loops(frozenset(found))
+                    threads.add(int(thread.name))
+        return Loops(frozenset(threads))
 
     def since(self, before: Loops) -> Loops:
         """Return the threads that were started after `before` was taken."""
@@ -165,11 +165,11 @@ class GroupTransport(ABC):
         most = max(sizes)
         if len(rows) < most:
             rows = torch.cat([rows, rows.new_empty(most - len(rows), *rows.shape[1:])])
-        found = rows.new_empty(len(sizes) * most, *rows.shape[1:])
-        ALL_GATHER(found, rows, group)
+        gathered = rows.new_empty(len(sizes) * most, *rows.shape[1:])
+        ALL_GATHER(gathered, rows, group)
         if min(sizes) == most:
-            return found
-        return torch.cat([part[:size] for part, size in zip(found.split(most), sizes, strict=True)])
+            return gathered
+        return torch.cat([part[:size] for part, size in zip(gathered.split(most), sizes, strict=True)])
 
     def _fill(
         self,
@@ -225,9 +225,9 @@ class GlooTransport(GroupTransport):
         exchange(received.split(output_splits), rows.split(input_splits), group)
 
     def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        found = rows.new_empty(sum(sizes), *rows.shape[1:])
-        exchange(found.split(list(sizes)), [rows] * group.size(), group)
-        return found
+        gathered = rows.new_empty(sum(sizes), *rows.shape[1:])
+        exchange(gathered.split(list(sizes)), [rows] * group.size(), group)
+        return gathered
 
     def abort(self) -> None:
         """Cut this transport's connections: Gloo has no other way to end a wait before its timeout.
@@ -276,15 +276,15 @@ class StagedTransport(GlooTransport):
         self._device = gpu_of(device)
 
     def _reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
-        found = self._sent(tensor)
-        super()._reduce(found, group, op)
-        tensor.copy_(found, non_blocking=True)
+        staged = self._sent(tensor)
+        super()._reduce(staged, group, op)
+        tensor.copy_(staged, non_blocking=True)
 
     def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        found = rows.new_empty(sum(sizes), *rows.shape[1:])
-        came = self._device.pinned(found.shape, found.dtype)
+        gathered = rows.new_empty(sum(sizes), *rows.shape[1:])
+        came = self._device.pinned(gathered.shape, gathered.dtype)
         exchange(came.split(list(sizes)), [self._sent(rows)] * group.size(), group)
-        return found.copy_(came, non_blocking=True)
+        return gathered.copy_(came, non_blocking=True)
 
     def _fill(
         self,
@@ -309,8 +309,8 @@ class StagedTransport(GlooTransport):
 class NcclTransport(GroupTransport):
     """CUDA tensors over NCCL, on the stream that is current in the lane.
 
-    Attributes:
-        in_order: Sums of a reduce-scatter are added in the order of ranks, whatever NCCL would do.
+    Args:
+        in_order: Whether sums of a reduce-scatter are added in the order of ranks, whatever NCCL would do.
     """
 
     _live: ClassVar[WeakSet[NcclTransport]] = WeakSet()
@@ -324,16 +324,19 @@ class NcclTransport(GroupTransport):
         self._live.add(self)
 
     def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        """NCCL knows parts of one size; others are sent and added here."""
-        mine = sizes[self.place(group)]
+        """Return the sum of all ranks' rows for this one.
+
+        NCCL knows parts of one size; others are sent and added here.
+        """
+        own_size = sizes[self.place(group)]
         if self._in_order or len(set(sizes)) > 1 or len(sizes) == 1 or not rows.numel():
             return super().reduce_scatter(rows, sizes, group)
-        found = rows.new_empty(mine, *rows.shape[1:])
+        reduced = rows.new_empty(own_size, *rows.shape[1:])
         members, size = self._members[group], len(sizes)
         following = members[neighbour(self._groups[group].rank(), 1, size)]
-        self.traffic[following] += (size - 1) * found.nbytes  # what a ring sends
-        REDUCE_SCATTER(found, rows.contiguous(), group=self._group(group))
-        return found
+        self.traffic[following] += (size - 1) * reduced.nbytes  # what a ring sends
+        REDUCE_SCATTER(reduced, rows.contiguous(), group=self._group(group))
+        return reduced
 
     def abort(self) -> None:
         """End the exchanges of this transport and of all others of the process, whose kernels may be waiting.
@@ -346,10 +349,10 @@ class NcclTransport(GroupTransport):
     @classmethod
     def abort_all(cls) -> None:
         """End all exchanges that have begun on GPUs."""
-        ending = [each for each in cls._live if not each._aborted]
-        groups = [group for each in ending for group in each._groups.values()]
-        for each in ending:
-            each._aborted = True
+        ending = [transport for transport in cls._live if not transport._aborted]
+        groups = [group for transport in ending for group in transport._groups.values()]
+        for transport in ending:
+            transport._aborted = True
         if groups:
             ending[0]._device.abort(groups)
 

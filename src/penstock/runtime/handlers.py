@@ -72,7 +72,7 @@ class _Entry(torch.autograd.Function):
 class Segment:
     """One forward run. `enter` its inputs, compute, `leave` with its outputs, later call `backward` once.
 
-    Attributes:
+    Args:
         anchor: See `anchor_on`.
     """
 
@@ -147,8 +147,10 @@ class StepBounds(Protocol):
         ...
 
     def exceeded(self) -> bool:
-        """Return whether a rank wanted more rows than it had; the same on all ranks. The host waits for the
-        end of the forward half."""
+        """Return whether a rank wanted more rows than it had, the same on all ranks.
+
+        The host waits for the end of the forward half.
+        """
         ...
 
 
@@ -197,7 +199,7 @@ class Inputs(dict[str, tuple[Any, ...]]):
     """What a task reads: for every role the outputs of the tasks on its edges, in their order.
 
     Raises:
-        ScheduleError: For an output that was not left, and where one edge is wanted and there are others.
+        ScheduleError: If an output was not left, or if one edge is wanted and there are others.
     """
 
     def one(self, role: str) -> Any:
@@ -234,9 +236,9 @@ class LossGradients:
     """Gradients of terms of the loss, scalars.
 
     Attributes:
-        loss: Of the token losses' mean.
-        balance: Of the terms that judge routing.
-        alike: What must be the same on all ranks; None: nothing.
+        loss: The gradient of the mean token loss.
+        balance: The gradient of the terms that judge routing.
+        alike: What must be the same on all ranks; None: there is nothing.
     """
 
     loss: Tensor
@@ -248,7 +250,8 @@ class Ending(Protocol):
     """What a step ends with; see `endings`.
 
     Attributes:
-        tells_at_once: Whether what the step returns must be right before backward, where rows are bounded.
+        tells_at_once: Whether what the step returns must be right before backward, even where rows are
+            bounded.
     """
 
     tells_at_once: bool
@@ -281,26 +284,29 @@ class StepContext:
     Attributes:
         parts: The parts of the model.
         batch: The samples of this rank, cut into microbatches.
-        part: The batch as far as this rank has tokens of its own, where ranks share those of every sample.
+        part: The batch with the tokens that are this rank's own, where ranks share those of every sample.
         tensor: This rank's place among the ranks that share tokens.
-        makers: Makers of each layer's routes; None for a dense layer.
+        makers: The makers of each layer's routes; None for a dense layer.
         segment: Makes a compute segment.
+        autocast: Returns the context in which tasks compute.
+        wire_dtype: The type of rows in transit; None: unchanged.
         residual_transport: How residual streams get to where outputs are.
         degrees: The numbers of chunks in which rows of an MoE layer travel.
         weights: Makes the object to which a slice's weight gradients are left.
-        replications: Where experts are, replicas among them, by layer; () = there are no replicas.
+        marks: What is summed with the statistics, float64 [FIELDS], see `fingerprints`.
+        ending: What the step ends with.
+        replications: The places of experts, replicas among them, by layer; () if there are no replicas.
         split: Returns how rows of an MoE layer are split among replicas when all ranks' counts are known;
             None where each rank knows before.
-        marks: float64 [11], to sum with the statistics, see `fingerprints`.
-        ending: What the step ends with.
-        fingerprint: Makes that of the values that ranks hold alike, in steps that compare them.
-        bounds: Those of rows.
+        fingerprint: Makes the fingerprint of the values that ranks hold alike; None in steps that do not
+            compare them.
+        bounds: The bounds of rows.
         training: Whether backward follows.
-        slopes: Known when the backward half begins.
-        total, marks_total: Known when the statistics task has run.
+        slopes: The gradients that the backward half starts from, known when it begins.
+        total, marks_total: The statistics and the marks of all ranks, known when the statistics task has run.
         loads_PYE: Choices by rank, MoE layer and expert; known when the loads task has run, if there is one.
-        sample_loads: The choices of this rank's samples, known then, too.
-        features: What handlers of features work on, by its class; see `of`.
+        sample_loads: The choices of this rank's samples, known at the same time.
+        features: What handlers of features work on, by class; see `of`.
     """
 
     parts: ModelParts
@@ -351,27 +357,29 @@ class StepContext:
 
     def maybe(self, kind: type[Part]) -> Part | None:
         """Return what a feature works on in this step: the object of this class; None if there is none."""
-        found = self.features.get(kind)
-        assert found is None or isinstance(found, kind), kind
-        return found
+        part = self.features.get(kind)
+        assert part is None or isinstance(part, kind), kind
+        return part
 
     def of(self, kind: type[Part]) -> Part:
         """Return what a feature works on in this step, as `maybe` does; a step with its tasks has one."""
-        found = self.maybe(kind)
-        assert found is not None, f"a step whose tasks need {kind.__name__} is given one"
-        return found
+        part = self.maybe(kind)
+        assert part is not None, f"a step whose tasks need {kind.__name__} is given one"
+        return part
 
     def metadata_of(self, task: Task, inputs: Inputs) -> SampleMetadata:
         """Return a task's samples, as far as it has their tokens: this rank's tokens, or all of them."""
-        found = self.moved_metadata(task, inputs)
-        return found.part(self.tensor.rank, self.tensor.size) if task.cut.token_shards > 1 else found
+        metadata = self.moved_metadata(task, inputs)
+        return metadata.part(self.tensor.rank, self.tensor.size) if task.cut.token_shards > 1 else metadata
 
     def moved_metadata(self, task: Task, inputs: Inputs) -> SampleMetadata:
-        """Return a task's samples with all tokens: those that came where samples have moved, else the
-        batch's."""
+        """Return a task's samples with all their tokens.
+
+        Where samples have moved, these are the ones that came, else those of the batch.
+        """
         assert task.microbatch is not None, task
-        found: SampleMetadata | None = inputs.maybe("metadata")
-        return self.batch.metadata[task.microbatch] if found is None else found
+        moved: SampleMetadata | None = inputs.maybe("metadata")
+        return self.batch.metadata[task.microbatch] if moved is None else moved
 
     def batch_of(self, task: Task) -> Batch:
         """Return the batch with the tokens that the task has: this rank's, or all tokens of its samples."""
@@ -388,8 +396,8 @@ class StepContext:
 
     def replication(self, layer: int) -> Replication:
         """Return where the experts of an MoE layer are, replicas among them."""
-        found = self.replications[layer] if self.replications else None
-        return found or Replication.none(self.layers[layer].experts.placement, 0)
+        replication = self.replications[layer] if self.replications else None
+        return replication or Replication.none(self.layers[layer].experts.placement, 0)
 
     def maker(self, layer: int) -> RouteMaker:
         """Return the maker of the routes of an MoE layer."""
@@ -435,7 +443,7 @@ def handles(op: str | Iterable[str], *phases: Phase) -> Callable[[Handler], Hand
     """Register a handler for ops in some phases.
 
     Raises:
-        ScheduleError: If there is one already.
+        ScheduleError: If an op has a handler in one of the phases already.
     """
     ops = (op,) if isinstance(op, str) else tuple(op)
 

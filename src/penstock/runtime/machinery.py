@@ -35,7 +35,8 @@ class Machinery:
     """Everything that a stack runs on.
 
     Attributes:
-        control: All ranks, for checks outside the step.
+        control: Connects all ranks, for checks outside of steps.
+        autocast_dtype: The type in which tasks compute under autocast; None: they compute without it.
     """
 
     lanes: Lanes
@@ -96,7 +97,7 @@ def build_lanes(device: torch.device, on_failure: Callable[[], None], *, alone: 
 
     Args:
         on_failure: Wakes whoever waits in a collective.
-        alone: No task meets another rank.
+        alone: Whether no task meets another rank.
     """
     if device_of(device).is_gpu:
         return StreamLanes(device, on_failure)
@@ -156,14 +157,16 @@ class StepFeature:
         """Return in words what a failed backward pass has left in doubt.
 
         Args:
-            begun: Gradients were changed.
+            begun: Whether gradients were changed.
         """
         del begun
         return ""
 
 
 class StackFeature:
-    """A feature in a stack, from step to step. It has no reference to the stack, which would be a circle.
+    """A feature in a stack, from step to step.
+
+    It has no reference to the stack, which would be a circle.
 
     Attributes:
         active: Whether it takes part in the steps of the present plan.

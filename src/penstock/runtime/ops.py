@@ -90,8 +90,8 @@ def held(rows: tuple[Tensor, ...], cut: Cut) -> tuple[Tensor, ...]:
 
 def routes_of(inputs: Inputs) -> Routes:
     """Return the routes of a microbatch: known where sizes are fixed, else in transit to the host."""
-    found: Later[Routes] | Routes = inputs.one("route")
-    return Later.of(found)
+    routes: Later[Routes] | Routes = inputs.one("route")
+    return Later.of(routes)
 
 
 # ---- rows of several slices in one transfer ---------------------------------------------------------------
@@ -135,7 +135,7 @@ def by_position(rows: Tensor, sent: Sequence[Sequence[int]], home: Sequence[int]
     """Return a slice's rows, which lie in the order `home`, by position.
 
     Args:
-        sent: By rank and slot there.
+        sent: The rows of the slice by rank and by slot there.
     """
     return _turned(rows, _filled(sent, home), _filled(sent, sorted(home)))
 
@@ -181,8 +181,8 @@ class SavedUnpermute:
     """The values that U.B needs of U.F.
 
     Attributes:
-        roles: Of what entered U.F.
-        sizes: Rows of every slice.
+        roles: The roles of what entered U.F.
+        sizes: The number of rows of every slice.
     """
 
     segment: AnySegment
@@ -214,14 +214,14 @@ def embed_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.ATTENTION, F)
 def attention(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return, in a dense block, hidden: [B, L, M]; in an MoE block, all outputs of `route`."""
-    layer, known = context.layers[task.layer], context.metadata_of(task, inputs)
+    layer, metadata = context.layers[task.layer], context.metadata_of(task, inputs)
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
     with context.autocast():
-        residual_BLM, x_TM = layer.block.attend(h_BLM, known.keys)
+        residual_BLM, x_TM = layer.block.attend(h_BLM, metadata.keys)
         if layer.moe is not None:
-            return route(context, task, known, segment, residual_BLM, x_TM)
-        (out_BLM,) = segment.leave(layer.block.add(residual_BLM, layer.block.dense(x_TM), known.keys))
+            return route(context, task, metadata, segment, residual_BLM, x_TM)
+        (out_BLM,) = segment.leave(layer.block.add(residual_BLM, layer.block.dense(x_TM), metadata.keys))
     return {"hidden": out_BLM, "saved": segment}
 
 
@@ -235,9 +235,13 @@ def route(
 ) -> Outputs:
     """Choose experts for the tokens of a segment, and end it.
 
-    Returns rows: a tensor [R, M] per slice; order: how they were permuted; routers: the gate's sums;
-    positions: what every token chose, [T, k], where tokens choose; counts: rows for every rank where they are
-    exchanged, or their bounds; route: the sizes where they are fixed.
+    Args:
+        known: The samples of the tokens.
+
+    Returns:
+        The outputs by name: rows, a tensor [R, M] per slice; order, how they were permuted; routers, the
+        gate's sums; positions, what every token chose, [T, k], where tokens choose; counts, the rows for
+        every rank where they are exchanged, or their bounds; route, the sizes where they are fixed.
     """
     layer = context.layers[task.layer]
     routed = context.residual_transport.route(layer, residual_BLM, x_TM, known.info, task.cut.slices)
@@ -329,7 +333,7 @@ def shared_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs
 @handles(Op.UNPERMUTE, F)
 def unpermute(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return hidden: what leaves the block, [B, L, M]."""
-    layer, known = context.layers[task.layer], context.metadata_of(task, inputs)
+    layer, metadata = context.layers[task.layer], context.metadata_of(task, inputs)
     slices = [rows for chunk in inputs.all("rows") for rows in chunk]
     given = {"rows": joined(slices), **{r: inputs.one(r) for r in BESIDE_ROWS if r in inputs}}
     segment = context.segment()
@@ -339,9 +343,9 @@ def unpermute(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     with context.autocast():
         out_TM = layer.experts.unpermute(entered["rows"], weights, plan, shared_TM)
         if residual_BLM is None:  # rows have it
-            out_BLM = out_TM.view(*known.labels_BL.shape, out_TM.shape[1])
+            out_BLM = out_TM.view(*metadata.labels_BL.shape, out_TM.shape[1])
         else:
-            out_BLM = layer.block.add(residual_BLM, out_TM, known.keys)
+            out_BLM = layer.block.add(residual_BLM, out_TM, metadata.keys)
         (h_BLM,) = segment.leave(out_BLM)
     return {
         "hidden": h_BLM,
@@ -351,12 +355,14 @@ def unpermute(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.UNPERMUTE, B)
 def unpermute_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return gradients of all that entered U: rows by slice, and the inputs beside them; that of weights is
-    None where they travelled with the rows."""
+    """Return gradients of all that entered U: rows by slice, and the inputs beside them.
+
+    That of weights is None where they travelled with the rows.
+    """
     del context
     saved: SavedUnpermute = inputs.one("saved")
-    found = saved.segment.backward([added(inputs.all("d_hidden"))])
-    grads = dict(zip(saved.roles, found, strict=True))
+    gradients = saved.segment.backward([added(inputs.all("d_hidden"))])
+    grads = dict(zip(saved.roles, gradients, strict=True))
     return {**grads, "rows": present(grads["rows"], task).split_with_sizes(saved.sizes)}
 
 
@@ -469,13 +475,13 @@ def experts_weights(context: StepContext, task: Task, inputs: Inputs) -> Outputs
 def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return loss, routers, statistics: the sums, which stand for the gradients of what was summed.
 
-    choices: input by which balance is judged, where no rank has all choices of a sample.
+    The input `choices` has those by which balance is judged, where no rank has all choices of a sample.
     """
     layers: dict[int, list[RouterSums]] = {}
     judged = dict(zip(map(_piece, task.inputs.get("choices", ())), inputs.all("choices"), strict=True))
     for name, sums in zip(task.inputs["routers"], inputs.all("routers"), strict=True):
-        known = replace(sums, judged_BE=judged.get(_piece(name))) if judged else sums
-        layers.setdefault(name.layer, []).append(known)
+        judged_sums = replace(sums, judged_BE=judged.get(_piece(name))) if judged else sums
+        layers.setdefault(name.layer, []).append(judged_sums)
     packed = context.codec.pack(inputs.all("loss"), list(layers.values()))
     if context.fingerprint is not None:  # here, since by now parameters that were updated are gathered
         context.marks[VALUES] = context.fingerprint()
@@ -508,10 +514,9 @@ def all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.LOADS, Phase.BACKWARD)
 def gather_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return loads: int32 [P, Y, E], how often tokens of each rank chose each expert in this step, before
-    drops.
+    """Return loads: int32 [P, Y, E], how often tokens of each rank chose each expert in this step.
 
-    Of ranks that have the same tokens the first one counts them.
+    Drops are not taken off. Of ranks that have the same tokens the first one counts them.
     """
     chosen: dict[int, list[Tensor]] = {}
     samples: dict[int, list[SampleLoads]] = {}
@@ -520,8 +525,8 @@ def gather_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         chosen.setdefault(name.layer, []).append(sums.chosen_E)
         samples.setdefault(name.layer, []).append(SampleLoads(sums.ids_B, sums.chosen_BE))
     context.sample_loads = list(samples.values())
-    mine_YE = torch.stack([torch.stack(layer).sum(dim=0).int() for layer in chosen.values()])
+    chosen_YE = torch.stack([torch.stack(layer).sum(dim=0).int() for layer in chosen.values()])
     transport = context.transports.of(task.lane, task.axes)
     once = [1] * transport.size(task.axes)
-    context.loads_PYE = transport.all_gather(mine_YE.unsqueeze(0), once, task.axes)
+    context.loads_PYE = transport.all_gather(chosen_YE.unsqueeze(0), once, task.axes)
     return {"loads": context.loads_PYE}

@@ -31,8 +31,10 @@ class BlockParts(Protocol):
 
     @property
     def row_norm(self) -> nn.Module | None:
-        """What turns a row of the residual stream [R, M] into a row for experts, where expert outputs are
-        added to the residual stream unchanged, so that rows can carry it; None where they cannot."""
+        """What makes rows for experts of the residual stream's rows, [R, M]; None where rows cannot carry it.
+
+        They can where expert outputs are added to the residual stream unchanged.
+        """
         ...
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
@@ -78,21 +80,26 @@ class ModelParts(Protocol):
         ...
 
     def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
-        """Return the parameters that every rank holds, by layer; embedding with the first, head with the
-        last.
+        """Return the parameters of a layer that every rank holds.
 
-        A layer names all that it uses, including what other layers use: the stack counts it once.
+        The first layer has the embedding too, the last one the head. A layer names all that it uses,
+        including what other layers use: the stack counts it once.
         """
         ...
 
     def partial_parameters(self, layer: int) -> list[nn.Parameter]:
-        """Return those replicated parameters to whose gradients every rank that shares attention adds a part,
-        however tokens lie: what is whole on every rank and computes before shards of weights."""
+        """Return the replicated parameters to whose gradients every rank that shares attention adds a part.
+
+        However tokens lie, they are those that are whole on every rank and compute before shards of weights.
+        """
         ...
 
     def token_parameters(self, layer: int) -> list[nn.Parameter]:
-        """Return those replicated parameters that are whole and compute on tokens one by one, from attention
-        to the end of the block: where ranks share a sample's tokens each adds a part, else each has all."""
+        """Return the replicated parameters that are whole and compute on tokens one by one.
+
+        They are those from attention to the end of the block. Where ranks share a sample's tokens each adds a
+        part, else each has all.
+        """
         ...
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
@@ -108,7 +115,7 @@ class Layer:
     several dictionaries.
 
     Attributes:
-        moe: None in a dense layer.
+        moe: The MoE layer; None in a dense layer.
         before: The number of MoE layers before it.
     """
 
@@ -125,13 +132,13 @@ class Layer:
 
 def layers_of(parts: ModelParts) -> tuple[Layer, ...]:
     """Return all layers as they are now."""
-    found: list[Layer] = []
+    layers: list[Layer] = []
     before = 0
     for block in parts.parts:
         moe = block.moe
-        found.append(Layer(block, moe, before))
+        layers.append(Layer(block, moe, before))
         before += moe is not None
-    return tuple(found)
+    return tuple(layers)
 
 
 # ---- the maker of routes from counts on a rank, by how its rows meet all shards of their experts ----------
@@ -141,7 +148,7 @@ def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
     """Return the maker of a layer's routes.
 
     Raises:
-        ConfigError: For parts that cannot be shared.
+        ConfigError: If a part of the layer cannot be shared.
     """
     # The slots of a soft gate are means over all tokens of a sample.
     if layout.tp_size > 1 and FORM_TOKENS[form] == "split" and isinstance(moe.gate, SoftRouter):
@@ -181,7 +188,7 @@ class ResidualTransport(Protocol):
     """What leaves the ranks of tokens, and what their experts' ranks send.
 
     Attributes:
-        separate_bytes: Bytes, per number of the residual stream, that follow a sample beside its rows.
+        separate_bytes: Bytes per number of the residual stream that follow a sample beside its rows.
     """
 
     @property
@@ -203,7 +210,7 @@ class SeparateResidual:
     """The residual stream stays at home, or follows its sample.
 
     Attributes:
-        wire_dtype: Of rows; None = unchanged.
+        wire_dtype: The type of rows in transit; None: unchanged.
     """
 
     wire_dtype: torch.dtype | None = None

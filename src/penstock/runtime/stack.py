@@ -93,10 +93,16 @@ class PipelinedStack(MarksExperts):
     own and runs on the same machinery. Expert parameters carry `allreduce = False`, as Megatron and DeepSpeed
     mark them: they belong to this rank (and to the `edp` replicas), not to everybody.
 
-    Attributes:
+    Args:
+        parts: The model in pieces; usually `model` itself.
+        make_plan: Makes a plan for the shape of a step and the bytes of gradients.
+        seed: The seed of dropout.
         moving: How the replicas of the next step are planned, where the plan has replica slots.
         sample_moving: How samples get new homes, where they move.
-        updating: Steps update parameters themselves, for a `ShardedAdamW`.
+        gathers_loads: Whether steps gather how often tokens of each rank chose each expert, see `loads`.
+        updating: How steps update parameters themselves, for a `ShardedAdamW`; None: they do not.
+
+    Attributes:
         timed: Whether the next steps measure when their tasks run, which on a GPU costs two events for each.
     """
 
@@ -154,7 +160,7 @@ class PipelinedStack(MarksExperts):
         self._numbers = SampleNumbers(machinery.layout)
         self.replan_request = ""
         self._make_plan = make_plan
-        twice = {key: each for f in self.features.values() for key, each in f.twice(HANDLERS).items()}
+        twice = {key: handler for f in self.features.values() for key, handler in f.twice(HANDLERS).items()}
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent, twice)
         self.bounds = bounds_of(self.moe_layers)
         self.plan = self.adopt(make_plan(self.base_shape, self.gradients.sizes_bytes))
@@ -162,30 +168,34 @@ class PipelinedStack(MarksExperts):
     def adopt(self, plan: StepPlan) -> StepPlan:
         """Use `plan` from the next step on.
 
-        Raises an error if its layers or the ranks' orders differ, or the model does not allow it; the stack
-        then keeps its plan.
+        After an error the stack keeps its plan. A feature may refuse a plan with an error of its own.
+
+        Raises:
+            ValueError: If the plan is for other layers.
+            ScheduleError: If its schedule does not fit its graph.
+            ScheduleMismatchError: On all ranks, if their plans differ.
         """
         check_planned_for(plan.shape, self._shape)
         features = self.features.values()
-        for each in features:
-            each.leave(self)
+        for feature in features:
+            feature.leave(self)
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
         # All that may refuse the plan comes first: the plan before it must stay whole.
-        for each in features:
-            each.check(plan, self)
+        for feature in features:
+            feature.check(plan, self)
         makers = self._route_makers(plan.shape)
-        for each in features:
-            each.adopt(plan, self)
+        for feature in features:
+            feature.adopt(plan, self)
         self.makers, self.plan = makers, plan
         return plan
 
     def of(self, kind: type[Part]) -> Part:
         """Return the part that a feature has in this stack, by its class."""
-        found = self.features[kind]
-        assert isinstance(found, kind), kind
-        return found
+        feature = self.features[kind]
+        assert isinstance(feature, kind), kind
+        return feature
 
     def send_by(self, name: str) -> None:
         """Let rows travel by the dispatch of this name, on all ranks, in the plan that is adopted next."""
@@ -205,7 +215,7 @@ class PipelinedStack(MarksExperts):
         """Return the plan, compiled for training or for the forward half alone.
 
         Raises:
-            ScheduleError: For a task that no handler can run.
+            ScheduleError: If no handler can run a task.
         """
         return self._programs.of(self.plan, training=training)
 
@@ -222,7 +232,7 @@ class PipelinedStack(MarksExperts):
             buckets=self.buckets,
             snapshot=self.gradients.snapshot,
             seed=self.seed,
-            features=tuple(found for each in self._active if (found := each.step(self)) is not None),
+            features=tuple(part for feature in self._active if (part := feature.step(self)) is not None),
         )
 
     def replan(self) -> StepPlan:
@@ -257,14 +267,17 @@ class PipelinedStack(MarksExperts):
             tokens_BL, labels_BL: int64 [B, L]; a label of -100 counts for nothing. Ranks may have batches of
                 different sizes, or empty ones; without a valid label anywhere only balance and z terms are
                 left.
-            sample_ids_B: Unique over the run, keys of dropout (default: counted).
+            sample_ids_B: Numbers of the samples, unique over the run: keys of dropout; None: they are
+                counted.
+            valid_BL: bool [B, L], False for padding; None if there is none.
             largest_batch: Samples of the largest batch of any rank, the same on all ranks, for routing with
                 fixed slots; without it, ranks ask each other.
-            documents_BL: int64, where every token's document begins; a token attends to no other document.
+            documents_BL: int64 [B, L], where every token's document begins; a token attends to no other
+                document.
 
         Raises:
-            ValueError: For a change of the model that cannot be taken up.
-            ParameterMismatchError: For a change that is not alike on all ranks.
+            ValueError: If a change of the model cannot be taken up.
+            ParameterMismatchError: If a change is not the same on all ranks.
         """
         training = torch.is_grad_enabled() and self.training
         given = self._given(tokens_BL, labels_BL, sample_ids_B, valid_BL, documents_BL, training=training)
@@ -291,17 +304,17 @@ class PipelinedStack(MarksExperts):
         """Return hidden states after the last layer, and what routers hand out, for a loss of the caller's.
 
         The forward half of a training step runs up to the head; the backward pass of any loss of what is
-        returned runs the backward half. What comes after the layers is the caller's: its gradients are
-        summed over ranks with those of the step. All ranks call it, and every rank's loss must depend on
-        the hidden states.
+        returned runs the backward half. What comes after the layers is the caller's: its gradients are summed
+        over ranks with those of the step. All ranks call it, and every rank's loss must depend on the hidden
+        states.
 
         Args:
-            tokens_BL: See `forward`.
-            sample_ids_B: See `forward`.
-            averaged: Gradients are averaged over ranks, as DistributedDataParallel does; else summed.
+            tokens_BL, sample_ids_B: See `forward`.
+            averaged: Whether gradients are averaged over ranks, as DistributedDataParallel does; otherwise
+                they are summed.
 
         Raises:
-            ValueError: As `forward` does; or ranks have to have batches of one size, or samples move.
+            ValueError: As `forward` does, and where ranks need batches of one size or samples move.
         """
         if self._sizes is not None:
             raise ValueError(
@@ -351,8 +364,8 @@ class PipelinedStack(MarksExperts):
     ) -> Samples:
         """Return the samples of a step that begins now, on the device; what has changed is taken up."""
         if training:
-            for each in self._active:
-                each.check_training()
+            for feature in self._active:
+                feature.check_training()
             check_no_checkpoint()
             check_no_data_parallel(self.model)
         self.consistency.read_late()
@@ -365,13 +378,13 @@ class PipelinedStack(MarksExperts):
 
     @contextmanager
     def requesting_replan(self, why: str) -> Iterator[None]:
-        """Ask, in forward passes inside, whether all ranks need another plan; others may be training
-        meanwhile.
+        """Ask, in forward passes inside, whether all ranks need another plan.
 
-        Such passes do not need the plan to reduce the parameters that are trained now.
+        Others may be training meanwhile. Such passes do not need the plan to reduce the parameters that are
+        trained now.
 
         Args:
-            why: The reason why this rank needs one, in words.
+            why: Why this rank needs one, in words.
 
         Raises:
             ScheduleMismatchError: On every rank, if not all ranks ask.
@@ -393,11 +406,11 @@ class PipelinedStack(MarksExperts):
         """Make the loss of the next steps of these terms; the same on all ranks.
 
         Args:
-            moe: Its coefficients weigh the balance and z terms.
+            moe: The configuration whose coefficients weigh the balance and z terms.
             balance: How the balance of experts is judged.
             valid: The number by which the sum of all ranks' token losses is divided; None: the number of
                 valid tokens.
-            ending: Makes what a step of labels ends with.
+            ending: Makes what a step with labels ends with.
         """
         self.moe, self.balance, self._ending = moe, balance, ending
         self.codec = StatisticsCodec(moe, balance, valid)
@@ -405,12 +418,15 @@ class PipelinedStack(MarksExperts):
     def compute_in(self, autocast_dtype: torch.dtype | None) -> None:
         """Compute next steps under autocast in this type.
 
+        Args:
+            autocast_dtype: The type; None: next steps compute without autocast.
+
         Raises:
-            ValueError: Where rows must stay exact.
+            ValueError: If rows must stay exact.
         """
         if autocast_dtype != self.machinery.autocast_dtype:
-            for each in self.features.values():
-                each.check_dtype(autocast_dtype, self)
+            for feature in self.features.values():
+                feature.check_dtype(autocast_dtype, self)
             self.machinery = replace(self.machinery, autocast_dtype=autocast_dtype)
 
     def compare_values(self) -> None:
@@ -432,8 +448,8 @@ class PipelinedStack(MarksExperts):
         All ranks must call it; a step does so by itself.
         """
         self._take_up_changes()
-        for each in self.features.values():
-            each.settle(self)
+        for feature in self.features.values():
+            feature.settle(self)
 
     def close(self) -> None:
         """End the machinery: its threads and connections, also for other stacks and copies that run on it."""
@@ -468,7 +484,7 @@ class PipelinedStack(MarksExperts):
         )
         copied.__dict__.update(
             copy.deepcopy({**self.__dict__, **of_a_step}, memo),
-            features={kind: each.copy() for kind, each in self.features.items()},
+            features={kind: feature.copy() for kind, feature in self.features.items()},
         )
         layout, device = self.machinery.layout, self.machinery.device
         copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
@@ -498,8 +514,8 @@ class PipelinedStack(MarksExperts):
             check_not_sharded(self.model)
             check_same(self._checked_shape(), self._shape)
             check_not_moved(placements_of(self.moe_layers), self._placements)
-            for each in self.features.values():
-                each.check_layers(self)
+            for feature in self.features.values():
+                feature.check_layers(self)
             self.makers = self._route_makers(self.plan.shape)
             self.mark_experts()
             if not self.replan_request:
@@ -518,14 +534,14 @@ class PipelinedStack(MarksExperts):
     @property
     def _active(self) -> list[StackFeature]:
         """The features that take part in steps of the present plan."""
-        return [each for each in self.features.values() if each.active]
+        return [feature for feature in self.features.values() if feature.active]
 
     @property
     def _sizes(self) -> Sizes | None:
         """How ranks deal with batches of different sizes; None: each runs the samples that it has."""
-        for each in self._active:
-            if (found := each.sizes(self)) is not None:
-                return found
+        for feature in self._active:
+            if (sizes := feature.sizes(self)) is not None:
+                return sizes
         fixed = any(layer is not None and layer.permutation.counts_slots for layer in self.moe_layers)
         return partial(equal_sizes, self.machinery.control) if fixed else None
 
@@ -533,8 +549,8 @@ class PipelinedStack(MarksExperts):
     def base_shape(self) -> StepShape:
         """The uncut shape of a step, before a system transforms it."""
         shape = self._shape
-        for each in self.features.values():
-            shape = each.shape(shape, self)
+        for feature in self.features.values():
+            shape = feature.shape(shape, self)
         return shape
 
     def _route_makers(self, shape: StepShape) -> list[RouteMaker | None]:

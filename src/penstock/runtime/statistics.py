@@ -40,15 +40,18 @@ class HeadSums:
 class StepStatistics:
     """Statistics of the whole batch, the same on all ranks. All tensors are float64.
 
+    `aux_Y` and `z` are without coefficients.
+
     Attributes:
-        loss: What is minimised: cross_entropy (mean over valid tokens) + aux + z terms with their
-            coefficients.
+        loss: What is minimised: `cross_entropy` + aux + z terms with their coefficients.
+        cross_entropy: The mean over valid tokens.
         aux_Y: The balance loss of every MoE layer.
-        z: The sum over MoE layers of the mean over tokens. Both without coefficients.
+        z: The sum over MoE layers of the mean over tokens.
+        valid: The number by which the sum of token losses was divided; not zero even where no label counts.
+        labels: The number of labels that count.
+        tokens: The number of tokens that are not padding, at least 1.
         chosen_YE: How often each expert was chosen, per MoE layer.
         dropped_Y: How many of these choices did not fit into the slots of their expert.
-        tokens, labels: counts.
-        valid: The number by which the sum of token losses was divided; not zero even where no label counts.
     """
 
     loss: Tensor
@@ -67,8 +70,13 @@ class StepStatistics:
         return self.aux_Y.sum()
 
     def on_host(self, *more: Tensor) -> tuple[StepStatistics, list[float]]:
-        """Return the same on the host, and other numbers of the device, by one copy for which the host
-        waits."""
+        """Return the same on the host, and other numbers of the device.
+
+        One copy brings all of them, and the host waits for it.
+
+        Args:
+            more: Scalars on the device.
+        """
         own = [getattr(self, each.name) for each in fields(self)]
         if not device_of(self.loss).is_gpu:
             return self, [float(each.detach()) for each in more]
@@ -84,8 +92,8 @@ HEADER = 4
 class StatisticsCodec:
     """Packs one rank's sums into one float64 vector (one small all-reduce) and reads the total.
 
-    Attributes:
-        valid: Replaces the number of valid tokens of all ranks; None: their actual number.
+    Args:
+        valid: A divisor in place of the number of valid tokens of all ranks; None: that number.
     """
 
     def __init__(self, config: MoEConfig, balance: Balance, valid: float | None = None) -> None:
@@ -94,19 +102,20 @@ class StatisticsCodec:
     @property
     def terms(self) -> int:
         """A number below 2**32 of the terms of the loss, by which ranks compare theirs."""
-        known = (
+        terms = (
             self._config.aux_loss_coeff,
             self._config.z_loss_coeff,
             self._valid,
             type(self._balance).__name__,
         )
-        return crc32(repr(known).encode())
+        return crc32(repr(terms).encode())
 
     def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[RouterSums]]) -> Tensor:
         """Return the sums as [HEADER + 2 * Y + 2 * Y * E].
 
         Args:
-            routers: Per MoE layer, per microbatch.
+            heads: The sums of the head, by microbatch.
+            routers: The sums of routers, by MoE layer, then by microbatch.
         """
         everything = [sums for layer in routers for sums in layer]
         loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
@@ -188,7 +197,7 @@ def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         labels_T: [T], tokens of the vocabulary or -100.
 
     Raises:
-        IndexError: for a label outside the vocabulary, on a CPU; a GPU ends with an assertion on the device.
+        IndexError: On a CPU, for a label outside the vocabulary; a GPU ends with an assertion on the device.
     """
     if logits_TV.numel() <= NUMBERS_AT_ONCE:
         precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
@@ -216,11 +225,11 @@ class _InPieces(torch.autograd.Function):
         logits_TV, labels_T, totals_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
         for piece_TV, piece_T, total_T, out_TV in in_pieces(logits_TV, labels_T, totals_T, grad_TV):
-            known_T1 = (piece_T != NO_LABEL).unsqueeze(1)
+            labelled_T1 = (piece_T != NO_LABEL).unsqueeze(1)
             slope_TV = (piece_TV.to(total_T.dtype) - total_T.unsqueeze(1)).exp_()
-            label_T1 = piece_T.unsqueeze(1).where(known_T1, 0)
+            label_T1 = piece_T.unsqueeze(1).where(labelled_T1, 0)
             slope_TV.scatter_add_(1, label_T1, -torch.ones_like(total_T).unsqueeze(1))
-            out_TV.copy_(slope_TV.mul_(known_T1 * grads[0]))
+            out_TV.copy_(slope_TV.mul_(labelled_T1 * grads[0]))
         return grad_TV, None
 
 
@@ -262,9 +271,9 @@ class LoadHistory:
     the same history. It has only steps that were trained on, and whose graph gathers loads.
 
     Attributes:
-        steps: How many there have been in all.
+        steps: The number of steps in all, kept or not.
         of_samples: Loads of the samples that this rank had in the last step, by MoE layer and microbatch.
-        replications: Those of the last step, by MoE layer; () where no replicas may be held.
+        replications: The replications of the last step, by MoE layer; () where no replicas may be held.
     """
 
     def __init__(self, kept: int = STEPS_KEPT) -> None:
@@ -287,10 +296,10 @@ class LoadHistory:
 
     def __getitem__(self, index: int) -> Loads:
         """Return the loads of a kept step: -1 = the last. Costs a copy from a GPU when first read."""
-        found = self._kept[index]
-        if isinstance(found, Tensor):
-            found = self._kept[index] = found.cpu().numpy()
-        return found
+        loads = self._kept[index]
+        if isinstance(loads, Tensor):
+            loads = self._kept[index] = loads.cpu().numpy()
+        return loads
 
     def __iter__(self) -> Iterator[Loads]:
         """Yield the loads of the kept steps, oldest first."""

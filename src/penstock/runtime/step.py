@@ -61,7 +61,7 @@ class Stack(Protocol):
     """The stack whose step it is, as far as a step needs it for as long as it lasts.
 
     Attributes:
-        execution, statistics: Of the step that ran last, in either of its halves.
+        execution, statistics: Those of the step that ran last, in either of its halves.
     """
 
     parts: ModelParts
@@ -88,9 +88,9 @@ class Stack(Protocol):
 class Step:
     """One iteration: its context and its execution.
 
-    Attributes:
-        before: The first run of the same step, of which this is the second: its rows are counted, whatever
-            bounds later steps may have.
+    Args:
+        before: The first run of the same step, if this is the second, whose rows are counted, whatever bounds
+            later steps may have; None: this is the first.
     """
 
     def __init__(
@@ -184,14 +184,14 @@ class Step:
     def _run(self) -> None:
         """Run the next half. In backward, too, experts have expert_slots, for what is recomputed."""
         with self.taken.machinery.computing(), ExitStack() as inside:
-            for each in self.taken.features:
-                inside.enter_context(each.applied())
+            for feature in self.taken.features:
+                inside.enter_context(feature.applied())
             inside.enter_context(self.bounds.applied())
             self.execution.run()
 
     def _give_back(self) -> None:
-        for each in self.taken.features:
-            each.over()
+        for feature in self.taken.features:
+            feature.over()
 
     def _show(self, statistics: StepStatistics) -> None:
         """Show this step on the stack as the one that ran last, in either of its halves."""
@@ -208,14 +208,14 @@ class Step:
         self.stack.consistency.slope = self.context.slopes.alike
         gradients = self.stack.gradients.backward_pass(self.buckets)
         # What can be undone is issued before the host knows whether rows exceeded their bounds.
-        undoes = gradients.can_be_undone and all(each.can_be_undone for each in self.taken.features)
+        undoes = gradients.can_be_undone and all(feature.can_be_undone for feature in self.taken.features)
         with self.model_state.restored(), self.stack.outside.apart():
             if not undoes and self.bounds.exceeded():
                 self._check(gradients)
                 self._repeat(grads)
                 return
-            for each in self.taken.features:
-                each.begin_backward(self.buckets, self.stack.gradients.name_of)
+            for feature in self.taken.features:
+                feature.begin_backward(self.buckets, self.stack.gradients.name_of)
             self._check(gradients)
             try:
                 gradients.begin()
@@ -232,9 +232,9 @@ class Step:
             except BaseException as error:
                 # Earlier gradients are restored; what cannot be restored is noted on the error.
                 doubts = [gradients.abandon()]
-                doubts += [each.failed(begun=self.finished) for each in self.taken.features]
-                if told := [doubt for doubt in doubts if doubt]:
-                    error.add_note(told[-1])
+                doubts += [feature.failed(begun=self.finished) for feature in self.taken.features]
+                if noted := [doubt for doubt in doubts if doubt]:
+                    error.add_note(noted[-1])
                 raise
             self._end()
 
@@ -255,8 +255,8 @@ class Step:
         if self.context.loads_PYE is not None:
             loads, samples = self.context.loads_PYE, self.context.sample_loads
             self.stack.loads.add(loads, samples, self.context.replications)
-        for each in self.taken.features:
-            each.end(self.context, self.execution.graph)
+        for feature in self.taken.features:
+            feature.end(self.context, self.execution.graph)
         self._show(statistics)
 
     def _check(self, gradients: BackwardPass) -> None:
@@ -273,14 +273,13 @@ class Step:
         the second run."""
         self.finished = True
         self.stack.consistency.read_late()
-        again = self.again()
-        self.loss.copy_(again.forward()[0])
-        again.backward(*grads)
+        second = self.again()
+        self.loss.copy_(second.forward()[0])
+        second.backward(*grads)
 
     @property
     def must_tell_at_once(self) -> bool:
-        """Whether the outputs may be read when the forward half has run, so that they must be right by
-        then."""
+        """Whether the outputs must be right when the forward half has run, since they may be read then."""
         late = self.training and self.stack.bounds.late and not self.ending.tells_at_once
         return self.stack.bounds.repeats_steps and not late
 
@@ -296,9 +295,9 @@ class Step:
         """Return the same step with its rows counted; this one is at its end, and keeps no tensors."""
         self.model_state.rewind()
         self.execution.drop()
-        again = Step(self.stack, self.batch, self.training, self.ending, before=self)
+        counted = Step(self.stack, self.batch, self.training, self.ending, before=self)
         del self.context
-        return again
+        return counted
 
 
 # ---- what a backward pass must find as its forward pass left it: values, and what decides what is
@@ -319,7 +318,7 @@ class ForwardState:
     A parameter's version says whether it was written to, but not by `parameter.data`. So a few of its
     elements are compared, too: that finds whatever changes most of them, such as weights that are swapped.
 
-    Attributes:
+    Args:
         recomputes: Whether tasks run a second time in the backward pass. They then also need the same
             modules, in the same mode, and the same buffers.
         rewinds: Whether the forward pass itself may be run a second time at its end, after `rewind`.
@@ -415,7 +414,7 @@ class Samples:
             elif not torch.equal(before, now):
                 sizes = [view.numel() * view.itemsize for _, view in self._views[kind]]
                 pairs = zip(self._views[kind], before.split(sizes), now.split(sizes), strict=True)
-                return next(p for (p, _), was, found in pairs if not torch.equal(was, found))
+                return next(p for (p, _), was, present in pairs if not torch.equal(was, present))
         return None
 
     def _read(self) -> dict[Kind, Tensor]:

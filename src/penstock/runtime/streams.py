@@ -77,12 +77,12 @@ class StreamLanes:
             main.wait_event(ends[wanted])
         ACTIVITY.issued(self._now(main, timed=False).query)
         self._wait(hosted)
-        found = [future.result() for future in hosted]
+        ran = [future.result() for future in hosted]
         if ACTIVITY.lost is not None:
             failure = LaneError(order.calls[-1][2].task, 0.0)
             stop_others(self._on_failure, failure)
             raise failure from PeerLostError(ACTIVITY.lost)
-        return (lambda: [*self._elapsed(origin, spans), *found]) if timed else list
+        return (lambda: [*self._elapsed(origin, spans), *ran]) if timed else list
 
     def close(self) -> None:
         self._streams.clear()
@@ -165,9 +165,9 @@ def _ended_by_others(error: BaseException) -> BaseException:
     """Return the error, or in its place that another rank no longer takes part: numbers are anything then."""
     if ACTIVITY.lost is None or not isinstance(error, Exception) or is_transport_error(error):
         return error
-    found = PeerLostError(ACTIVITY.lost)
-    found.__cause__ = error
-    return found
+    lost = PeerLostError(ACTIVITY.lost)
+    lost.__cause__ = error
+    return lost
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,9 @@ class IssueOrder:
     """What one thread issues.
 
     Attributes:
-        calls: With their numbers on their lanes, from 1.
-        awaited: The calls whose end others, or the caller, wait for.
-        last: Of every lane beside the compute lane, the last call.
+        calls: The calls, with their lanes and their numbers there, from 1.
+        awaited: The calls for whose end others, or the caller, wait.
+        last: The last call of every lane beside the compute lane.
     """
 
     calls: Sequence[tuple[Lane, int, Call]]
@@ -221,9 +221,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     What a type holds is worked out once: this runs for every task, on the thread that issues all of them.
     """
-    found: list[Tensor] = []
-    _gather(value, found)
-    return found
+    tensors: list[Tensor] = []
+    _gather(value, tensors)
+    return tensors
 
 
 Gathering = Callable[[Any, list[Tensor]], None]
@@ -245,15 +245,15 @@ def _gather(value: Any, found: list[Tensor]) -> None:
 
 def _gathering_of(kind: type) -> Gathering | None:
     """Return how the tensors inside values of a type are found."""
-    known: dict[type | tuple[type, ...], Gathering | None] = {
+    by_kind: dict[type | tuple[type, ...], Gathering | None] = {
         Tensor: lambda value, found: found.append(value),
         Later: lambda value, found: _gather(value.holds, found),
         Task: None,  # behind edges that order tasks, and hand on nothing
         Mapping: lambda value, found: _gather_all(value.values(), found),
         (list, tuple): _gather_all,
     }
-    for each, gathering in known.items():
-        if issubclass(kind, each):
+    for base, gathering in by_kind.items():
+        if issubclass(kind, base):
             return gathering
     if not is_dataclass(kind):
         return None
@@ -262,5 +262,5 @@ def _gathering_of(kind: type) -> Gathering | None:
 
 
 def _gather_all(values: Iterable[Any], found: list[Tensor]) -> None:
-    for each in values:
-        _gather(each, found)
+    for value in values:
+        _gather(value, found)

@@ -37,7 +37,7 @@ class Transport(Protocol):
         ...
 
     def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        """Send every rank's rows to its whole group, [sizes[mine], ...] to [sum(sizes), ...], by place."""
+        """Send every rank's rows to its whole group, [sizes[place], ...] to [sum(sizes), ...], by place."""
         ...
 
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
@@ -52,7 +52,8 @@ class Transport(Protocol):
         """Return the sum of all ranks' rows for this one.
 
         Args:
-            rows: [sum(sizes), ...], those for every place.
+            rows: [sum(sizes), ...], the rows for every place.
+            sizes: The number of rows for every place.
         """
         ...
 
@@ -87,9 +88,10 @@ class Transports:
     """One transport per communication lane.
 
     Attributes:
-        intra: Only where a dispatch has legs inside nodes.
-        make: Makes another transport, for groups that a plan needs and no transport has; None = all have all
+        intra: The transport inside nodes, only where a dispatch has legs there.
+        make: Makes another transport, for groups that a plan needs and no transport has; None: there are all
             groups.
+        more: The transports that were made for such groups.
         sends: Whether ranks get what others send.
     """
 
@@ -116,8 +118,8 @@ class Transports:
         held = {Lane.INTER: self.inter, Lane.INTRA: self.intra}
         for lane, axes in sorted(set(pairs)):
             transport = held.get(lane)
-            known = (lane, axes) in self.more or (transport is not None and transport.has(axes))
-            if not known and self.make is not None:
+            exists = (lane, axes) in self.more or (transport is not None and transport.has(axes))
+            if not exists and self.make is not None:
                 self.more[lane, axes] = self.make((axes,))
 
     @property
@@ -217,19 +219,19 @@ def scattered_in_order(rows: Tensor, sizes: Sequence[int], group: Axes, transpor
     """Return this rank's part of a reduce-scatter, all of whose parts are sent here and added by place."""
     if len(sizes) == 1:
         return rows
-    mine = sizes[transport.place(group)]
-    found = transport.all_to_all(rows, sizes, [mine] * len(sizes), group)
-    return summed(found.split(mine)) if mine else found
+    own_size = sizes[transport.place(group)]
+    received = transport.all_to_all(rows, sizes, [own_size] * len(sizes), group)
+    return summed(received.split(own_size)) if own_size else received
 
 
 # ---- a transport that sends nothing: the same computation without a network, to measure it alone ----------
 
 
 class SilentTransport(Unconnected):
-    """Gives every rank rows of the right number, made from its own. Values are wrong, sizes and work are
-    right.
+    """Gives every rank rows of the right number, made from its own.
 
-    Only for routing with a fixed capacity: exchanged counts would be wrong, too.
+    Values are wrong, sizes and work are right. Only for routing with a fixed capacity: exchanged counts would
+    be wrong, too.
     """
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
@@ -277,10 +279,9 @@ T = TypeVar("T")
 class Later(Generic[T]):
     """A value that is made when it is first read, once, by the lane that reads it first.
 
-    Their memory must outlive the stream that reads the value (`lanes.tensors_in`).
-
     Attributes:
-        holds: The tensors that `make` reads, or values with tensors inside.
+        holds: The tensors that `make` reads, or values with tensors inside. Their memory must outlive the
+            stream that reads the value (`streams.tensors_in`).
     """
 
     def __init__(self, make: Callable[[], T], holds: tuple[Any, ...] = ()) -> None:
@@ -343,10 +344,13 @@ def exchange_counts(
     """Tell other ranks what they will get.
 
     Args:
-        counts_CN: By slice, N = counts per rank * ranks, rank by rank; an array is the same on all ranks,
-            which then are not told.
-        degrees: The numbers of chunks in which rows will travel; none = every slice is one.
+        counts_CN: Rows by slice; N = counts per rank * ranks, rank by rank. An array is the same on all
+            ranks, which then are not told.
+        degrees: The numbers of chunks in which rows will travel; None: every slice is one.
         group: The ranks to be told.
+
+    Returns:
+        The routes, from a GPU later, when the counts have come.
     """
     if not isinstance(counts_CN, Tensor):
         return maker.fixed(counts_CN, degrees)
@@ -376,17 +380,22 @@ def send_home(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
     rows = transport.all_to_all(rows, leg.output_splits, leg.input_splits, leg.axes)
     if leg.sorted_already:
         return rows
-    found: list[list[Tensor]] = [[] for _ in leg.sizes]
+    by_block: list[list[Tensor]] = [[] for _ in leg.sizes]
     for block, part in zip(leg.order, rows.split([leg.sizes[block] for block in leg.order]), strict=True):
-        found[block].append(part)
-    return torch.cat([summed(parts) for parts in found if parts])
+        by_block[block].append(part)
+    return torch.cat([summed(parts) for parts in by_block if parts])
 
 
 # ---- tokens of samples that several ranks share: B samples, L tokens per sample, M hidden size -------------
 
 
 def gathered(mine_BLM: Tensor, lengths: Sequence[int], transport: Transport, axes: Axes) -> Tensor:
-    """Return the tokens of all ranks, each of which has so many of every sample."""
+    """Return the tokens of all ranks.
+
+    Args:
+        mine_BLM: This rank's part of every sample.
+        lengths: The tokens of a sample on every rank.
+    """
     samples, hidden = mine_BLM.shape[0], mine_BLM.shape[2]
     rows = mine_BLM.reshape(samples * mine_BLM.shape[1], hidden)
     sizes = [samples * length for length in lengths]
@@ -395,8 +404,13 @@ def gathered(mine_BLM: Tensor, lengths: Sequence[int], transport: Transport, axe
 
 
 def scattered(all_BLM: Tensor, lengths: Sequence[int], rank: int, transport: Transport, axes: Axes) -> Tensor:
-    """Return the sum over ranks of the tokens of this one."""
+    """Return the sum over ranks of the tokens of this one.
+
+    Args:
+        lengths: The tokens of a sample on every rank.
+        rank: This rank's place.
+    """
     samples, _, hidden = all_BLM.shape
     rows = torch.cat([part.reshape(-1, hidden) for part in all_BLM.split(list(lengths), dim=1)])
-    mine = transport.reduce_scatter(rows, [samples * length for length in lengths], axes)
-    return mine.view(samples, lengths[rank], hidden)
+    own_rows = transport.reduce_scatter(rows, [samples * length for length in lengths], axes)
+    return own_rows.view(samples, lengths[rank], hidden)
