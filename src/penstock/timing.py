@@ -143,8 +143,8 @@ def earliest(links: Links, seconds: Sequence[float], begin_s: Sequence[float] = 
         begin_s: By task, when it may begin at the earliest; `-inf` where only what it reads counts.
     """
     ends: list[float] = []
-    for needs, each, begin in zip(links, seconds, begin_s or [0.0] * len(links), strict=True):
-        ends.append(max([begin, *[ends[need] for need in needs]]) + each)
+    for needs, took_s, begin in zip(links, seconds, begin_s or [0.0] * len(links), strict=True):
+        ends.append(max([begin, *[ends[need] for need in needs]]) + took_s)
     return ends
 
 
@@ -229,9 +229,9 @@ class ListScheduler:
 
     def play(self, keys: Keys) -> Found:
         """Return the list schedule: an idle lane at once starts its ready task with the smallest key."""
-        found = self.play_below(keys, inf)
-        assert found is not None, "every order takes less than for ever"
-        return found
+        best = self.play_below(keys, inf)
+        assert best is not None, "every order takes less than for ever"
+        return best
 
     def play_below(self, keys: Keys, most_s: float) -> Found | None:
         """Return what `play` returns; None as soon as a lane has too much work left to end by `most_s`."""
@@ -475,8 +475,8 @@ class LowerBound:
 
 def lower_bound(graph: Graph, cost: Cost, mesh: Mesh | None = None) -> LowerBound:
     """Return the bound for every schedule of this graph; each lane's work is that of its slowest rank."""
-    found, every = {task: cost(task) for task in graph.tasks}, range(len(graph.tasks))
-    busy, seconds = lane_work(found), list(found.values())
+    by_task, every = {task: cost(task) for task in graph.tasks}, range(len(graph.tasks))
+    busy, seconds = lane_work(by_task), list(by_task.values())
     busiest = max(busy, key=lambda lane: busy[lane])
     if _differ(seconds):
         _, ends = _timed(every, graph, seconds, mesh or Mesh(), lanes=every)
@@ -489,9 +489,9 @@ def lower_bound(graph: Graph, cost: Cost, mesh: Mesh | None = None) -> LowerBoun
 def lane_work(seconds: Mapping[Task, Any]) -> dict[Lane, float]:
     """Return the seconds of work on every lane, on the rank that has most work there."""
     work: dict[Lane, Any] = {}
-    for task, each in seconds.items():
+    for task, task_s in seconds.items():
         lane = task.lane
-        work[lane] = work.get(lane, 0.0) + each
+        work[lane] = work.get(lane, 0.0) + task_s
     return {lane: float(np.max(total)) for lane, total in work.items()}
 
 

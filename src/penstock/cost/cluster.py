@@ -80,8 +80,8 @@ class ClusterConfig:
     @property
     def issuing(self) -> Issuing | None:
         """What handing out tasks takes of one thread; None where every lane has its own."""
-        found = Issuing(self.issue_task_s, self.issue_kernel_s)
-        return found if found.task_s or found.kernel_s else None
+        issuing = Issuing(self.issue_task_s, self.issue_kernel_s)
+        return issuing if issuing.task_s or issuing.kernel_s else None
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> Self:
         """Return the cluster with these factors on bandwidth between and inside nodes, and speed of devices.

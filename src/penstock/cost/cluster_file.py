@@ -309,10 +309,10 @@ class ClusterFile:
     def usual_precision(self) -> tuple[Computing, str]:
         """What `train.precision=auto` means on these devices, and why, as text."""
         name = self.device_name
-        known = find_device(name)
-        if known is not None:
-            units = "has" if known.bfloat16_tflops is not None else "has no"
-            return known.usual, f"the device, {name}, {units} units for bfloat16"
+        device = find_device(name)
+        if device is not None:
+            units = "has" if device.bfloat16_tflops is not None else "has no"
+            return device.usual, f"the device, {name}, {units} units for bfloat16"
         if name == CPU:
             return "float32", "the devices are CPUs"
         if self.precision:
@@ -331,7 +331,7 @@ class ClusterFile:
             return self
         device = find_device(self.device_name)
         now, then = (
-            None if device is None else device.peak_tflops(each) for each in (self.precision, precision)
+            None if device is None else device.peak_tflops(kind) for kind in (self.precision, precision)
         )
         if now is None or then is None:
             return self
@@ -342,14 +342,17 @@ class ClusterFile:
     def peak_flops_per_s(self) -> float | None:
         """Highest rate of a matrix product on one rank while all ranks multiply; None = not measured."""
         rates = (
-            point[0] / point[1] for each in self.kernels if each.name == PRODUCT for point in each.points
+            point[0] / point[1]
+            for kernel in self.kernels
+            if kernel.name == PRODUCT
+            for point in kernel.points
         )
         return max(rates, default=None)
 
     def link(self, collective: str, group: str, op: str = "") -> LinkModel | None:
         """Return the measured model; None if there is none."""
-        found = (x for x in self.links if (x.collective, x.group, x.op) == (collective, group, op))
-        return next(found, None)
+        matching = (x for x in self.links if (x.collective, x.group, x.op) == (collective, group, op))
+        return next(matching, None)
 
     def beside(self, other: ClusterFile) -> ClusterFile:
         """Return file with missing links and tasks taken from another file, measured by the same rates."""
@@ -412,9 +415,9 @@ def mismatch(file: ClusterFile, machine: Machine, ranks: int, nodes: int) -> str
         return None
     pairs = [("ranks", file.ranks, ranks), ("nodes", file.nodes, nodes)]
     pairs += [
-        (each.name, getattr(file.measured, each.name), getattr(machine, each.name))
-        for each in fields(Machine)
-        if each.name not in NO_MATTER
+        (fact.name, getattr(file.measured, fact.name), getattr(machine, fact.name))
+        for fact in fields(Machine)
+        if fact.name not in NO_MATTER
     ]
     differences = [f"{what} {then} (here {now})" for what, then, now in pairs if then != now]
     if not differences:

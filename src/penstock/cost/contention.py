@@ -92,7 +92,7 @@ def fit_contention(seen: Sequence[Sighting], usual: float = 1.0) -> Contention |
     if len(seen) < LEAST_SIGHTINGS:
         return None
     shares, ratios, weights = (
-        np.array([getattr(each, name) for each in seen]) for name in ("share", "ratio", "modelled_s")
+        np.array([getattr(sighting, name) for sighting in seen]) for name in ("share", "ratio", "modelled_s")
     )
     low, high = (_quantile(shares, weights, part) for part in (0.1, 0.9))
     beside = usual

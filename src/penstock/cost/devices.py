@@ -103,12 +103,12 @@ DEVICES = (
 @cache
 def find_device(name: str) -> Device | None:
     """Return the device of which a name speaks, such as `NVIDIA H100 80GB HBM3`; None = unknown."""
-    found = []
+    devices = []
     for each in DEVICES:  # whose words stand in the name, with or without spaces between them
-        words = r"[\s_-]*".join(map(re.escape, each.name.lower().split()))
-        if re.search(rf"(?<![a-z0-9]){words}(?![a-z0-9])", name.lower()):
-            found.append(each)
-    return max(found, key=lambda each: len(each.name), default=None)
+        pattern = r"[\s_-]*".join(map(re.escape, each.name.lower().split()))
+        if re.search(rf"(?<![a-z0-9]){pattern}(?![a-z0-9])", name.lower()):
+            devices.append(each)
+    return max(devices, key=lambda each: len(each.name), default=None)
 
 
 # ---- how fast the kernels of a device are of which nothing but the data sheet is known --------------------
@@ -224,9 +224,9 @@ class Efficiency:
         forward, inputs = phase in (Phase.FORWARD, Phase.RECOMPUTE), phase in (Phase.BACKWARD, Phase.INPUT)
         ways = [forward, inputs, phase in (Phase.BACKWARD, Phase.WEIGHT)]
         total: Any = 0.0
-        for each in kernels.products:
-            total = total + each.number * sum(
-                self._product_s(each, way, load) for way, wanted in enumerate(ways) if wanted
+        for product in kernels.products:
+            total = total + product.number * sum(
+                self._product_s(product, way, load) for way, wanted in enumerate(ways) if wanted
             )
         if phase is Phase.WEIGHT:
             return total

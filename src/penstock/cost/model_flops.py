@@ -47,8 +47,8 @@ class ModelFlops:
             device, precision: Of the ranks; where the device is known, the peak is that of its data sheet, as
                 others count it, and otherwise the fastest product that was measured.
         """
-        known, source = find_device(device), f"data sheet of {device}"
-        tflops = None if known is None else known.peak_tflops(precision)
+        sheet, source = find_device(device), f"data sheet of {device}"
+        tflops = None if sheet is None else sheet.peak_tflops(precision)
         peak_per_s = None if tflops is None else 1e12 * tflops
         if peak_per_s is None and file is not None:
             peak_per_s, source = file.peak_flops_per_s, "fastest product measured"
@@ -59,8 +59,8 @@ class ModelFlops:
         per_token = PASSES * (sum(sparse if is_moe else dense for is_moe in moe_layers) + work.head_flops(1))
         if peak_per_s is None:
             return ModelFlops(per_token=per_token, peak_per_s=None)
-        words = f"{peak_per_s / 1e12:.3g} TFLOP/s per rank ({source})"
-        return ModelFlops(per_token=per_token, peak_per_s=work.world_size * peak_per_s, peak_words=words)
+        text = f"{peak_per_s / 1e12:.3g} TFLOP/s per rank ({source})"
+        return ModelFlops(per_token=per_token, peak_per_s=work.world_size * peak_per_s, peak_words=text)
 
     def utilisation(self, tokens_per_s: float) -> float | None:
         """Return the share of the peak that the model's own products use; None where no peak is known."""

@@ -46,27 +46,27 @@ class StepCost:
     )
 
     def __call__(self, task: Task) -> float:
-        known = self._seconds.get(id(task))  # quicker than by its name; kept, it keeps its id
-        if known is None:
-            known = self._seconds[id(task)] = self._of_alike(task), task
-        return known[0]
+        entry = self._seconds.get(id(task))  # quicker than by its name; kept, it keeps its id
+        if entry is None:
+            entry = self._seconds[id(task)] = self._of_alike(task), task
+        return entry[0]
 
     def _of_alike(self, task: Task) -> float:
         layer, op, phase, microbatch, chunk, piece = task.name
         samples = None if microbatch is None else self._samples[microbatch]
-        alike: tuple[object, ...] = self._kinds[layer], op, phase, samples, chunk, piece
+        kind: tuple[object, ...] = self._kinds[layer], op, phase, samples, chunk, piece
         if self.shape.more:  # passes of one's own may treat layers differently that are alike
-            alike = (*alike, task.lane, task.axes, task.cut, tuple(task.inputs))
-        known = self._alike.get(alike)
-        if known is None:
+            kind = (*kind, task.lane, task.axes, task.cut, tuple(task.inputs))
+        seconds = self._alike.get(kind)
+        if seconds is None:
             facts = task.lane, task.axes, task.cut, tuple(task.inputs)
             key = self._layers[layer], op, phase, samples, chunk, piece, facts
-            known = self.shared.get(key)
-            if known is None:
+            seconds = self.shared.get(key)
+            if seconds is None:
                 computes = task.lane.computes
-                known = self.shared[key] = self.compute_s(task) if computes else self.communication_s(task)
-            self._alike[alike] = known
-        return known
+                seconds = self.shared[key] = self.compute_s(task) if computes else self.communication_s(task)
+            self._alike[kind] = seconds
+        return seconds
 
     @cached_property
     def _layers(self) -> list[tuple[object, ...]]:

@@ -259,8 +259,8 @@ class Workload:
 
     def attention_flops(self, tokens: int) -> float:
         """Return operations of projections, causal scores and values, and the router."""
-        each = 2 * self.heads.weights + self.heads.score_flops(self.seq_len)
-        return tokens * each + self.router_flops(tokens)
+        per_token = 2 * self.heads.weights + self.heads.score_flops(self.seq_len)
+        return tokens * per_token + self.router_flops(tokens)
 
     def router_flops(self, tokens: int) -> float:
         """Return operations of the gate's matrix product."""

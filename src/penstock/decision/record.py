@@ -273,8 +273,8 @@ class Decision:
     def words(self) -> str:
         """The plan in words: everything that its schedule reads, and nothing else."""
         read = [each for name, each in FIELDS.items() if self.reads(name)]
-        told = [(each.cuts, text) for each in read if each.words and (text := each.words(self))]
-        cut, rest = ([text for cuts, text in told if cuts is wanted] for wanted in (True, False))
+        described = [(each.cuts, text) for each in read if each.words and (text := each.words(self))]
+        cut, rest = ([text for cuts, text in described if cuts is wanted] for wanted in (True, False))
         return f"{self.schedule}: {', '.join((cut or ['whole batch']) + rest)}"
 
     def check(self) -> None:
@@ -366,8 +366,8 @@ class ScheduleConfig(Decision):
         said = {name: getattr(self, name) for name in types_of(Decision)}
         chunks, backward_chunks = self.degrees
         elsewhere = {"dispatch": dispatch, "recompute": recompute}
-        found = Decision(**{**said, **elsewhere, "chunks": chunks, "backward_chunks": backward_chunks})
-        return found if placement is None else found.with_placement(placement)
+        decided = Decision(**{**said, **elsewhere, "chunks": chunks, "backward_chunks": backward_chunks})
+        return decided if placement is None else decided.with_placement(placement)
 
     def saying(self, choice: Decision) -> Self:
         """Return the section that stands for `choice`."""

@@ -38,11 +38,11 @@ class GradientBytes(NamedTuple):
 
     def of_form(self, form: ExpertForm) -> GradientBytes:
         """Return the bytes in a step with this expert form."""
-        found = dict(self.partial_by_form).get(form, self.partial)
-        if found == self.partial:
+        partial = dict(self.partial_by_form).get(form, self.partial)
+        if partial == self.partial:
             return self
-        sizes = zip(self.replicated, self.partial, found, strict=True)
-        return self._replace(replicated=tuple(r + p - q for r, p, q in sizes), partial=found)
+        sizes = zip(self.replicated, self.partial, partial, strict=True)
+        return self._replace(replicated=tuple(r + p - q for r, p, q in sizes), partial=partial)
 
 
 @dataclass(frozen=True, kw_only=True)

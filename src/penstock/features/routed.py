@@ -219,12 +219,12 @@ def within(collective: Collective, group: Axes, sizes: tuple[int, ...], place: i
     Args:
         place: This rank's.
     """
-    mine = (sizes[place],)
+    own = (sizes[place],)
     match collective:
         case "all_gather":
-            return Move(collective, group, mine, sizes, row_bytes)
+            return Move(collective, group, own, sizes, row_bytes)
         case "reduce_scatter":  # every member gets parts and adds them, on GPUs in a ring of as many bytes
-            return Move("all_to_all", group, sizes, mine * len(sizes), row_bytes)
+            return Move("all_to_all", group, sizes, own * len(sizes), row_bytes)
         case "all_reduce":
             return Move(collective, group, (sum(sizes),), (sum(sizes),), row_bytes)
     return Move("", group, (), (), row_bytes)
@@ -242,11 +242,11 @@ def exchanged(step: RoutedStep, task: Task, rank: int, sent: Counts, along: Axes
         sent: Forward, from place to place; what stays is not handed over.
     """
     mesh, table = step.sizes.mesh, sent if task.forward else sent.T
-    mine = mesh.place(rank, along)
+    own_place = mesh.place(rank, along)
     places = [mesh.place(member, along) for member in mesh.members(rank, task.axes)]
     there, back = (
-        tuple(0 if place == mine else int(row[place]) for place in places)
-        for row in (table[mine], table[:, mine])
+        tuple(0 if place == own_place else int(row[place]) for place in places)
+        for row in (table[own_place], table[:, own_place])
     )
     return Move("all_to_all", task.axes, there, back, row_bytes)
 

@@ -101,28 +101,28 @@ class Graph:
             return False
         if len(self.tasks) <= MOST_WITH_BITS:
             return bool(self._behind[last] >> first & 1)
-        found: set[int] = set()
+        visited: set[int] = set()
         left = [last]
         while left:
             needs = self.links[left.pop()]
             if first in needs:
                 return True
             for need in needs:
-                if need > first and need not in found:
-                    found.add(need)
+                if need > first and need not in visited:
+                    visited.add(need)
                     left.append(need)
         return False
 
     @cached_property
     def _behind(self) -> list[int]:
         """By position of a task, all tasks from which edges lead to it, as the bits of one number."""
-        found: list[int] = []
+        behind: list[int] = []
         for needs in self.links:
             bits = 0
             for need in needs:
-                bits |= found[need] | 1 << need
-            found.append(bits)
-        return found
+                bits |= behind[need] | 1 << need
+            behind.append(bits)
+        return behind
 
     def check(self) -> Graph:
         """Return self.
@@ -143,4 +143,6 @@ class Graph:
 
     def _named(self, places: Sequence[Sequence[int]]) -> dict[Task, tuple[Task, ...]]:
         tasks = self.tasks
-        return {task: tuple([tasks[i] for i in found]) for task, found in zip(tasks, places, strict=True)}
+        return {
+            task: tuple([tasks[i] for i in positions]) for task, positions in zip(tasks, places, strict=True)
+        }

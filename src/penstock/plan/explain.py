@@ -73,10 +73,10 @@ class Explanation:
                 shares.append(f"{lane_words(lane, nodes=self.nodes)}{inside} {100 * share:.0f} %")
         budget = "" if self.budget is None else f" of {gib(self.budget.bytes)}"
         part, size = next(iter(self.memory.parts.items()))
-        following, found = "no other plan is possible", self.next_best
-        if found is not None:
-            longer = change(found.predicted_s, best.predicted_s)
-            following = f"{found.choice.words}; {found.predicted} ({longer})"
+        following, next_best = "no other plan is possible", self.next_best
+        if next_best is not None:
+            longer = change(next_best.predicted_s, best.predicted_s)
+            following = f"{next_best.choice.words}; {next_best.predicted} ({longer})"
         changes = [f"{FASTER}x {what} {change(ratio, 1.0)}" for what, ratio in self.faster.items()]
         late = [f"{FASTER}x {what}" for what in self.late]
         what_if = [f"predicted change of the step time: {', '.join(changes)}"] if changes else []
@@ -163,10 +163,10 @@ def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
     step_s = best.predicted_s / step_ratio(problem)
     busy = {str(lane): work[lane] / step_s for lane in Lane if lane in work}
     bound = best.bound
-    words = lane_words(bound.busiest_lane, nodes=problem.has_nodes)
-    binds = f"{words} limits the step"
+    busiest = lane_words(bound.busiest_lane, nodes=problem.has_nodes)
+    binds = f"{busiest} limits the step"
     if bound.critical_path_s > bound.busiest_lane_s:
-        binds = f"the longest chain of tasks that wait for each other limits the step; busiest: {words}"
+        binds = f"the longest chain of tasks that wait for each other limits the step; busiest: {busiest}"
 
     def left_s(**faster: float) -> dict[Lane, float]:
         """Return the seconds that transfers have left, by lane, with links that take none."""
@@ -205,8 +205,8 @@ def row_words(problem: Problem, choice: Decision, plan: StepPlan) -> str:
     if choice.comm_dtype == "none":
         return ""
     sizes_bytes = []  # that a rank hands to the transfers of rows, with even routing
-    for each in (choice, replace(choice, comm_dtype="none")):
-        cost = StepCost(plan.shape, problem.workload_of(each), problem.cluster)
+    for way in (choice, replace(choice, comm_dtype="none")):
+        cost = StepCost(plan.shape, problem.workload_of(way), problem.cluster)
         works = (cost.work(task) for task in plan.graph.tasks)
         sizes_bytes.append(round(sum(work.sent_bytes for work in works if work.collective == "leg")))
     taken, plain = sizes_bytes

@@ -193,14 +193,14 @@ def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
 
     Plans are compared on a short model, and the best is simulated in full.
     """
-    room, short, found = Room(problem, memory), sketch(problem), dict[Decision, float]()
+    room, short, seconds = Room(problem, memory), sketch(problem), dict[Decision, float]()
 
     def best_of(quick: Iterable[Decision]) -> Decision | None:
         for choice in map(room.with_least_recompute, quick):
-            if choice is not None and choice not in found:
+            if choice is not None and choice not in seconds:
                 own = choice if short is problem else replace(choice, partition=None)
-                found[choice] = evaluate(short, own).predicted_s
-        return min(found, key=found.__getitem__, default=None)
+                seconds[choice] = evaluate(short, own).predicted_s
+        return min(seconds, key=seconds.__getitem__, default=None)
 
     best = best_of([*first_choices(problem), settled(problem, parm_choice(problem))])
     if best is None:

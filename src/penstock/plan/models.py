@@ -140,9 +140,9 @@ def model_name(text: str) -> str:
     It does in any case, and as a name on the hub: `Qwen/Qwen3-30B-A3B-Instruct-2507` is `qwen3-30b-a3b`, and
     `openai/gpt-oss-20b` is `gpt-oss-20b`. What looks like a path of this machine is none.
     """
-    known = in_any_case(text, (*open_models(), *MODELS))
+    canonical = in_any_case(text, (*open_models(), *MODELS))
     owner, slash, repository = text.rpartition("/")
-    if known != text or not slash or "/" in owner or owner in (".", "..", "~") or Path(text).exists():
-        return known
+    if canonical != text or not slash or "/" in owner or owner in (".", "..", "~") or Path(text).exists():
+        return canonical
     begins = [name for name in open_models() if f"{repository.lower()}-".startswith(f"{name}-")]
     return max(begins, key=len, default=text)

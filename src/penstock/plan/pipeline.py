@@ -132,7 +132,7 @@ class Pipeline:
     @cached_property
     def held(self) -> tuple[frozenset[tuple[int, ...]], ...]:
         """By stage, of how many microbatches it keeps activations for each of its parts, at any time."""
-        found = []
+        by_stage = []
         for stage, order in enumerate(self.slots):
             kept, held = dict.fromkeys(self.parts_of(stage), 0), set[tuple[int, ...]]()
             for slot in order:
@@ -141,8 +141,8 @@ class Pipeline:
                 held.add(tuple(kept.values()))
                 for cell in slot:
                     kept[cell.part] -= not cell.forward
-            found.append(frozenset(held))
-        return tuple(found)
+            by_stage.append(frozenset(held))
+        return tuple(by_stage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,16 +211,16 @@ class _Board:
                     made[cell], early_s[cell] = place, max(ends) - end
         # The transfers, and for every cell what brings its input; links keep the senders' order. What is sent
         # while the rest of its slot runs takes as much less when that has ended.
-        known = dict[tuple[int, int], float]()
+        link_s = dict[tuple[int, int], float]()
         lanes, arrived = dict[tuple[int, int], list[int]](), dict[Cell, int]()
         for cell, place in made.items():
             target = cell._replace(part=cell.part + (1 if cell.forward else -1))
             if not 0 <= target.part < pipeline.parts:
                 continue
             link = pipeline.stage_of(cell.part), pipeline.stage_of(target.part)
-            if link not in known:
-                known[link] = times.link(*link)
-            arrived[target] = self._add(max(0.0, known[link] - early_s[cell]), (place,))
+            if link not in link_s:
+                link_s[link] = times.link(*link)
+            arrived[target] = self._add(max(0.0, link_s[link] - early_s[cell]), (place,))
             lanes.setdefault(link, []).append(arrived[target])
         self.orders += lanes.values()
         last = pipeline.parts - 1
@@ -271,15 +271,15 @@ class Half:
     def of(self, graph: Graph) -> list[Task]:
         """Return the tasks of this half, which read each other alone."""
         kept = [task for task in graph.tasks if self._has(task)]
-        known, found = {task.name for task in kept}, []
+        kept_names, tasks = {task.name for task in kept}, []
         for task in kept:
             inputs = {
                 role: inside
                 for role, names in task.inputs.items()
-                if (inside := tuple(name for name in names if name in known))
+                if (inside := tuple(name for name in names if name in kept_names))
             }
-            found.append(task.reading(inputs))
-        return found
+            tasks.append(task.reading(inputs))
+        return tasks
 
     def _has(self, task: Task) -> bool:
         spec = spec_of(task.op)

@@ -121,9 +121,9 @@ class OtherPlan:
     @staticmethod
     def among(problem: Problem, found: Sequence[Candidate]) -> tuple[OtherPlan, ...]:
         """Return the fastest few of some candidates, each description once."""
-        told = {each.choice.words: whole_s(problem, each) for each in reversed(found)}
-        ordered = sorted(told.items(), key=lambda each: each[1])
-        return tuple(OtherPlan(words=words, predicted_s=seconds) for words, seconds in ordered[:MOST_OTHERS])
+        seconds_of = {each.choice.words: whole_s(problem, each) for each in reversed(found)}
+        ordered = sorted(seconds_of.items(), key=lambda each: each[1])
+        return tuple(OtherPlan(words=text, predicted_s=seconds) for text, seconds in ordered[:MOST_OTHERS])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +231,11 @@ class PlanFile:
     def explains_choice(self) -> bool:
         """Whether the explanation, if any, describes the choice: the file may have been edited."""
         said = [line for line in self.why if line.startswith(("Plan ", PLACED, IN_USE))]
-        told = [line[LABEL:].strip() for line in said]
-        words = self.choice.words
-        return not told or told[-1] == words or told[-1].startswith(f"{words} (")  # what rounded rows save
+        described = [line[LABEL:].strip() for line in said]
+        current = self.choice.words
+        return (
+            not described or described[-1] == current or described[-1].startswith(f"{current} (")
+        )  # what rounded rows save
 
     def check_alone(self, name: str) -> None:
         """Raise ConfigError where parts of the file contradict each other, whatever it is for.
@@ -263,8 +265,8 @@ class PlanFile:
             "sizes.layers": (self.sizes.layers, {task.layer for task in tasks}),
             "choice.microbatches": (microbatches, {task.microbatch or 0 for task in tasks}),
         }
-        for key, (number, found) in ordered.items():
-            if (most := max(found, default=0) + 1) != number:
+        for key, (number, indices) in ordered.items():
+            if (most := max(indices, default=0) + 1) != number:
                 raise ConfigError(f"{name}.{key}", number, f"the order in the file has {most}", NEW_ORDER)
 
     def telling_use(self) -> PlanFile:
@@ -422,19 +424,19 @@ def miss(lost: Sequence[LostTrial], choice: Decision, still: Decision) -> float:
     planner, whose replicas travel alike: the one that did best. 1 where no trial tells.
     """
     # The misses of what was tried. A plan without moves that lost to one with them tells of these.
-    known: dict[Moves, float] = {moves_of(still): 1.0}
+    misses: dict[Moves, float] = {moves_of(still): 1.0}
     for trial in lost:
         err = trial.measured / trial.predicted
         if trial.moves == moves_of(still):
-            known[trial.against] = 1 / err
+            misses[trial.against] = 1 / err
         else:
-            known[trial.moves] = err * known.get(trial.against, 1.0)
-    if moves_of(choice) in known:
-        return known[moves_of(choice)]
-    alone = {experts: err for (samples, experts), err in known.items() if samples == still.samples}
+            misses[trial.moves] = err * misses.get(trial.against, 1.0)
+    if moves_of(choice) in misses:
+        return misses[moves_of(choice)]
+    alone = {experts: err for (samples, experts), err in misses.items() if samples == still.samples}
     moving = [err for experts, err in alone.items() if experts != still.experts]
     experts = 1.0 if choice.experts == still.experts else alone.get(choice.experts, min(moving, default=1.0))
-    return experts * known.get((choice.samples, still.experts), 1.0)
+    return experts * misses.get((choice.samples, still.experts), 1.0)
 
 
 def corrected(candidate: Candidate, times: float) -> Candidate:

@@ -83,8 +83,8 @@ def adding_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
 
 def task_cost(problem: Problem, choice: Decision, plan: StepPlan) -> Cost:
     """Return the cost of every task in the predicted timeline."""
-    known = isinstance(problem.cluster, ProfiledCluster)
-    return _between(problem, choice, plan) if known else problem.cost(choice, plan.shape)
+    measured = isinstance(problem.cluster, ProfiledCluster)
+    return _between(problem, choice, plan) if measured else problem.cost(choice, plan.shape)
 
 
 def step_ratio(problem: Problem) -> float:
@@ -163,8 +163,8 @@ def settle(plan: StepPlan, cost: ContendedCost, ranks: Mesh, paces: tuple[float,
             continue
         # The contention on one rank of every pace (to a tenth), as that of all ranks of the pace.
         _, firsts, pace_of = np.unique(np.round(paces, 1), return_index=True, return_inverse=True)
-        found = [contention(timeline, int(rank)) for rank in firsts]
-        shares = {task: np.array([each[task] for each in found])[pace_of] for task in found[0]}
+        pace_shares = [contention(timeline, int(rank)) for rank in firsts]
+        shares = {task: np.array([each[task] for each in pace_shares])[pace_of] for task in pace_shares[0]}
     return shares
 
 

@@ -149,12 +149,12 @@ class _Screen:
         if choice not in self.seconds:
             if not always:
                 self.meter.check()
-            found = self.evaluated.of(choice)
-            self.meter.note(self.evaluated.problem, choice, len(found.plan.graph.tasks))
-            fits = self.memory is None or found.memory_bytes <= self.memory.bytes
-            self.seconds[choice] = found.predicted_s if fits else math.inf
+            candidate = self.evaluated.of(choice)
+            self.meter.note(self.evaluated.problem, choice, len(candidate.plan.graph.tasks))
+            fits = self.memory is None or candidate.memory_bytes <= self.memory.bytes
+            self.seconds[choice] = candidate.predicted_s if fits else math.inf
             if fits:
-                self.candidates[choice] = found
+                self.candidates[choice] = candidate
         return self.seconds[choice]
 
     def ranked(self) -> list[Decision]:

@@ -185,12 +185,12 @@ class Stages:
         if key not in self._network:
             prepared, half = self._prepared(part), self._half(part, forward, edge)
             between = self.problem.workload.world_nodes > 1
-            found_s = sum(
+            transfers_s = sum(
                 slowest(prepared.seconds[task.name])
                 for task in half.of(prepared.plan.graph)
                 if task.lane.is_network and across is (between and not task.lane.is_inside)
             )
-            self._network[key] = prepared.factor * found_s
+            self._network[key] = prepared.factor * transfers_s
         return self._network[key]
 
     def together_s(
@@ -214,12 +214,14 @@ class Stages:
     ) -> Iterator[tuple[float, float]]:
         """Yield when both halves end, by either rule of orders, as one graph."""
         parts = self._prepared(ahead), self._prepared(back)
-        both = [half.of(each.plan.graph) for half, each in zip((forward, backward), parts, strict=True)]
+        both = [
+            half.of(prepared.plan.graph) for half, prepared in zip((forward, backward), parts, strict=True)
+        ]
         if not all(both):
             return
         seconds = {
-            task.name: each.factor * each.beside[task.name]
-            for tasks, each in zip(both, parts, strict=True)
+            task.name: prepared.factor * prepared.beside[task.name]
+            for tasks, prepared in zip(both, parts, strict=True)
             for task in tasks
         }
         graph = Graph((*both[0], *both[1]))
@@ -259,20 +261,20 @@ class Stages:
         if key not in self._memory:
             problem, choice = self._problem(part), self._choice(part)
             without = replace(problem, workload=replace(problem.workload, vocab_size=0))
-            of_begin, found = (
+            of_begin, estimate = (
                 estimate_memory(problem if has else without, choice) for has in (part.begins, part.ends)
             )
-            found = replace(found, copies_bytes=of_begin.copies_bytes)
+            estimate = replace(estimate, copies_bytes=of_begin.copies_bytes)
             if not part.layers:
-                logits = found.activations_bytes - estimate_memory(without, choice).activations_bytes
-                found = replace(found, activations_bytes=logits, buffers_bytes=0)
-            self._memory[key] = found
+                logits = estimate.activations_bytes - estimate_memory(without, choice).activations_bytes
+                estimate = replace(estimate, activations_bytes=logits, buffers_bytes=0)
+            self._memory[key] = estimate
         return self._memory[key]
 
     def _problem(self, part: Part) -> Problem:
         """Return the step of a part; one without layers has a dense one in their place, which never runs."""
-        found = self.problem.only(tuple(part.layers) or (0,))
-        work, last = found.workload, self.problem.shape.num_layers - 1
+        problem = self.problem.only(tuple(part.layers) or (0,))
+        work, last = problem.workload, self.problem.shape.num_layers - 1
         sizes = list(work.all_reduce_bytes)
         if not part.layers:
             sizes = [sum(size for size, has in zip(self._ends, part[1:], strict=True) if has)]
@@ -284,7 +286,7 @@ class Stages:
                 partial_all_reduce_bytes=(0,),
                 partial_by_form=(),
             )
-            found = replace(found, shape=replace(found.shape, moe_layers=(False,)))
+            problem = replace(problem, shape=replace(problem.shape, moe_layers=(False,)))
         elif 0 in part.layers and not part.begins:
             sizes[0] -= self._ends[0]
         if last in part.layers and not part.ends:
@@ -293,7 +295,7 @@ class Stages:
             sizes[-1] += self._ends[0]
             held = work.held and replace(work.held, weights=work.held.weights + self._ends[0])
             work = replace(work, held=held)
-        return replace(found, workload=replace(work, all_reduce_bytes=tuple(sizes)))
+        return replace(problem, workload=replace(work, all_reduce_bytes=tuple(sizes)))
 
     @property
     def tied_bytes(self) -> int:
@@ -338,8 +340,8 @@ class Stages:
 
     @cached_property
     def _layer_kinds(self) -> list[int]:
-        known: dict[object, int] = {}
-        return [known.setdefault(kind, len(known)) for kind in self.problem.layer_kinds]
+        numbers: dict[object, int] = {}
+        return [numbers.setdefault(kind, len(numbers)) for kind in self.problem.layer_kinds]
 
     def _prepared(self, part: Part) -> _Prepared:
         key = self._kind(part)
@@ -606,20 +608,20 @@ def _pair_s(problem: Problem, node_size: int, sender: int, receiver: int, sent_b
 
 def stages_memory(stages: Stages, pipeline: Pipeline, parts: Sequence[Part]) -> tuple[MemoryEstimate, ...]:
     """Return the memory of every stage: of all its parts, with activations of what is under way at most."""
-    found = []
+    estimates = []
     for stage in range(pipeline.pipeline_parallel_size):
-        each = [stages.memory(parts[i]) for i in pipeline.parts_of(stage)]
+        memories = [stages.memory(parts[i]) for i in pipeline.parts_of(stage)]
         kept = max(
-            sum(count * of.activations_bytes for count, of in zip(counts, each, strict=True))
+            sum(count * of.activations_bytes for count, of in zip(counts, memories, strict=True))
             for counts in pipeline.held[stage]
         )
         estimate = MemoryEstimate(
-            weights_bytes=sum(of.weights_bytes for of in each),
-            gradients_bytes=sum(of.gradients_bytes for of in each),
-            optimizer_bytes=sum(of.optimizer_bytes for of in each),
+            weights_bytes=sum(of.weights_bytes for of in memories),
+            gradients_bytes=sum(of.gradients_bytes for of in memories),
+            optimizer_bytes=sum(of.optimizer_bytes for of in memories),
             activations_bytes=kept,
-            buffers_bytes=max(of.buffers_bytes for of in each),
-            copies_bytes=sum(of.copies_bytes for of in each),
+            buffers_bytes=max(of.buffers_bytes for of in memories),
+            copies_bytes=sum(of.copies_bytes for of in memories),
         )
-        found.append(estimate)
-    return tuple(found)
+        estimates.append(estimate)
+    return tuple(estimates)

@@ -130,8 +130,8 @@ class Subject:
             given = make()
         except ConfigError:
             return self  # what was left open is compared without it
-        mine, theirs = self.problem, given.problem
-        same = (mine.workload, mine.shape.sharing) == (theirs.workload, theirs.shape.sharing)
+        own, theirs = self.problem, given.problem
+        same = (own.workload, own.shape.sharing) == (theirs.workload, theirs.shape.sharing)
         return self if same else replace(self, given=given)
 
     @property

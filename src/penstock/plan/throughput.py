@@ -51,8 +51,8 @@ class Throughput:
         """
         work, moe_layers = subject.problem.workload, subject.problem.shape.moe_layers
         devices, tokens_per_s = stages * work.world_size, samples * work.seq_len / seconds
-        known = find_device(subject.device)
-        tflops = None if known is None else known.peak_tflops(subject.precision)
+        device = find_device(subject.device)
+        tflops = None if device is None else device.peak_tflops(subject.precision)
         return Throughput(
             devices=devices,
             tokens_per_s=tokens_per_s,
@@ -73,12 +73,12 @@ class Throughput:
 
     def lines(self) -> Iterator[str]:
         """Yield one or two lines of text."""
-        each, tflops = self.tokens_per_s / self.devices, self.flops_per_s / 1e12
-        words = f"{self.tokens_per_s:,.0f} tokens/s, {each:,.0f} per device; {tflops:.3g} TFLOP/s per device"
+        per_device, tflops = self.tokens_per_s / self.devices, self.flops_per_s / 1e12
+        text = f"{self.tokens_per_s:,.0f} tokens/s, {per_device:,.0f} per device; {tflops:.3g} TFLOP/s per device"
         if self.utilisation is not None and self.peak_flops_per_s is not None:
             peak = self.peak_flops_per_s / 1e12
-            words += f", {100 * self.utilisation:.2g} % of the data sheet's {peak:g} (MFU)"
-        yield f"Speed    {words}"
+            text += f", {100 * self.utilisation:.2g} % of the data sheet's {peak:g} (MFU)"
+        yield f"Speed    {text}"
         if self.price_of_a_billion is not None:
             billion = f"{self.price_of_a_billion:,.0f}"
             yield f"Price    {billion} for a billion tokens, at {self.price:g} for a device and an hour"

@@ -133,8 +133,8 @@ class BayesianTuner:
         if len(self._told) < len(self._first):
             return self._first[len(self._told)]
         place = float(self._process.suggest()["place"])
-        known = any(abs(place - self._sizes.place(sample.size_bytes)) < SAME for sample in self._told)
-        if not known:
+        tried = any(abs(place - self._sizes.place(sample.size_bytes)) < SAME for sample in self._told)
+        if not tried:
             return self._sizes.at(place)
         # The middle of the widest gap between known sizes.
         ends = sorted({0.0, 1.0, *(self._sizes.place(sample.size_bytes) for sample in self._told)})

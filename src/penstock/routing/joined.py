@@ -39,9 +39,9 @@ def num_sets(node_size: int) -> int:
 def sets_of(node_size: int) -> Counts:
     """Return which places are in every set, [S, G], 0 or 1."""
     number_S1, place_G = np.arange(1, num_sets(node_size) + 1)[:, None], np.arange(node_size)
-    found: Counts = number_S1 >> place_G & 1
-    found.setflags(write=False)
-    return found
+    sets_SG: Counts = number_S1 >> place_G & 1
+    sets_SG.setflags(write=False)
+    return sets_SG
 
 
 def joined_legs(sent_NSC: Counts, received_PSC: Counts, place: Place) -> list[tuple[Leg, Leg]]:
@@ -57,17 +57,17 @@ def joined_legs(sent_NSC: Counts, received_PSC: Counts, place: Place) -> list[tu
     held_NSC = received_NGSC[:, place.local]
     to_NC, from_NC = sent_NSC.sum(axis=1), held_NSC.sum(axis=1)
     into_GC = reached_SG.T @ held_NSC.sum(axis=0)
-    mine_S = reached_SG[:, place.local].astype(bool)
-    came_GC = received_NGSC.sum(axis=0)[:, mine_S].sum(axis=1)
-    found = []
+    own_S = reached_SG[:, place.local].astype(bool)
+    came_GC = received_NGSC.sum(axis=0)[:, own_S].sum(axis=1)
+    legs = []
     for piece in range(sent_NSC.shape[2]):
         to_nodes, held_B = _plain(to_NC[:, piece]), held_NSC[:, :, piece].reshape(-1)
         across = Leg(Group.RAIL, to_nodes, tuple(range(nodes)), to_nodes, _plain(from_NC[:, piece]))
         filled = np.flatnonzero(held_B)  # most sets are empty where there are many
         order = np.nonzero(reached_SG[filled % len(reached_SG)].T)[1]
         splits = _plain(into_GC[:, piece]), _plain(came_GC[:, piece])
-        found.append((across, Leg(Group.NODE, _plain(held_B[filled]), _plain(order), *splits)))
-    return found
+        legs.append((across, Leg(Group.NODE, _plain(held_B[filled]), _plain(order), *splits)))
+    return legs
 
 
 def arrivals(received_PSC: Counts, place: Place) -> Counts:
@@ -76,8 +76,8 @@ def arrivals(received_PSC: Counts, place: Place) -> Counts:
     They are sorted by the sender's place, its node and the set; see `filled_blocks`.
     """
     received_NGSC = received_PSC.reshape(place.nodes, place.node_size, *received_PSC.shape[1:])
-    mine_S = sets_of(place.node_size)[:, place.local].astype(bool)
-    return filled_blocks(received_NGSC[:, :, mine_S].swapaxes(0, 1))
+    own_S = sets_of(place.node_size)[:, place.local].astype(bool)
+    return filled_blocks(received_NGSC[:, :, own_S].swapaxes(0, 1))
 
 
 def filled_blocks(sizes: Counts) -> Counts:
@@ -88,8 +88,8 @@ def filled_blocks(sizes: Counts) -> Counts:
     """
     sizes_BC = sizes.reshape(-1, sizes.shape[-1])
     filled = np.flatnonzero(sizes_BC.sum(axis=1))
-    found: Counts = sizes_BC[filled if filled.size else [0]].T
-    return found
+    filled_CB: Counts = sizes_BC[filled if filled.size else [0]].T
+    return filled_CB
 
 
 def _plain(numbers: Counts) -> tuple[int, ...]:
@@ -150,22 +150,22 @@ def distinct_rows(inputs: Counts, top_k: int, nearness: float = 1.0) -> Counts:
     elsewhere = [_product(before[part], after[part + 1])[:, top_k] for part in range(parts)]
     met = tokens * (1 - (np.stack(elsewhere, axis=1) / total[:, None])) * nearness
     least = np.maximum(busiest, np.ceil(rows / min(top_k, inputs.shape[2])))
-    found: Counts = np.clip(np.rint(met), least, np.minimum(tokens, rows)).astype(np.int64)
-    return found
+    distinct: Counts = np.clip(np.rint(met), least, np.minimum(tokens, rows)).astype(np.int64)
+    return distinct
 
 
 def _products(polynomials: Odds) -> Iterator[Odds]:
     """Yield the products of no polynomial, of the first, of the first two, and so on, to the power k."""
-    found = np.zeros_like(polynomials[0])
-    found[:, 0] = 1
-    yield found
-    for each in polynomials:
-        found = _product(found, each)
-        yield found
+    product = np.zeros_like(polynomials[0])
+    product[:, 0] = 1
+    yield product
+    for polynomial in polynomials:
+        product = _product(product, polynomial)
+        yield product
 
 
 def _product(one: Odds, other: Odds) -> Odds:
-    found = np.zeros_like(one)
+    product = np.zeros_like(one)
     for power in range(one.shape[1]):
-        found[:, power:] += one[:, power, None] * other[:, : one.shape[1] - power]
-    return found
+        product[:, power:] += one[:, power, None] * other[:, : one.shape[1] - power]
+    return product

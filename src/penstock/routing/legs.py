@@ -173,13 +173,13 @@ def busier_rows(dispatch: Dispatch, number: int, table: Table, node_size: int) -
         rows = np.where(senders == receivers, 0, table.reshape(-1))
         by_way = [np.bincount(each, rows, ranks) for each in (senders, receivers)]
         return np.maximum(*by_way).astype(np.int64)
-    found = np.zeros(ranks, np.int64)
+    busier = np.zeros(ranks, np.int64)
     for rank in range(ranks):
         place = Place(rank, ranks, node_size)
         leg = dispatch.legs(table, place)[number]
         own = place_in(leg.axes, place)
-        found[rank] = max(sum(s) - s[own] for s in (leg.input_splits, leg.output_splits))
-    return found
+        busier[rank] = max(sum(s) - s[own] for s in (leg.input_splits, leg.output_splits))
+    return busier
 
 
 class _Path(NamedTuple):
@@ -205,10 +205,10 @@ class _Path(NamedTuple):
     def cut(self, rows_at: RowsAt, degrees: tuple[int, ...]) -> Mapping[int, list[Leg]]:
         """Return the legs by number of chunks and chunk."""
         sent_BC, came_BC = rows_at(*self.held), rows_at(*self.came)
-        found: dict[int, list[Leg]] = {}
+        legs: dict[int, list[Leg]] = {}
         for chunks in degrees:
             pieces = zip(summed(sent_BC, chunks).T, summed(came_BC, chunks).T, strict=True)
-            found[chunks] = [
+            legs[chunks] = [
                 Leg(
                     self.axes,
                     tuple(sent.tolist()),
@@ -218,7 +218,7 @@ class _Path(NamedTuple):
                 )
                 for sent, came in pieces
             ]
-        return found
+        return legs
 
     def _splits(self, members: Counts, rows: Counts) -> tuple[int, ...]:
         return tuple(np.bincount(members, rows, self.members).astype(np.int64).tolist())
@@ -233,7 +233,7 @@ def _paths(dispatch: Stops, place: Place) -> tuple[_Path, ...]:
     source = np.concatenate([np.repeat(near, len(ranks)), np.repeat(far, size)])
     target = np.concatenate([np.tile(ranks, size), np.tile(near, len(far))])
     stops = [source, *dispatch.stops(source, target, size)]
-    found = []
+    paths = []
     for number, hop in enumerate(dispatch.hops):
         numbers = {
             Group.EXPERT: ranks,
@@ -246,7 +246,7 @@ def _paths(dispatch: Stops, place: Place) -> tuple[_Path, ...]:
         sent = stored[stops[number][stored] == place.rank]
         came = np.flatnonzero(stops[number + 1] == place.rank)
         to = member[stops[number + 1][sent]]
-        found.append(
+        paths.append(
             _Path(
                 hop.axes,
                 (source[sent], target[sent]),
@@ -257,7 +257,7 @@ def _paths(dispatch: Stops, place: Place) -> tuple[_Path, ...]:
                 members,
             )
         )
-    return tuple(found)
+    return tuple(paths)
 
 
 @lru_cache(maxsize=16)

@@ -47,8 +47,8 @@ class Links:
         else:
             card_P = self.members.T @ _busier(self.members @ (self.across * sent_PP) @ self.members.T)
         inside_P = _busier(self.inside * sent_PP)
-        found: Floats = np.maximum(self.inside_s_per_byte * inside_P, self.across_s_per_byte * card_P)
-        return found
+        seconds_P: Floats = np.maximum(self.inside_s_per_byte * inside_P, self.across_s_per_byte * card_P)
+        return seconds_P
 
     @cached_property
     def pair_s_per_byte(self) -> Floats:

@@ -247,8 +247,8 @@ class RouteMaker:
             )
         )
         made, arrived = (
-            _slices(sent, each, sent.sum(axis=-1).T, each.sum(axis=-1).T, cuts)
-            for each in (received, at_experts)
+            _slices(sent, arriving, sent.sum(axis=-1).T, arriving.sum(axis=-1).T, cuts)
+            for arriving in (received, at_experts)
         )
         return Routes(made, cuts, arrived, shares)
 

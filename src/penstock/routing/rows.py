@@ -64,12 +64,12 @@ class BatchCut:
                 group_P, part_P = _owners(self.mesh, self.token_shards)
                 left = counts_DBYE[:, first : first + samples]
                 for part, length in enumerate(split_sizes(self.seq_len, self.token_shards)):
-                    mine = apportion(left, length * self.top_k)
+                    of_part = apportion(left, length * self.top_k)
                     ranks = np.flatnonzero(part_P == part)
                     sliced = np.zeros((len(left), *rows_PCYE.shape[1:]), dtype=np.int64)
-                    _cut_samples(mine, length, self.top_k, sliced)
+                    _cut_samples(of_part, length, self.top_k, sliced)
                     rows_PCYE[ranks] = sliced[group_P[ranks]]
-                    left = left - mine
+                    left = left - of_part
                 if self.slots:  # earlier slices first
                     taken = np.minimum(rows[:, m].cumsum(axis=1), self.slots[m])
                     rows[:, m] = np.diff(taken, axis=1, prepend=0)
@@ -88,10 +88,10 @@ class BatchCut:
         rows = np.zeros((self.mesh.world_size, *counts_DBYE.shape[2:]), dtype=np.int64)
         left = counts_DBYE
         for part, length in enumerate(split_sizes(self.seq_len, self.token_shards)):
-            mine = apportion(left, length * self.top_k)
+            of_part = apportion(left, length * self.top_k)
             ranks = np.flatnonzero(part_P == part)
-            rows[ranks] = mine.sum(axis=1)[group_P[ranks]]
-            left = left - mine
+            rows[ranks] = of_part.sum(axis=1)[group_P[ranks]]
+            left = left - of_part
         return rows
 
 
@@ -166,9 +166,9 @@ class Placed:
         groups, samples = after_DB.shape
         origin = np.empty(self.held_YDB[0].size, np.int64)
         origin[before_DB] = np.arange(groups)[:, None]
-        found = np.zeros((groups, groups), np.int64)
-        np.add.at(found, (origin[after_DB].ravel(), np.repeat(np.arange(groups), samples)), 1)
-        return found
+        moved_DD = np.zeros((groups, groups), np.int64)
+        np.add.at(moved_DD, (origin[after_DB].ravel(), np.repeat(np.arange(groups), samples)), 1)
+        return moved_DD
 
     @staticmethod
     def still(counts_DBYE: Counts, replications: tuple[Replication, ...] = ()) -> Placed:

@@ -80,22 +80,22 @@ class ExchangeGroup:
     def planes(self) -> tuple[Plane, ...]:
         """The devices between which samples move, for each set of such devices."""
         plane_D = np.array(self.plane_B)[self.member_DK[:, 0]]
-        found = []
+        planes = []
         for plane in np.unique(plane_D):
             members = zip(self.rank_B, self.device_B, self.plane_B, strict=True)
             device_of = {rank: device for rank, device, its_plane in members if its_plane == plane}
             number = {int(device): n for n, device in enumerate(np.flatnonzero(plane_D == plane))}
             places = tuple(number[device_of[rank]] for rank in sorted(device_of))
             nodes = tuple(self.node_D[device] for device in number)
-            found.append(Plane(devices=tuple(number), device_P=places, node_D=nodes))
-        return tuple(found)
+            planes.append(Plane(devices=tuple(number), device_P=places, node_D=nodes))
+        return tuple(planes)
 
     @cached_property
     def member_DK(self) -> Counts:  # noqa: N802  # the suffix is its shape
         """The member that has a given part of a device's samples."""
-        found = np.zeros((self.devices, self.parts), np.int64)
-        found[self.device_B, self.part_B] = np.arange(len(self.device_B))
-        return found
+        member_DK = np.zeros((self.devices, self.parts), np.int64)
+        member_DK[self.device_B, self.part_B] = np.arange(len(self.device_B))
+        return member_DK
 
 
 @lru_cache(maxsize=64)
@@ -182,9 +182,9 @@ class SampleTable:
         -1: no expert is at that position.
         """
         rows_IN = self.rows_IKPN.sum(axis=1).reshape(len(self.device_I), len(expert_of_position))
-        found = np.zeros((num_experts + 1, len(rows_IN)), np.int64)  # the last is for -1, and has no rows
-        np.add.at(found, np.array(expert_of_position), rows_IN.T)
-        return found[:-1].T
+        rows_EI = np.zeros((num_experts + 1, len(rows_IN)), np.int64)  # the last is for -1, and has no rows
+        np.add.at(rows_EI, np.array(expert_of_position), rows_IN.T)
+        return rows_EI[:-1].T
 
     def sent(self, device_I: Counts) -> Counts:
         """Return rows from every member to every position if samples are on these devices, [B, P, C, N]."""
@@ -254,8 +254,8 @@ class SampleHomes:
     @cached_property
     def digest(self) -> int:
         """A hash of the homes, for members to compare; below 2**63."""
-        found = hashlib.blake2b(self.device_I.astype(np.int64).tobytes(), digest_size=8).digest()
-        return int.from_bytes(found, "big") >> 1
+        digest = hashlib.blake2b(self.device_I.astype(np.int64).tobytes(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
 
 
 def settle(
@@ -296,8 +296,8 @@ def _crossing(table: SampleTable, device_I: Counts, place_I: Counts, member: int
     if (device_I == table.device_I).all():
         return None
     exchange_group = table.exchange_group
-    mine, part = exchange_group.device_B[member], exchange_group.part_B[member]
-    here, there = table.device_I == mine, device_I == mine
+    device, part = exchange_group.device_B[member], exchange_group.part_B[member]
+    here, there = table.device_I == device, device_I == device
     number_I = table.place_I(table.device_I)
     rank_D = np.array(exchange_group.rank_B)[exchange_group.member_DK[:, part]]
     leaving, arriving = np.flatnonzero(here & ~there), np.flatnonzero(there & ~here)
@@ -335,8 +335,8 @@ def _row_order(
     sizes = table.rows_IKPN[i, k, exchange_group.rank_B[member]]  # [pairs, N]
     position = np.broadcast_to(np.arange(sizes.shape[1]), sizes.shape)
     source, home, number = (
-        np.broadcast_to(each[:, None], sizes.shape)
-        for each in (rank_DK[table.device_I[i], k], rank_DK[device_I[i], k], place_I[i])
+        np.broadcast_to(values[:, None], sizes.shape)
+        for values in (rank_DK[table.device_I[i], k], rank_DK[device_I[i], k], place_I[i])
     )
     before = np.lexsort((np.broadcast_to(i[:, None], sizes.shape).ravel(), position.ravel(), source.ravel()))
     after = np.lexsort((number.ravel(), position.ravel(), home.ravel()))

@@ -69,7 +69,7 @@ class Schedule:
                 if seen[graph.position[task]]:
                     raise ScheduleError(f"{task} stands twice in the schedule")
                 seen[graph.position[task]] = True
-        if missing := [str(task) for task, found in zip(graph.tasks, seen, strict=True) if not found]:
+        if missing := [str(task) for task, present in zip(graph.tasks, seen, strict=True) if not present]:
             raise ScheduleError(f"schedule {self.name}: {missing[0]} is missing ({len(missing)} in all)")
         issue_order(self.lanes, graph)  # raises where lanes wait for each other
 
@@ -160,8 +160,8 @@ def _rows(
         here = {lane: task for lane, task in here.items() if task is not None and task.forward is forward}
         for lane in lanes:
             task = here.get(lane)
-            words = IDLE if task is None else f">{task.cell}<" if task == mark else task.cell
-            cells[lane].append(words)
+            shown = IDLE if task is None else f">{task.cell}<" if task == mark else task.cell
+            cells[lane].append(shown)
         computed = here.get(Lane.COMPUTE)
         changed = computed is not None and computed.layer != current
         current = computed.layer if computed is not None else current

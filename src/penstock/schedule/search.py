@@ -70,9 +70,9 @@ def search(
         else:
             for _ in range(rng.randint(1, LARGEST_GROUP)):
                 moved[rng.randrange(len(keys))] += rng.gauss(0, step_s)
-        found = scheduler.play_below(moved, listed.seconds)
-        if found is not None and found.seconds <= listed.seconds:  # an equal one, too: it may lead on
-            listed, keys = found, moved
+        played = scheduler.play_below(moved, listed.seconds)
+        if played is not None and played.seconds <= listed.seconds:  # an equal one, too: it may lead on
+            listed, keys = played, moved
     best = total_order.timed(listed.orders)
     changes = _Changes(graph, total_order, rng)
     runs = max(1, min(RUNS, trials // LEAST_RUN))

@@ -135,10 +135,10 @@ def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
 
 def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Schedule:
     """Return the schedule of these orders; where no lane could proceed, the sums waited for come first."""
-    found = {lane: tuple(order) for lane, order in lanes.items() if order}
+    by_lane = {lane: tuple(order) for lane, order in lanes.items() if order}
     if not any(ROOM in task.inputs for task in graph.tasks):
-        return Schedule(name, found)
-    left = {lane: order[::-1] for lane, order in positions(found, graph).items()}  # the next one is last
+        return Schedule(name, by_lane)
+    left = {lane: order[::-1] for lane, order in positions(by_lane, graph).items()}  # the next one is last
     done = set[int]()
     row = advance(left.values(), graph.links, done)
     tasks, moved = graph.tasks, True
@@ -159,7 +159,7 @@ def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Sc
     for order in left.values():  # none, or a deadlock of another kind, which the schedule's check names
         row += order[::-1]
     ran = [tasks[place] for place in row]
-    return Schedule(name, {lane: tuple(task for task in ran if task.lane is lane) for lane in found})
+    return Schedule(name, {lane: tuple(task for task in ran if task.lane is lane) for lane in by_lane})
 
 
 # ---- gradient reductions in chosen gaps of the backward pass; everything else in program order ------------

@@ -248,8 +248,8 @@ class StepShape:
 
     def slices_of(self, chunk: int, phase: Phase) -> range:
         """Return the slices that a chunk is made of."""
-        each = self.slices // self.chunks_of(phase)
-        return range(chunk * each, (chunk + 1) * each)
+        size = self.slices // self.chunks_of(phase)
+        return range(chunk * size, (chunk + 1) * size)
 
     @property
     def num_layers(self) -> int:

@@ -156,17 +156,17 @@ def critical_path(
     Args:
         records: Of one step on all ranks, by one clock.
     """
-    known = {(record.rank, record.task): record for record in records}
-    before = _before(known.values())
+    record_at = {(record.rank, record.task): record for record in records}
+    before = _before(record_at.values())
     chain: list[Link] = []
-    at = max(known.values(), key=lambda record: record.end_s, default=None)
+    at = max(record_at.values(), key=lambda record: record.end_s, default=None)
     end_s = 0.0 if at is None else at.end_s
     while at is not None:
         ranks = mesh.members(at.rank, at.task.axes) if at.task.axes else (at.rank,)
-        met = [known[rank, at.task] for rank in ranks if (rank, at.task) in known]
+        met = [record_at[rank, at.task] for rank in ranks if (rank, at.task) in record_at]
         begun = [record for record in met if record.start_s <= at.end_s]
         last = max(begun, key=lambda record: record.start_s)
-        awaited = [known[last.rank, need] for need in needs[at.task] if (last.rank, need) in known]
+        awaited = [record_at[last.rank, need] for need in needs[at.task] if (last.rank, need) in record_at]
         if (ahead := before.get((last.rank, last.task))) is not None:
             awaited.append(ahead)
         previous = max(awaited, key=lambda record: record.end_s, default=None)
@@ -188,13 +188,13 @@ def critical_path(
 
 def _before(records: Iterable[TaskRecord]) -> dict[tuple[int, Task], TaskRecord]:
     """Return, for every task on every rank, the task before it on its lane."""
-    found: dict[tuple[int, Task], TaskRecord] = {}
+    before: dict[tuple[int, Task], TaskRecord] = {}
     latest: dict[tuple[int, str], TaskRecord] = {}
     for record in sorted(records, key=lambda record: (record.start_s, record.end_s)):
         if (ahead := latest.get((record.rank, record.lane))) is not None:
-            found[record.rank, record.task] = ahead
+            before[record.rank, record.task] = ahead
         latest[record.rank, record.lane] = record
-    return found
+    return before
 
 
 SLOW: Final = 1.5

@@ -186,8 +186,8 @@ class ReplicationBuilder:
                 splits[rank][expert] = tuple(
                     Part(position, share) for position, share in zip(positions, parts, strict=True) if share
                 )
-        found = tuple(tuple(each) for each in splits)
-        return Replication(problem.placement, slots, plain.replicas, found)
+        by_rank = tuple(tuple(each) for each in splits)
+        return Replication(problem.placement, slots, plain.replicas, by_rank)
 
     def _nearest(self, expert: int) -> list[int]:
         problem, homes = self.problem, self.homes[expert]

@@ -32,15 +32,15 @@ def numbers_of(share: Share, known: Sequence[Replication]) -> Numbers:
     Args:
         known: The plans of these layers before, which need not be told again.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for (new, in_use), old in zip(share, known, strict=True):
         if new is old:
-            found += (in_use, SAME)
+            numbers += (in_use, SAME)
             continue
         splits = [(rank, expert, *part) for rank, expert, parts in new.own_splits for part in parts]
         limit = new.limit or UNLIMITED
-        found += (in_use, len(splits), limit, *chain(*new.replicas), *chain(*splits))
-    return np.array(found, np.int32)
+        numbers += (in_use, len(splits), limit, *chain(*new.replicas), *chain(*splits))
+    return np.array(numbers, np.int32)
 
 
 def share_of(numbers: Numbers, known: Sequence[Replication]) -> Share:

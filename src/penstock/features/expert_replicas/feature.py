@@ -43,8 +43,8 @@ def _planning(task: Task, sizes: Sizes) -> Work:
 
 def _replications(task: Task, sizes: Sizes) -> Work:
     """Return the work of exchanging all layers' replicas and a hash; for longer splits see `prices`."""
-    told_bytes = sum(sizes.moe_layers) * NUMBER_BYTES * (FIRST_NUMBERS + sizes.num_replica_slots)
-    return Work(collective="all_gather", sent_bytes=told_bytes + 2 * DIGEST_BYTES * sizes.members(task))
+    replicas_bytes = sum(sizes.moe_layers) * NUMBER_BYTES * (FIRST_NUMBERS + sizes.num_replica_slots)
+    return Work(collective="all_gather", sent_bytes=replicas_bytes + 2 * DIGEST_BYTES * sizes.members(task))
 
 
 OPS = (

@@ -329,8 +329,8 @@ def _promising(builder: ReplicationBuilder, exposed: bool) -> tuple[int, int] | 
     kept_s = 4 * costs.row_bytes * np.minimum(kept, room) * to_rank_s
     weights_s = (costs.parameter_bytes + costs.gradient_bytes) * to_rank_s * exposed
     scores: Floats = 3 * costs.row_s * evened + kept_s - weights_s
-    for each, homes in enumerate(builder.homes):
-        scores[each, homes] = -np.inf
+    for number, homes in enumerate(builder.homes):
+        scores[number, homes] = -np.inf
     scores[:, [not builder.has_room(rank) for rank in range(problem.ranks)]] = -np.inf
     best, rank = np.unravel_index(int(scores.argmax()), scores.shape)
     return (int(best), int(rank)) if scores[best, rank] > 0 else None

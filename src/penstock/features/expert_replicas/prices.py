@@ -154,8 +154,10 @@ def replica_planning_s(work: Batch, planner: str, layers: int) -> float:
 def _told_bytes(step: RoutedStep, task: Task) -> int:
     """Return bytes that all ranks exchange about replicas, as if the next step had those of this one."""
     members, replications = step.sizes.mesh.size(task.axes), step.placed.replications
-    known = [told_bytes(each) for each in replications]
-    return 2 * DIGEST_BYTES * members + sum(known[column] for column in step.columns or range(len(known)))
+    layer_bytes = [told_bytes(each) for each in replications]
+    return 2 * DIGEST_BYTES * members + sum(
+        layer_bytes[column] for column in step.columns or range(len(layer_bytes))
+    )
 
 
 def _compared(step: RoutedStep, task: Task, rank: int) -> Move:

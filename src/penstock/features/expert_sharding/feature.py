@@ -271,9 +271,9 @@ class SimultaneousPair:
         def cut(task: Task, chunk: int) -> Cut:
             if task.layer not in chunked or task.microbatch is None:
                 return task.cut
-            each = self.count // max(1, pieces(task))
-            first = 0 if task.chunk is None else chunk * each
-            stop = self.count if task.chunk is None else first + each
+            length = self.count // max(1, pieces(task))
+            first = 0 if task.chunk is None else chunk * length
+            stop = self.count if task.chunk is None else first + length
             return replace(task.cut, slices=self.count, first=first, stop=stop)
 
         return split(graph, "chunk", pieces, cut)
@@ -311,15 +311,15 @@ def _passes(shape: StepShape) -> Sequence[Pass]:
         return ()
     if form == "baseline":
         return (RepeatedRows(sharing.etp_size),)
-    found: list[Pass] = []
+    passes: list[Pass] = []
     if form == "s2" and sharing.tp_size > 1:
-        found.append(DealtSlots(sharing.tp_size))
+        passes.append(DealtSlots(sharing.tp_size))
         if shape.pair_slices > 1:
-            found.append(SimultaneousPair(shape.pair_slices))
+            passes.append(SimultaneousPair(shape.pair_slices))
     if sharing.etp_size > 1:
         shards = GatheredShards if form == "gather" else FusedShards
-        found.append(shards(sharing.etp_size))
-    return found
+        passes.append(shards(sharing.etp_size))
+    return passes
 
 
 FEATURE = Feature(

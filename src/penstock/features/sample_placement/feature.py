@@ -46,8 +46,8 @@ def _counting(task: Task, sizes: Sizes) -> Work:
 
 def _exchange(task: Task, sizes: Sizes) -> Work:
     """Return the work of sending every sample's rows by expert, here and in the next layer, to all ranks."""
-    mine_bytes = sizes.samples(task) * 2 * sizes.num_experts * COUNT_BYTES
-    return Work(collective="all_gather", sent_bytes=mine_bytes * sizes.members(task))
+    own_bytes = sizes.samples(task) * 2 * sizes.num_experts * COUNT_BYTES
+    return Work(collective="all_gather", sent_bytes=own_bytes * sizes.members(task))
 
 
 def _solving(task: Task, sizes: Sizes) -> Work:

@@ -75,8 +75,8 @@ def overlapped_s(all_to_all_s: float, gather_s: float, slices: int) -> float:
 def _pair_s(lines: tuple[AlphaBeta, AlphaBeta], etm_over_y: float, y_bytes: float, slices: int) -> float:
     """Return the seconds of an all-to-all of `y_bytes` and the gather after it, in slices, by both lines."""
     sent, gathered = lines
-    each = sent.seconds(y_bytes / slices), gathered.seconds(y_bytes * etm_over_y / slices)
-    return overlapped_s(*each, slices)
+    slice_s = sent.seconds(y_bytes / slices), gathered.seconds(y_bytes * etm_over_y / slices)
+    return overlapped_s(*slice_s, slices)
 
 
 def derived_pair(all_to_all: AlphaBeta, gather: AlphaBeta, etm_over_y: float, y_bytes: float) -> AlphaBeta:

@@ -107,5 +107,5 @@ def evolved(rest: Rest) -> list[float]:
         vectorized=True,
         updating="deferred",
     )
-    found, tail = rest.causal(result.x), np.zeros(gaps)
-    return [float(size) for size in (found if rest.seconds(found) <= rest.seconds(tail) else tail)]
+    extra, tail = rest.causal(result.x), np.zeros(gaps)
+    return [float(size) for size in (extra if rest.seconds(extra) <= rest.seconds(tail) else tail)]
