@@ -64,7 +64,7 @@ def advance(left: Collection[list[int]], links: Links, done: set[int]) -> list[i
 
     Args:
         left: The tasks of every lane, the next one last.
-        done: Those that have run; more are added.
+        done: The tasks that have run; more are added.
     """
     row: list[int] = []
     before = -1
@@ -83,7 +83,7 @@ def issue_order(lanes: Mapping[Lane, Sequence[Task]], graph: Graph) -> list[int]
     The row is a function of the lanes alone, hence the same on all ranks.
 
     Raises:
-        ScheduleError: Naming tasks that wait for each other.
+        ScheduleError: For tasks that wait for each other, which it names.
     """
     left = {lane: order[::-1] for lane, order in positions(lanes, graph).items()}
     done = set[int]()
@@ -106,7 +106,7 @@ def slot_order(orders: Orders, links: Links, forward: Sequence[bool] = ()) -> li
 
     Args:
         forward: By position, whether the task is handed out before all others, since the other half of a step
-            begins when its loss is asked for gradients; none = all tasks are handed out as they come.
+            begins when its loss is asked for gradients; empty = all tasks are handed out as they come.
     """
     row: list[int] = []
     ends, slots = [inf] * len(links), [1.0] * len(links)
@@ -140,7 +140,7 @@ def earliest(links: Links, seconds: Sequence[float], begin_s: Sequence[float] = 
     """Return when every task ends, if every lane could run everything at once.
 
     Args:
-        begin_s: By task, when it may begin at the earliest; `-inf` where only what it reads counts.
+        begin_s: When every task may begin at the earliest; `-inf` where only what it reads counts.
     """
     ends: list[float] = []
     for needs, took_s, begin in zip(links, seconds, begin_s or [0.0] * len(links), strict=True):
@@ -164,7 +164,7 @@ def path_ends(
     A task for which lanes wait in a circle never ends: its end is `inf`.
 
     Args:
-        orders: For every lane the positions of its tasks.
+        orders: The positions of the tasks of every lane.
         known: The ends of tasks that are on no lane, and `inf` for the others.
     """
     ends = list(known) or [inf] * len(links)
@@ -270,7 +270,7 @@ def lanes_of(graph: Graph, orders: Sequence[Sequence[int]]) -> dict[Lane, tuple[
     """Return the tasks at these positions, for every lane that has any.
 
     Args:
-        orders: In the order of `Lane`.
+        orders: The positions of every lane's tasks, in the order of `Lane`.
     """
     return {lane: tuple(graph.tasks[i] for i in orders[n]) for n, lane in enumerate(Lane) if orders[n]}
 
@@ -331,15 +331,18 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Issuing:
-    """Seconds of the one thread that hands out tasks to a GPU: for each, and for each operation of one.
+    """The seconds of the one thread that hands out tasks to a GPU.
 
     On CPUs every lane has a thread of its own. On a GPU one thread hands out the tasks of all lanes, one
     after another, and no task starts before that: where tasks are small, a step takes as long as this thread
     works.
 
     Attributes:
-        reads_counts: Whether it waits for the counts that ranks exchange, before it hands out what they size.
-        halves: Whether it hands out all forward tasks before the first of the other half.
+        task_s: The seconds for each task.
+        kernel_s: The seconds for each operation of a task.
+        reads_counts: Whether the thread waits for the counts that ranks exchange, before it hands out what
+            they size.
+        halves: Whether the thread hands out all forward tasks before the first of the other half.
     """
 
     task_s: float
@@ -363,10 +366,10 @@ def simulate(
     """Return when every task runs. A task starts once its inputs and the task before it on its lane end.
 
     Args:
-        issuing: Of the thread that hands out all tasks; None = every lane has its own.
+        issuing: The thread that hands out all tasks; None = every lane has its own.
 
     Raises:
-        ScheduleError: Naming tasks that wait for each other.
+        ScheduleError: For tasks that wait for each other, which it names.
     """
     mesh, tasks, orders = mesh or Mesh(), graph.tasks, positions(schedule.lanes, graph)
     row, seconds = [place for order in orders.values() for place in order], [0.0] * len(tasks)

@@ -24,8 +24,8 @@ class MeasuredCost:
     """Seconds per kind of task; a task of a kind that never ran costs what `fallback` says.
 
     Attributes:
-        by_rank: Seconds on every rank, arrays [ranks], where they are known, for tasks that ranks compute
-            alone.
+        by_rank: The seconds on every rank, arrays [ranks], for tasks that ranks compute alone, where they are
+            known.
     """
 
     seconds: dict[Kind, float]
@@ -107,7 +107,7 @@ def summary(doubts: Sequence[str], *, intervals: bool, remedy: str = IN_A_RUN) -
 
     Args:
         intervals: Whether predictions have intervals.
-        remedy: Advice for where the plan is shown.
+        remedy: The advice for where the plan is shown.
     """
     ended = (f"Caution  {OVERRAN}. {remedy}",) if OVERRAN in doubts else ()
     scattered = [doubt for doubt in doubts if doubt != OVERRAN]

@@ -18,9 +18,9 @@ class ModelFlops:
     """Operations of a model, and the peak of its devices.
 
     Attributes:
-        per_token: Floating-point operations of the matrix products of a forward and a backward pass, of the
-            whole model.
-        peak_per_s: Operations per second of all ranks together; None = not known.
+        per_token: The floating-point operations of the matrix products of a forward and a backward pass, of
+            the whole model.
+        peak_per_s: The operations per second of all ranks together; None = not known.
         peak_words: The peak of one rank, and whether the data sheet says so or a profile measured it.
     """
 
@@ -42,10 +42,12 @@ class ModelFlops:
         counts what a causal mask leaves.
 
         Args:
+            work: The sizes of the step.
             moe_layers: For every layer, whether it is an MoE layer.
-            file: Of the cluster, if it was measured.
-            device, precision: Of the ranks; where the device is known, the peak is that of its data sheet, as
-                others count it, and otherwise the fastest product that was measured.
+            file: The cluster, if it was measured.
+            device, precision: The device of a rank and the type of its products. Where the device is known,
+                the peak is that of its data sheet, as others count it, and otherwise the fastest product that
+                was measured.
         """
         sheet, source = find_device(device), f"data sheet of {device}"
         tflops = None if sheet is None else sheet.peak_tflops(precision)

@@ -47,11 +47,11 @@ class RowMoves:
 
     Attributes:
         even: The step with even routing.
-        rows_PRCYE: Rows that every rank brings for every expert.
-        placement: Where experts are.
-        columns: By MoE layer, the layer of the rows that stands for it; () = each has its own.
-        places: Where samples and replicas are; None = nothing moves.
-        arriving_PRCYE: Rows of the samples to which they come home; None = of those that they left.
+        rows_PRCYE: The rows that every rank brings for every expert.
+        placement: The placement of experts.
+        columns: The layer of the rows that stands for each MoE layer; () = each has its own.
+        places: The places of samples and replicas; None = nothing moves.
+        arriving_PRCYE: The rows of the samples to which they come home; None = of those that they left.
     """
 
     even: StepCost
@@ -378,7 +378,7 @@ class NodeLinks:
         """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P].
 
         Args:
-            sent_PP: From rank to rank, in any unit; what stays on a rank takes no time.
+            sent_PP: The amount from rank to rank, in any unit; what stays on a rank takes no time.
         """
         if not self._even_s:  # one rank, which sends nothing
             return np.zeros(len(sent_PP))

@@ -28,9 +28,9 @@ class Evidence:
     stand for all others.
 
     Attributes:
-        before_DBYE: Of the step from whose loads replicas are planned.
-        now_DBYE: Of the step that is priced.
-        columns: By MoE layer of the step, the layer of the arrays that stands for it; () = each has its own.
+        before_DBYE: The routing of the step from whose loads replicas are planned.
+        now_DBYE: The routing of the step that is priced.
+        columns: The layer of the arrays that stands for each MoE layer of the step; () = each has its own.
     """
 
     before_DBYE: Counts
@@ -74,7 +74,7 @@ def received_rows(counts_DBYE: Counts, placed: Placed | None, shape: StepShape, 
     """Return the rows that every rank's experts and replicas receive in a step, by MoE layer, [Y, P].
 
     Args:
-        placed: Where samples and replicas are; None = nothing moves.
+        placed: The places of samples and replicas; None = nothing moves.
     """
     leaving = counts_DBYE if placed is None else placed.leaving(counts_DBYE)
     replications = () if placed is None else placed.replications

@@ -119,7 +119,8 @@ class ProfiledCluster(ClusterConfig):
         """Return the seconds of a compute task by its measured model, or by the rates.
 
         Args:
-            pieces: Where the file was measured, every piece has the fixed part of a task.
+            pieces: The number of parts in which the work is done; where the file was measured, every piece
+                has the fixed part of a task.
         """
         model = self._task(op, phase)
         if model is None:

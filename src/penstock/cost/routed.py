@@ -54,9 +54,9 @@ class RoutedCost:
     stands for: O(layers known x ranks known x (ranks of an expert group + experts)) numbers.
 
     Attributes:
-        counts_DBYE: Token copies of every sample for every expert, as `Routing.counts` gives them.
-        placement: Where experts are; None = the workload's.
-        placed: Where samples and replicas are; None = nothing moves.
+        counts_DBYE: The token copies of every sample for every expert, as `Routing.counts` gives them.
+        placement: The placement of experts; None = the workload's.
+        placed: The places of samples and replicas; None = nothing moves.
         columns: The layer of the counts for every MoE layer, see `Evidence.columns`.
     """
 
@@ -202,7 +202,7 @@ class SlowRanks:
     """A routed cost on ranks whose computation takes longer.
 
     Attributes:
-        slowness: By rank, how many times as long.
+        slowness: How many times as long every rank's computation takes.
     """
 
     routed: RoutedCost

@@ -28,8 +28,8 @@ class StepCost:
     """`cost(task)` in seconds, the same on all ranks. Tasks that are alike are computed once.
 
     Attributes:
-        shared: Seconds of tasks in other cuts of the same step, with the same workload and cluster; the cost
-            adds its own.
+        shared: The seconds of tasks in other cuts of the same step, with the same workload and cluster; the
+            cost adds its own.
     """
 
     shape: StepShape
@@ -120,7 +120,7 @@ class StepCost:
         """Return seconds of a communication task.
 
         Args:
-            load: Rows as a multiple of those under even routing.
+            load: The rows, as a multiple of those under even routing.
         """
         seconds: float = self._transfer_s(task, self.work(task), load)
         return seconds * self.cluster.prolonged(task.op)
@@ -257,9 +257,9 @@ class UnevenRanks:
     """A cost on ranks that differ: an array [ranks] for compute tasks.
 
     Attributes:
-        slowness: By rank, how many times longer its computation takes.
-        load: By rank, its experts' tokens as a multiple of those under even routing; a transfer takes as long
-            as the busiest rank's. Empty: all ranks alike.
+        slowness: How many times longer every rank's computation takes; empty = all ranks are alike.
+        load: The tokens of every rank's experts, as a multiple of those under even routing; a transfer takes
+            as long as the busiest rank's. Empty = all ranks are alike.
     """
 
     even: StepCost

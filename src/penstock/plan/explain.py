@@ -35,11 +35,14 @@ class Explanation:
     """A plan and the reasons for it.
 
     Attributes:
-        busy: Work over step time, by lane.
-        rows: What rounded rows save.
-        again: What recomputation saves and takes.
-        nodes: Whether there are several.
-        inside: Whether the network between them mostly waits for links inside nodes.
+        busy: The work of every lane over the step time.
+        binds: What limits the step, as text.
+        budget: The memory of a rank; None = not known.
+        lower_bound_s: The seconds that no plan beats.
+        rows: What rounded rows save, as text.
+        again: What recomputation saves and takes, as text.
+        nodes: Whether the cluster has several nodes.
+        inside: Whether transfers between nodes mostly wait for links inside nodes.
         faster: By the resource made twice as fast, the predicted step time then over that now, each of the
             better of two plans: the shown one and the one that is found then; empty where nothing was planned
             again.
@@ -123,7 +126,8 @@ def explain(
     This takes up to three more searches.
 
     Args:
-        replan: How the plan was found; none = by a search with this memory and the budget and effort of
+        memory: The budget of a rank; None = not known.
+        replan: How the plan was found; None = by a search with this memory and the budget and effort of
             `found`.
     """
 

@@ -99,8 +99,8 @@ class MemoryEstimate:
 
     Attributes:
         buffers_bytes: Gradients of the piece of one layer that is being computed, and rows sent and received.
-        copies_bytes: Weights once more in the type in which products are computed, where that is a smaller
-            one.
+        copies_bytes: The copies of weights in the type in which products are computed, where that is a
+            smaller one.
     """
 
     weights_bytes: int

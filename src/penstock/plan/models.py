@@ -16,11 +16,12 @@ class PublishedModel:
 
     Attributes:
         batch: Samples per device, and per node where `sharded`.
-        experts_per_device, experts_per_node: The number of experts grows with the cluster.
+        experts_per_device, experts_per_node: Where the number of experts grows with the cluster; one of them
+            is 0.
         capacity_factor: None = dropless.
         num_heads: None = not given.
-        sharded: The devices of a node share attention and every expert (FSMoE's MP = ESP).
-        on: Other sizes on a cluster, by the cluster's name.
+        sharded: Whether the devices of a node share attention and every expert (FSMoE's MP = ESP).
+        on: The sizes that differ on a cluster, by the cluster's name.
         note: A remark on the numbers for users.
     """
 

@@ -49,10 +49,10 @@ class Weighed:
     """A plan with and without moves.
 
     Attributes:
-        still: Without.
-        best: The fastest of all where that is worth it.
-        lines: On samples, on experts and on both, as far as they may move, with the reasons; also on moves
-            that could not be weighed.
+        still: The plan without moves.
+        best: The fastest plan of all, where moving is worth it or nothing else fits; else `still`.
+        lines: Text on samples, on experts and on both, as far as they may move, with the reasons; also on
+            moves that could not be weighed.
         fits: Whether the plan without moves fits into memory.
     """
 
@@ -88,9 +88,10 @@ def weigh(
     """Compare the best of `choices` with itself moving.
 
     Args:
-        problem: With evidence, and what may move.
-        memory: Of a rank, into which what moves must fit; None = not known.
-        routing: The evidence in words.
+        problem: The step with evidence, and with what may move.
+        choices: The plans to compare; the best of them without moves is the one that may move.
+        memory: The budget of a rank, which plans with moves must fit; None = not known.
+        routing: The name of the evidence, as text.
         lost: Trials by which the predictions of moves are corrected.
         ends: Tells whether the time is over; moves that are left then are not weighed.
 

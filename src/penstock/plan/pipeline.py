@@ -45,12 +45,12 @@ class Pipeline:
     """Stages, and how microbatches pass through them.
 
     Attributes:
-        pipeline_parallel_size: stages.
-        virtual_pipeline_parallel_size: Parts of each.
-        microbatches: Of an update.
+        pipeline_parallel_size: The number of stages.
+        virtual_pipeline_parallel_size: The parts of each stage.
+        microbatches: The microbatches of an update.
         overlaps: Whether a stage works on a forward and a backward at once.
-        node_size: Consecutive ranks in one node, of one stage or of several; 0 = no stage shares its nodes
-            with others.
+        node_size: The consecutive ranks in one node, of one stage or of several; 0 = no stage shares its
+            nodes with others.
     """
 
     pipeline_parallel_size: int
@@ -150,9 +150,12 @@ class PipelineTimes:
     """Seconds of what happens in a pipeline.
 
     Attributes:
-        slot: Of every cell of a slot, from the begin of the slot to its own end.
-        link: Of a microbatch's hidden states, or of their gradients, from one stage to another.
-        closing: Of what a stage does when all stages have all their gradients.
+        slot: Returns the seconds from the beginning of a slot to the end of each of its cells.
+        link: Returns the seconds of a microbatch's hidden states, or of their gradients, from one stage to
+            another.
+        closing: Returns the seconds of what a stage does when all stages have all their gradients.
+        tied_s: The seconds in which the first and the last stage sum the gradients of a weight that both
+            have; 0 = there is none.
     """
 
     slot: Callable[[Slot], Sequence[float]]
@@ -166,7 +169,8 @@ class PipelineRun:
     """A simulated update.
 
     Attributes:
-        busy_s: By stage, in which it works.
+        seconds: The time of the whole update.
+        busy_s: The seconds in which every stage works.
     """
 
     seconds: float
@@ -256,8 +260,8 @@ class Half:
 
     Attributes:
         begins, ends, blocks: Whether the part has the embedding, head and loss, and any layers.
-        first: Forward only, whether sharded parameters are gathered before.
-        sums, updates: Backward only, whether gradients are summed over ranks, and parameters updated.
+        first: Whether sharded parameters are gathered before; forward only.
+        sums, updates: Whether gradients are summed over ranks, and parameters updated; backward only.
     """
 
     forward: bool

@@ -46,9 +46,11 @@ def pipelines(
     """Return the orders of microbatches that are possible with as many stages.
 
     Args:
-        virtual: Parts of a stage; None = open.
-        problem: Of which the passes of an update are microbatches; where its schedule is set to be
+        virtual: The parts of a stage; None = open.
+        layers: The number of layers of the model.
+        problem: The step, whose passes are the microbatches of an update. Where its schedule is set to be
             sequential, nothing overlaps, microbatches neither.
+        node_size: See `Pipeline`.
 
     Raises:
         ConfigError: For sizes that are given and impossible.
@@ -74,10 +76,13 @@ def find_pipeline(
 
     Args:
         problem: The whole model on the ranks of one stage.
-        tried: Orders of microbatches.
+        tried: The orders of microbatches to compare.
+        choices: Returns the ways to run the layers of a stage that are tried beside the first choices of a
+            search.
+        memory: The budget of a rank, which every stage must fit; None = not known.
 
     Raises:
-        NothingFitsError: If none does.
+        NothingFitsError: If no plan fits.
     """
     problem = replace(problem, passes=1)
     search = _Search(problem, choices, memory)

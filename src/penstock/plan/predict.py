@@ -64,6 +64,9 @@ def prolonged_s(problem: Problem, choice: Decision, plan: StepPlan, times: Mappi
     """Return the seconds of an iteration in which tasks of some ops take `times` as long as predicted.
 
     Replicas stay those that the problem's prices ask for.
+
+    Args:
+        times: By op, how many times as long its tasks take; 1 for all others.
     """
     cost = task_cost(problem, choice, plan)
     costs = cost, lambda task: cost(task) * times.get(task.op, 1.0)
@@ -152,7 +155,7 @@ def settle(plan: StepPlan, cost: ContendedCost, ranks: Mesh, paces: tuple[float,
     """Return every task's share of contention in the timeline that results from durations with these shares.
 
     Args:
-        paces: By rank, see Problem; only ranks of one pace have the same contention.
+        paces: The pace of every rank, see Problem; only ranks of one pace have the same contention.
     """
     shares: Shares = dict.fromkeys(plan.graph.tasks, 1.0)
     for _ in range(PASSES):

@@ -58,20 +58,21 @@ class Problem:
     """One step of a model on a cluster.
 
     Attributes:
-        shape: Uncut, with any dispatch.
-        dispatches: Those that the ranks can run.
-        comm_dtypes: Formats in which rows may travel, "none" = as the workload says.
-        slowness: By rank, how many times longer its computation takes than the cluster says; empty = none.
-        load: By rank, the tokens that its experts get as a multiple of even routing; empty = even.
+        shape: The shape of the uncut step, with any dispatch.
+        dispatches: The dispatches that the ranks can run.
+        comm_dtypes: The formats in which rows may travel, "none" = as the workload says.
+        slowness: How many times longer every rank's computation takes than the cluster says; empty = no
+            rank's does.
+        load: The tokens that every rank's experts get, as a multiple of even routing; empty = even.
         recompute: What may be recomputed, the fastest choice first.
         movable: Samples and experts, as far as they may move.
         placement: How their destinations are decided.
-        evidence: How steps are routed; none = evenly.
-        observed: How they were routed, as far as memory counts: a search prices even routing, with which
+        evidence: How steps are routed; None = evenly.
+        observed: How steps were routed, as far as memory counts: a search prices even routing, with which
             moves gain nothing, but its plans must hold the rows that come.
-        forced: Decisions that are set, by name; every choice has them (see `space.forced`).
-        passes: Forward and backward passes whose gradients add up to those of one update.
-        ends: Tells whether the time is over; then no replicas are planned that need not be (see `_place`).
+        forced: The decisions that are set, by name; every choice has them (see `space.forced`).
+        passes: The forward and backward passes whose gradients add up to those of one update.
+        ends: Tells whether the time is over; then no replicas are planned that need not be (see `placed`).
     """
 
     shape: StepShape

@@ -104,6 +104,7 @@ class Stages:
 
     Attributes:
         problem: The whole model on the ranks of one stage.
+        choice: How every stage runs its layers.
     """
 
     problem: Problem
@@ -118,7 +119,7 @@ class Stages:
         """Return the parts of all stages.
 
         Args:
-            layers: Of each; none = as they take nearly the same time.
+            layers: The number of layers of each part; none = parts that take nearly the same time.
 
         Raises:
             ConfigError: For more parts than there are layers, embedding and head.
@@ -165,7 +166,7 @@ class Stages:
         """Return the seconds of a forward or a backward.
 
         Args:
-            edge: Of the first, or the last, of an update.
+            edge: Whether it is the first forward, or the last backward, of an update.
         """
         key = self._kind(part), forward, edge
         if key not in self._known:
@@ -179,7 +180,8 @@ class Stages:
         """Return the seconds in which a half's transfers use what a transfer to another stage uses, too.
 
         Args:
-            across: The cards of nodes; otherwise links inside nodes.
+            edge: See `half_s`.
+            across: Whether transfers over the cards of nodes count, or else those over links inside nodes.
         """
         key = self._kind(part), forward, edge, across
         if key not in self._network:
@@ -243,7 +245,7 @@ class Stages:
         return issuing and replace(issuing, halves=False)
 
     def closing_s(self, part: Part) -> float:
-        """Return the seconds of the update, once all gradients of all stages are there."""
+        """Return the seconds of the update of a part, once all gradients of all stages are there."""
         prepared = self._prepared(part)
         updating = prepared.problem.shape.updating
         if updating is None:
@@ -390,17 +392,20 @@ class PipelinePlan:
     """A planned update of a model in stages.
 
     Attributes:
-        layers: By part.
-        forward_s, backward_s: Of one microbatch on all parts of the slowest stage.
-        together_s: Of both of different microbatches at once, where they overlap.
-        memory: By stage.
-        held: By stage, of how many microbatches it keeps activations at most, in parts.
-        link_s, link_alone_s: Of a microbatch's hidden states to another stage, beside that stage's own
-            transfers and without them.
-        shared_s: By which a forward and a backward take longer on the slowest stage, since they share the
-            network with such transfers.
-        tied_bytes, tied_s: Gradients of a weight that the first and the last stage share, and the seconds in
-            which they meet; 0 where there is none.
+        problem: The whole model on the ranks of one stage.
+        choice: How every stage runs its layers.
+        layers: The number of layers of every part.
+        forward_s, backward_s: The seconds of one microbatch on all parts of the slowest stage.
+        together_s: The seconds of a forward and a backward of different microbatches at once; None = they do
+            not overlap.
+        memory: The memory of every stage.
+        held: Of how many microbatches every stage keeps activations at most, in parts.
+        link_s, link_alone_s: The seconds of a microbatch's hidden states to another stage, beside that
+            stage's own transfers and without them.
+        shared_s: The seconds by which a forward and a backward take longer on the slowest stage, since they
+            share the network with such transfers.
+        tied_bytes, tied_s: The gradients of a weight that the first and the last stage share, and the seconds
+            in which they are summed; 0 where there is none.
     """
 
     pipeline: Pipeline
@@ -443,7 +448,7 @@ def predict_pipeline(
         problem: The whole model on the ranks of one stage, see `stage_cluster`; its passes are the pipeline's
             microbatches.
         choice: How every stage runs its layers.
-        layers: By part; none = parts that take nearly the same time.
+        layers: The number of layers of every part; none = parts that take nearly the same time.
     """
     return placed(Stages(replace(problem, passes=1), choice), pipeline, layers)
 

@@ -46,7 +46,7 @@ def in_line(text: str) -> ClusterFile | None:
     them; `graphs`: a step of theirs is one CUDA graph, which no thread issues by operations.
 
     Raises:
-        ConfigError: The line has an unknown device, memory, key or rate, or no network between nodes.
+        ConfigError: If the line has an unknown device, memory, key or rate, or no network between nodes.
     """
     match = FORM.fullmatch(text.strip())
     if match is None:

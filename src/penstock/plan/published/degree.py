@@ -43,8 +43,9 @@ class MoEPart:
     """Times of the MoE part of one layer in one direction.
 
     Attributes:
-        a2a: Between nodes, each of the two.
-        ag, rs: Inside the node, before and after the experts.
+        a2a: Each of the two all-to-alls between nodes.
+        ag, rs: The gather before the experts and the scatter after them, inside the node.
+        experts: The computation of the experts.
     """
 
     a2a: Linear
@@ -151,10 +152,10 @@ class GapLayer:
     """An MoE layer with all that follows it in the backward pass, up to the next one ("generalised layer").
 
     Attributes:
-        layer: Of its MoE part.
-        part: backward.
-        dense_s: Computation after the MoE part, during which the network between nodes is idle.
-        made: Gradients that exist when the next such layer begins.
+        layer: The layer of its MoE part.
+        part: The MoE part, backward.
+        dense_s: The computation after the MoE part, during which the network between nodes is idle.
+        made: The gradients that exist when the next such layer begins.
     """
 
     layer: int
@@ -168,7 +169,9 @@ class Backward:
     """The backward pass for a partition.
 
     Attributes:
-        above: Gradients of blocks above the first MoE layer.
+        gaps: The MoE layers, the highest first.
+        all_reduce: The seconds of a sum of gradients, by its bytes.
+        above: The gradients of blocks above the first MoE layer.
     """
 
     num_layers: int

@@ -27,8 +27,8 @@ class ParmModels:
     """The fitted lines that the algorithm needs.
 
     Attributes:
-        all_to_all: Over experts and their shards.
-        gather: Of tokens or rows among ranks that share attention.
+        all_to_all: The all-to-all over experts and their shards.
+        gather: The gather of tokens or rows among ranks that share attention.
         pair: SAA as one operation, by the size of its all-to-all.
     """
 
@@ -42,8 +42,9 @@ class ParmSizes:
     """Bytes of one layer in one direction.
 
     Attributes:
+        y_bytes: What a rank hands to the all-to-all over all shards.
         gathered_bytes: The tokens that S1 gathers.
-        converted_bytes: Those that S2 gathers where blocks have split tokens.
+        converted_bytes: The tokens that S2 gathers where blocks have split tokens.
     """
 
     y_bytes: float

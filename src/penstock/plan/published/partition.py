@@ -39,7 +39,8 @@ class Filling:
         """Put in as much as fits into `spare_s`; return the seconds that are left.
 
         Args:
-            unit_bytes: Only whole units of a layer's gradients, or the rest of the layer's.
+            spare_s: The seconds that reductions may take in the gap.
+            unit_bytes: Only whole units of a layer's gradients are put in, or the rest of the layer's.
         """
         while self._queue:
             size = self._fitting(spare_s, unit_bytes)
