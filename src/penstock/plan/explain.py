@@ -184,8 +184,10 @@ def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         start_ups = left_s(inter=INFINITELY, intra=INFINITELY)
         start_up_share = sum(start_ups[lane] for lane in networks) / sum(work[lane] for lane in networks)
     # Whether transfers between nodes take most of their time on links inside nodes.
-    between_s = work.get(Lane.INTER, 0.0)
-    inside = problem.has_nodes and left_s(intra=INFINITELY).get(Lane.INTER, 0.0) < (1 - MOSTLY) * between_s
+    between_s = near_s = work.get(Lane.INTER, 0.0)
+    if problem.has_nodes:
+        near_s = left_s(intra=INFINITELY).get(Lane.INTER, 0.0)
+    inside = near_s < (1 - MOSTLY) * between_s
     if start_up_share > MOSTLY and not bound.busiest_lane.computes:
         share = f"{100 * start_up_share:.0f} % of communication time is start-ups"
         binds = f"latency limits the step: {share}; {binds}"

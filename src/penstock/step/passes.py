@@ -209,8 +209,8 @@ Parts = Sequence[Sequence[int]]
 class GradientPieces:
     """Every piece waits for all tasks that add to its buffer, directly or through another of them.
 
-    before  AT.m1.B, AT.m0.B after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─
-    XR.p0
+    before  AT.m1.B, AT.m0.B
+    after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─ XR.p0
 
     Attributes:
         parts: By kind of gradients.

@@ -95,7 +95,8 @@ class Replicas:
     No edge leads to GP, since parameters are those that the last step left: GP runs in any gap before X. All
     ranks of an expert group meet, including those without a replica.
 
-    before  D ─rows─ X after   D ─rows─ X          GP.p0, GP.p1 ─replicas─ X
+    before  D ─rows─ X
+    after   D ─rows─ X          GP.p0, GP.p1 ─replicas─ X
 
     Attributes:
         pieces: Number of pieces into which every replica is cut.
@@ -127,7 +128,8 @@ class Replicas:
 class ReplicaGradients:
     """Pro-Prophet's Agg: a piece waits for every task that adds to replicas, and adds to owners' gradients.
 
-    before  X.m1.B, X.m0.B after   X.m1.B, X.m0.B ─gradients─ GG.p0, GG.p1
+    before  X.m1.B, X.m0.B
+    after   X.m1.B, X.m0.B ─gradients─ GG.p0, GG.p1
 
     Attributes:
         pieces: Number of pieces into which every replica is cut.
@@ -154,7 +156,8 @@ class PlannedReplicas:
 
     Only the comparison of what all ranks have found, at the end of the step, waits for the plan.
 
-    before  LG.B after   LG.B ─loads─ PE.B ─replications─ PH.B
+    before  LG.B
+    after   LG.B ─loads─ PE.B ─replications─ PH.B
 
     Attributes:
         axes: Axes along which the ranks meet that exchange rows.

@@ -120,7 +120,8 @@ BETWEEN = (Op.DISPATCH, Op.COMBINE)
 class GatheredShards:
     """FSMoE: a row crosses nodes once, is gathered inside the node by all shards, whose outputs are summed.
 
-    before  D ─rows─ X ─rows─ C after   D ─rows─ XG ─rows─ X ─rows─ XS ─rows─ C          XG, XS intra
+    before  D ─rows─ X ─rows─ C
+    after   D ─rows─ XG ─rows─ X ─rows─ XS ─rows─ C          XG, XS intra
 
     Attributes:
         shards: Shards of every expert.
@@ -163,8 +164,8 @@ class FusedShards:
 class DealtSlots:
     """Parm's S2: ranks that share attention have the same rows, and each sends its share of every expert's.
 
-    before  AT ─rows─ D ... C ─rows─ U after   AT ─rows─ SD ─rows─ D ... C ─rows─ SG ─rows─ U          SD, SG
-    intra
+    before  AT ─rows─ D ... C ─rows─ U
+    after   AT ─rows─ SD ─rows─ D ... C ─rows─ SG ─rows─ U          SD, SG intra
 
     Attributes:
         ranks: Ranks that share attention.
@@ -192,8 +193,8 @@ class RepeatedRows:
     Ranks that share attention have the same rows, so each row is sent and computed once for each of them:
     this form serves as a baseline.
 
-    before  AT ─rows─ D ... X ─rows─ C ─rows─ U after   AT ─rows─ BG ─rows─ D ... X ─rows─ BR ─rows─ C ─rows─
-    BS ─rows─ U          BG, BR, BS intra
+    before  AT ─rows─ D ... X ─rows─ C ─rows─ U
+    after   AT ─rows─ BG ─rows─ D ... X ─rows─ BR ─rows─ C ─rows─ BS ─rows─ U          BG, BR, BS intra
 
     Attributes:
         shards: Shards of every expert.

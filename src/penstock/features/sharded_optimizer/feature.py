@@ -221,8 +221,8 @@ ROOM = "room"
 class GradientRoom:
     """ZeRO's stage 2. Without it, sums on a slow network would wait, and all whole gradients with them.
 
-    before  L2.RA.p0, L2.RA.p1          L0.U.B ─rows─ L0.C.B after   L2.RA.p0, L2.RA.p1 ─room─ L0.U.B ─rows─
-    L0.C.B
+    before  L2.RA.p0, L2.RA.p1          L0.U.B ─rows─ L0.C.B
+    after   L2.RA.p0, L2.RA.p1 ─room─ L0.U.B ─rows─ L0.C.B
 
     The first tasks to add to a layer's gradients wait for the sums of the layer two above.
 
