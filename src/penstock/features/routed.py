@@ -173,10 +173,11 @@ class Move:
 
     Attributes:
         collective: What the transport does with them; "" = nothing.
-        group: The axes of the ranks that meet.
-        input_splits: Rows to every member of the group; of an all-gather and an all-reduce this rank's rows.
-        output_splits: Rows from every member.
-        row_bytes: Bytes of a row.
+        group: The axes along which the ranks meet.
+        input_splits: The rows to every member of the group; for an all-gather and an all-reduce this rank's
+            rows.
+        output_splits: The rows from every member.
+        row_bytes: The bytes of a row.
     """
 
     collective: Collective
@@ -197,13 +198,12 @@ class Routed:
 
     Attributes:
         move: Returns what a rank hands to the transport; None = by `sizes`, or nothing is known of it.
-        sizes: Returns the rows of every member of a task's group, by rank, [P, W], of what moves rows.
+        sizes: Returns the rows of every member of a task's group, by rank, [P, W], for an op that moves rows.
         load: Returns how many times the bytes of even routing a task sends, by the links of every rank, [P],
             where samples or experts move; None = as many.
         seconds: Returns a task's seconds on all ranks, given those by its work, where samples or experts
             move; None = these.
-        crossing: Returns what moves from rank to rank, in rows, [P, P], of what a move is to save; None =
-            nothing.
+        crossing: Returns the rows that a move is to save, from rank to rank, [P, P]; None = it saves none.
     """
 
     move: Callable[[RoutedStep, Task, int], Move] | None = None
@@ -217,7 +217,7 @@ def within(collective: Collective, group: Axes, sizes: tuple[int, ...], place: i
     """Return the move of a collective whose whole tensor has rows of these sizes, one size per member.
 
     Args:
-        place: This rank's.
+        place: The place of this rank among the members.
     """
     own = (sizes[place],)
     match collective:
@@ -239,7 +239,8 @@ def exchanged(step: RoutedStep, task: Task, rank: int, sent: Counts, along: Axes
     """Return the move of an exchange between places along these axes.
 
     Args:
-        sent: Forward, from place to place; what stays is not handed over.
+        sent: The rows from place to place, forward; what stays is not handed over.
+        along: The axes along which places are counted.
     """
     mesh, table = step.sizes.mesh, sent if task.forward else sent.T
     own_place = mesh.place(rank, along)

@@ -30,7 +30,7 @@ def numbers_of(share: Share, known: Sequence[Replication]) -> Numbers:
     """Return a share as numbers.
 
     Args:
-        known: The plans of these layers before, which need not be told again.
+        known: The plans of these layers before, which need not be sent again.
     """
     numbers: list[int] = []
     for (new, in_use), old in zip(share, known, strict=True):
@@ -82,8 +82,7 @@ def replication_of(plain: Mapping[str, Any], placement: ExpertPlacement) -> Repl
     """Return a replication from plain data.
 
     Raises:
-        KeyError: TypeError, ValueError.
-        IndexError: If invalid.
+        KeyError, TypeError, ValueError, IndexError: If the data is invalid.
     """
     replicas, limit = [list(map(int, held)) for held in plain["replicas"]], plain["limit"]
     splits = {

@@ -99,7 +99,7 @@ class Replicas:
     after   D ─rows─ X          GP.p0, GP.p1 ─replicas─ X
 
     Attributes:
-        pieces: Number of pieces into which every replica is cut.
+        pieces: The number of pieces into which every replica is cut.
     """
 
     pieces: int
@@ -132,7 +132,7 @@ class ReplicaGradients:
     after   X.m1.B, X.m0.B ─gradients─ GG.p0, GG.p1
 
     Attributes:
-        pieces: Number of pieces into which every replica is cut.
+        pieces: The number of pieces into which every replica is cut.
     """
 
     pieces: int
@@ -160,7 +160,7 @@ class PlannedReplicas:
     after   LG.B ─loads─ PE.B ─replications─ PH.B
 
     Attributes:
-        axes: Axes along which the ranks meet that exchange rows.
+        axes: The axes along which the ranks meet that exchange rows.
     """
 
     axes: Axes

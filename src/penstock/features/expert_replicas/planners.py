@@ -58,7 +58,9 @@ def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equat
     A rank with several experts gives its largest one that is not yet copied.
 
     Args:
-        excluded: n, ranks with the fewest rows of an expert that do not get it; ties by rank.
+        excluded: The number n of ranks with the fewest rows of an expert, which do not get it; ties by rank.
+        alpha: See `balanced`.
+        equation: The equation of the paper that promises a time, see `paper_seconds`.
     """
     replicas = Replicas(problem)
     load = replicas.load()
@@ -112,9 +114,9 @@ class Replicas:
     """Experts that ranks have as replicas so far, for rows of their own.
 
     Attributes:
-        copied: Experts, in the order in which they were given away.
-        held: By rank.
-        targets: [P, E], the rank to which rows go that start on rank p for expert e.
+        copied: The experts that were given away, in that order.
+        held: The replicas of every rank.
+        targets: The rank to which rows go that start on rank p for expert e, [P, E].
     """
 
     def __init__(self, problem: ExpertProblem) -> None:
@@ -162,8 +164,8 @@ class Replicas:
 class Ways:
     """The load of links by copies of experts on their way to homes: one more is priced without a recount.
 
-    Attributes:
-        copies: By owner and home, [P, P].
+    Args:
+        copies: The copies from every owner to every home, [P, P].
     """
 
     def __init__(self, links: Links, copies: Ints) -> None:
@@ -353,7 +355,7 @@ PLANNERS: Final[dict[str, Planner]] = {
 
 
 class PlanningCost(NamedTuple):
-    """Seconds of a home thread for one layer: a fixed part, a part per rank, a part per load of a rank."""
+    """The seconds of a host thread for one layer: a fixed part, a part per rank, a part per load of a rank."""
 
     fixed_s: float
     rank_s: float

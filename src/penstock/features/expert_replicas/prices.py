@@ -58,7 +58,7 @@ class PricedStep(Protocol):
 
 
 def expert_costs(even: PricedStep) -> ExpertCosts:
-    """Return a step's sizes and cluster for a planner of replicas; slack as in Eq 8.
+    """Return the costs of a step for a planner of replicas; slack as in Eq 8.
 
     Where replicas were seen to travel longer than their bytes by the links, these are more bytes.
     """
@@ -116,14 +116,17 @@ def planned_replications(
 ) -> tuple[Replication, ...]:
     """Return the replication of every layer by a planner's name, from the loads of the step before.
 
-    A layer homes nothing where replication would not have paid.
+    A layer has no replicas where replication would not have paid.
 
     Args:
-        costs: By layer.
+        loads_YPE: The rows of every layer, by rank and expert.
+        replica_slots: The free slots of every rank.
+        costs: The costs of every layer.
+        exact: See `ExpertProblem`.
         ends: Tells, before every layer, whether the time is over.
 
     Raises:
-        RefusalError: If it is.
+        RefusalError: If the time is over.
     """
     plan, replications = find_planner(planner), list[Replication]()
     common = partial(ExpertProblem, placement=placement, replica_slots=replica_slots, exact=exact)

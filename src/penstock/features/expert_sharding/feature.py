@@ -124,7 +124,7 @@ class GatheredShards:
     after   D ─rows─ XG ─rows─ X ─rows─ XS ─rows─ C          XG, XS intra
 
     Attributes:
-        shards: Shards of every expert.
+        shards: The shards of every expert.
     """
 
     shards: int
@@ -145,7 +145,7 @@ class FusedShards:
     D and C meet ranks along both axes, (ep, etp).
 
     Attributes:
-        shards: Shards of every expert.
+        shards: The shards of every expert.
     """
 
     shards: int
@@ -168,7 +168,7 @@ class DealtSlots:
     after   AT ─rows─ SD ─rows─ D ... C ─rows─ SG ─rows─ U          SD, SG intra
 
     Attributes:
-        ranks: Ranks that share attention.
+        ranks: The ranks that share attention.
     """
 
     ranks: int
@@ -197,7 +197,7 @@ class RepeatedRows:
     after   AT ─rows─ BG ─rows─ D ... X ─rows─ BR ─rows─ C ─rows─ BS ─rows─ U          BG, BR, BS intra
 
     Attributes:
-        shards: Shards of every expert.
+        shards: The shards of every expert.
     """
 
     shards: int
@@ -252,7 +252,7 @@ class SimultaneousPair:
     All other tasks stay whole.
 
     Attributes:
-        count: slices.
+        count: The number of slices.
     """
 
     count: int

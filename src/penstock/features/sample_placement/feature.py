@@ -145,7 +145,7 @@ class MoveSamples:
     last MoE layer expects nothing of a next one, so its SC reads no tokens.
 
     Attributes:
-        counted: Axes along which the ranks meet that know of all rows.
+        counted: The axes along which the ranks meet that know of all rows.
     """
 
     counted: Axes = Group.EXPERT

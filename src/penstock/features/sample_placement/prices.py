@@ -49,7 +49,8 @@ class SampleMover:
     """Assigns samples to homes, as NetMoE's tasks do.
 
     Attributes:
-        predicts: Whether the next layer counts.
+        solver: The name of the solver, see `find_solver`.
+        predicts: Whether the rows of the next layer count.
     """
 
     work: Batch
