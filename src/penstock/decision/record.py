@@ -215,12 +215,12 @@ class Decision:
         return replace(self, more=Table(more))
 
     def affecting(self, *effects: Effect, **others: Any) -> Self:
-        """Return the decision with the defaults of all fields that have none of these effects.
+        """Return the decision in which all fields that have none of these effects have their defaults.
 
         Whatever is worked out of a decision and kept has this as its key: what it depends on, and no more.
 
         Args:
-            others: Fields with another value than that.
+            others: The fields that get another value, by name.
         """
         left_out = {name: usual for name, usual in _without(effects).items() if getattr(self, name) != usual}
         if self.more:

@@ -19,7 +19,7 @@ class GradientBytes(NamedTuple):
 
     Attributes:
         replicated: The bytes that every rank has whole.
-        experts: The bytes of a rank's experts.
+        experts: The bytes of the gradients of a rank's experts.
         partial: The bytes to which every rank that shares attention adds a part; empty = there are no such
             ranks.
         partial_by_form: `partial` by expert form, where it depends on that; what is not partial with a form

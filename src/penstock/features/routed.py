@@ -203,7 +203,8 @@ class Routed:
             where samples or experts move; None = as many.
         seconds: Returns a task's seconds on all ranks, given those by its work, where samples or experts
             move; None = these.
-        crossing: Returns the rows that a move is to save, from rank to rank, [P, P]; None = it saves none.
+        crossing: Returns what moves from rank to rank, in rows, [P, P], where it counts against what a move
+            saves; None = nothing.
     """
 
     move: Callable[[RoutedStep, Task, int], Move] | None = None

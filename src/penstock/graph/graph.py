@@ -40,7 +40,7 @@ class Graph:
 
     @cached_property
     def links(self) -> tuple[tuple[int, ...], ...]:
-        """By position of a task, the positions of those it reads.
+        """The positions of the tasks that every task reads, by position.
 
         A plan builds and simulates graphs by the hundred, and numbers are far quicker to compare than tasks.
 
@@ -67,7 +67,7 @@ class Graph:
 
     @cached_property
     def readers_at(self) -> list[list[int]]:
-        """By position of a task, the positions of those that read its outputs."""
+        """The positions of the tasks that read every task's outputs, by position."""
         readers: list[list[int]] = [[] for _ in self.tasks]
         for place, needs in enumerate(self.links):
             for need in needs:
@@ -95,7 +95,8 @@ class Graph:
     def leads(self, first: int, last: int) -> bool:
         """Return whether edges lead from the task at `first` to the one at `last`.
 
-        In a graph of very many tasks it is searched for: most that are asked about are near each other.
+        In a graph of very many tasks they are searched for: most pairs that are asked about are near each
+        other.
         """
         if first >= last:
             return False
@@ -125,7 +126,7 @@ class Graph:
         return behind
 
     def check(self) -> Graph:
-        """Return self.
+        """Check the tasks, their order and their state, and return the graph.
 
         Raises:
             ScheduleError: For a missing task, a cycle, or unordered access to state.

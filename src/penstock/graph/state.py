@@ -56,7 +56,7 @@ class _Touching:
 
 
 def check_state(graph: Ordered) -> None:
-    """Raise ScheduleError naming a state and two tasks that touch it without an order between them."""
+    """Raise ScheduleError, naming a state and two tasks that touch it without an order between them."""
     by_state: dict[str, _Touching] = {}
     for place, task in enumerate(graph.tasks):
         for state in task.writes:

@@ -48,9 +48,9 @@ def joined_legs(sent_NSC: Counts, received_PSC: Counts, place: Place) -> list[tu
     """Return, by piece, the two legs of the rank at `place`, whose rows are sorted by node and set of places.
 
     Args:
-        sent_NSC: Rows for every node, by set.
-        received_PSC: Rows from every rank for this node, by set.
-        place: Of the rank.
+        sent_NSC: The rows for every node, by set.
+        received_PSC: The rows from every rank for this node, by set.
+        place: The place of the rank.
     """
     reached_SG, nodes = sets_of(place.node_size), place.nodes
     received_NGSC = received_PSC.reshape(nodes, place.node_size, *received_PSC.shape[1:])
@@ -84,7 +84,7 @@ def filled_blocks(sizes: Counts) -> Counts:
     """Return the blocks that some piece fills, by piece, [C, B]; an empty one where there are no rows at all.
 
     Args:
-        sizes: Of all blocks, [..., C].
+        sizes: The sizes of all blocks, [..., C].
     """
     sizes_BC = sizes.reshape(-1, sizes.shape[-1])
     filled = np.flatnonzero(sizes_BC.sum(axis=1))
@@ -100,9 +100,10 @@ def _plain(numbers: Counts) -> tuple[int, ...]:
 def distinct_parts(parts: int, num_experts: int, top_k: int, groups: int = 1, limit: int = 1) -> float:
     """Return in how many of equal parts a token's experts are on average, if all choices are equally likely.
 
+    Without groups it is n (1 - C(E - E / n, k) / C(E, k)), for many experts n (1 - (1 - 1 / n)^k).
+
     Args:
-        groups, limit: A token's experts come from `limit` of `groups` groups of experts (DeepSeek). Without
-            them it is n (1 - C(E - E / n, k) / C(E, k)), for many experts n (1 - (1 - 1 / n)^k).
+        groups, limit: A token's experts come from `limit` of `groups` groups of experts (DeepSeek).
     """
     size, share = num_experts // groups, num_experts // parts
     open_to_token = limit * size
@@ -127,11 +128,12 @@ def distinct_parts(parts: int, num_experts: int, top_k: int, groups: int = 1, li
 def distinct_rows(inputs: Counts, top_k: int, nearness: float = 1.0) -> Counts:
     """Return rows of every source for every part, [sources, parts], from its inputs for their experts.
 
+    Counts do not say which experts are chosen together. So every token is assumed to choose k different ones
+    with odds that give each expert its share; with even counts the result is exactly `distinct_parts`.
+
     Args:
-        inputs: [sources, parts, L]. Counts do not say which experts are chosen together. So every token is
-            assumed to choose k different ones with odds that give each expert its share; with even counts the
-            result is exactly `distinct_parts`.
-        nearness: Factor on the result, since choices limited to groups meet in fewer parts.
+        inputs: The inputs of every source for every part's experts, [sources, parts, L].
+        nearness: A factor on the result, since choices limited to groups meet in fewer parts.
     """
     rows, busiest = inputs.sum(axis=2), inputs.max(axis=2, initial=0)
     tokens = np.maximum(np.ceil(rows.sum(axis=1) / top_k), inputs.max(axis=(1, 2), initial=0))[:, None]

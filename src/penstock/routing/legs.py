@@ -64,11 +64,11 @@ class Leg:
 
     Attributes:
         axes: The axes along which the splits count members.
-        sizes: Blocks as they are stored.
-        order: Which block is sent when (indices into sizes); a block that is sent several times comes home as
-            the sum of all copies.
-        input_splits: Rows to each member.
-        output_splits: Rows from each member.
+        sizes: The sizes of the blocks as they are stored.
+        order: The block that is sent at every turn (indices into sizes); a block that is sent several times
+            comes home as the sum of all copies.
+        input_splits: The rows to each member.
+        output_splits: The rows from each member.
     """
 
     axes: Axes
@@ -130,9 +130,9 @@ class Stops(ABC):
         Every stop is in the node of a row's source or in that of its target.
 
         Args:
-            source: Ranks where rows start, [B].
-            target: Ranks that rows are for, [B].
-            size: Ranks of a node.
+            source: The ranks where rows start, [B].
+            target: The ranks that rows are for, [B].
+            size: The ranks of a node.
         """
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:
@@ -152,9 +152,9 @@ def legs_of(
     """Return the legs of the rank at `place`, by number of chunks and chunk.
 
     Args:
-        dispatch: One of one's own, not written as stops, gets a whole table for every chunk.
-        place: Of the rank.
-        rows_at: Returns rows by piece. It is asked for pairs that pass this rank only.
+        dispatch: The dispatch. One of one's own, not written as stops, gets a whole table for every chunk.
+        place: The place of the rank.
+        rows_at: Returns rows by piece. It is asked only for pairs that pass this rank.
         degrees: The numbers of chunks, each a divisor of the number of pieces.
     """
     if isinstance(dispatch, Stops):

@@ -62,7 +62,7 @@ class ExactSplit:
 
     Attributes:
         by_position: The expert at every position, or EMPTY.
-        nodes: By rank, ascending.
+        nodes: The node of every rank, ascending.
         limit: The most that a rank computes, if homes allow it, in SPLITths of the mean.
     """
 
@@ -75,7 +75,7 @@ class ExactSplit:
         """Return the split of a replication that has a limit.
 
         Args:
-            nodes: () = one node.
+            nodes: The node of every rank; () = all are in one node.
         """
         assert replication.limit is not None, "a replication without a limit says itself where rows go"
         one = (0,) * replication.placement.ranks
@@ -87,7 +87,11 @@ class ExactSplit:
         return len(self.by_position) // len(self.nodes)
 
     def table(self, counts_SCE: Ints) -> Ints:
-        """Return rows from every source to every position, [S, P, C, N]. counts: by slice and expert."""
+        """Return rows from every source to every position, [S, P, C, N].
+
+        Args:
+            counts_SCE: The rows of every source, by slice and expert.
+        """
         counts_SCE = counts_SCE.astype(np.int64, copy=False)
         sources, slices, _ = counts_SCE.shape
         rows_SCQ: Ints = counts_SCE[:, :, self._expert_Q] * self._alone_Q
@@ -228,7 +232,8 @@ def filled(heights: Sequence[int], rows: int) -> list[int]:
     """Return the rows that each place gets if the lowest fill up first.
 
     Args:
-        heights: Rows that places have.
+        heights: The rows that places have.
+        rows: The rows to be shared out.
     """
     order = sorted(range(len(heights)), key=heights.__getitem__)
     left, count, level = rows, 0, 0
@@ -273,8 +278,8 @@ class Tier(NamedTuple):
     """Groups of near sources and ranks.
 
     Attributes:
-        first_S, first_P: The first of each one's group.
-        together_SP: 1 where both are in one group.
+        first_S, first_P: The first source, and the first rank, of each one's group.
+        together_SP: 1 where a source and a rank are in one group.
     """
 
     first_S: Ints
@@ -287,8 +292,8 @@ def tiers(nodes: tuple[int, ...], sources: int = 0) -> tuple[Tier, ...]:
     """Return tiers, nearest first: ranks, nodes, all.
 
     Args:
-        nodes: By rank, ascending.
-        sources: 0 = the ranks.
+        nodes: The node of every rank, ascending.
+        sources: The number of sources; 0 = the ranks.
     """
     ranks, per_rank = np.arange(len(nodes)), (sources or len(nodes)) // len(nodes)
     groups = [(np.repeat(group, per_rank), group) for group in (ranks, np.array(nodes), 0 * ranks)]
@@ -307,6 +312,11 @@ def matched(left_CJS: Ints, room_CJP: Ints, near: Sequence[Tier]) -> Ints:
 
     Few ranks have room for an expert: O(C J S H) numbers are worked out, with H the ranks that do, up to
     twice as many.
+
+    Args:
+        left_CJS: The rows of every source that have no rank yet.
+        room_CJP: The rows that every rank takes.
+        near: The groups, the nearest first.
     """
     all_CJPS = np.zeros((*room_CJP.shape, left_CJS.shape[2]), np.int64)  # memory of few ranks is touched
     has_room_JP = room_CJP.max(axis=0) > 0

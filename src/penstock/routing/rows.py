@@ -26,13 +26,13 @@ class BatchCut:
 
     Attributes:
         mesh: The ranks of the step.
-        samples: Samples of a group of ranks with the same samples.
-        seq_len: Tokens of a sample.
-        top_k: Experts of a token.
-        microbatches: Parts of the samples.
-        slices: Parts of a microbatch's tokens, or of its slots.
-        token_shards: Ranks that each have a part of every sample's tokens at the router.
-        slots: By microbatch, the slots of every expert for one rank's tokens; () = dropless.
+        samples: The samples of a group of ranks with the same samples.
+        seq_len: The tokens of a sample.
+        top_k: The experts of a token.
+        microbatches: The parts of the samples.
+        slices: The parts of a microbatch's tokens, or of its slots.
+        token_shards: The ranks that each have a part of every sample's tokens at the router.
+        slots: The slots of every expert for one rank's tokens, by microbatch; () = dropless.
         fixed: Whether slots travel whether they are used or not.
     """
 
@@ -128,7 +128,7 @@ def by_source_and_target(rows_PE: Counts, placement: ExpertPlacement, shards: in
     A source is its place in the group and its shard.
 
     Args:
-        shards: Ranks that share every expert.
+        shards: The ranks that share every expert.
     """
     by_position = rows_PE if placement.is_even else rows_PE[:, list(placement.by_position)]
     return by_position.reshape(-1, placement.ranks, shards, placement.ranks, placement.slots)
@@ -142,10 +142,10 @@ class Placed:
     """Places of samples and experts in one step whose samples or experts move.
 
     Attributes:
-        held_YDB: Which sample is at every place before each MoE layer, and after the last one, [Y + 1, D, B].
+        held_YDB: The sample at every place before each MoE layer, and after the last one, [Y + 1, D, B].
             Samples are numbered group by group, as the batch has them.
-        replications: By MoE layer, the same in all expert groups; () = experts stay.
-        planning_s: Seconds in which a rank plans its share of the next step's replicas.
+        replications: The replication of every MoE layer, the same in all expert groups; () = experts stay.
+        planning_s: The seconds in which a rank plans its share of the next step's replicas.
     """
 
     held_YDB: Counts

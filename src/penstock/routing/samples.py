@@ -28,11 +28,11 @@ from penstock.routing.sizes import split_sizes
 
 @dataclass(frozen=True)
 class Plane:
-    """Devices of a exchange_group that exchange rows with each other.
+    """Devices of an exchange group that exchange rows with each other.
 
     Attributes:
-        devices: Their numbers in the exchange_group.
-        device_P: By rank of the expert group, which of these devices it belongs to.
+        devices: Their numbers in the exchange group.
+        device_P: The device that every rank of the expert group belongs to, out of these.
         node_D: The node of each device.
     """
 
@@ -46,9 +46,10 @@ class ExchangeGroup:
     """The members of a group, and what they share.
 
     Attributes:
-        device_B, part_B: Which device a member belongs to, and which part of its samples' tokens it has.
-        rank_B: Its place in its expert group.
-        plane_B: Members of one plane exchange rows with each other.
+        device_B, part_B: The device that every member belongs to, and the part of its samples' tokens that it
+            has.
+        rank_B: The place of every member in its expert group.
+        plane_B: The plane of every member; members of one plane exchange rows with each other.
         node_D: The node of every device.
     """
 
@@ -60,10 +61,10 @@ class ExchangeGroup:
 
     @staticmethod
     def alone(nodes: Sequence[int]) -> ExchangeGroup:
-        """Return a exchange_group in which every member is a device.
+        """Return an exchange group in which every member is a device.
 
         Args:
-            nodes: Of every member.
+            nodes: The node of every member.
         """
         everyone, nothing = tuple(range(len(nodes))), (0,) * len(nodes)
         return ExchangeGroup(everyone, nothing, everyone, nothing, tuple(nodes))
@@ -103,7 +104,7 @@ def exchange_group_of(mesh: Mesh, rank: int, node_size: int) -> ExchangeGroup:
     """Return the ranks that exchange counts with a rank, as devices.
 
     Args:
-        node_size: 0 = one node.
+        node_size: The ranks of a node; 0 = there is one node.
     """
     members = mesh.members(rank, mesh.all_experts)
     groups = [mesh.group(member, Group.TENSOR) for member in members]
@@ -128,9 +129,9 @@ class TableSize:
     """Sizes of a table.
 
     Attributes:
-        ranks: P.
-        positions: Of the whole expert group, P * N.
-        chunks: C.
+        ranks: The ranks of the expert group, P.
+        positions: The positions of the whole expert group, P * N.
+        chunks: The slices, C.
     """
 
     ranks: int
@@ -143,9 +144,9 @@ class SampleTable:
     """The rows that every sample of a group sends to each position, before any sample moves.
 
     Attributes:
-        rows_IKPN: Rows by part, rank of the expert group and position.
-        expected_IE: Rows by expert of the next MoE layer; no columns where nothing is expected.
-        device_I, chunk_I: Where a sample is.
+        rows_IKPN: The rows by part, rank of the expert group and position.
+        expected_IE: The rows by expert of the next MoE layer; no columns where nothing is expected.
+        device_I, chunk_I: The device and the chunk of every sample.
     """
 
     exchange_group: ExchangeGroup
@@ -179,7 +180,8 @@ class SampleTable:
     def by_expert(self, expert_of_position: Sequence[int], num_experts: int) -> Counts:
         """Return the rows of every sample by expert of this layer, [I, E].
 
-        -1: no expert is at that position.
+        Args:
+            expert_of_position: The expert at every position; -1 = there is none.
         """
         rows_IN = self.rows_IKPN.sum(axis=1).reshape(len(self.device_I), len(expert_of_position))
         rows_EI = np.zeros((num_experts + 1, len(rows_IN)), np.int64)  # the last is for -1, and has no rows
@@ -209,9 +211,9 @@ class Crossing:
     """Numbers of the samples that leave one member and come to it, in the order in which they are sent.
 
     Attributes:
-        leaving, arriving: Samples that change ranks, on the old and the new home.
-        kept_from, kept_to: Samples that stay.
-        sent, received: Number of samples to and from every rank of the expert group.
+        leaving, arriving: The samples that change ranks, on the old and the new home.
+        kept_from, kept_to: The samples that stay, on the old and the new home.
+        sent, received: The number of samples to and from every rank of the expert group.
     """
 
     leaving: Counts
@@ -240,10 +242,10 @@ class SampleHomes:
     """New homes of a group's samples, and what follows from them for one member.
 
     Attributes:
-        device_I: By sample.
-        routes: Of the combine.
-        rows: By slice, None where rows are in the right order.
-        crossing: None where no sample of the group moves.
+        device_I: The device of every sample.
+        routes: The routes of combine.
+        rows: The order of every slice's rows; None where they are in the right one.
+        crossing: The samples that leave the member and come to it; None where no sample of the group moves.
     """
 
     device_I: Counts
@@ -263,9 +265,13 @@ def settle(
 ) -> SampleHomes:
     """Return what new homes mean for a member.
 
+    Args:
+        device_I: The new device of every sample.
+        maker: Makes the member's routes.
+        degrees: The numbers of chunks in which rows travel.
+
     Raises:
-        PlacementError: If a device's number of samples would change. device_I: the device of every sample.
-            maker: makes the member's routes; degrees: numbers of chunks in which rows travel.
+        PlacementError: If a device's number of samples would change.
     """
     exchange_group = table.exchange_group
     if device_I.shape != table.device_I.shape:

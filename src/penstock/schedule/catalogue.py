@@ -107,7 +107,11 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
 def plan_step(
     choice: Decision, shape: StepShape, gradients: GradientBytes, cost_of: Callable[[StepShape], Cost]
 ) -> StepPlan:
-    """Cut the iteration as `choice` says, order the pieces by its rule, and check the result."""
+    """Cut the iteration as `choice` says, order the pieces by its rule, and check the result.
+
+    Args:
+        cost_of: Returns the cost of tasks in a step of this shape.
+    """
     cut_shape = cut(choice, shape, gradients)
     graph = build_graph(cut_shape)
     schedule = SCHEDULES[choice.schedule].order(graph, cost_of(cut_shape), choice)

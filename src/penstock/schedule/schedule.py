@@ -43,7 +43,7 @@ class Schedule:
         """Read the text form, with the tasks of `graph`.
 
         Raises:
-            ScheduleError: Naming what is wrong.
+            ScheduleError: For text that is no schedule of this graph; it names what is wrong.
         """
         name, orders = parse_orders(text)
         own = graph.by_name
@@ -101,7 +101,7 @@ def parse_orders(text: str) -> tuple[str, dict[Lane, tuple[Name, ...]]]:
     """Return the name and the task names per lane of a text form.
 
     Raises:
-        ScheduleError: Naming the line.
+        ScheduleError: For a line that is no order, which it names.
     """
     head, *lines = text.rstrip().splitlines() or [""]
     if not head.startswith("schedule "):

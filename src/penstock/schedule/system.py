@@ -29,7 +29,7 @@ class System(ABC):
     Attributes:
         reads: The fields of a decision that this schedule uses; searches vary only these, and descriptions
             name only these.
-        usual_chunks: Pieces of an MoE layer's tokens where none is set.
+        usual_chunks: The pieces of an MoE layer's tokens where none is set.
         expert_form: How rows reach all shards of their experts, where that is part of the schedule and not
             for a plan to decide.
     """
@@ -174,7 +174,7 @@ def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]])
     """Return a step in program order whose reductions run in their gaps.
 
     Args:
-        gaps: Every reduction once.
+        gaps: The reductions of every gap; every reduction is in one.
 
     Raises:
         ScheduleError: For a gap between all-to-alls in a layer that has no all-to-alls.

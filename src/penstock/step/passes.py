@@ -213,7 +213,7 @@ class GradientPieces:
     after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─ XR.p0
 
     Attributes:
-        parts: By kind of gradients.
+        parts: The sizes of the pieces of every layer's buffer, by kind of gradients.
         sharing: Whether ranks share attention.
         scatters: Whether every rank keeps its share of a sum (RA, RP, RX stand for AR, PR, XR).
     """
@@ -246,7 +246,7 @@ def reductions(
     """Return the pieces of a layer's gradients, by kind.
 
     Args:
-        parts: Of every buffer, by kind.
+        parts: The sizes of the pieces of every buffer, by kind.
         last: The tasks after which a buffer is complete; nothing adds to a buffer that it does not name. None
             = tasks without inputs, only to be priced.
         sharing, scatters: See GradientPieces.

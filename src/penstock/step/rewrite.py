@@ -26,7 +26,7 @@ def insert_before(graph: Graph, op: str, role: str, make: Callable[[Task, Names]
     """Put a task on the edge `role` of every `op`.
 
     Args:
-        make: The new task, from the reader and what it read.
+        make: Makes the new task from the reader and from what it read.
     """
     require(graph, op, role)
     out: list[Task] = []

@@ -74,7 +74,7 @@ def run(graph: Graph, passes: Sequence[Pass]) -> Graph:
     """Run passes in this order.
 
     Raises:
-        RefusalError: Naming the pass that could not rewrite the graph.
+        RefusalError: For a pass that could not rewrite the graph, which it names.
     """
     for rewrite in passes:
         try:
@@ -90,7 +90,10 @@ def run(graph: Graph, passes: Sequence[Pass]) -> Graph:
 
 
 def in_order(passes: Sequence[Pass], own: Sequence[Pass] = ()) -> tuple[Pass, ...]:
-    """Return passes sorted by stage, with somebody's own.
+    """Return passes sorted by stage.
+
+    Args:
+        own: The passes of somebody's own, which are sorted in.
 
     Raises:
         ScheduleError: For two passes of one name.

@@ -29,7 +29,7 @@ class Occupation:
     """How the lanes of one rank were used in one step. Seconds.
 
     Attributes:
-        exposed_s: Time in which some communication was running and nothing was computed.
+        exposed_s: The time in which some communication was running and nothing was computed.
     """
 
     iteration_s: float
@@ -42,7 +42,7 @@ def occupation(records: Iterable[TaskRecord], silent: Collection[Axes] = ()) -> 
     """Return the occupation of one rank in one step from its records.
 
     Args:
-        silent: Groups of one rank, in which nothing is sent; their tasks do not count as communication.
+        silent: The groups of one rank, in which nothing is sent; their tasks do not count as communication.
     """
     records = [record for record in records if record.task.axes not in silent]
     compute = _union((r.start_s, r.end_s) for r in records if r.lane.computes)
@@ -128,12 +128,12 @@ def _length(spans: Iterable[Span]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One task of the chain.
+    """One task of the critical path.
 
     Attributes:
-        gap_s: How long its lane was idle before it although nothing was awaited.
-        start_s: Of a transfer, when the last of its ranks had begun it: earlier time was waiting for that
-            rank.
+        gap_s: The time for which its lane was idle before it although nothing was awaited.
+        start_s: Its start; for a transfer, when the last of its ranks had begun it: earlier time was waiting
+            for that rank.
     """
 
     task: Task
@@ -146,7 +146,7 @@ class Link:
 def critical_path(
     records: Iterable[TaskRecord], needs: Mapping[Task, Sequence[Task]], mesh: Mesh
 ) -> list[Link]:
-    """Return the chain in the order of time; [] without records.
+    """Return the tasks that a step waited for, in the order of time; [] without records.
 
     A task waits for what it needs and for the task before it on its lane; of these the last to end counts. A
     task that meets other ranks waits for the last of them, except for one that began after the task's end,
@@ -154,7 +154,8 @@ def critical_path(
     from 0 on, whatever the error of clocks.
 
     Args:
-        records: Of one step on all ranks, by one clock.
+        records: The records of one step on all ranks, by one clock.
+        needs: The tasks that every task reads.
     """
     record_at = {(record.rank, record.task): record for record in records}
     before = _before(record_at.values())
@@ -246,7 +247,7 @@ def stragglers(everyone: Sequence[Mapping[Kind, float]]) -> tuple[Straggler, ...
     named.
 
     Args:
-        everyone: By rank, `typical_seconds` of a plan.
+        everyone: The `typical_seconds` of every rank under one plan.
     """
     totals = [sum(seconds.values()) for seconds in everyone]
     usual_s = median_low(totals)

@@ -68,10 +68,10 @@ class Recording:
     """A file's content.
 
     Attributes:
-        steps: As numbered while training.
-        loads_SYE: int64, [steps, MoE layers, experts].
-        samples: For every step the loads of each sample that has any tokens, [samples, MoE layers, experts];
-            None where they are unknown.
+        steps: The numbers of the steps, as counted while training.
+        loads_SYE: The loads of experts, int64, [steps, MoE layers, experts].
+        samples: The loads of each sample that has any tokens, by step, [samples, MoE layers, experts]; None
+            where they are unknown.
     """
 
     model: RecordedModel
@@ -89,12 +89,12 @@ class RoutingRecorder:
 
     The old file stays until the new one is on the disk.
 
-    Attributes:
-        resume_step: Steps already done. 0 starts a new file; otherwise lines up to that step are kept as they
-            are, so that a run that was killed and continued records no step twice.
+    Args:
+        resume_step: The number of steps already done. 0 starts a new file; otherwise lines up to that step
+            are kept as they are, so that a run that was killed and continued records no step twice.
 
     Raises:
-        ConfigError: Naming a line that no recorder wrote.
+        ConfigError: For a line that no recorder wrote, which it names.
     """
 
     def __init__(self, path: Path, model: RecordedModel, resume_step: int = 0) -> None:
@@ -112,8 +112,8 @@ class RoutingRecorder:
         `StepStatistics.chosen_YE.tolist()` is what a stack has after each step.
 
         Args:
-            tokens_per_expert: Whole numbers of any type.
-            samples: These of each sample.
+            tokens_per_expert: How often each expert was chosen, by MoE layer: whole numbers of any type.
+            samples: The same for each sample.
         """
         record: dict[str, Any] = {"step": step, WHOLE: self._whole(tokens_per_expert)}
         if samples is not None:
@@ -207,7 +207,7 @@ def recorded_routing(path: Path, sizes: RoutingSizes) -> RecordedRouting:
     """Return the routing of the run that wrote `path`.
 
     Raises:
-        ConfigError: If it is none or does not fit.
+        ConfigError: If the file is no recording or does not fit.
     """
     recording = read_recording(path)
     wanted = RecordedModel(moe_layers=sizes.moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k)
@@ -229,7 +229,7 @@ def read_recording(path: Path) -> Recording:
     """Read a file of `RoutingRecorder`; an unfinished last line, left by a killed run, is dropped.
 
     Raises:
-        ConfigError: Naming the line that is wrong.
+        ConfigError: For a line that is wrong, which it names.
     """
     with open_regular(path, KEY, HINT, str(path)) as file:
         lines = _lines(path, file)

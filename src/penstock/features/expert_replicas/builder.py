@@ -169,7 +169,7 @@ class ReplicationBuilder:
 
         Args:
             limit: The limit of a replication that is split by the loads of the step that runs; None = rows
-                are split as here.
+                are split as the builder has them.
         """
         problem = self.problem
         slots = problem.replica_slots

@@ -355,7 +355,7 @@ PLANNERS: Final[dict[str, Planner]] = {
 
 
 class PlanningCost(NamedTuple):
-    """The seconds of a host thread for one layer: a fixed part, a part per rank, a part per load of a rank."""
+    """Seconds of a host thread for one layer: a fixed part, a part per rank, a part per load of a rank."""
 
     fixed_s: float
     rank_s: float
