@@ -26,6 +26,7 @@ class Kind(StrEnum):
 
 class Backward(StrEnum):
     """What the backward of an op is.
+
     Attributes:
         TASK: A task of its own.
         VALUE: None, since the value of the forward task is all that the backward of its inputs needs (sums

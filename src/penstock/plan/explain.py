@@ -43,8 +43,8 @@ class Explanation:
         again: What recomputation saves and takes, as text.
         nodes: Whether the cluster has several nodes.
         inside: Whether transfers between nodes mostly wait for links inside nodes.
-        faster: By the resource made twice as fast, the predicted step time then over that now, each of the
-            better of two plans: the shown one and the one that is found then; empty where nothing was planned
+        faster: The predicted step time over that now, by the resource made twice as fast. It is that of the
+            better of two plans: the shown one and the one that is found then. Empty where nothing was planned
             again.
         late: Resources for which the clock ended the search, so that there is nothing to compare.
     """

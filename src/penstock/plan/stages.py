@@ -399,7 +399,7 @@ class PipelinePlan:
         together_s: The seconds of a forward and a backward of different microbatches at once; None = they do
             not overlap.
         memory: The memory of every stage.
-        held: Of how many microbatches every stage keeps activations at most, in parts.
+        held: The most microbatches of which every stage keeps activations, in parts.
         link_s, link_alone_s: The seconds of a microbatch's hidden states to another stage, beside that
             stage's own transfers and without them.
         shared_s: The seconds by which a forward and a backward take longer on the slowest stage, since they

@@ -152,7 +152,7 @@ def legs_of(
     """Return the legs of the rank at `place`, by number of chunks and chunk.
 
     Args:
-        dispatch: The dispatch. One of one's own, not written as stops, gets a whole table for every chunk.
+        dispatch: The dispatch; a custom one that is not written as stops gets a whole table for every chunk.
         place: The place of the rank.
         rows_at: Returns rows by piece. It is asked only for pairs that pass this rank.
         degrees: The numbers of chunks, each a divisor of the number of pieces.

@@ -219,7 +219,7 @@ class TotalOrder:
         return orders
 
     def again(self, was: Timed, row: Row, first: int, most_s: float) -> Timed | None:
-        """Return the times of a row equal to `was` before place `first`; None if it takes more than `most_s`."""
+        """Return the times of a row equal to `was` before `first`; None if it takes more than `most_s`."""
         lane_of, links, seconds, after_s = self.lane, self.links, self.seconds, self.after_s
         starts_s, ends_s = was.starts_s.copy(), was.ends_s.copy()
         free_s, missing = (

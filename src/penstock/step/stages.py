@@ -93,7 +93,7 @@ def in_order(passes: Sequence[Pass], own: Sequence[Pass] = ()) -> tuple[Pass, ..
     """Return passes sorted by stage.
 
     Args:
-        own: The passes of somebody's own, which are sorted in.
+        own: Custom passes, which run last in their stage.
 
     Raises:
         ScheduleError: For two passes of one name.
