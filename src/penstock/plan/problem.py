@@ -155,8 +155,8 @@ class Problem:
         placed = self.placed(choice, cut)
         key = self._priced_by(choice), work.cut(cut) if placed is None else cut
         if key not in self._known_loads:
-            known_YP = received_rows(evidence.now_DBYE, placed, cut, evidence.part_of(work))
-            received_YP = evidence.by_layer(known_YP)
+            sampled_YP = received_rows(evidence.now_DBYE, placed, cut, evidence.part_of(work))
+            received_YP = evidence.by_layer(sampled_YP)
             mean_Y1 = np.maximum(1.0, received_YP.mean(axis=1, keepdims=True))
             self._known_loads[key] = received_YP / mean_Y1
         return self._known_loads[key]
@@ -238,8 +238,8 @@ class Problem:
                 # The slack is what a quick order leaves.
                 quick = replace(choice, priority=QUICK)
                 plan = plan_step(quick, self.uncut(choice), self.gradients, lambda _: even)
-                known_costs = expert_costs(even)
-                costs = [known_costs.hiding(slack) for slack in replica_slack(plan, even, self.mesh)]
+                even_costs = expert_costs(even)
+                costs = [even_costs.hiding(slack) for slack in replica_slack(plan, even, self.mesh)]
                 if evidence.columns:  # by the first layer that each stands for
                     costs = [costs[evidence.columns.index(column)] for column in range(evidence.known_layers)]
                 exact = splits_exactly(choice, work)
