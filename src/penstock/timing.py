@@ -64,6 +64,7 @@ def advance(left: Collection[list[int]], links: Links, done: set[int]) -> list[i
 
     Args:
         left: The tasks of every lane, the next one last.
+        links: By task, those that it reads.
         done: The tasks that have run; more are added.
     """
     row: list[int] = []
@@ -105,6 +106,8 @@ def slot_order(orders: Orders, links: Links, forward: Sequence[bool] = ()) -> li
     lanes wait in a circle is left out.
 
     Args:
+        orders: The positions of the tasks of every lane.
+        links: By task, those that it reads.
         forward: By position, whether the task is handed out before all others, since the other half of a step
             begins when its loss is asked for gradients; empty = all tasks are handed out as they come.
     """
@@ -140,6 +143,7 @@ def earliest(links: Links, seconds: Sequence[float], begin_s: Sequence[float] = 
     """Return when every task ends, if every lane could run everything at once.
 
     Args:
+        links: By task, those that it reads, which stand before it.
         begin_s: When every task may begin at the earliest; `-inf` where only what it reads counts.
     """
     ends: list[float] = []
@@ -165,6 +169,7 @@ def path_ends(
 
     Args:
         orders: The positions of the tasks of every lane.
+        links: By task, those that it reads.
         known: The ends of tasks that are on no lane, and `inf` for the others.
     """
     ends = list(known) or [inf] * len(links)
@@ -366,6 +371,7 @@ def simulate(
     """Return when every task runs. A task starts once its inputs and the task before it on its lane end.
 
     Args:
+        mesh: The ranks; None = there is one.
         issuing: The thread that hands out all tasks; None = every lane has its own.
 
     Raises:

@@ -87,6 +87,10 @@ class ClusterConfig:
         """Return the cluster with these factors on bandwidth between and inside nodes, and speed of devices.
 
         No rate goes beyond the bounds of a cluster, so that any cluster can be asked what would help.
+
+        Args:
+            inter, intra: The factors on the bandwidth between nodes, and inside them.
+            compute: The factor on the speed of devices.
         """
         return self.measured(
             flops_per_s=self.flops_per_s * compute,
@@ -133,6 +137,7 @@ class ClusterConfig:
         Its argument is the bytes of a rank's rows for all experts.
 
         Args:
+            op: The op of the leg.
             span: The span of the expert group; for a hierarchical dispatch it covers whole nodes.
             axes: The axes along which a flat dispatch meets.
         """

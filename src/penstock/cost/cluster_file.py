@@ -352,7 +352,11 @@ class ClusterFile:
         return max(rates, default=None)
 
     def link(self, collective: str, group: str, op: str = "") -> LinkModel | None:
-        """Return the measured model; None if there is none."""
+        """Return the measured model of a collective in a kind of group; None if there is none.
+
+        Args:
+            op: The leg of a hierarchical dispatch, else "".
+        """
         matching = (x for x in self.links if (x.collective, x.group, x.op) == (collective, group, op))
         return next(matching, None)
 
@@ -391,7 +395,12 @@ class ClusterFile:
         return replace(file, version=VERSION)
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> ClusterFile:
-        """Return the cluster with these factors on bandwidth between and inside nodes, and on compute."""
+        """Return the cluster with these factors on bandwidth between and inside nodes, and on compute.
+
+        Args:
+            inter, intra: The factors on the bandwidth between nodes, and inside them.
+            compute: The factor on the speed of devices.
+        """
         factors = {"inter": inter, "intra": intra}
         links = tuple(
             replace(link, beta_s_per_byte=link.beta_s_per_byte / factors.get(link.lane, 1.0))

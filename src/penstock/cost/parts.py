@@ -125,7 +125,12 @@ PARTS: Final[dict[Part, Callable[[Workload, float, int], Kernels]]] = {
 
 
 def kernels_of(work: Workload, amount: float, *parts: Part, shares: int = 1) -> Kernels:
-    """Return the forward kernels of some parts of a model together."""
+    """Return the forward kernels of some parts of a model together.
+
+    Args:
+        amount: The number of tokens, or of rows where a part is that of experts.
+        shares: The ranks that divide the width of the parts.
+    """
     by_part = [PARTS[part](work, amount, shares) for part in parts]
     return Kernels(
         products=tuple(product for of_part in by_part for product in of_part.products),

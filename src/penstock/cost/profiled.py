@@ -130,8 +130,11 @@ class ProfiledCluster(ClusterConfig):
         return solo_s * (1 + self.contention * (model.contended - 1))
 
     def task_s(self, op: str, phase: Phase, work: Work, load: Any = 1.0) -> Any:
-        """Return the seconds of a compute task by its measured model, by the kernels of its device, or by the
-        rates."""
+        """Return the seconds of a compute task by its measured model, its device's kernels, or the rates.
+
+        Args:
+            load: How many times as much work it is, one number or an array.
+        """
         kernels = self._kernels
         if kernels is None or self._task(op, phase) is not None:
             return super().task_s(op, phase, work, load)

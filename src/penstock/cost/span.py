@@ -102,7 +102,12 @@ class EvenLeg:
 
 
 def even_leg(dispatch: str, op: str, nodes: int, node_size: int) -> EvenLeg:
-    """Return the leg of a registered dispatch in an expert group of whole nodes; combine has the same leg."""
+    """Return the leg of a registered dispatch in an expert group of whole nodes; combine has the same leg.
+
+    Args:
+        op: The op of the leg in dispatch or combine.
+        node_size: The ranks of the expert group in a node.
+    """
     return _even_leg(DISPATCHES[dispatch], outward(op), nodes, node_size)
 
 

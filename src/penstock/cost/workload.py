@@ -398,9 +398,12 @@ class Attention:
 
     @staticmethod
     def of_heads(hidden_size: int, queries: int, keys: int) -> Attention:
-        """Return usual attention with heads of queries, and of keys and values, of these widths together.
+        """Return usual attention with heads of queries, and of keys and values, of these widths.
 
         Queries and keys are kept as projected, scaled and turned; values and the output once.
+
+        Args:
+            queries, keys: The widths of all heads of queries, and of those of keys and values.
         """
         outward = ((hidden_size, queries, 1.0), (hidden_size, keys, 2.0), (queries, hidden_size, 1.0))
         kept = 4 * (queries + keys)

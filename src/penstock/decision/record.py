@@ -362,7 +362,11 @@ class ScheduleConfig(Decision):
     def decision(
         self, dispatch: str, placement: PlacementConfig | None = None, recompute: Recompute = "none"
     ) -> Decision:
-        """Return the decision as a plan has it, with every number set. Without `placement` nothing moves."""
+        """Return the decision as a plan has it, with every number set.
+
+        Args:
+            placement: What moves; None = nothing does.
+        """
         said = {name: getattr(self, name) for name in types_of(Decision)}
         chunks, backward_chunks = self.degrees
         elsewhere = {"dispatch": dispatch, "recompute": recompute}

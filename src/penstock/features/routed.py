@@ -88,7 +88,11 @@ class Batch(Protocol):
         ...
 
     def tokens(self, microbatch: int, microbatches: int, shares: int = 1) -> int:
-        """Return the tokens of one microbatch on one rank."""
+        """Return the tokens of one microbatch on one rank.
+
+        Args:
+            shares: The ranks that cut every sample.
+        """
         ...
 
     def expert_flops(self, rows: float) -> float: ...
@@ -232,7 +236,11 @@ def within(collective: Collective, group: Axes, sizes: tuple[int, ...], place: i
 
 
 def gathered(step: RoutedStep, task: Task, rows: int, row_bytes: int) -> Move:
-    """Return the move of an all-gather to which every rank brings as many rows."""
+    """Return the move of an all-gather to which every rank brings as many rows.
+
+    Args:
+        rows: The rows of every rank.
+    """
     return Move("all_gather", task.axes, (rows,), (rows,) * step.sizes.mesh.size(task.axes), row_bytes)
 
 
@@ -240,6 +248,7 @@ def exchanged(step: RoutedStep, task: Task, rank: int, sent: Counts, along: Axes
     """Return the move of an exchange between places along these axes.
 
     Args:
+        rank: The rank whose move it is.
         sent: The rows from place to place, forward; what stays is not handed over.
         along: The axes along which places are counted.
     """

@@ -159,7 +159,11 @@ def explain(
 
 
 def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = None) -> Explanation:
-    """Explain a plan without planning again: for a caller with ranks that wait for the plan."""
+    """Explain a plan without planning again: for a caller with ranks that wait for the plan.
+
+    Args:
+        memory: The budget of a rank; None = not known.
+    """
     best = found.best
     apart = alone(problem)
     cost = apart.cost(best.choice, best.plan.shape)

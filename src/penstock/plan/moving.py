@@ -73,7 +73,12 @@ class Weighed:
 
 
 def with_routing(problem: Problem, routing: RoutingConfig, movable: Movable) -> Problem:
-    """Return the problem with evidence: a step routed like a workload's second step, known from its first."""
+    """Return the problem with evidence: a step routed like a workload's second step, known from its first.
+
+    Args:
+        routing: The workload.
+        movable: What may move.
+    """
     return replace(problem, evidence=known_routing(problem, routing), movable=movable)
 
 

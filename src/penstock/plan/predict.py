@@ -110,7 +110,11 @@ def interval_s(problem: Problem, predicted_s: float) -> tuple[float, float] | No
 
 
 def simulated_s(problem: Problem, choice: Decision, plan: StepPlan, cluster: ProfiledCluster) -> float:
-    """Return the seconds of an iteration by measured tasks and links alone, without `step_ratio`."""
+    """Return the seconds of an iteration by measured tasks and links alone, without `step_ratio`.
+
+    Args:
+        cluster: The cluster of the problem, as measured.
+    """
     cost = _between(problem, choice, plan)
     jitter, ranks = cluster.file.jitter, problem.mesh
     draws = range(_draws(problem))

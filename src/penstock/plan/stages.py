@@ -201,6 +201,7 @@ class Stages:
         """Return when a forward and a backward of different microbatches end, that share the lanes.
 
         Args:
+            ahead, back: The part of the forward, and that of the backward.
             first, last: Whether the forward is the first, and the backward the last, of an update.
         """
         key = self._kind(ahead), self._kind(back), first, last
@@ -454,7 +455,11 @@ def predict_pipeline(
 
 
 def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> PipelinePlan:
-    """Predict an update of stages, of which parts may be known from another pipeline."""
+    """Predict an update of stages, of which parts may be known from another pipeline.
+
+    Args:
+        layers: The number of layers of every part; none = parts that take nearly the same time.
+    """
     parts = stages.parts(pipeline, layers)
     closing = {part: stages.closing_s(part) for part in parts}
     links = _Links(stages, parts, pipeline)

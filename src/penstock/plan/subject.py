@@ -174,6 +174,9 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
     The head is left out, as in the studies, which count blocks only. Replicated gradients of a layer are 4
     M^2 + M E numbers; where ranks share attention, each has its part of the first term.
 
+    Args:
+        overrides: The sizes that differ from the published ones; None = no size does.
+
     Raises:
         ConfigError: For sizes that do not fit together.
     """

@@ -36,7 +36,11 @@ class Throughput:
 
     @staticmethod
     def of(subject: Subject, candidate: Candidate, price: float | None = None) -> Throughput:
-        """Return the throughput of a plan of this subject."""
+        """Return the throughput of a plan of this subject.
+
+        Args:
+            price: The price of a device for an hour; None = not given.
+        """
         work = subject.problem.workload
         samples = subject.problem.passes * work.batch * holders(work.world_size, work.tp_size)
         return Throughput.of_update(subject, samples, whole_s(subject.problem, candidate), 1, price)

@@ -166,7 +166,12 @@ def legs_of(
 
 
 def busier_rows(dispatch: Dispatch, number: int, table: Table, node_size: int) -> Counts:
-    """Return the rows that every rank sends to others in a leg or gets from them, whichever are more, [P]."""
+    """Return the rows that every rank sends to others in a leg or gets from them, whichever are more, [P].
+
+    Args:
+        number: The number of the leg, from 0.
+        table: The rows from each rank to each rank.
+    """
     ranks = len(table)
     if isinstance(dispatch, Stops):
         senders, receivers = _ways(dispatch, ranks, node_size)[number]

@@ -182,6 +182,7 @@ class RouteMaker:
         """Make routes from what this rank sends and receives, which is enough for a flat dispatch.
 
         Args:
+            sent_PCN, received_PCN: The counts for every rank, and from every rank.
             degrees: The numbers of chunks in which rows travel; None = every slice is a chunk.
         """
         if self.joins:
@@ -254,7 +255,12 @@ class RouteMaker:
         return Routes(made, cuts, arrived, shares)
 
     def even(self, slots: Sequence[int], local_experts: int, degrees: Degrees | None = None) -> Routes:
-        """Make routes of fixed sizes: every rank sends `slots[c]` rows to every expert in slice c."""
+        """Make routes of fixed sizes: every rank sends `slots[c]` rows to every expert in slice c.
+
+        Args:
+            local_experts: The number of experts of every rank.
+            degrees: See `from_pair`.
+        """
         counts_C1 = np.asarray(slots, dtype=np.int64)[:, None]
         return self.fixed(np.repeat(counts_C1, self.place.ep_size * local_experts, axis=1), degrees)
 

@@ -104,6 +104,7 @@ def exchange_group_of(mesh: Mesh, rank: int, node_size: int) -> ExchangeGroup:
     """Return the ranks that exchange counts with a rank, as devices.
 
     Args:
+        rank: A rank of the world.
         node_size: The ranks of a node; 0 = there is one node.
     """
     members = mesh.members(rank, mesh.all_experts)
@@ -160,7 +161,12 @@ class SampleTable:
     def of(
         gathered: Counts, samples_B: Sequence[int], exchange_group: ExchangeGroup, size: TableSize
     ) -> SampleTable:
-        """Make a table from the members' counts, [samples of all members, positions + E]."""
+        """Make a table from the members' counts, [samples of all members, positions + E].
+
+        Args:
+            gathered: The counts of the members, one after the other.
+            samples_B: The number of samples of every member.
+        """
         samples_D = [samples_B[here[0]] for here in exchange_group.member_DK]
         by_member = np.split(gathered.astype(np.int64), np.cumsum(samples_B)[:-1])
         by_device = [np.stack([by_member[b] for b in here], axis=1) for here in exchange_group.member_DK]
@@ -266,6 +272,7 @@ def settle(
     """Return what new homes mean for a member.
 
     Args:
+        table: The rows of the samples, before any of them moves.
         device_I: The new device of every sample.
         maker: Makes the member's routes.
         degrees: The numbers of chunks in which rows travel.

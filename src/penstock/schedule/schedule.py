@@ -79,7 +79,12 @@ class Schedule:
         return Schedule(self.name, lanes)
 
     def grid(self, graph: Graph, *, width: int = 110, mark: Task | None = None) -> str:
-        """Return a picture: lanes as rows, one slot per task; `mark` puts a task into >brackets<."""
+        """Return a picture: lanes as rows, one slot per task.
+
+        Args:
+            width: The most characters of a line.
+            mark: The task that stands in >brackets<; None = no task does.
+        """
         return draw(self.name, self, graph, width=width, mark=mark)
 
 
@@ -88,6 +93,9 @@ def freeze(name: str, graph: Graph, cost: Cost, priority: Priority) -> Schedule:
 
     A lane never idles while one of its tasks is ready. A rank's slowness does not change the order:
     each task takes the time of its slowest rank. Cost: O(tasks log tasks).
+
+    Args:
+        priority: Returns the priority of a task; the smallest goes first.
     """
     seconds = [slowest(cost(task)) for task in graph.tasks]
     wanted = sorted(range(len(graph.tasks)), key=lambda i: (*priority(graph.tasks[i]), i))
@@ -131,7 +139,11 @@ IDLE = "·"
 
 
 def draw(name: str, schedule: Ordered, graph: Graph, *, width: int, mark: Task | None) -> str:
-    """Return the picture as text, wrapped at `width` characters, forward before backward."""
+    """Return the picture as text, wrapped at `width` characters, forward before backward.
+
+    Args:
+        mark: The task that stands in >brackets<; None = no task does.
+    """
     lanes = [lane for lane, order in schedule.lanes.items() if order]
     times = simulate(schedule, graph, lambda _: 1.0).times
     starts = {task: int(span.start[0]) for task, span in times.items()}

@@ -48,7 +48,11 @@ class System(ABC):
         """Return the order by this system's rule, frozen."""
 
     def quick_order(self, graph: Graph, cost: Cost, choice: Decision, part: int) -> Schedule:  # noqa: ARG002
-        """Return an order nearly as good as `order`'s for about 1/part of the work, where `order` is slow."""
+        """Return an order nearly as good as `order`'s for about 1/part of the work, where `order` is slow.
+
+        Args:
+            part: How many times less work it is than `order`'s.
+        """
         return self.order(graph, cost, choice)
 
 
@@ -134,7 +138,11 @@ def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
 
 
 def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Schedule:
-    """Return the schedule of these orders; where no lane could proceed, the sums waited for come first."""
+    """Return the schedule of these orders; where no lane could proceed, the sums waited for come first.
+
+    Args:
+        lanes: The tasks of every lane, in their order.
+    """
     by_lane = {lane: tuple(order) for lane, order in lanes.items() if order}
     if not any(ROOM in task.inputs for task in graph.tasks):
         return Schedule(name, by_lane)

@@ -39,7 +39,11 @@ def insert_before(graph: Graph, op: str, role: str, make: Callable[[Task, Names]
 
 
 def insert_after(graph: Graph, op: str, role: str, make: Callable[[Task], Task]) -> Graph:
-    """Put a task after every `op`, on the edges of all that read its output `role`."""
+    """Put a task after every `op`, on the edges of all that read its output `role`.
+
+    Args:
+        make: Makes the new task from the one that it follows.
+    """
     require(graph, op)
     moved: dict[Name, Name] = {}
     out: list[Task] = []

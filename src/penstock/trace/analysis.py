@@ -62,6 +62,10 @@ def overhead_s(records: Iterable[TaskRecord], needs: Mapping[Task, Sequence[Task
     """Return seconds that a rank's lane was idle although its next task was ready: the scheduler's own cost.
 
     A task could start when the task before it on the lane and everything that it needs had ended.
+
+    Args:
+        records: The records of one rank in one step.
+        needs: The tasks that every task reads.
     """
     records = list(records)
     ends = {record.task: record.end_s for record in records}

@@ -85,7 +85,11 @@ def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equat
 
 
 def balanced(problem: ExpertProblem, computed: Floats, alpha: float = BALANCED) -> bool:
-    """Return whether loads of ranks differ by less than alpha times an expert's mean rows (Eq 7)."""
+    """Return whether loads of ranks differ by less than alpha times an expert's mean rows (Eq 7).
+
+    Args:
+        computed: The rows that every rank computes, [P].
+    """
     mean = problem.loads.sum() / problem.placement.num_experts
     return bool(computed.max() - computed.min() < alpha * mean)
 
@@ -385,7 +389,12 @@ def find_planner(name: str) -> Planner:
 
 
 def planning_s(name: str, ranks: int, experts: int) -> float:
-    """Return the seconds that a planner is assumed to need for one layer of an expert group."""
+    """Return the seconds that a planner is assumed to need for one layer of an expert group.
+
+    Args:
+        name: The name of the planner.
+        ranks, experts: The ranks and the experts of the group.
+    """
     cost = PLANNING[name]
     return cost.fixed_s + ranks * (cost.rank_s + experts * cost.load_s)
 

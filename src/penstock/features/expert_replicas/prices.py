@@ -121,6 +121,7 @@ def planned_replications(
     Args:
         loads_YPE: The rows of every layer, by rank and expert.
         replica_slots: The free slots of every rank.
+        planner: The name of the planner.
         costs: The costs of every layer.
         exact: See `ExpertProblem`.
         ends: Tells, before every layer, whether the time is over.
@@ -147,7 +148,12 @@ def planning_share(work: Batch, layers: int) -> float:
 
 
 def replica_planning_s(work: Batch, planner: str, layers: int) -> float:
-    """Return the seconds in which the busiest rank plans its share of the layers, on a thread of the host."""
+    """Return the seconds in which the busiest rank plans its share of the layers, on a thread of the host.
+
+    Args:
+        planner: The name of the planner.
+        layers: The number of MoE layers.
+    """
     return planning_share(work, layers) * layers * planning_s(planner, work.ep_size, work.num_experts)
 
 

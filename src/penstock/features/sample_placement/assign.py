@@ -60,6 +60,10 @@ class Nearness:
         """Return the nearness of devices that may have several of the ranks [P] which hold experts.
 
         Such ranks have equal parts of the rows of their device.
+
+        Args:
+            device_of_rank: The device of every rank, [P].
+            node_of_device: The node of every device.
         """
         by_rank = (
             Nearness.of(replication, each).node for each in (device_of_rank, node_of_device[device_of_rank])
@@ -250,6 +254,11 @@ def guessed_prices(costs_IC: Floats, room_C: Ints, rounds: int = 20) -> Floats:
     """Return prices of places [C] at which about as many goers find a place the cheapest as it has room for.
 
     Places that too many choose become dearer, in ever smaller steps. Prices are integers, as the costs are.
+
+    Args:
+        costs_IC: The cost of every place for every goer.
+        room_C: How many goers every place takes.
+        rounds: How many times prices are corrected.
     """
     prices_C = np.zeros(len(room_C), np.int64)
     step = int(np.ptp(costs_IC, axis=1).sum()) // (2 * len(costs_IC))

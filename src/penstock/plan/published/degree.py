@@ -90,8 +90,8 @@ class Degree:
 def makespan_s(part: MoEPart, degree: int, reduce_s: float = 0.0) -> float:
     """Return the MoE part's seconds in `degree` chunks with `reduce_s` of reductions between all-to-alls.
 
-    The longest path through the three lanes, hence exact: the busy network between nodes, the two slower of
-    three neighbours in a row, or the slowest of all.
+    It is the longest path through the three lanes, hence exact: the busy network between nodes, the two
+    slower of three neighbours in a row, or the slowest of all.
     """
     chunk = part.chunk(degree)
     a2a_s, ag_s, rs_s, experts_s = chunk.a2a_s, chunk.ag_s, chunk.rs_s, chunk.experts_s
@@ -109,7 +109,11 @@ def idle_s(part: MoEPart, degree: int) -> float:
 
 
 def exact(part: MoEPart, reduce_s: float = 0.0, degrees: Sequence[int] = DEGREES) -> Degree:
-    """Return the best of `degrees` by the exact formula; the smallest of equally good ones."""
+    """Return the best of `degrees` by the exact formula; the smallest of equally good ones.
+
+    Args:
+        reduce_s: The seconds of reductions between the all-to-alls.
+    """
     return smallest_best(degrees, lambda degree: makespan_s(part, degree, reduce_s))
 
 

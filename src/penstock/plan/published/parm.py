@@ -81,7 +81,11 @@ def _pair_s(lines: tuple[AlphaBeta, AlphaBeta], etm_over_y: float, y_bytes: floa
 
 
 def derived_pair(all_to_all: AlphaBeta, gather: AlphaBeta, etm_over_y: float, y_bytes: float) -> AlphaBeta:
-    """Estimate the line of an unmeasured pair near `y_bytes`, with the best number of slices there."""
+    """Estimate the line of an unmeasured pair near `y_bytes`, with the best number of slices there.
+
+    Args:
+        etm_over_y: The bytes that are gathered over those of the all-to-all.
+    """
     lines = all_to_all, gather
     slices = min(SLICES, key=lambda count: _pair_s(lines, etm_over_y, y_bytes, count))
     once_s, twice_s = (_pair_s(lines, etm_over_y, times * y_bytes, slices) for times in (1, 2))

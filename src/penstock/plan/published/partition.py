@@ -90,8 +90,15 @@ def fill_idle(
 ) -> tuple[Filling, list[float], list[int]]:
     """Fill every gap with as much as it hides (step 1; Eq. 3 and 4, g_inv never negative).
 
-    No layer gets longer. Also return, by gap, the seconds of reductions in its MoE part, and the bytes that
-    could have been added there beyond those that fitted: what is left when the gap is over.
+    No layer gets longer.
+
+    Args:
+        parts: The parts of gaps that are filled.
+        unit_bytes: See `Filling.fill`.
+
+    Returns:
+        The gradients in their gaps; by gap, the seconds of reductions in its MoE part; and by gap, the bytes
+        that could have been added there beyond those that fitted: what is left when the gap is over.
     """
     filling, reduce_s, left = Filling(backward), [], []
     for gap in backward.gaps:
