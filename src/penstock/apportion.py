@@ -11,12 +11,15 @@ Counts = npt.NDArray[np.int64]
 def apportion(weights: Counts, total: Counts | int) -> Counts:
     """Share `total` out in proportion to `weights` by largest remainders.
 
-    Returns [..., E]: every share is its exact value rounded down or up, shares sum to `total`, and of equal
-    remainders the first is rounded up. Exact in integers as long as weight * total stays under 2**63.
+    The result is exact in integers as long as weight * total stays under 2**63.
 
     Args:
-        weights: [..., E], not negative.
-        total: [...] or one number; 0 where all weights are 0.
+        weights: The proportions, [..., E], not negative.
+        total: The sum of the shares, [...] or one number; 0 where all weights are 0.
+
+    Returns:
+        The shares, [..., E]. Each is its exact value rounded down or up, they sum to `total`, and of equal
+        remainders the first is rounded up.
     """
     target = np.broadcast_to(np.asarray(total, dtype=np.int64), weights.shape[:-1])[..., None]
     sums = weights.sum(axis=-1, keepdims=True)

@@ -64,7 +64,8 @@ def advance(left: Collection[list[int]], links: Links, done: set[int]) -> list[i
 
     Args:
         left: The tasks of every lane, the next one last.
-        done: Those that have run; more are added.
+        links: By task, those that it reads.
+        done: The tasks that have run; more are added.
     """
     row: list[int] = []
     before = -1
@@ -83,7 +84,7 @@ def issue_order(lanes: Mapping[Lane, Sequence[Task]], graph: Graph) -> list[int]
     The row is a function of the lanes alone, hence the same on all ranks.
 
     Raises:
-        ScheduleError: Naming tasks that wait for each other.
+        ScheduleError: For tasks that wait for each other, which it names.
     """
     left = {lane: order[::-1] for lane, order in positions(lanes, graph).items()}
     done = set[int]()
@@ -105,8 +106,10 @@ def slot_order(orders: Orders, links: Links, forward: Sequence[bool] = ()) -> li
     lanes wait in a circle is left out.
 
     Args:
+        orders: The positions of the tasks of every lane.
+        links: By task, those that it reads.
         forward: By position, whether the task is handed out before all others, since the other half of a step
-            begins when its loss is asked for gradients; none = all tasks are handed out as they come.
+            begins when its loss is asked for gradients; empty = all tasks are handed out as they come.
     """
     row: list[int] = []
     ends, slots = [inf] * len(links), [1.0] * len(links)
@@ -140,11 +143,12 @@ def earliest(links: Links, seconds: Sequence[float], begin_s: Sequence[float] = 
     """Return when every task ends, if every lane could run everything at once.
 
     Args:
-        begin_s: By task, when it may begin at the earliest; `-inf` where only what it reads counts.
+        links: By task, those that it reads, which stand before it.
+        begin_s: When every task may begin at the earliest; `-inf` where only what it reads counts.
     """
     ends: list[float] = []
-    for needs, each, begin in zip(links, seconds, begin_s or [0.0] * len(links), strict=True):
-        ends.append(max([begin, *[ends[need] for need in needs]]) + each)
+    for needs, took_s, begin in zip(links, seconds, begin_s or [0.0] * len(links), strict=True):
+        ends.append(max([begin, *[ends[need] for need in needs]]) + took_s)
     return ends
 
 
@@ -164,7 +168,8 @@ def path_ends(
     A task for which lanes wait in a circle never ends: its end is `inf`.
 
     Args:
-        orders: For every lane the positions of its tasks.
+        orders: The positions of the tasks of every lane.
+        links: By task, those that it reads.
         known: The ends of tasks that are on no lane, and `inf` for the others.
     """
     ends = list(known) or [inf] * len(links)
@@ -229,9 +234,9 @@ class ListScheduler:
 
     def play(self, keys: Keys) -> Found:
         """Return the list schedule: an idle lane at once starts its ready task with the smallest key."""
-        found = self.play_below(keys, inf)
-        assert found is not None, "every order takes less than for ever"
-        return found
+        best = self.play_below(keys, inf)
+        assert best is not None, "every order takes less than for ever"
+        return best
 
     def play_below(self, keys: Keys, most_s: float) -> Found | None:
         """Return what `play` returns; None as soon as a lane has too much work left to end by `most_s`."""
@@ -270,7 +275,7 @@ def lanes_of(graph: Graph, orders: Sequence[Sequence[int]]) -> dict[Lane, tuple[
     """Return the tasks at these positions, for every lane that has any.
 
     Args:
-        orders: In the order of `Lane`.
+        orders: The positions of every lane's tasks, in the order of `Lane`.
     """
     return {lane: tuple(graph.tasks[i] for i in orders[n]) for n, lane in enumerate(Lane) if orders[n]}
 
@@ -331,15 +336,18 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Issuing:
-    """Seconds of the one thread that hands out tasks to a GPU: for each, and for each operation of one.
+    """The seconds of the one thread that hands out tasks to a GPU.
 
     On CPUs every lane has a thread of its own. On a GPU one thread hands out the tasks of all lanes, one
     after another, and no task starts before that: where tasks are small, a step takes as long as this thread
     works.
 
     Attributes:
-        reads_counts: Whether it waits for the counts that ranks exchange, before it hands out what they size.
-        halves: Whether it hands out all forward tasks before the first of the other half.
+        task_s: The seconds for each task.
+        kernel_s: The seconds for each operation of a task.
+        reads_counts: Whether the thread waits for the counts that ranks exchange, before it hands out what
+            they size.
+        halves: Whether the thread hands out all forward tasks before the first of the other half.
     """
 
     task_s: float
@@ -363,10 +371,11 @@ def simulate(
     """Return when every task runs. A task starts once its inputs and the task before it on its lane end.
 
     Args:
-        issuing: Of the thread that hands out all tasks; None = every lane has its own.
+        mesh: The ranks; None = there is one.
+        issuing: The thread that hands out all tasks; None = every lane has its own.
 
     Raises:
-        ScheduleError: Naming tasks that wait for each other.
+        ScheduleError: For tasks that wait for each other, which it names.
     """
     mesh, tasks, orders = mesh or Mesh(), graph.tasks, positions(schedule.lanes, graph)
     row, seconds = [place for order in orders.values() for place in order], [0.0] * len(tasks)
@@ -475,8 +484,8 @@ class LowerBound:
 
 def lower_bound(graph: Graph, cost: Cost, mesh: Mesh | None = None) -> LowerBound:
     """Return the bound for every schedule of this graph; each lane's work is that of its slowest rank."""
-    found, every = {task: cost(task) for task in graph.tasks}, range(len(graph.tasks))
-    busy, seconds = lane_work(found), list(found.values())
+    by_task, every = {task: cost(task) for task in graph.tasks}, range(len(graph.tasks))
+    busy, seconds = lane_work(by_task), list(by_task.values())
     busiest = max(busy, key=lambda lane: busy[lane])
     if _differ(seconds):
         _, ends = _timed(every, graph, seconds, mesh or Mesh(), lanes=every)
@@ -489,9 +498,9 @@ def lower_bound(graph: Graph, cost: Cost, mesh: Mesh | None = None) -> LowerBoun
 def lane_work(seconds: Mapping[Task, Any]) -> dict[Lane, float]:
     """Return the seconds of work on every lane, on the rank that has most work there."""
     work: dict[Lane, Any] = {}
-    for task, each in seconds.items():
+    for task, task_s in seconds.items():
         lane = task.lane
-        work[lane] = work.get(lane, 0.0) + each
+        work[lane] = work.get(lane, 0.0) + task_s
     return {lane: float(np.max(total)) for lane, total in work.items()}
 
 

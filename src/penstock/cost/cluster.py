@@ -80,13 +80,17 @@ class ClusterConfig:
     @property
     def issuing(self) -> Issuing | None:
         """What handing out tasks takes of one thread; None where every lane has its own."""
-        found = Issuing(self.issue_task_s, self.issue_kernel_s)
-        return found if found.task_s or found.kernel_s else None
+        issuing = Issuing(self.issue_task_s, self.issue_kernel_s)
+        return issuing if issuing.task_s or issuing.kernel_s else None
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> Self:
         """Return the cluster with these factors on bandwidth between and inside nodes, and speed of devices.
 
         No rate goes beyond the bounds of a cluster, so that any cluster can be asked what would help.
+
+        Args:
+            inter, intra: The factors on the bandwidth between nodes, and inside them.
+            compute: The factor on the speed of devices.
         """
         return self.measured(
             flops_per_s=self.flops_per_s * compute,
@@ -115,7 +119,7 @@ class ClusterConfig:
 
         Args:
             group: A span, or the number of ranks on unknown nodes.
-            axes: Along which they meet.
+            axes: The axes along which they meet.
         """
         del axes  # the rates are those of links, whoever meets over them
         span = as_span(group)
@@ -128,11 +132,14 @@ class ClusterConfig:
         )
 
     def leg(self, dispatch: str, op: str, span: Span, axes: Axes = Group.EXPERT) -> AlphaBeta:
-        """Return model of a leg of a dispatch or combine; argument: bytes of a rank's rows for all experts.
+        """Return the model of a leg of a dispatch or combine.
+
+        Its argument is the bytes of a rank's rows for all experts.
 
         Args:
-            span: Of the expert group; for a hierarchical dispatch it covers whole nodes.
-            axes: Along which a flat dispatch meets.
+            op: The op of the leg.
+            span: The span of the expert group; for a hierarchical dispatch it covers whole nodes.
+            axes: The axes along which a flat dispatch meets.
         """
         if DISPATCHES[dispatch].hops == FLAT:
             return self.all_to_all(span, axes)
@@ -147,10 +154,11 @@ class ClusterConfig:
     def all_reduce(self, group: Span | int) -> AlphaBeta:
         """Return the model of an all-reduce; its argument is the bytes of the tensor.
 
+        It is hierarchical, as libraries do it: sums are scattered inside nodes, each share is reduced by a
+        ring over nodes, and gathered inside them. Pieces follow each other, so the busiest link counts.
+
         Args:
-            group: A span, or the number of ranks on unknown nodes. Hierarchical, as libraries do it: sums are
-                scattered inside nodes, each share is reduced by a ring over nodes, and gathered inside them.
-                Pieces follow each other, so the busiest link counts.
+            group: A span, or the number of ranks on unknown nodes.
         """
         span = as_span(group)
         inside = 2 * (span.most - 1)
@@ -167,7 +175,8 @@ class ClusterConfig:
         Every rank sends to every other, as if parts differed.
 
         Args:
-            axes: Along which ranks meet.
+            group: A span, or the number of ranks on unknown nodes.
+            axes: The axes along which ranks meet.
         """
         return self.all_to_all(group, axes)
 
@@ -188,7 +197,7 @@ class ClusterConfig:
         Its argument is the bytes of the buffer that each rank sends.
 
         Args:
-            span: Of combine.
+            span: The span of combine.
         """
         del span  # rates do not say how much the two overlap
         return None
@@ -202,7 +211,7 @@ class ClusterConfig:
         """Return the seconds of a compute task with this forward work.
 
         Args:
-            load: How many times as much, one number or an array.
+            load: How many times as much work it is, one number or an array.
         """
         return self.compute_s(op, phase, load * work.flops, load * work.copied_bytes, work.pieces)
 
@@ -212,6 +221,7 @@ class ClusterConfig:
         Backward is twice forward.
 
         Args:
+            flops, moved_bytes: The operations of the forward, and the bytes that it copies.
             pieces: The number of parts in which the work is done; by assumption they cost nothing, as in
                 published planners.
         """

@@ -85,9 +85,9 @@ class Fit:
     """Quality of a line through measured points.
 
     Attributes:
-        points: [size, seconds], outliers included.
-        r2: 1 is a perfect line.
-        residual: Typical distance of a point from the line, relative to the line.
+        points: The measurements, [size, seconds], outliers included.
+        r2: The share of the variance that the line explains; 1 is a perfect line.
+        residual: The typical distance of a point from the line, relative to the line.
     """
 
     r2: Quality
@@ -106,10 +106,11 @@ class LinkModel:
     (all-gather), the whole input (reduce-scatter), the tensor (all-reduce, broadcast, point-to-point).
 
     Attributes:
-        group: Ep, node, rail, edp, world, etp, tp, dp or ep x etp, as Group names them.
+        collective: Its name, see COLLECTIVES, or that of a dispatch for its legs.
+        group: The kind of group as Group names it: ep, node, rail, edp, world, etp, tp, dp or ep x etp.
         op: The leg of a hierarchical dispatch, else "".
         in_steps: How many times longer a transfer takes in a step than by this line.
-        contended: Additional factor beside computation; None = as the file says of all transfers.
+        contended: An additional factor beside computation; None = as the file says of all transfers.
     """
 
     collective: str
@@ -140,7 +141,7 @@ class TaskModel:
     """Model of a compute task: `alpha + scale * nominal`, where nominal is its work by the two rates.
 
     Attributes:
-        op, phase: As in task names (AT, F).
+        op, phase: The op and the phase, as in task names (AT, F).
         contended: How many times longer the task takes beside traffic.
     """
 
@@ -162,7 +163,7 @@ class MoveModel:
     """Transfers of one op of moving samples or experts, as a run has tried them.
 
     Attributes:
-        op: As in task names (GP, GG).
+        op: The op, as in task names (GP, GG).
         in_steps: How many times longer they took than by their collective's line.
     """
 
@@ -179,7 +180,7 @@ class KernelModel:
     """Model `t = alpha + beta * work` of one kind of computation alone, on all ranks at once: for the reader.
 
     Attributes:
-        unit: Flop or byte.
+        unit: The unit of its work, operations or bytes.
     """
 
     name: str
@@ -202,9 +203,9 @@ class StepFit:
     """Ratio of real steps to their simulation from everything else in the file.
 
     Attributes:
-        ratio: Measured over simulated seconds, typically.
-        low, high: Between which 95 % of steps are expected.
-        steps: Number of measured steps.
+        ratio: The typical ratio of measured to simulated seconds.
+        low, high: The ratios between which 95 % of steps are expected.
+        steps: The number of measured steps.
     """
 
     ratio: Factor
@@ -238,25 +239,26 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFile:
-    """A cluster.
+    """A cluster: its rates, and the models of what was measured.
 
     Attributes:
-        rates: What answers where nothing was measured; one of several nodes says whose rate theirs is (a
-            measured file that does not has that of a device).
+        rates: The rates that count where nothing was measured; those of several nodes say whose rate theirs
+            is (a measured file that does not has that of a device).
         contended_transfers: How many times longer a transfer takes beside computation.
         jitter: How much a compute task's duration scatters, relative (standard deviation).
-        slowness: By rank, how many times longer its computation takes than `tasks` says; empty = all ranks
+        slowness: How many times longer every rank's computation takes than `tasks` says; empty = all ranks
             are alike.
-        steps: Real steps beside their simulation; None = not measured, or of no use.
+        steps: The ratio of real steps to their simulation; None = not measured, or of no use.
         moves: What a run has learnt of transfers that no profile has, when a plan that moves samples or
             experts was tried.
-        memory_bytes: What tensors of one rank may take, beside what contexts and communicators of GPUs do;
-            None = not known.
-        measured: None for a file written by hand.
+        memory_bytes: The bytes that tensors of one rank may take, beside what contexts and communicators of
+            GPUs do; None = not known.
+        measured: The place and time of the measurement; None for a file written by hand.
         source: Where its numbers come from.
-        doubts: What real steps could not tell, in words.
+        doubts: What real steps could not tell, as text.
         device: The name of one device, such as H100 or cpu, if it was not measured.
-        precision: Of the products that flops_per_s and `tasks` are about; None = of whatever is planned for.
+        precision: The type of the products that flops_per_s and `tasks` are about; None = of whatever is
+            planned for.
         kernels_of: What tells how long tasks take that were not measured: the rates alone, or the sizes of
             kernels on such a device, too, with products in `precision` or as others compute them, in float8.
     """
@@ -309,10 +311,10 @@ class ClusterFile:
     def usual_precision(self) -> tuple[Computing, str]:
         """What `train.precision=auto` means on these devices, and why, as text."""
         name = self.device_name
-        known = find_device(name)
-        if known is not None:
-            units = "has" if known.bfloat16_tflops is not None else "has no"
-            return known.usual, f"the device, {name}, {units} units for bfloat16"
+        device = find_device(name)
+        if device is not None:
+            units = "has" if device.bfloat16_tflops is not None else "has no"
+            return device.usual, f"the device, {name}, {units} units for bfloat16"
         if name == CPU:
             return "float32", "the devices are CPUs"
         if self.precision:
@@ -331,7 +333,7 @@ class ClusterFile:
             return self
         device = find_device(self.device_name)
         now, then = (
-            None if device is None else device.peak_tflops(each) for each in (self.precision, precision)
+            None if device is None else device.peak_tflops(kind) for kind in (self.precision, precision)
         )
         if now is None or then is None:
             return self
@@ -342,14 +344,21 @@ class ClusterFile:
     def peak_flops_per_s(self) -> float | None:
         """Highest rate of a matrix product on one rank while all ranks multiply; None = not measured."""
         rates = (
-            point[0] / point[1] for each in self.kernels if each.name == PRODUCT for point in each.points
+            point[0] / point[1]
+            for kernel in self.kernels
+            if kernel.name == PRODUCT
+            for point in kernel.points
         )
         return max(rates, default=None)
 
     def link(self, collective: str, group: str, op: str = "") -> LinkModel | None:
-        """Return the measured model; None if there is none."""
-        found = (x for x in self.links if (x.collective, x.group, x.op) == (collective, group, op))
-        return next(found, None)
+        """Return the measured model of a collective in a kind of group; None if there is none.
+
+        Args:
+            op: The leg of a hierarchical dispatch, else "".
+        """
+        matching = (x for x in self.links if (x.collective, x.group, x.op) == (collective, group, op))
+        return next(matching, None)
 
     def beside(self, other: ClusterFile) -> ClusterFile:
         """Return file with missing links and tasks taken from another file, measured by the same rates."""
@@ -371,7 +380,7 @@ class ClusterFile:
         """Read a file of this or an older version.
 
         Raises:
-            ConfigError: Naming the file and the key that is wrong.
+            ConfigError: For a file that cannot be used. It names the file and the key that is wrong.
         """
         table = read_json(path, "Give a cluster file, or measure one with `penstock profile`.")
         if isinstance(table, dict):
@@ -386,7 +395,12 @@ class ClusterFile:
         return replace(file, version=VERSION)
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> ClusterFile:
-        """Return the cluster with these factors on bandwidth between and inside nodes, and on compute."""
+        """Return the cluster with these factors on bandwidth between and inside nodes, and on compute.
+
+        Args:
+            inter, intra: The factors on the bandwidth between nodes, and inside them.
+            compute: The factor on the speed of devices.
+        """
         factors = {"inter": inter, "intra": intra}
         links = tuple(
             replace(link, beta_s_per_byte=link.beta_s_per_byte / factors.get(link.lane, 1.0))
@@ -406,15 +420,15 @@ def mismatch(file: ClusterFile, machine: Machine, ranks: int, nodes: int) -> str
     A file written by hand describes no measured machine, so it is never compared.
 
     Args:
-        machine, ranks, nodes: Those used now.
+        machine, ranks, nodes: The machine, and the numbers of ranks and nodes, in use now.
     """
     if file.measured is None:
         return None
     pairs = [("ranks", file.ranks, ranks), ("nodes", file.nodes, nodes)]
     pairs += [
-        (each.name, getattr(file.measured, each.name), getattr(machine, each.name))
-        for each in fields(Machine)
-        if each.name not in NO_MATTER
+        (fact.name, getattr(file.measured, fact.name), getattr(machine, fact.name))
+        for fact in fields(Machine)
+        if fact.name not in NO_MATTER
     ]
     differences = [f"{what} {then} (here {now})" for what, then, now in pairs if then != now]
     if not differences:

@@ -46,9 +46,9 @@ class Sighting:
     """A task in a real step.
 
     Attributes:
-        modelled_s: Its seconds alone by the model.
+        modelled_s: The seconds of the task alone, by the model.
         ratio: Measured over modelled seconds.
-        share: Of its time in which the other side was busy, too.
+        share: The share of its time in which the other side was busy, too.
     """
 
     modelled_s: float
@@ -61,7 +61,9 @@ class Contention:
     """The two factors of one kind of task.
 
     Attributes:
-        scatter: Typical relative distance of a task from them.
+        solo: Seconds alone in a step over seconds by the model.
+        contended: Seconds beside others all the time over seconds alone.
+        scatter: The typical relative distance of a task from these factors.
     """
 
     solo: float = 1.0
@@ -85,14 +87,15 @@ class Contention:
 def fit_contention(seen: Sequence[Sighting], usual: float = 1.0) -> Contention | None:
     """Return the factors that explain the tasks; None if there are too few tasks.
 
+    A longer task counts for more, as it does in a step.
+
     Args:
-        usual: The factor of contention where shares are too similar to tell it. A longer task counts for
-            more, as it does in a step.
+        usual: The factor of contention where shares are too similar to tell it.
     """
     if len(seen) < LEAST_SIGHTINGS:
         return None
     shares, ratios, weights = (
-        np.array([getattr(each, name) for each in seen]) for name in ("share", "ratio", "modelled_s")
+        np.array([getattr(sighting, name) for sighting in seen]) for name in ("share", "ratio", "modelled_s")
     )
     low, high = (_quantile(shares, weights, part) for part in (0.1, 0.9))
     beside = usual
@@ -126,7 +129,7 @@ def fit_steps(ratios: Sequence[Sequence[float]]) -> StepFit:
     differences between plans, and the scatter of steps of one plan.
 
     Args:
-        ratios: By plan, by step.
+        ratios: The ratio of every step, by plan.
     """
     plans = [median(map(math.log, steps)) for steps in ratios]
     middle = median(plans)

@@ -30,15 +30,17 @@ class Device:
     """A device by its data sheet; operations are dense, with sums in float32.
 
     Attributes:
-        name: As its maker gives it.
-        float32_tflops: 1e12 operations per second.
-        bfloat16_tflops: None where the device has no such units; PyTorch then emulates them slowly.
-        memory_gb: 1e9 bytes, for each size that is sold; the largest is taken where a name says none.
-        memory_gb_per_s: Read or written, in 1e9 bytes per second.
-        link: To others of its node.
-        link_gb_per_s: Of that link, in one direction.
-        units: That compute tiles of products, each by itself.
-        architecture: Of these units.
+        name: Its name, as its maker gives it.
+        float32_tflops: The peak in float32, in 1e12 operations per second.
+        bfloat16_tflops: The peak in bfloat16; None where the device has no units for it, and PyTorch emulates
+            them slowly.
+        memory_gb: The sizes of memory that are sold, in 1e9 bytes; the largest is taken where a name says
+            none.
+        memory_gb_per_s: The rate of the memory, read or written, in 1e9 bytes per second.
+        link: The link to others of its node.
+        link_gb_per_s: The rate of that link in one direction, in 1e9 bytes per second.
+        units: The number of units that compute tiles of products, each by itself.
+        architecture: The architecture of these units.
     """
 
     name: str
@@ -103,12 +105,12 @@ DEVICES = (
 @cache
 def find_device(name: str) -> Device | None:
     """Return the device of which a name speaks, such as `NVIDIA H100 80GB HBM3`; None = unknown."""
-    found = []
+    devices = []
     for each in DEVICES:  # whose words stand in the name, with or without spaces between them
-        words = r"[\s_-]*".join(map(re.escape, each.name.lower().split()))
-        if re.search(rf"(?<![a-z0-9]){words}(?![a-z0-9])", name.lower()):
-            found.append(each)
-    return max(found, key=lambda each: len(each.name), default=None)
+        pattern = r"[\s_-]*".join(map(re.escape, each.name.lower().split()))
+        if re.search(rf"(?<![a-z0-9]){pattern}(?![a-z0-9])", name.lower()):
+            devices.append(each)
+    return max(devices, key=lambda each: len(each.name), default=None)
 
 
 # ---- how fast the kernels of a device are of which nothing but the data sheet is known --------------------
@@ -132,7 +134,13 @@ def find_device(name: str) -> Device | None:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the peak: of large products, of scores forward, and backward; and of the memory's rate."""
+    """The shares of a data sheet's rates that kernels reach.
+
+    Attributes:
+        products: The share of the peak that large products reach.
+        scores, scores_backward: The share of the peak that scores of attention reach, forward and backward.
+        memory: The share of the memory's rate.
+    """
 
     products: float
     scores: float
@@ -202,10 +210,11 @@ class Efficiency:
     """The kernels of one device.
 
     Attributes:
-        peak_flops_per_s: By the data sheet.
-        memory_bytes_per_s: Reached, read or written.
-        units: On each of which a tile is computed at a time.
-        in_float8: Whether products are.
+        peak_flops_per_s: The peak by the data sheet.
+        memory_bytes_per_s: The rate of memory that is reached, read or written.
+        units: The units, on each of which a tile is computed at a time.
+        element_bytes: The bytes of a number that a product reads.
+        in_float8: Whether products are computed in float8.
     """
 
     shares: Shares
@@ -224,9 +233,9 @@ class Efficiency:
         forward, inputs = phase in (Phase.FORWARD, Phase.RECOMPUTE), phase in (Phase.BACKWARD, Phase.INPUT)
         ways = [forward, inputs, phase in (Phase.BACKWARD, Phase.WEIGHT)]
         total: Any = 0.0
-        for each in kernels.products:
-            total = total + each.number * sum(
-                self._product_s(each, way, load) for way, wanted in enumerate(ways) if wanted
+        for product in kernels.products:
+            total = total + product.number * sum(
+                self._product_s(product, way, load) for way, wanted in enumerate(ways) if wanted
             )
         if phase is Phase.WEIGHT:
             return total

@@ -44,8 +44,8 @@ class LineFit:
     """Line `t = alpha_s + beta * n`. alpha_s >= 0, beta > 0.
 
     Attributes:
-        r2: Share of the variance that the line explains, of the points used.
-        residual: Median distance of all points from the line, relative to it.
+        r2: The share of the variance that the line explains, of the points used.
+        residual: The median distance of all points from the line, relative to it.
         used: For every point, whether it was used for the line.
     """
 
@@ -63,7 +63,7 @@ def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> Line
     """Fit a line through points (size, seconds), at least one, with sizes and seconds above 0.
 
     Args:
-        trusted: Number of the largest sizes that are never left out, where they alone tell the slope.
+        trusted: The number of the largest sizes that are never left out, where they alone tell the slope.
     """
     assert points, "a line needs a point"
     sizes, times = (np.array(column, dtype=float) for column in zip(*points, strict=True))

@@ -24,8 +24,8 @@ class MeasuredCost:
     """Seconds per kind of task; a task of a kind that never ran costs what `fallback` says.
 
     Attributes:
-        by_rank: Seconds on every rank, arrays [ranks], where they are known, for tasks that ranks compute
-            alone.
+        by_rank: The seconds on every rank, arrays [ranks], for tasks that ranks compute alone, where they are
+            known.
     """
 
     seconds: dict[Kind, float]
@@ -42,8 +42,8 @@ class MeasuredCost:
         With dropless routing another rank may be the slowest one in every layer: the sum over layers of the
         slowest rank's seconds is then longer than what any rank computes.
         """
-        found = self.by_rank.get((task.layer, task.op, task.phase))
-        return self(task) if found is None else found
+        measured = self.by_rank.get((task.layer, task.op, task.phase))
+        return self(task) if measured is None else measured
 
     @staticmethod
     def from_records(records: Iterable[TaskRecord], fallback: Callable[[Task], float]) -> MeasuredCost:
@@ -65,13 +65,13 @@ class MeasuredCost:
         kinds: dict[Kind, list[float]] = defaultdict(list)
         for (_, task), seconds in together.items():
             kinds[task.layer, task.op, task.phase].append(min(seconds))
-        found = {kind: median(seconds) for kind, seconds in kinds.items()}
+        medians = {kind: median(seconds) for kind, seconds in kinds.items()}
         ranks = 1 + max((rank for _, rank in apart), default=0)
         by_rank = {kind: np.zeros(ranks) for kind, _ in apart}
         for (kind, rank), seconds in apart.items():
             by_rank[kind][rank] = median(seconds)
-        found |= {kind: float(each.max()) for kind, each in by_rank.items()}
-        return MeasuredCost(found, fallback, by_rank)
+        medians |= {kind: float(each.max()) for kind, each in by_rank.items()}
+        return MeasuredCost(medians, fallback, by_rank)
 
 
 # ---- what measurements could not tell, in words: in full in a file, in one sentence where a plan is shown -
@@ -94,11 +94,11 @@ def scattered(what: str, why: str) -> str:
 
 def listed(doubts: Sequence[str]) -> tuple[str, ...]:
     """Return all doubts, to show with measurements; work that differs between steps is named in one line."""
-    differing = [found for doubt in doubts if (found := _DIFFERS.fullmatch(doubt))]
+    differing = [match for doubt in doubts if (match := _DIFFERS.fullmatch(doubt))]
     if len(differing) < 2:
         return tuple(doubts)
-    each = ", ".join(f"{found[1]} ({found[2]})" for found in differing)
-    line = f"predicted as measured by themselves, since they differ from step to step: {each}"
+    works = ", ".join(f"{match[1]} ({match[2]})" for match in differing)
+    line = f"predicted as measured by themselves, since they differ from step to step: {works}"
     return (line, *(doubt for doubt in doubts if not _DIFFERS.fullmatch(doubt)))
 
 
@@ -107,7 +107,7 @@ def summary(doubts: Sequence[str], *, intervals: bool, remedy: str = IN_A_RUN) -
 
     Args:
         intervals: Whether predictions have intervals.
-        remedy: Advice for where the plan is shown.
+        remedy: The advice for where the plan is shown.
     """
     ended = (f"Caution  {OVERRAN}. {remedy}",) if OVERRAN in doubts else ()
     scattered = [doubt for doubt in doubts if doubt != OVERRAN]

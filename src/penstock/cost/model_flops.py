@@ -18,9 +18,9 @@ class ModelFlops:
     """Operations of a model, and the peak of its devices.
 
     Attributes:
-        per_token: Floating-point operations of the matrix products of a forward and a backward pass, of the
-            whole model.
-        peak_per_s: Operations per second of all ranks together; None = not known.
+        per_token: The floating-point operations of the matrix products of a forward and a backward pass, of
+            the whole model.
+        peak_per_s: The operations per second of all ranks together; None = not known.
         peak_words: The peak of one rank, and whether the data sheet says so or a profile measured it.
     """
 
@@ -42,13 +42,15 @@ class ModelFlops:
         counts what a causal mask leaves.
 
         Args:
+            work: The sizes of the step.
             moe_layers: For every layer, whether it is an MoE layer.
-            file: Of the cluster, if it was measured.
-            device, precision: Of the ranks; where the device is known, the peak is that of its data sheet, as
-                others count it, and otherwise the fastest product that was measured.
+            file: The cluster, if it was measured.
+            device, precision: The device of a rank and the type of its products. Where the device is known,
+                the peak is that of its data sheet, as others count it, and otherwise the fastest product that
+                was measured.
         """
-        known, source = find_device(device), f"data sheet of {device}"
-        tflops = None if known is None else known.peak_tflops(precision)
+        sheet, source = find_device(device), f"data sheet of {device}"
+        tflops = None if sheet is None else sheet.peak_tflops(precision)
         peak_per_s = None if tflops is None else 1e12 * tflops
         if peak_per_s is None and file is not None:
             peak_per_s, source = file.peak_flops_per_s, "fastest product measured"
@@ -59,8 +61,8 @@ class ModelFlops:
         per_token = PASSES * (sum(sparse if is_moe else dense for is_moe in moe_layers) + work.head_flops(1))
         if peak_per_s is None:
             return ModelFlops(per_token=per_token, peak_per_s=None)
-        words = f"{peak_per_s / 1e12:.3g} TFLOP/s per rank ({source})"
-        return ModelFlops(per_token=per_token, peak_per_s=work.world_size * peak_per_s, peak_words=words)
+        text = f"{peak_per_s / 1e12:.3g} TFLOP/s per rank ({source})"
+        return ModelFlops(per_token=per_token, peak_per_s=work.world_size * peak_per_s, peak_words=text)
 
     def utilisation(self, tokens_per_s: float) -> float | None:
         """Return the share of the peak that the model's own products use; None where no peak is known."""

@@ -47,11 +47,11 @@ class RowMoves:
 
     Attributes:
         even: The step with even routing.
-        rows_PRCYE: Rows that every rank brings for every expert.
-        placement: Where experts are.
-        columns: By MoE layer, the layer of the rows that stands for it; () = each has its own.
-        places: Where samples and replicas are; None = nothing moves.
-        arriving_PRCYE: Rows of the samples to which they come home; None = of those that they left.
+        rows_PRCYE: The rows that every rank brings for every expert.
+        placement: The placement of experts.
+        columns: The layer of the rows that stands for each MoE layer; () = each has its own.
+        places: The places of samples and replicas; None = nothing moves.
+        arriving_PRCYE: The rows of the samples to which they come home; None = of those that they left.
     """
 
     even: StepCost
@@ -186,8 +186,8 @@ class RowMoves:
             return total
         mesh = self.even.workload.mesh
         places = np.array([mesh.place(rank, task.axes) for rank in range(len(sizes_PW))])
-        mine = np.take_along_axis(sizes_PW, places[:, None], axis=1)[:, 0]
-        busier: Rows = np.maximum((members - 1) * mine, total - mine) * members / (members - 1)
+        own = np.take_along_axis(sizes_PW, places[:, None], axis=1)[:, 0]
+        busier: Rows = np.maximum((members - 1) * own, total - own) * members / (members - 1)
         return busier
 
     def _remote(self, task: Task) -> Rows:
@@ -217,11 +217,11 @@ class RowMoves:
     def _ranks(self, task: Task) -> Rows:
         """Return rows from rank to rank of the world, [P, P]."""
         planes_GHST, mesh = self._planes(task), self.even.workload.mesh
-        found = np.zeros((mesh.world_size, mesh.world_size))
+        rows_PP = np.zeros((mesh.world_size, mesh.world_size))
         for ranks in mesh.groups(Group.EXPERT):
             group, _, shard = self._place(ranks[0])
-            found[np.ix_(ranks, ranks)] = planes_GHST[group, shard]
-        return found
+            rows_PP[np.ix_(ranks, ranks)] = planes_GHST[group, shard]
+        return rows_PP
 
     @property
     def _legs(self) -> Dispatch:
@@ -251,13 +251,13 @@ class RowMoves:
                 groups, ranks = table_GSTN.shape[:2]
                 parts = work.nodes if across else ranks
                 inputs, near = table_GSTN.reshape(groups * ranks, parts, -1), work.nearness(parts)
-                found = distinct_rows(inputs, work.top_k, near).reshape(groups, ranks, parts)
+                joined = distinct_rows(inputs, work.top_k, near).reshape(groups, ranks, parts)
                 if across:
-                    nodes_GPN, found = found, np.zeros((groups, ranks, ranks), np.int64)
+                    nodes_GPN, joined = joined, np.zeros((groups, ranks, ranks), np.int64)
                     source, node = np.indices((ranks, parts))
                     size = work.ranks_per_node
-                    found[:, source, node * size + place_in_node(source, size)] = nodes_GPN
-                self._known_joined[key] = found
+                    joined[:, source, node * size + place_in_node(source, size)] = nodes_GPN
+                self._known_joined[key] = joined
             return self._known_joined[key][:, None]
         table_GSHT: Counts = self.table(task).sum(axis=4)
         if task.cut.row_copies > 1:  # rows are gathered before they leave
@@ -378,7 +378,7 @@ class NodeLinks:
         """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P].
 
         Args:
-            sent_PP: From rank to rank, in any unit; what stays on a rank takes no time.
+            sent_PP: The amount from rank to rank, in any unit; what stays on a rank takes no time.
         """
         if not self._even_s:  # one rank, which sends nothing
             return np.zeros(len(sent_PP))

@@ -74,12 +74,12 @@ def _experts(work: Workload, rows: float, shares: int) -> Kernels:
     """Return the work of a rank's experts: grouped products, and rows put in their order and back."""
     groups, hidden = work.placement.slots, work.hidden_size
     width, inner = work.ffn_hidden_size / shares, work.expert_matrices - 1
-    each = rows / groups
+    group_rows = rows / groups
     sorting = 2 * hidden * (1 + _rows(work) / work.top_k) if groups > 1 and work.ep_size > 1 else 0
     return Kernels(
         products=(
-            Product(each, hidden, inner * width, groups=groups),
-            Product(each, width, hidden, groups=groups),
+            Product(group_rows, hidden, inner * width, groups=groups),
+            Product(group_rows, width, hidden, groups=groups),
         ),
         moved_bytes=rows * work.element_bytes * (work.expert_matrices * width + sorting),
     )
@@ -125,11 +125,16 @@ PARTS: Final[dict[Part, Callable[[Workload, float, int], Kernels]]] = {
 
 
 def kernels_of(work: Workload, amount: float, *parts: Part, shares: int = 1) -> Kernels:
-    """Return the forward kernels of some parts of a model together."""
-    found = [PARTS[part](work, amount, shares) for part in parts]
+    """Return the forward kernels of some parts of a model together.
+
+    Args:
+        amount: The number of tokens, or of rows where a part is that of experts.
+        shares: The ranks that divide the width of the parts.
+    """
+    by_part = [PARTS[part](work, amount, shares) for part in parts]
     return Kernels(
-        products=tuple(product for each in found for product in each.products),
-        score_flops=sum(each.score_flops for each in found),
-        score_width=max(each.score_width for each in found),
-        moved_bytes=sum(each.moved_bytes for each in found),
+        products=tuple(product for of_part in by_part for product in of_part.products),
+        score_flops=sum(of_part.score_flops for of_part in by_part),
+        score_width=max(of_part.score_width for of_part in by_part),
+        moved_bytes=sum(of_part.moved_bytes for of_part in by_part),
     )

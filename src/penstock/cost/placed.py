@@ -28,9 +28,9 @@ class Evidence:
     stand for all others.
 
     Attributes:
-        before_DBYE: Of the step from whose loads replicas are planned.
-        now_DBYE: Of the step that is priced.
-        columns: By MoE layer of the step, the layer of the arrays that stands for it; () = each has its own.
+        before_DBYE: The routing of the step from whose loads replicas are planned.
+        now_DBYE: The routing of the step that is priced.
+        columns: The layer of the arrays that stands for each MoE layer of the step; () = each has its own.
     """
 
     before_DBYE: Counts
@@ -65,16 +65,16 @@ def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
     """Return rows by place in an expert group, over all such groups, [Y, ranks of an expert group, E]."""
     rows_PYE = work.cut(shape).rows_in_all(counts_DBYE)
     places = [work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)]
-    found = np.zeros((work.ep_size, *rows_PYE.shape[1:]), np.int64)
-    np.add.at(found, places, rows_PYE)
-    return found.transpose(1, 0, 2)
+    by_place = np.zeros((work.ep_size, *rows_PYE.shape[1:]), np.int64)
+    np.add.at(by_place, places, rows_PYE)
+    return by_place.transpose(1, 0, 2)
 
 
 def received_rows(counts_DBYE: Counts, placed: Placed | None, shape: StepShape, work: Workload) -> Counts:
     """Return the rows that every rank's experts and replicas receive in a step, by MoE layer, [Y, P].
 
     Args:
-        placed: Where samples and replicas are; None = nothing moves.
+        placed: The places of samples and replicas; None = nothing moves.
     """
     leaving = counts_DBYE if placed is None else placed.leaving(counts_DBYE)
     replications = () if placed is None else placed.replications

@@ -60,14 +60,14 @@ class ProfiledCluster(ClusterConfig):
 
     def all_to_all(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
         """Return the model for groups along these axes, or else for those that share experts."""
-        found = [link for link in self.file.links if link.collective == "all_to_all"]
-        own = [link for link in found if link.group == Group.name(axes)]
-        usual = [link for link in found if link.group == Group.name(Group.EXPERT)]
+        links = [link for link in self.file.links if link.collective == "all_to_all"]
+        own = [link for link in links if link.group == Group.name(axes)]
+        usual = [link for link in links if link.group == Group.name(Group.EXPERT)]
         return self._of_size(super().all_to_all, group, own or usual)
 
     def all_reduce(self, group: Span | int) -> AlphaBeta:
-        found = [link for link in self.file.links if (link.collective, link.lane) == ("all_reduce", "inter")]
-        return self._of_size(super().all_reduce, group, found)
+        links = [link for link in self.file.links if (link.collective, link.lane) == ("all_reduce", "inter")]
+        return self._of_size(super().all_reduce, group, links)
 
     def parts(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
         """Return the model; GPUs pass parts on in rings, so that it is half of an all-reduce."""
@@ -85,14 +85,14 @@ class ProfiledCluster(ClusterConfig):
         return self._in_steps(super().leg(dispatch, op, span))
 
     def inside(self, collective: Inside, ranks: int) -> AlphaBeta:
-        found = [link for link in self.file.links if (link.collective, link.lane) == (collective, "intra")]
-        if collective == "all_reduce" and not found:  # its two halves may have been measured
+        links = [link for link in self.file.links if (link.collective, link.lane) == (collective, "intra")]
+        if collective == "all_reduce" and not links:  # its two halves may have been measured
             both = self.inside("reduce_scatter", ranks), self.inside("all_gather", ranks)
             return AlphaBeta(
                 alpha_s=sum(each.alpha_s for each in both),
                 beta_s_per_byte=sum(each.beta_s_per_byte for each in both),
             )
-        return self._of_size(partial(super().inside, collective), ranks, found)
+        return self._of_size(partial(super().inside, collective), ranks, links)
 
     @property
     def raggedness(self) -> float:
@@ -109,8 +109,8 @@ class ProfiledCluster(ClusterConfig):
         return first_s + PEER_S * (inside + abroad)
 
     def pair(self, span: Span) -> AlphaBeta | None:
-        found = self.file.link(PAIR, Group.name(Group.EXPERT_SHARDS))
-        return None if found is None or found.ranks != span.ranks else self._in_steps(found.model, found)
+        link = self.file.link(PAIR, Group.name(Group.EXPERT_SHARDS))
+        return None if link is None or link.ranks != span.ranks else self._in_steps(link.model, link)
 
     def prolonged(self, op: str) -> float:
         return next((move.in_steps for move in self.file.moves if move.op == op), 1.0)
@@ -119,7 +119,8 @@ class ProfiledCluster(ClusterConfig):
         """Return the seconds of a compute task by its measured model, or by the rates.
 
         Args:
-            pieces: Where the file was measured, every piece has the fixed part of a task.
+            pieces: The number of parts in which the work is done; where the file was measured, every piece
+                has the fixed part of a task.
         """
         model = self._task(op, phase)
         if model is None:
@@ -129,8 +130,11 @@ class ProfiledCluster(ClusterConfig):
         return solo_s * (1 + self.contention * (model.contended - 1))
 
     def task_s(self, op: str, phase: Phase, work: Work, load: Any = 1.0) -> Any:
-        """Return the seconds of a compute task by its measured model, by the kernels of its device, or by the
-        rates."""
+        """Return the seconds of a compute task by its measured model, its device's kernels, or the rates.
+
+        Args:
+            load: How many times as much work it is, one number or an array.
+        """
         kernels = self._kernels
         if kernels is None or self._task(op, phase) is not None:
             return super().task_s(op, phase, work, load)

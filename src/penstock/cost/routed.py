@@ -54,9 +54,9 @@ class RoutedCost:
     stands for: O(layers known x ranks known x (ranks of an expert group + experts)) numbers.
 
     Attributes:
-        counts_DBYE: Token copies of every sample for every expert, as `Routing.counts` gives them.
-        placement: Where experts are; None = the workload's.
-        placed: Where samples and replicas are; None = nothing moves.
+        counts_DBYE: The token copies of every sample for every expert, as `Routing.counts` gives them.
+        placement: The placement of experts; None = the workload's.
+        placed: The places of samples and replicas; None = nothing moves.
         columns: The layer of the counts for every MoE layer, see `Evidence.columns`.
     """
 
@@ -72,10 +72,10 @@ class RoutedCost:
         """Return seconds on every rank, [P]; of a transfer without the time to wait for partners."""
         if not (self.columns and (task.op in FOLLOWING or computes_experts(task.op))):
             return self.seconds(task) if task.lane.computes else self.transfer_s(task)
-        alike = self._alike(task)
-        if alike not in self._known:
-            self._known[alike] = self.seconds(task) if task.lane.computes else self.transfer_s(task)
-        return self._known[alike]
+        kind = self._alike(task)
+        if kind not in self._known:
+            self._known[kind] = self.seconds(task) if task.lane.computes else self.transfer_s(task)
+        return self._known[kind]
 
     def _alike(self, task: Task) -> Name:
         """Return what a task that follows rows has in common with those of layers that are routed alike."""
@@ -113,8 +113,8 @@ class RoutedCost:
 
     def _by_load(self, task: Task, load: Seconds) -> Seconds:
         """Return seconds of a transfer on every rank, [P], that carries `load` times its usual bytes."""
-        found, where = np.unique(load, return_inverse=True)
-        seconds = np.array([self._even.scaled_s(task, each) for each in found.tolist()])
+        loads, where = np.unique(load, return_inverse=True)
+        seconds = np.array([self._even.scaled_s(task, each) for each in loads.tolist()])
         return seconds[where]
 
     def reduced_bytes(self, task: Task) -> int:
@@ -140,11 +140,11 @@ class RoutedCost:
         """Return rows that leave their node in the forward pass, or their rank where there is one node."""
         crossing = {op for op, routed in ROUTED.items() if routed.crossing}
         there = [t for t in tasks if t.forward and (between_nodes(t.op) or t.op in crossing)]
-        known: dict[Name, float] = {}
+        by_kind: dict[Name, float] = {}
         for task in there:
-            if (alike := self._alike(task)) not in known:
-                known[alike] = self._moves.crossing(task)
-        return sum(known[self._alike(task)] for task in there)
+            if (kind := self._alike(task)) not in by_kind:
+                by_kind[kind] = self._moves.crossing(task)
+        return sum(by_kind[self._alike(task)] for task in there)
 
     def imbalance(self, tasks: Iterable[Task]) -> float:
         """Return the rows of the busiest rank's experts over the mean, in the layer where that is largest."""
@@ -159,12 +159,12 @@ class RoutedCost:
     def _expert_rows(self, tasks: Iterable[Task]) -> list[Seconds]:
         """Return rows that every rank's experts get in a step, by layer, [P] each."""
         rows: dict[int, Seconds] = defaultdict(lambda: self._everywhere(0.0))
-        known: dict[Name, Counts] = {}
+        by_kind: dict[Name, Counts] = {}
         for task in tasks:
             if task.forward and computes_experts(task.op):
-                if (alike := self._alike(task)) not in known:
-                    known[alike] = self._moves.received(task)
-                rows[task.layer] += known[alike]
+                if (kind := self._alike(task)) not in by_kind:
+                    by_kind[kind] = self._moves.received(task)
+                rows[task.layer] += by_kind[kind]
         return list(rows.values())
 
     @cached_property
@@ -202,7 +202,7 @@ class SlowRanks:
     """A routed cost on ranks whose computation takes longer.
 
     Attributes:
-        slowness: By rank, how many times as long.
+        slowness: How many times as long every rank's computation takes.
     """
 
     routed: RoutedCost

@@ -21,10 +21,11 @@ class Span:
     """Groups of `ranks` members each, all of which communicate at the same time, as they do in a step.
 
     Attributes:
-        nodes: Most nodes that a group covers.
-        most, fewest: Members of a group on one of its nodes.
-        leaving: What leaves the busiest node in an all-to-all, in buffers of one rank.
-        crossing: Groups that leave the busiest node.
+        ranks: The members of a group.
+        nodes: The most nodes that a group covers.
+        most, fewest: The most and the fewest members of a group on one of its nodes.
+        leaving: The amount that leaves the busiest node in an all-to-all, in buffers of one rank.
+        crossing: The number of groups that leave the busiest node.
     """
 
     ranks: int
@@ -39,7 +40,7 @@ class Span:
         """Return the span of `per_node` members on each of `nodes`.
 
         Args:
-            at_once: Groups on these nodes.
+            at_once: The number of groups on these nodes.
         """
         members = [node for node in range(nodes) for _ in range(per_node)]
         return Span.of([members] * at_once)
@@ -74,7 +75,8 @@ class Span:
 def span_of(mesh: Mesh, axes: Axes, node_size: int) -> Span:
     """Return the span of the groups along `axes`, in a world with `node_size` consecutive ranks in a node.
 
-    node_size 0: not known, every rank counts as a node.
+    Args:
+        node_size: 0 = not known, and every rank counts as a node.
     """
     size = node_size or 1
     return Span.of([node_of(rank, size) for rank in ranks] for ranks in mesh.groups(axes))
@@ -88,9 +90,9 @@ class EvenLeg:
     """One leg, per byte of the rows that each rank has.
 
     Attributes:
-        share: Bytes over the link of the busiest rank.
-        sharing: What a node sends at once, in shares of such a rank.
-        messages: That the busiest rank sends to others.
+        share: The bytes over the link of the busiest rank.
+        sharing: The bytes that a node sends at once, in shares of such a rank.
+        messages: The messages that the busiest rank sends to others.
     """
 
     lane: Lane
@@ -100,7 +102,12 @@ class EvenLeg:
 
 
 def even_leg(dispatch: str, op: str, nodes: int, node_size: int) -> EvenLeg:
-    """Return the leg of a registered dispatch in an expert group of whole nodes; combine has the same leg."""
+    """Return the leg of a registered dispatch in an expert group of whole nodes; combine has the same leg.
+
+    Args:
+        op: The op of the leg in dispatch or combine.
+        node_size: The ranks of the expert group in a node.
+    """
     return _even_leg(DISPATCHES[dispatch], outward(op), nodes, node_size)
 
 

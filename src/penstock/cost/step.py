@@ -28,8 +28,8 @@ class StepCost:
     """`cost(task)` in seconds, the same on all ranks. Tasks that are alike are computed once.
 
     Attributes:
-        shared: Seconds of tasks in other cuts of the same step, with the same workload and cluster; the cost
-            adds its own.
+        shared: The seconds of tasks in other cuts of the same step, with the same workload and cluster; the
+            cost adds its own.
     """
 
     shape: StepShape
@@ -46,27 +46,27 @@ class StepCost:
     )
 
     def __call__(self, task: Task) -> float:
-        known = self._seconds.get(id(task))  # quicker than by its name; kept, it keeps its id
-        if known is None:
-            known = self._seconds[id(task)] = self._of_alike(task), task
-        return known[0]
+        entry = self._seconds.get(id(task))  # quicker than by its name; kept, it keeps its id
+        if entry is None:
+            entry = self._seconds[id(task)] = self._of_alike(task), task
+        return entry[0]
 
     def _of_alike(self, task: Task) -> float:
         layer, op, phase, microbatch, chunk, piece = task.name
         samples = None if microbatch is None else self._samples[microbatch]
-        alike: tuple[object, ...] = self._kinds[layer], op, phase, samples, chunk, piece
+        kind: tuple[object, ...] = self._kinds[layer], op, phase, samples, chunk, piece
         if self.shape.more:  # passes of one's own may treat layers differently that are alike
-            alike = (*alike, task.lane, task.axes, task.cut, tuple(task.inputs))
-        known = self._alike.get(alike)
-        if known is None:
+            kind = (*kind, task.lane, task.axes, task.cut, tuple(task.inputs))
+        seconds = self._alike.get(kind)
+        if seconds is None:
             facts = task.lane, task.axes, task.cut, tuple(task.inputs)
             key = self._layers[layer], op, phase, samples, chunk, piece, facts
-            known = self.shared.get(key)
-            if known is None:
+            seconds = self.shared.get(key)
+            if seconds is None:
                 computes = task.lane.computes
-                known = self.shared[key] = self.compute_s(task) if computes else self.communication_s(task)
-            self._alike[alike] = known
-        return known
+                seconds = self.shared[key] = self.compute_s(task) if computes else self.communication_s(task)
+            self._alike[kind] = seconds
+        return seconds
 
     @cached_property
     def _layers(self) -> list[tuple[object, ...]]:
@@ -120,7 +120,7 @@ class StepCost:
         """Return seconds of a communication task.
 
         Args:
-            load: Rows as a multiple of those under even routing.
+            load: The rows, as a multiple of those under even routing.
         """
         seconds: float = self._transfer_s(task, self.work(task), load)
         return seconds * self.cluster.prolonged(task.op)
@@ -257,9 +257,9 @@ class UnevenRanks:
     """A cost on ranks that differ: an array [ranks] for compute tasks.
 
     Attributes:
-        slowness: By rank, how many times longer its computation takes.
-        load: By rank, its experts' tokens as a multiple of those under even routing; a transfer takes as long
-            as the busiest rank's. Empty: all ranks alike.
+        slowness: How many times longer every rank's computation takes; empty = all ranks are alike.
+        load: The tokens of every rank's experts, as a multiple of those under even routing; a transfer takes
+            as long as the busiest rank's. Empty = all ranks are alike.
     """
 
     even: StepCost

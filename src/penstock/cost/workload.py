@@ -32,8 +32,8 @@ class HeldBytes:
     """Bytes on a rank of a model that is not trained as a whole, or not in float32.
 
     Attributes:
-        weights: Of all parameters, frozen ones too.
-        trained_experts: Of those of its experts that are trained.
+        weights: The bytes of all parameters, frozen ones too.
+        trained_experts: The bytes of those of its experts that are trained.
         cast: Whether weights are float32, and are copied into the type of products.
     """
 
@@ -50,7 +50,7 @@ class StateTypes:
     that owns moments has its share.
 
     Attributes:
-        fully_sharded: Parameters are gathered for each use, forward and backward (ZeRO 3).
+        fully_sharded: Whether parameters are gathered for each use, forward and backward (ZeRO 3).
     """
 
     parameter_bytes: int = FLOAT32_BYTES
@@ -63,31 +63,34 @@ class StateTypes:
 class Workload:
     """The sizes of a step on one rank.
 
-    num_experts is the total; capacity_factor None means dropless (even routing is assumed for cost).
-
     Attributes:
-        expert_matrices: 2 for GELU experts, 3 for SwiGLU.
-        element_bytes: Of activations on the wire.
-        slots_per_sample: Rows of each sample at each expert where that is fixed (SoftMoE); 0 = it is not.
-        wire_row_bytes: Bytes of a row in transit, where it is not a plain hidden state; none = a plain one.
+        num_experts: The number of experts on all ranks together.
+        capacity_factor: The room of every expert over its even share; None = dropless (even routing is
+            assumed for cost).
+        expert_matrices: The matrices of an expert: 2 for GELU, 3 for SwiGLU.
+        element_bytes: The bytes of a number of the activations on the wire.
+        slots_per_sample: The rows of each sample at each expert where that is fixed (SoftMoE); 0 = it is not.
+        wire_row_bytes: The bytes of a row in transit, where it is not a plain hidden state; None = a plain
+            one.
         coded: Whether encoding and decoding rows is not part of what tasks were measured to take.
-        one_copy_per_rank: One row serves all of a token's experts on a rank.
-        expert_groups: How many groups of experts there are, and how many of them a token may use; none = it
+        one_copy_per_rank: Whether one row serves all of a token's experts on a rank.
+        expert_groups: How many groups of experts there are, and how many of them a token may use; None = it
             may use all.
         dispatch, node_size: How rows travel, and how many ranks of an expert group are in one node (0 = all).
-        devices_per_node: Of the cluster, whose ranks are consecutive; 0 = not known, unless node_size tells.
-        shared_ffn_hidden_size: Of the shared experts, 0 for none.
-        tp_size, etp_size: Ranks that share attention, and every expert; `batch` is what the former have
+        devices_per_node: The consecutive ranks of the cluster in a node; 0 = not known, unless node_size
+            tells.
+        shared_ffn_hidden_size: The width of the shared experts, 0 = there are none.
+        tp_size, etp_size: The ranks that share attention, and every expert; `batch` is what the former have
             together.
-        all_reduce_bytes, expert_all_reduce_bytes, partial_all_reduce_bytes: Gradients per layer on one rank,
-            the last those of which ranks that share attention have each a part.
+        all_reduce_bytes, expert_all_reduce_bytes, partial_all_reduce_bytes: The gradients of every layer on
+            one rank; the last are those of which ranks that share attention have each a part.
         partial_by_form: See GradientBytes.
-        attention_size, key_value_size: Of all heads of queries, and of those of keys and values; 0 =
-            hidden_size, and attention_size.
-        attention: Where it is not made of such heads alone.
+        attention_size, key_value_size: The width of all heads of queries, and of those of keys and values; 0
+            = hidden_size, and attention_size.
+        attention: The attention, where it is not made of such heads alone.
         tied_embeddings: Whether embedding and head are one weight, which counts with the first layer.
-        dense_ffn_hidden_size: Of dense blocks.
-        held: What a rank has of weights, for memory; none = all of them are trained, in float32.
+        dense_ffn_hidden_size: The width of dense blocks.
+        held: The weights that a rank has, for memory; None = all of them are trained, in float32.
         state: The types of parameters, gradients and moments.
     """
 
@@ -216,8 +219,8 @@ class Workload:
         """Return token copies that one rank sends to all experts in one chunk of one microbatch.
 
         Args:
-            shares: Ranks that cut every sample; each counts slots for its own tokens.
-            dealt: Ranks that route the same tokens and deal each other the rows of every expert.
+            shares: The ranks that cut every sample; each counts slots for its own tokens.
+            dealt: The ranks that route the same tokens and deal each other the rows of every expert.
         """
         tokens = self.tokens(microbatch, microbatches, shares)
         chosen = split_sizes(split_sizes(tokens, chunks)[chunk], dealt)[0] * self.top_k
@@ -259,8 +262,8 @@ class Workload:
 
     def attention_flops(self, tokens: int) -> float:
         """Return operations of projections, causal scores and values, and the router."""
-        each = 2 * self.heads.weights + self.heads.score_flops(self.seq_len)
-        return tokens * each + self.router_flops(tokens)
+        per_token = 2 * self.heads.weights + self.heads.score_flops(self.seq_len)
+        return tokens * per_token + self.router_flops(tokens)
 
     def router_flops(self, tokens: int) -> float:
         """Return operations of the gate's matrix product."""
@@ -316,7 +319,7 @@ class Workload:
         """Return bytes in one leg of a dispatch with even routing.
 
         Args:
-            rows: One for each choice.
+            rows: The number of rows, one for each choice.
             outward: See `row_bytes`.
             between: Whether it is the leg between nodes.
         """
@@ -354,10 +357,10 @@ class Reach:
     """How far some of a model's layers look back.
 
     Attributes:
-        share: Of all layers; what is left has no heads.
-        form: At "all" tokens before; at a "window" of the last `size`; at those of the same "chunk" of
-            `size`; or at a "state" of so many columns, as linear attention has it, whose reading and writing
-            takes as many operations as comparing with so many keys.
+        share: The share of all layers that look back so far; those left have no heads.
+        form: "all" tokens before; a "window" of the last `size`; those of the same "chunk" of `size`; or a
+            "state" of so many columns, as linear attention has it, whose reading and writing takes as many
+            operations as comparing with so many keys.
     """
 
     share: float
@@ -377,12 +380,12 @@ class Attention:
     """The attention of a model's layers, as the mean over all of them.
 
     Attributes:
-        matrices: What multiplies every token outside of feed-forward parts: columns in, columns out, and the
-            number of such matrices in a layer.
-        queries, values: Of all heads.
-        width: Of one head of values.
-        kept: Numbers that the heads keep of every token until backward.
-        moved: Numbers that they read and write in memory on the way from projections to scores.
+        matrices: The matrices that multiply every token outside of feed-forward parts: columns in, columns
+            out, and the number of such matrices in a layer.
+        queries, values: The widths of all heads together.
+        width: The width of one head of values.
+        kept: The numbers that the heads keep of every token until backward.
+        moved: The numbers that they read and write in memory on the way from projections to scores.
     """
 
     matrices: tuple[tuple[int, int, float], ...]
@@ -395,9 +398,12 @@ class Attention:
 
     @staticmethod
     def of_heads(hidden_size: int, queries: int, keys: int) -> Attention:
-        """Return usual attention with heads of queries, and of keys and values, of these widths together.
+        """Return usual attention with heads of queries, and of keys and values, of these widths.
 
         Queries and keys are kept as projected, scaled and turned; values and the output once.
+
+        Args:
+            queries, keys: The widths of all heads of queries, and of those of keys and values.
         """
         outward = ((hidden_size, queries, 1.0), (hidden_size, keys, 2.0), (queries, hidden_size, 1.0))
         kept = 4 * (queries + keys)

@@ -16,7 +16,7 @@ class Slot:
     """A gap on the lane `inter` of the backward pass.
 
     Attributes:
-        layer: The gap's layer; no meaning for the tail.
+        layer: The layer of the gap; it has no meaning for the tail.
     """
 
     layer: int

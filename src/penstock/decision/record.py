@@ -215,12 +215,12 @@ class Decision:
         return replace(self, more=Table(more))
 
     def affecting(self, *effects: Effect, **others: Any) -> Self:
-        """Return the decision with the defaults of all fields that have none of these effects.
+        """Return the decision in which all fields that have none of these effects have their defaults.
 
         Whatever is worked out of a decision and kept has this as its key: what it depends on, and no more.
 
         Args:
-            others: Fields with another value than that.
+            others: The fields that get another value, by name.
         """
         left_out = {name: usual for name, usual in _without(effects).items() if getattr(self, name) != usual}
         if self.more:
@@ -273,8 +273,8 @@ class Decision:
     def words(self) -> str:
         """The plan in words: everything that its schedule reads, and nothing else."""
         read = [each for name, each in FIELDS.items() if self.reads(name)]
-        told = [(each.cuts, text) for each in read if each.words and (text := each.words(self))]
-        cut, rest = ([text for cuts, text in told if cuts is wanted] for wanted in (True, False))
+        described = [(each.cuts, text) for each in read if each.words and (text := each.words(self))]
+        cut, rest = ([text for cuts, text in described if cuts is wanted] for wanted in (True, False))
         return f"{self.schedule}: {', '.join((cut or ['whole batch']) + rest)}"
 
     def check(self) -> None:
@@ -362,12 +362,16 @@ class ScheduleConfig(Decision):
     def decision(
         self, dispatch: str, placement: PlacementConfig | None = None, recompute: Recompute = "none"
     ) -> Decision:
-        """Return the decision as a plan has it, with every number set. Without `placement` nothing moves."""
+        """Return the decision as a plan has it, with every number set.
+
+        Args:
+            placement: What moves; None = nothing does.
+        """
         said = {name: getattr(self, name) for name in types_of(Decision)}
         chunks, backward_chunks = self.degrees
         elsewhere = {"dispatch": dispatch, "recompute": recompute}
-        found = Decision(**{**said, **elsewhere, "chunks": chunks, "backward_chunks": backward_chunks})
-        return found if placement is None else found.with_placement(placement)
+        decided = Decision(**{**said, **elsewhere, "chunks": chunks, "backward_chunks": backward_chunks})
+        return decided if placement is None else decided.with_placement(placement)
 
     def saying(self, choice: Decision) -> Self:
         """Return the section that stands for `choice`."""

@@ -18,11 +18,14 @@ class GradientBytes(NamedTuple):
     """For every layer, the bytes of its gradients that are reduced, by kind.
 
     Attributes:
-        partial: Those to which every rank that shares attention adds a part; none = there are no such ranks.
+        replicated: The bytes that every rank has whole.
+        experts: The bytes of the gradients of a rank's experts.
+        partial: The bytes to which every rank that shares attention adds a part; empty = there are no such
+            ranks.
         partial_by_form: `partial` by expert form, where it depends on that; what is not partial with a form
             is replicated.
-        expert: Of all parameters of one expert, or a rank's shard of it, which travel where experts move; 0 =
-            not known.
+        expert: The bytes of all parameters of one expert, or of a rank's shard of it, which travel where
+            experts move; 0 = not known.
     """
 
     replicated: tuple[int, ...]
@@ -38,11 +41,11 @@ class GradientBytes(NamedTuple):
 
     def of_form(self, form: ExpertForm) -> GradientBytes:
         """Return the bytes in a step with this expert form."""
-        found = dict(self.partial_by_form).get(form, self.partial)
-        if found == self.partial:
+        partial = dict(self.partial_by_form).get(form, self.partial)
+        if partial == self.partial:
             return self
-        sizes = zip(self.replicated, self.partial, found, strict=True)
-        return self._replace(replicated=tuple(r + p - q for r, p, q in sizes), partial=found)
+        sizes = zip(self.replicated, self.partial, partial, strict=True)
+        return self._replace(replicated=tuple(r + p - q for r, p, q in sizes), partial=partial)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +70,9 @@ class Asked(Protocol):
     """The step for which a plan is made, as far as values worth trying depend on it. `plan.Problem` is one.
 
     Attributes:
-        batch: Samples per rank.
-        dispatches: Those that the ranks can run.
-        least_chunk_bytes: Of an all-reduce, since smaller ones would be too many tasks.
+        batch: The samples per rank.
+        dispatches: The dispatches that the ranks can run.
+        least_chunk_bytes: The least bytes of an all-reduce chunk, since smaller ones would be too many tasks.
     """
 
     @property
@@ -173,21 +176,23 @@ class Unsearched:
 class Field:
     """One decision, declared once.
 
-    For a registered decision, also: name; type, such as a Literal or a number Annotated with bounds; default,
-    the value that need not be mentioned.
-
     Attributes:
-        values: What a search tries, given the step and the decisions of earlier fields; at least one value.
-        words: The decision in a sentence, "" = it is not mentioned; None = it is described with another.
-        head, cell: Its column in the table of plans.
-        unread: The cell where its schedule does not read it.
-        cuts: How finely the step is cut.
+        values: Returns what a search tries, given the step and the decisions of earlier fields; at least one
+            value.
+        words: Returns the decision as part of a sentence, "" = it is not mentioned; None = it is described
+            with another.
+        head, cell: The title of its column in the table of plans, and what returns a cell of it.
+        unread: The cell where the decision's schedule does not read it.
+        cuts: Whether it says how finely the step is cut.
         affects: What depends on it. Whatever is kept of other choices has a key that is derived from this:
             less than everything lets more be kept, and all that it leaves out must really be the same.
-        always: Every schedule reads it, not only those that declare it.
-        may_be_left_out: A plan file need not contain it, since some files are older, and it has a column in
-            the table of plans only where a plan has another value than the default.
-        passes: Those that a value adds to the step.
+        always: Whether every schedule reads it, not only those that declare it.
+        may_be_left_out: Whether a plan file need not contain it, since some files are older. It then has a
+            column in the table of plans only where a plan has another value than the default.
+        name: The name of a registered decision.
+        type: The type of a registered decision, such as a Literal or a number Annotated with bounds.
+        default: The value of a registered decision that need not be mentioned.
+        passes: Returns the passes that a value adds to the step.
     """
 
     values: Callable[[Asked, Any], Sequence[Any]]

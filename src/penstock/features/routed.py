@@ -88,7 +88,11 @@ class Batch(Protocol):
         ...
 
     def tokens(self, microbatch: int, microbatches: int, shares: int = 1) -> int:
-        """Return the tokens of one microbatch on one rank."""
+        """Return the tokens of one microbatch on one rank.
+
+        Args:
+            shares: The ranks that cut every sample.
+        """
         ...
 
     def expert_flops(self, rows: float) -> float: ...
@@ -173,10 +177,11 @@ class Move:
 
     Attributes:
         collective: What the transport does with them; "" = nothing.
-        group: The axes of the ranks that meet.
-        input_splits: Rows to every member of the group; of an all-gather and an all-reduce this rank's rows.
-        output_splits: Rows from every member.
-        row_bytes: Bytes of a row.
+        group: The axes along which the ranks meet.
+        input_splits: The rows to every member of the group; for an all-gather and an all-reduce this rank's
+            rows.
+        output_splits: The rows from every member.
+        row_bytes: The bytes of a row.
     """
 
     collective: Collective
@@ -197,13 +202,13 @@ class Routed:
 
     Attributes:
         move: Returns what a rank hands to the transport; None = by `sizes`, or nothing is known of it.
-        sizes: Returns the rows of every member of a task's group, by rank, [P, W], of what moves rows.
+        sizes: Returns the rows of every member of a task's group, by rank, [P, W], for an op that moves rows.
         load: Returns how many times the bytes of even routing a task sends, by the links of every rank, [P],
             where samples or experts move; None = as many.
         seconds: Returns a task's seconds on all ranks, given those by its work, where samples or experts
             move; None = these.
-        crossing: Returns what moves from rank to rank, in rows, [P, P], of what a move is to save; None =
-            nothing.
+        crossing: Returns what moves from rank to rank, in rows, [P, P], where it counts against what a move
+            saves; None = nothing.
     """
 
     move: Callable[[RoutedStep, Task, int], Move] | None = None
@@ -217,21 +222,25 @@ def within(collective: Collective, group: Axes, sizes: tuple[int, ...], place: i
     """Return the move of a collective whose whole tensor has rows of these sizes, one size per member.
 
     Args:
-        place: This rank's.
+        place: The place of this rank among the members.
     """
-    mine = (sizes[place],)
+    own = (sizes[place],)
     match collective:
         case "all_gather":
-            return Move(collective, group, mine, sizes, row_bytes)
+            return Move(collective, group, own, sizes, row_bytes)
         case "reduce_scatter":  # every member gets parts and adds them, on GPUs in a ring of as many bytes
-            return Move("all_to_all", group, sizes, mine * len(sizes), row_bytes)
+            return Move("all_to_all", group, sizes, own * len(sizes), row_bytes)
         case "all_reduce":
             return Move(collective, group, (sum(sizes),), (sum(sizes),), row_bytes)
     return Move("", group, (), (), row_bytes)
 
 
 def gathered(step: RoutedStep, task: Task, rows: int, row_bytes: int) -> Move:
-    """Return the move of an all-gather to which every rank brings as many rows."""
+    """Return the move of an all-gather to which every rank brings as many rows.
+
+    Args:
+        rows: The rows of every rank.
+    """
     return Move("all_gather", task.axes, (rows,), (rows,) * step.sizes.mesh.size(task.axes), row_bytes)
 
 
@@ -239,14 +248,16 @@ def exchanged(step: RoutedStep, task: Task, rank: int, sent: Counts, along: Axes
     """Return the move of an exchange between places along these axes.
 
     Args:
-        sent: Forward, from place to place; what stays is not handed over.
+        rank: The rank whose move it is.
+        sent: The rows from place to place, forward; what stays is not handed over.
+        along: The axes along which places are counted.
     """
     mesh, table = step.sizes.mesh, sent if task.forward else sent.T
-    mine = mesh.place(rank, along)
+    own_place = mesh.place(rank, along)
     places = [mesh.place(member, along) for member in mesh.members(rank, task.axes)]
     there, back = (
-        tuple(0 if place == mine else int(row[place]) for place in places)
-        for row in (table[mine], table[:, mine])
+        tuple(0 if place == own_place else int(row[place]) for place in places)
+        for row in (table[own_place], table[:, own_place])
     )
     return Move("all_to_all", task.axes, there, back, row_bytes)
 

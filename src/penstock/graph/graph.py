@@ -40,7 +40,7 @@ class Graph:
 
     @cached_property
     def links(self) -> tuple[tuple[int, ...], ...]:
-        """By position of a task, the positions of those it reads.
+        """The positions of the tasks that every task reads, by position.
 
         A plan builds and simulates graphs by the hundred, and numbers are far quicker to compare than tasks.
 
@@ -67,7 +67,7 @@ class Graph:
 
     @cached_property
     def readers_at(self) -> list[list[int]]:
-        """By position of a task, the positions of those that read its outputs."""
+        """The positions of the tasks that read every task's outputs, by position."""
         readers: list[list[int]] = [[] for _ in self.tasks]
         for place, needs in enumerate(self.links):
             for need in needs:
@@ -95,37 +95,38 @@ class Graph:
     def leads(self, first: int, last: int) -> bool:
         """Return whether edges lead from the task at `first` to the one at `last`.
 
-        In a graph of very many tasks it is searched for: most that are asked about are near each other.
+        In a graph of very many tasks they are searched for: most pairs that are asked about are near each
+        other.
         """
         if first >= last:
             return False
         if len(self.tasks) <= MOST_WITH_BITS:
             return bool(self._behind[last] >> first & 1)
-        found: set[int] = set()
+        visited: set[int] = set()
         left = [last]
         while left:
             needs = self.links[left.pop()]
             if first in needs:
                 return True
             for need in needs:
-                if need > first and need not in found:
-                    found.add(need)
+                if need > first and need not in visited:
+                    visited.add(need)
                     left.append(need)
         return False
 
     @cached_property
     def _behind(self) -> list[int]:
         """By position of a task, all tasks from which edges lead to it, as the bits of one number."""
-        found: list[int] = []
+        behind: list[int] = []
         for needs in self.links:
             bits = 0
             for need in needs:
-                bits |= found[need] | 1 << need
-            found.append(bits)
-        return found
+                bits |= behind[need] | 1 << need
+            behind.append(bits)
+        return behind
 
     def check(self) -> Graph:
-        """Return self.
+        """Check the tasks, their order and their state, and return the graph.
 
         Raises:
             ScheduleError: For a missing task, a cycle, or unordered access to state.
@@ -143,4 +144,6 @@ class Graph:
 
     def _named(self, places: Sequence[Sequence[int]]) -> dict[Task, tuple[Task, ...]]:
         tasks = self.tasks
-        return {task: tuple([tasks[i] for i in found]) for task, found in zip(tasks, places, strict=True)}
+        return {
+            task: tuple([tasks[i] for i in positions]) for task, positions in zip(tasks, places, strict=True)
+        }

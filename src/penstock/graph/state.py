@@ -56,18 +56,18 @@ class _Touching:
 
 
 def check_state(graph: Ordered) -> None:
-    """Raise ScheduleError naming a state and two tasks that touch it without an order between them."""
-    found: dict[str, _Touching] = {}
+    """Raise ScheduleError, naming a state and two tasks that touch it without an order between them."""
+    by_state: dict[str, _Touching] = {}
     for place, task in enumerate(graph.tasks):
         for state in task.writes:
-            found.setdefault(state, _Touching()).writing.append(place)
+            by_state.setdefault(state, _Touching()).writing.append(place)
         for state in task.accumulates:
-            found.setdefault(state, _Touching()).adding.append(place)
+            by_state.setdefault(state, _Touching()).adding.append(place)
     for place, task in enumerate(graph.tasks):
         for state in task.reads:
-            if state in found:  # state that no task changes may be read at any time
-                found[state].reading.append(place)
-    for state, touching in found.items():
+            if state in by_state:  # state that no task changes may be read at any time
+                by_state[state].reading.append(place)
+    for state, touching in by_state.items():
         check = _Check(state, touching, graph)
         check.reads()
         check.changes()
@@ -83,11 +83,11 @@ class _Check:
 
     def reads(self) -> None:
         """Check that a reader stands after every task that adds, and before or after each that writes."""
-        known: set[tuple[int, ...]] = set()  # pieces of one buffer read the same tasks
+        checked: set[tuple[int, ...]] = set()  # pieces of one buffer read the same tasks
         writing = _by_part(self.graph, self.touching.writing)
         for reader in self.touching.reading:
-            if (needs := self.graph.links[reader]) not in known:
-                known.add(needs)
+            if (needs := self.graph.links[reader]) not in checked:
+                checked.add(needs)
                 for adder in self.touching.adding:
                     if adder != reader and not self._before(adder, reader):
                         raise ScheduleError(

@@ -83,7 +83,7 @@ class Name(NamedTuple):
     """The name of a task.
 
     Attributes:
-        microbatch, chunk, piece: Its index along that axis; None = not cut there.
+        microbatch, chunk, piece: The index of the task along that axis; None = it is not cut there.
     """
 
     layer: int
@@ -122,11 +122,11 @@ class Cut:
     """How the step around a task is cut, and which part the task has.
 
     Attributes:
-        microbatches: Into which the batch is cut.
-        slices: Into which a microbatch's rows are cut in an MoE layer; the task has those from `first` up to
-            `stop`.
-        parts: Relative sizes of the pieces of a buffer; the task has the piece that its name says.
-        token_shards: Ranks that share the tokens of every sample; the task has this rank's part of them.
+        microbatches: The number of microbatches into which the batch is cut.
+        slices: The number of slices into which a microbatch's rows are cut in an MoE layer; the task has
+            those from `first` up to `stop`.
+        parts: The relative sizes of the pieces of a buffer; the task has the piece that its name says.
+        token_shards: The ranks that share the tokens of every sample; the task has this rank's part of them.
         row_copies: How many times the task has the rows of one rank: once per shard of an expert, where each
             rank sends its own rows to all shards or has the rows of all.
     """
@@ -167,10 +167,10 @@ class Task:
     """One cell of a schedule. It has no behaviour; what happens when it runs is its op's handler.
 
     Attributes:
-        axes: Of the mesh, along which it meets other ranks; () = it meets none.
-        inputs: Names of the tasks whose outputs it reads, by role.
-        accumulates, reads, writes: Named mutable state that it adds to, reads and changes; of a buffer cut
-            into pieces, its own piece only. See `graph.state`.
+        axes: The axes of the mesh along which it meets other ranks; () = it meets none.
+        inputs: The names of the tasks whose outputs it reads, by role.
+        accumulates, reads, writes: The named mutable state that it adds to, reads and changes; of a buffer
+            cut into pieces, its own piece only. See `graph.state`.
     """
 
     name: Name

@@ -27,8 +27,11 @@ class Kind(StrEnum):
 class Backward(StrEnum):
     """What the backward of an op is.
 
-    TASK: a task of its own. VALUE: none, since the value of the forward task is all that the backward of its
-    inputs needs (sums that normalise a loss). NONE: nothing is differentiated (counts, solvers).
+    Attributes:
+        TASK: A task of its own.
+        VALUE: None, since the value of the forward task is all that the backward of its inputs needs (sums
+            that normalise a loss).
+        NONE: None, since nothing is differentiated (counts, solvers).
     """
 
     TASK = "task"
@@ -72,17 +75,18 @@ class OpSpec:
     """The facts of an op.
 
     Attributes:
-        name: Upper-case letters and digits, as in a task's name.
+        name: Its name, of upper-case letters and digits, as in a task's name.
         title: What it does, for people.
         kind: What it occupies.
         work: Returns what one of its tasks asks of a rank; every op needs one.
         backward: What its backward is.
         transpose: The op whose work the backward does, where that is another op (a gather's is a
             reduce-scatter).
-        given: Roles that are not differentiated; the backward of an op that saves nothing reads them again.
-        indices: Axes that its names carry, out of `mcp`.
-        gradients: State that its backward adds to, `{layer}` for the layer's number. A task that reads other
-            parameters adds to the gradients of those.
+        given: The roles that are not differentiated; the backward of an op that saves nothing reads them
+            again.
+        indices: The axes that its names carry, out of `mcp`.
+        gradients: The state that its backward adds to, `{layer}` for the layer's number. A task that reads
+            other parameters adds to the gradients of those.
         recomputable: Whether a plan may recompute its tasks before their backward, so that they keep nothing
             for it but their inputs. Then its handler must leave the same outputs both times, and change
             nothing else.
@@ -94,7 +98,7 @@ class OpSpec:
         family: The group in which pictures show it; None = by its kind.
         place: Where its tasks stand in a step.
         once: Whether a step has one task of it, however many its layers.
-        turn: With which other ops of its layer it takes turns in program order; None = with none.
+        turn: The other ops of its layer with which it takes turns in program order; None = it does with none.
     """
 
     name: str
@@ -175,7 +179,7 @@ def spec_of(name: str) -> OpSpec:
     """Return the facts of an op.
 
     Raises:
-        ScheduleError: Naming an unregistered op.
+        ScheduleError: For an unregistered op, which it names.
     """
     if name not in OPS:
         raise ScheduleError(f"no op is called {name}; there are {', '.join(OPS)}. Add it with ops.register.")

@@ -27,8 +27,8 @@ class GradientKind:
         name: Its name.
         what: What is summed, for people.
         state: The buffer of a layer's gradients, `{layer}` for its number.
-        axes: Axes of the ranks that sum it.
-        sharing_axes: The same, where ranks share attention.
+        axes: The axes of the ranks that sum it.
+        sharing_axes: The axes of the ranks that sum it, where ranks share attention.
         reduce: The op that leaves the whole sum on every rank.
         scatter: The op that leaves every rank its share of the sum.
         update: The op that updates a rank's share of the parameters.

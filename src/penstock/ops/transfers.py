@@ -152,13 +152,15 @@ ROWS = ("rows", "d_rows")
 
 
 def journeys(tasks: Iterable[Task]) -> Iterator[tuple[Task, ...]]:
-    """Yield for every computation of experts the tasks that its rows pass in turn: legs of dispatch, experts,
-    legs of combine; in the backward half, those of combine come first.
+    """Yield for every computation of experts the tasks that its rows pass.
 
     Where experts read several pieces, or several tasks read theirs, each piece is in one journey or more.
 
+    These are the legs of dispatch, the experts, and the legs of combine, in this order; in the backward half,
+    those of combine come first.
+
     Args:
-        tasks: Of one step; a task that is missing ends a journey.
+        tasks: The tasks of one step; a task that is missing ends a journey.
     """
     by_name = {task.name: task for task in tasks}
     after: dict[Name, list[Task]] = {name: [] for name in by_name}

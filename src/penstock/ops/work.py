@@ -17,8 +17,12 @@ Part = Literal["attention", "router", "dense", "shared", "experts", "home", "hea
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Products of `rows` x `inner` by `inner` x `columns`: so many `groups` in one kernel, whose matrices
-    differ, and so many kernels in a task, on average."""
+    """Products of `rows` x `inner` by `inner` x `columns`.
+
+    Attributes:
+        groups: The number of products in one kernel, whose matrices differ.
+        number: The number of such kernels in a task, on average.
+    """
 
     rows: float
     inner: float
@@ -32,9 +36,9 @@ class Kernels:
     """What a forward task asks of a device, by the kinds of its kernels.
 
     Attributes:
-        products: Of matrices.
+        products: The products of matrices.
         score_flops, score_width: The operations of attention between them, and the width of a head.
-        moved_bytes: Read from memory and written to it by everything else.
+        moved_bytes: The bytes that everything else reads from memory and writes to it.
     """
 
     products: tuple[Product, ...] = ()
@@ -48,11 +52,12 @@ class Work:
     """The work of a forward task on one rank with even routing; a backward that computes takes twice as much.
 
     Attributes:
-        flops, copied_bytes: computation.
+        flops, copied_bytes: The operations, and the bytes copied, where it computes.
         pieces: The number of parts of that computation.
         collective: What the task does on its lane ("leg": one leg of the step's dispatch).
-        sent_bytes: The size of the collective by the convention of ClusterConfig.
+        sent_bytes: The size of the collective, by the convention of ClusterConfig.
         follows_rows: Whether all of the work grows with the rows that a rank's experts receive.
+        kernels: The kernels of the computation on a device; None = not known.
     """
 
     flops: float = 0.0
@@ -148,10 +153,11 @@ class Sizes(Protocol):
     def logit_bytes(self, tokens: int) -> float: ...
 
     def kernels(self, amount: float, *parts: Part, shares: int = 1) -> Kernels:
-        """Return the kernels of parts of the model, for tokens or, of experts, rows.
+        """Return the kernels of parts of the model.
 
         Args:
-            shares: The ranks that divide its width.
+            amount: The number of tokens, or of rows where a part is that of experts.
+            shares: The ranks that divide the width of the parts.
         """
         ...
 

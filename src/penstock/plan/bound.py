@@ -196,16 +196,16 @@ class QuickBounds:
         kinds = {is_moe: self._kind(choice, priced, cut, is_moe) for is_moe in self._moe_counts}
         # By layer, its reductions and what updates its parameters.
         cost, reduced = problem.cost(choice, cut), []
-        known = self._known_reductions.setdefault(priced, {})
+        cached = self._known_reductions.setdefault(priced, {})
         sizes = problem.gradients.of_form(cut.expert_form).by_kind.values()
         for layer in range(cut.num_layers):
             parts = {kind: cut.parts_of(layer, kind) for kind in GRADIENT_KINDS}
             if not cut.moe_layers[layer]:
                 parts["experts"] = ()
             key = layer == 0, tuple(each[layer] for each in sizes), tuple(parts.values())
-            if key not in known:
-                known[key] = _reduced(cost, layer, cut, parts)
-            reduced.append(known[key])
+            if key not in cached:
+                cached[key] = _reduced(cost, layer, cut, parts)
+            reduced.append(cached[key])
         sums_s, norm_s, once = self._once(choice, priced, kinds.values())
         first, last = (kinds[is_moe].layer for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
         return _Parts(

@@ -24,9 +24,9 @@ class Candidate:
     """An evaluated choice.
 
     Attributes:
-        memory_bytes: Estimated, per rank.
+        memory_bytes: The estimated bytes per rank.
         interval_s: The range in which `predicted_s` is expected to lie, from real steps; None = unknown.
-        quick_bound_s: From QuickBounds; 0 = unknown.
+        quick_bound_s: The bound from QuickBounds; 0 = unknown.
     """
 
     choice: Decision
@@ -54,7 +54,7 @@ class Candidate:
 def whole_s(problem: Problem, candidate: Candidate) -> float:
     """Return the predicted seconds of a whole iteration, clipping and updates included: what runs measure.
 
-    Of all its passes, where gradients are accumulated.
+    Where gradients are accumulated, these are the seconds of all its passes.
     """
     added_s = 0.0
     if problem.passes > 1:
@@ -139,7 +139,7 @@ class Room:
     """The memory of a rank for the plans of one problem.
 
     Attributes:
-        memory: None = not known.
+        memory: The bytes that a rank may use; None = not known.
     """
 
     problem: Problem

@@ -38,9 +38,10 @@ class Searched:
     """What a search examined and what it left out. Counts of choices, except for placements.
 
     Attributes:
-        left_out: Neither simulated nor ruled out by a lower bound.
+        left_out: Choices neither simulated nor ruled out by a lower bound.
         placements, allowed: Tasks placed on simulated timelines, and the number that the budget allowed.
         stopped: The stage in which the budget was used up; None = it was not.
+        budget: How many times as much as usual was allowed.
         late: Whether the time limit of the search ended it, and not the budget.
         skipped: Published planners whose plans were not compared.
     """
@@ -102,10 +103,12 @@ it takes. A busy machine finds the same plan as an idle one; a slow machine, or 
 def time_limit(
     clock: Callable[[], float], budget: float = 1.0, most_s: float = SEARCH_S
 ) -> Callable[[], bool]:
-    """Return what tells, by this clock, whether the time is over for a search that begins now.
+    """Return a function that tells whether the time is over for a search that begins now.
 
     Args:
-        most_s: With the usual budget.
+        clock: Returns the time in seconds.
+        budget: The budget of the search.
+        most_s: The limit in seconds for the usual budget; a larger budget has as many times more.
     """
     until_s = clock() + most_s * max(1.0, budget)
     return lambda: clock() > until_s
@@ -118,8 +121,10 @@ class OutOfBudgetError(Exception):
 class Meter:
     """Counter of placed tasks against an allowance.
 
-    Attributes:
-        ends: Tells whether the time is over, too.
+    Args:
+        effort: What a budget of 1 is.
+        budget: How many times as much is allowed, in placed tasks.
+        ends: Tells whether the time is over.
     """
 
     def __init__(self, effort: Effort, budget: float, ends: Callable[[], bool] = lambda: False) -> None:
@@ -157,6 +162,7 @@ class Meter:
 
         Args:
             tasks: The number of tasks in the graph.
+            part: How many times shorter the search was than a full one.
         """
         self.spent += tasks * (timelines(problem) + trials(tasks) // part // QUICK)
 

@@ -35,13 +35,16 @@ class Explanation:
     """A plan and the reasons for it.
 
     Attributes:
-        busy: Work over step time, by lane.
-        rows: What rounded rows save.
-        again: What recomputation saves and takes.
-        nodes: Whether there are several.
-        inside: Whether the network between them mostly waits for links inside nodes.
-        faster: By the resource made twice as fast, the predicted step time then over that now, each of the
-            better of two plans: the shown one and the one that is found then; empty where nothing was planned
+        busy: The work of every lane over the step time.
+        binds: What limits the step, as text.
+        budget: The memory of a rank; None = not known.
+        lower_bound_s: The seconds that no plan beats.
+        rows: What rounded rows save, as text.
+        again: What recomputation saves and takes, as text.
+        nodes: Whether the cluster has several nodes.
+        inside: Whether transfers between nodes mostly wait for links inside nodes.
+        faster: The predicted step time over that now, by the resource made twice as fast. It is that of the
+            better of two plans: the shown one and the one that is found then. Empty where nothing was planned
             again.
         late: Resources for which the clock ended the search, so that there is nothing to compare.
     """
@@ -73,10 +76,10 @@ class Explanation:
                 shares.append(f"{lane_words(lane, nodes=self.nodes)}{inside} {100 * share:.0f} %")
         budget = "" if self.budget is None else f" of {gib(self.budget.bytes)}"
         part, size = next(iter(self.memory.parts.items()))
-        following, found = "no other plan is possible", self.next_best
-        if found is not None:
-            longer = change(found.predicted_s, best.predicted_s)
-            following = f"{found.choice.words}; {found.predicted} ({longer})"
+        following, next_best = "no other plan is possible", self.next_best
+        if next_best is not None:
+            longer = change(next_best.predicted_s, best.predicted_s)
+            following = f"{next_best.choice.words}; {next_best.predicted} ({longer})"
         changes = [f"{FASTER}x {what} {change(ratio, 1.0)}" for what, ratio in self.faster.items()]
         late = [f"{FASTER}x {what}" for what in self.late]
         what_if = [f"predicted change of the step time: {', '.join(changes)}"] if changes else []
@@ -123,7 +126,8 @@ def explain(
     This takes up to three more searches.
 
     Args:
-        replan: How the plan was found; none = by a search with this memory and the budget and effort of
+        memory: The budget of a rank; None = not known.
+        replan: How the plan was found; None = by a search with this memory and the budget and effort of
             `found`.
     """
 
@@ -155,7 +159,11 @@ def explain(
 
 
 def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = None) -> Explanation:
-    """Explain a plan without planning again: for a caller with ranks that wait for the plan."""
+    """Explain a plan without planning again: for a caller with ranks that wait for the plan.
+
+    Args:
+        memory: The budget of a rank; None = not known.
+    """
     best = found.best
     apart = alone(problem)
     cost = apart.cost(best.choice, best.plan.shape)
@@ -163,10 +171,10 @@ def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
     step_s = best.predicted_s / step_ratio(problem)
     busy = {str(lane): work[lane] / step_s for lane in Lane if lane in work}
     bound = best.bound
-    words = lane_words(bound.busiest_lane, nodes=problem.has_nodes)
-    binds = f"{words} limits the step"
+    busiest = lane_words(bound.busiest_lane, nodes=problem.has_nodes)
+    binds = f"{busiest} limits the step"
     if bound.critical_path_s > bound.busiest_lane_s:
-        binds = f"the longest chain of tasks that wait for each other limits the step; busiest: {words}"
+        binds = f"the longest chain of tasks that wait for each other limits the step; busiest: {busiest}"
 
     def left_s(**faster: float) -> dict[Lane, float]:
         """Return the seconds that transfers have left, by lane, with links that take none."""
@@ -207,8 +215,8 @@ def row_words(problem: Problem, choice: Decision, plan: StepPlan) -> str:
     if choice.comm_dtype == "none":
         return ""
     sizes_bytes = []  # that a rank hands to the transfers of rows, with even routing
-    for each in (choice, replace(choice, comm_dtype="none")):
-        cost = StepCost(plan.shape, problem.workload_of(each), problem.cluster)
+    for way in (choice, replace(choice, comm_dtype="none")):
+        cost = StepCost(plan.shape, problem.workload_of(way), problem.cluster)
         works = (cost.work(task) for task in plan.graph.tasks)
         sizes_bytes.append(round(sum(work.sent_bytes for work in works if work.collective == "leg")))
     taken, plain = sizes_bytes

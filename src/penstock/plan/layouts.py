@@ -84,9 +84,9 @@ class FoundLayouts:
 
     Attributes:
         undivided: The number of layouts in which a size does not divide.
-        too_large: Of those that need too much memory.
+        too_large: The number of layouts that need too much memory.
         refused: Why other layouts are impossible, one reason for each.
-        late: The number of those that were not looked at, since the time was over.
+        late: The number of layouts that were not looked at, since the time was over.
     """
 
     ranked: tuple[RankedLayout, ...]
@@ -122,7 +122,7 @@ def layout_sizes(
     """Yield every layout worth trying, those with less sharing first.
 
     Args:
-        per_node: Ranks of a node; 0 = nodes differ, and nothing is shared.
+        per_node: The ranks of a node; 0 = nodes differ, and nothing is shared.
         ep_size: The only size wanted; None = experts spread over as many ranks as divide them, over the ranks
             of one node, and over none.
     """
@@ -148,12 +148,16 @@ def rank_layouts(
     """Return the layouts in the order of their best quick plans.
 
     Args:
-        problem_of: Raises IndivisibleError for a layout in which a size does not divide, and ConfigError for
-            one that is impossible for another reason.
-        ends: Tells whether the time is over; the best of those compared by then is taken, of one at least.
+        tried: The layouts to compare.
+        problem_of: Returns the step in a layout. It raises IndivisibleError for a layout in which a size does
+            not divide, and ConfigError for one that is impossible for another reason.
+        memory: The budget of a rank, which plans must fit; None = not known.
+        key: The setting that errors name.
+        ends: Tells whether the time is over; the best of the layouts compared by then is taken, of one at
+            least.
 
     Raises:
-        ConfigError: About `key` if none fits.
+        ConfigError: If no layout fits.
     """
     ranked, undivided, too_large, late, refused = list[RankedLayout](), 0, 0, 0, list[str]()
     for sizes in tried:
@@ -193,14 +197,14 @@ def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
 
     Plans are compared on a short model, and the best is simulated in full.
     """
-    room, short, found = Room(problem, memory), sketch(problem), dict[Decision, float]()
+    room, short, seconds = Room(problem, memory), sketch(problem), dict[Decision, float]()
 
     def best_of(quick: Iterable[Decision]) -> Decision | None:
         for choice in map(room.with_least_recompute, quick):
-            if choice is not None and choice not in found:
+            if choice is not None and choice not in seconds:
                 own = choice if short is problem else replace(choice, partition=None)
-                found[choice] = evaluate(short, own).predicted_s
-        return min(found, key=found.__getitem__, default=None)
+                seconds[choice] = evaluate(short, own).predicted_s
+        return min(seconds, key=seconds.__getitem__, default=None)
 
     best = best_of([*first_choices(problem), settled(problem, parm_choice(problem))])
     if best is None:
@@ -224,10 +228,11 @@ def find_layouts(
     """Return the layouts of published model `name`, ranked.
 
     Args:
-        ends: Tells whether the time is over.
+        memory: The budget of a rank, which plans must fit; None = not known.
+        ends: Tells whether the time is over; then the layouts that are left are not looked at.
 
     Raises:
-        ConfigError: If none fits.
+        ConfigError: If no layout fits.
     """
     usual = published_problem(name, file, replace(overrides, tp_size=None, ep_size=None, etp_size=None))
     work = usual.problem.workload

@@ -99,8 +99,8 @@ class MemoryEstimate:
 
     Attributes:
         buffers_bytes: Gradients of the piece of one layer that is being computed, and rows sent and received.
-        copies_bytes: Weights once more in the type in which products are computed, where that is a smaller
-            one.
+        copies_bytes: The copies of weights in the type in which products are computed, where that is a
+            smaller one.
     """
 
     weights_bytes: int
@@ -143,13 +143,13 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     layers = problem.shape.moe_layers
     whole, moe_loads = replace(cut, recompute="none"), problem.expert_loads(choice, cut)
     # By layer the rows that every rank's experts receive over the mean; of a dense layer, ones.
-    ones_P, known = np.ones(moe_loads.shape[1]), iter(moe_loads)
-    loads = [next(known) if is_moe else ones_P for is_moe in layers]
+    ones_P, remaining = np.ones(moe_loads.shape[1]), iter(moe_loads)
+    loads = [next(remaining) if is_moe else ones_P for is_moe in layers]
     kinds = [(is_moe, load_P.tobytes()) for is_moe, load_P in zip(layers, loads, strict=True)]
     examples = dict(zip(kinds, loads, strict=True))  # layers of a kind are worked out once
     kept, per_layer = (
-        {kind: _layer_bytes(work, each, kind[0], load_P) for kind, load_P in examples.items()}
-        for each in (cut, whole)
+        {kind: _layer_bytes(work, shape, kind[0], load_P) for kind, load_P in examples.items()}
+        for shape in (cut, whole)
     )
     microbatches = cut.microbatches
     logits = work.tokens(0, 1) * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES / work.tp_size

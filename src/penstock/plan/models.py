@@ -16,11 +16,12 @@ class PublishedModel:
 
     Attributes:
         batch: Samples per device, and per node where `sharded`.
-        experts_per_device, experts_per_node: The number of experts grows with the cluster.
+        experts_per_device, experts_per_node: Where the number of experts grows with the cluster; one of them
+            is 0.
         capacity_factor: None = dropless.
         num_heads: None = not given.
-        sharded: The devices of a node share attention and every expert (FSMoE's MP = ESP).
-        on: Other sizes on a cluster, by the cluster's name.
+        sharded: Whether the devices of a node share attention and every expert (FSMoE's MP = ESP).
+        on: The sizes that differ on a cluster, by the cluster's name.
         note: A remark on the numbers for users.
     """
 
@@ -140,9 +141,9 @@ def model_name(text: str) -> str:
     It does in any case, and as a name on the hub: `Qwen/Qwen3-30B-A3B-Instruct-2507` is `qwen3-30b-a3b`, and
     `openai/gpt-oss-20b` is `gpt-oss-20b`. What looks like a path of this machine is none.
     """
-    known = in_any_case(text, (*open_models(), *MODELS))
+    canonical = in_any_case(text, (*open_models(), *MODELS))
     owner, slash, repository = text.rpartition("/")
-    if known != text or not slash or "/" in owner or owner in (".", "..", "~") or Path(text).exists():
-        return known
+    if canonical != text or not slash or "/" in owner or owner in (".", "..", "~") or Path(text).exists():
+        return canonical
     begins = [name for name in open_models() if f"{repository.lower()}-".startswith(f"{name}-")]
     return max(begins, key=len, default=text)

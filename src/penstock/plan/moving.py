@@ -49,10 +49,10 @@ class Weighed:
     """A plan with and without moves.
 
     Attributes:
-        still: Without.
-        best: The fastest of all where that is worth it.
-        lines: On samples, on experts and on both, as far as they may move, with the reasons; also on moves
-            that could not be weighed.
+        still: The plan without moves.
+        best: The fastest plan of all, where moving is worth it or nothing else fits; else `still`.
+        lines: Text on samples, on experts and on both, as far as they may move, with the reasons; also on
+            moves that could not be weighed.
         fits: Whether the plan without moves fits into memory.
     """
 
@@ -73,7 +73,12 @@ class Weighed:
 
 
 def with_routing(problem: Problem, routing: RoutingConfig, movable: Movable) -> Problem:
-    """Return the problem with evidence: a step routed like a workload's second step, known from its first."""
+    """Return the problem with evidence: a step routed like a workload's second step, known from its first.
+
+    Args:
+        routing: The workload.
+        movable: What may move.
+    """
     return replace(problem, evidence=known_routing(problem, routing), movable=movable)
 
 
@@ -88,9 +93,10 @@ def weigh(
     """Compare the best of `choices` with itself moving.
 
     Args:
-        problem: With evidence, and what may move.
-        memory: Of a rank, into which what moves must fit; None = not known.
-        routing: The evidence in words.
+        problem: The step with evidence, and with what may move.
+        choices: The plans to compare; the best of them without moves is the one that may move.
+        memory: The budget of a rank, which plans with moves must fit; None = not known.
+        routing: The name of the evidence, as text.
         lost: Trials by which the predictions of moves are corrected.
         ends: Tells whether the time is over; moves that are left then are not weighed.
 
@@ -106,8 +112,8 @@ def weigh(
                 priced.refused.setdefault(LATE, []).append(_moves(choice))
                 continue
             try:
-                found = evaluate(problem, choice)
-                priced.found.append(corrected(found, miss(lost, choice, staying(problem, choice))))
+                candidate = evaluate(problem, choice)
+                priced.found.append(corrected(candidate, miss(lost, choice, staying(problem, choice))))
             except RefusalError as error:
                 priced.refused.setdefault(str(error), []).append(_moves(choice))
         return priced
@@ -132,9 +138,9 @@ def weigh(
     moving = [each for some in (samples, experts, both) for each in _usable(some.found, most)]
     best, fits = _least(moving or [still]), still.memory_bytes <= most
     worth = not fits or best.predicted_s < WORTH * still.predicted_s
-    told = ("Samples", samples), ("Experts", experts), ("Both   ", both)
-    lines = [line for what, priced in told for line in _lines(problem, what, still, priced, most, lost)]
-    if any(priced.found for _, priced in told):
+    labelled = ("Samples", samples), ("Experts", experts), ("Both   ", both)
+    lines = [line for what, priced in labelled for line in _lines(problem, what, still, priced, most, lost)]
+    if any(priced.found for _, priced in labelled):
         short = "" if fits else f", which needs {gib(still.memory_bytes)} per rank and does not fit"
         sample = sample_words(problem)
         of = [f"Sample   moves weighed on {sample}, which stand for all"] if sample else []
@@ -153,12 +159,12 @@ def in_full(problem: Problem, weighed: Weighed, choice: Decision) -> Weighed:
 def _usable(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidate]:
     """Return the candidates that fit; with more replica slots only where these shorten the step enough."""
     fitting = [each for each in candidates if each.memory_bytes <= most_bytes]
-    found: list[Candidate] = []
+    usable: list[Candidate] = []
     for replicas in sorted({each.choice.num_replica_slots for each in fitting}):
         more = [each for each in fitting if each.choice.num_replica_slots == replicas]
-        if not found or _least(more).predicted_s < WORTH * _least(found).predicted_s:
-            found += more
-    return found
+        if not usable or _least(more).predicted_s < WORTH * _least(usable).predicted_s:
+            usable += more
+    return usable
 
 
 def _settled(problem: Problem, choice: Decision) -> Decision:
@@ -308,10 +314,10 @@ def known_routing(problem: Problem, routing: RoutingConfig) -> Evidence:
     sizes = sample_sizes(problem)
     moe_layers = sum(problem.shape.moe_layers)
     if sizes.moe_layers == moe_layers:
-        found = routing_of(routing, sizes)
-        return Evidence(found.counts(0), found.counts(1))
-    found, columns = routing_of_layers(routing, sizes, moe_layers)
-    return Evidence(found.counts(0), found.counts(1), columns)
+        steps = routing_of(routing, sizes)
+        return Evidence(steps.counts(0), steps.counts(1))
+    steps, columns = routing_of_layers(routing, sizes, moe_layers)
+    return Evidence(steps.counts(0), steps.counts(1), columns)
 
 
 def sample_sizes(problem: Problem) -> RoutingSizes:
@@ -319,10 +325,10 @@ def sample_sizes(problem: Problem) -> RoutingSizes:
     work, moe_layers = problem.workload, sum(problem.shape.moe_layers)
     if work.world_size * work.ep_size * moe_layers <= EXACT_CELLS:
         return routing_sizes(work, moe_layers)
-    known = work.world_size if problem.slowness else standing_ranks(work.mesh, work.known_per_node)
-    cells = known * work.ep_size
+    ranks = work.world_size if problem.slowness else standing_ranks(work.mesh, work.known_per_node)
+    cells = ranks * work.ep_size
     layers = min(moe_layers, max(LEAST_LAYERS, SAMPLED_CELLS // cells))
-    return routing_sizes(work.part(holders(known, work.tp_size)), layers)
+    return routing_sizes(work.part(holders(ranks, work.tp_size)), layers)
 
 
 def sample_words(problem: Problem) -> str:
@@ -330,10 +336,10 @@ def sample_words(problem: Problem) -> str:
     evidence, work, moe_layers = problem.evidence, problem.workload, sum(problem.shape.moe_layers)
     if evidence is None:
         return ""
-    words = []
+    parts = []
     if evidence.columns:
-        words.append(f"{evidence.known_layers} of {counted(moe_layers, 'MoE layer')}")
-    known, groups = (each.mesh.size(Group.EXPERT_DATA) for each in (evidence.part_of(work), work))
-    if known < groups:
-        words.append(f"{known} of {counted(groups, 'expert group')}")
-    return " and ".join(words)
+        parts.append(f"{evidence.known_layers} of {counted(moe_layers, 'MoE layer')}")
+    sampled, groups = (each.mesh.size(Group.EXPERT_DATA) for each in (evidence.part_of(work), work))
+    if sampled < groups:
+        parts.append(f"{sampled} of {counted(groups, 'expert group')}")
+    return " and ".join(parts)

@@ -29,8 +29,8 @@ class Updated:
     """A plan with one of the two optimisers.
 
     Attributes:
-        found: None if no plan with it fits into memory.
-        refusal: Why there is none.
+        found: The plan; None if no plan with this optimiser fits into memory.
+        refusal: Why there is no plan.
     """
 
     problem: Problem
@@ -75,14 +75,17 @@ def updating_experts(work: Workload, moe_layers: Sequence[bool]) -> Workload:
 def find_updated(
     plain: Problem, sharded: Problem, find: Find, quick: Find | None = None
 ) -> tuple[Problem, FoundPlan, str]:
-    """Return the problem of the optimiser whose whole iteration is shorter, or that fits; its plan; and a
-    line that compares both.
-
-    Raises the ConfigError of the sharded problem if neither fits.
+    """Return the plan with the optimiser whose whole iteration is shorter, or that fits.
 
     Args:
         find: Finds the plan of a problem.
-        quick: Finds one that is nearly as good, by which the optimiser is chosen; None = no such way.
+        quick: Finds a plan that is nearly as good, by which the optimiser is chosen; None = no such way.
+
+    Returns:
+        The problem with that optimiser, its plan, and a line that compares both.
+
+    Raises:
+        ConfigError: If neither fits: the error of the sharded problem.
     """
     both = [_found(each, quick or find) for each in (plain, sharded)]
     best = min(both, key=lambda each: each.iteration_s)

@@ -45,12 +45,12 @@ class Pipeline:
     """Stages, and how microbatches pass through them.
 
     Attributes:
-        pipeline_parallel_size: stages.
-        virtual_pipeline_parallel_size: Parts of each.
-        microbatches: Of an update.
+        pipeline_parallel_size: The number of stages.
+        virtual_pipeline_parallel_size: The parts of each stage.
+        microbatches: The microbatches of an update.
         overlaps: Whether a stage works on a forward and a backward at once.
-        node_size: Consecutive ranks in one node, of one stage or of several; 0 = no stage shares its nodes
-            with others.
+        node_size: The consecutive ranks in one node, of one stage or of several; 0 = no stage shares its
+            nodes with others.
     """
 
     pipeline_parallel_size: int
@@ -132,7 +132,7 @@ class Pipeline:
     @cached_property
     def held(self) -> tuple[frozenset[tuple[int, ...]], ...]:
         """By stage, of how many microbatches it keeps activations for each of its parts, at any time."""
-        found = []
+        by_stage = []
         for stage, order in enumerate(self.slots):
             kept, held = dict.fromkeys(self.parts_of(stage), 0), set[tuple[int, ...]]()
             for slot in order:
@@ -141,8 +141,8 @@ class Pipeline:
                 held.add(tuple(kept.values()))
                 for cell in slot:
                     kept[cell.part] -= not cell.forward
-            found.append(frozenset(held))
-        return tuple(found)
+            by_stage.append(frozenset(held))
+        return tuple(by_stage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +150,12 @@ class PipelineTimes:
     """Seconds of what happens in a pipeline.
 
     Attributes:
-        slot: Of every cell of a slot, from the begin of the slot to its own end.
-        link: Of a microbatch's hidden states, or of their gradients, from one stage to another.
-        closing: Of what a stage does when all stages have all their gradients.
+        slot: Returns the seconds from the beginning of a slot to the end of each of its cells.
+        link: Returns the seconds of a microbatch's hidden states, or of their gradients, from one stage to
+            another.
+        closing: Returns the seconds of what a stage does when all stages have all their gradients.
+        tied_s: The seconds in which the first and the last stage sum the gradients of a weight that both
+            have; 0 = there is none.
     """
 
     slot: Callable[[Slot], Sequence[float]]
@@ -166,7 +169,8 @@ class PipelineRun:
     """A simulated update.
 
     Attributes:
-        busy_s: By stage, in which it works.
+        seconds: The time of the whole update.
+        busy_s: The seconds in which every stage works.
     """
 
     seconds: float
@@ -211,16 +215,16 @@ class _Board:
                     made[cell], early_s[cell] = place, max(ends) - end
         # The transfers, and for every cell what brings its input; links keep the senders' order. What is sent
         # while the rest of its slot runs takes as much less when that has ended.
-        known = dict[tuple[int, int], float]()
+        link_s = dict[tuple[int, int], float]()
         lanes, arrived = dict[tuple[int, int], list[int]](), dict[Cell, int]()
         for cell, place in made.items():
             target = cell._replace(part=cell.part + (1 if cell.forward else -1))
             if not 0 <= target.part < pipeline.parts:
                 continue
             link = pipeline.stage_of(cell.part), pipeline.stage_of(target.part)
-            if link not in known:
-                known[link] = times.link(*link)
-            arrived[target] = self._add(max(0.0, known[link] - early_s[cell]), (place,))
+            if link not in link_s:
+                link_s[link] = times.link(*link)
+            arrived[target] = self._add(max(0.0, link_s[link] - early_s[cell]), (place,))
             lanes.setdefault(link, []).append(arrived[target])
         self.orders += lanes.values()
         last = pipeline.parts - 1
@@ -256,8 +260,8 @@ class Half:
 
     Attributes:
         begins, ends, blocks: Whether the part has the embedding, head and loss, and any layers.
-        first: Forward only, whether sharded parameters are gathered before.
-        sums, updates: Backward only, whether gradients are summed over ranks, and parameters updated.
+        first: Whether sharded parameters are gathered before; forward only.
+        sums, updates: Whether gradients are summed over ranks, and parameters updated; backward only.
     """
 
     forward: bool
@@ -271,15 +275,15 @@ class Half:
     def of(self, graph: Graph) -> list[Task]:
         """Return the tasks of this half, which read each other alone."""
         kept = [task for task in graph.tasks if self._has(task)]
-        known, found = {task.name for task in kept}, []
+        kept_names, tasks = {task.name for task in kept}, []
         for task in kept:
             inputs = {
                 role: inside
                 for role, names in task.inputs.items()
-                if (inside := tuple(name for name in names if name in known))
+                if (inside := tuple(name for name in names if name in kept_names))
             }
-            found.append(task.reading(inputs))
-        return found
+            tasks.append(task.reading(inputs))
+        return tasks
 
     def _has(self, task: Task) -> bool:
         spec = spec_of(task.op)

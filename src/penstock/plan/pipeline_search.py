@@ -46,9 +46,11 @@ def pipelines(
     """Return the orders of microbatches that are possible with as many stages.
 
     Args:
-        virtual: Parts of a stage; None = open.
-        problem: Of which the passes of an update are microbatches; where its schedule is set to be
+        virtual: The parts of a stage; None = open.
+        layers: The number of layers of the model.
+        problem: The step, whose passes are the microbatches of an update. Where its schedule is set to be
             sequential, nothing overlaps, microbatches neither.
+        node_size: See `Pipeline`.
 
     Raises:
         ConfigError: For sizes that are given and impossible.
@@ -59,12 +61,12 @@ def pipelines(
         microbatches=problem.passes,
         node_size=node_size,
     )
-    found = [one]
+    orders = [one]
     for more in VIRTUAL_SIZES[1:] if virtual is None and stages > 1 else ():
         if stages * more <= layers and problem.passes % stages == 0:
-            found.append(replace(one, virtual_pipeline_parallel_size=more))
+            orders.append(replace(one, virtual_pipeline_parallel_size=more))
     may_overlap = stages > 1 and dict(problem.forced).get("schedule") != Sequential.name
-    return found + [replace(each, overlaps=True) for each in found if may_overlap]
+    return orders + [replace(each, overlaps=True) for each in orders if may_overlap]
 
 
 def find_pipeline(
@@ -74,17 +76,20 @@ def find_pipeline(
 
     Args:
         problem: The whole model on the ranks of one stage.
-        tried: Orders of microbatches.
+        tried: The orders of microbatches to compare.
+        choices: Returns the ways to run the layers of a stage that are tried beside the first choices of a
+            search.
+        memory: The budget of a rank, which every stage must fit; None = not known.
 
     Raises:
-        NothingFitsError: If none does.
+        NothingFitsError: If no plan fits.
     """
     problem = replace(problem, passes=1)
     search = _Search(problem, choices, memory)
-    found = [plan for pipeline in tried if (plan := search.best(pipeline)) is not None]
-    if not found:
+    plans = [plan for pipeline in tried if (plan := search.best(pipeline)) is not None]
+    if not plans:
         raise search.too_big()
-    best, *others = sorted(found, key=lambda plan: plan.update_s)
+    best, *others = sorted(plans, key=lambda plan: plan.update_s)
     return FoundPipeline(best=best, others=tuple(others))
 
 
@@ -100,9 +105,9 @@ class _Search:
 
     def best(self, pipeline: Pipeline) -> PipelinePlan | None:
         """Return the fastest plan with the least recomputation that fits; None if none does."""
-        for again in self._problem.recompute:
-            sample = replace(sample_of(self._problem, pipeline), recompute=(again,))
-            plain = self._memory_of(valid(sample, Decision(recompute=again)), pipeline)
+        for recompute in self._problem.recompute:
+            sample = replace(sample_of(self._problem, pipeline), recompute=(recompute,))
+            plain = self._memory_of(valid(sample, Decision(recompute=recompute)), pipeline)
             if not self._fits(plain, buffers=False):  # other ways to run the layers have other buffers
                 continue
             part = Part(range(sample.shape.num_layers))
@@ -112,12 +117,12 @@ class _Search:
                 stages = self._samples.setdefault(way, Stages(sample, way))
                 return max(stages.together_s(part, part)) if pipeline.overlaps else stages.both_s(part)
 
-            if again not in self._known:
+            if recompute not in self._known:
                 first = sorted(first_choices(sample), key=seconds)
                 others = (first[0].deciding("dispatch", name) for name in sample.dispatches)
                 every = (*self._choices(sample), *first, *(valid(sample, way) for way in others))
-                self._known[again] = list(dict.fromkeys(every))
-            ways = sorted(self._known[again], key=seconds)  # the most promising first
+                self._known[recompute] = list(dict.fromkeys(every))
+            ways = sorted(self._known[recompute], key=seconds)  # the most promising first
             fitting = (way for way in ways if self._fits(self._memory_of(way, pipeline)))
             plans = [placed(self._staged(way), pipeline) for way in islice(fitting, TRIED)]
             if plans:
@@ -131,10 +136,10 @@ class _Search:
 
     def _memory_of(self, choice: Decision, pipeline: Pipeline) -> Memories:
         stages = self._staged(choice)
-        found = stages_memory(stages, pipeline, stages.parts(pipeline))
-        if self._least is None or _largest(found) < _largest(self._least):
-            self._least = found
-        return found
+        memories = stages_memory(stages, pipeline, stages.parts(pipeline))
+        if self._least is None or _largest(memories) < _largest(self._least):
+            self._least = memories
+        return memories
 
     def _fits(self, stages: Memories, *, buffers: bool = True) -> bool:
         if self._memory is None:

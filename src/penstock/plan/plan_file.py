@@ -107,7 +107,7 @@ class OtherPlan:
     """A plan that was not chosen, in words.
 
     Attributes:
-        predicted_s: Of a whole step, as in PlanFile.
+        predicted_s: The predicted seconds of a whole step, as in PlanFile.
         measured_s: The measured seconds per step if the plan was tried; null = it was not.
     """
 
@@ -121,9 +121,9 @@ class OtherPlan:
     @staticmethod
     def among(problem: Problem, found: Sequence[Candidate]) -> tuple[OtherPlan, ...]:
         """Return the fastest few of some candidates, each description once."""
-        told = {each.choice.words: whole_s(problem, each) for each in reversed(found)}
-        ordered = sorted(told.items(), key=lambda each: each[1])
-        return tuple(OtherPlan(words=words, predicted_s=seconds) for words, seconds in ordered[:MOST_OTHERS])
+        seconds_of = {each.choice.words: whole_s(problem, each) for each in reversed(found)}
+        ordered = sorted(seconds_of.items(), key=lambda each: each[1])
+        return tuple(OtherPlan(words=text, predicted_s=seconds) for text, seconds in ordered[:MOST_OTHERS])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +131,16 @@ class PlanFile:
     """The content of a plan file.
 
     Attributes:
-        predicted_s, lower_bound_s: Of a whole step, clipping and update included.
-        interval_s: Of the prediction, see Candidate; empty = unknown.
-        why: Its explanation.
+        model, cluster: Their names, as text.
+        predicted_s, lower_bound_s: The seconds of a whole step, clipping and update included.
+        interval_s: The range of the prediction, see Candidate; empty = unknown.
+        memory_bytes: The estimated bytes per rank.
+        why: The explanation of the plan, line by line.
         schedule: The text of the order, a line per lane; null = the order is computed again from the choice.
         search: How much was examined to find it; null = unknown.
         others: The next best plans.
-        trial_s: Seconds per step when the plan was tried; null = it was not.
-        lost: Trials that the run will not repeat, see LostTrial.
+        trial_s: The seconds per step when the plan was tried; null = it was not.
+        lost: The trials that the run will not repeat, see LostTrial.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -177,7 +179,13 @@ class PlanFile:
         why: tuple[str, ...] = (),
         search: Searched | None = None,
     ) -> PlanFile:
-        """Return the plan file of a candidate."""
+        """Return the plan file of a candidate.
+
+        Args:
+            model, cluster: Their names, as text.
+            why: The explanation of the plan, line by line.
+            search: How much was examined to find it; None = unknown.
+        """
         predicted_s = whole_s(problem, candidate)
         return PlanFile(
             model=model,
@@ -206,7 +214,7 @@ class PlanFile:
         """Read a plan file.
 
         Raises:
-            ConfigError: It names file, key and value, and says what to do.
+            ConfigError: For a file that cannot be used. It names file, key and value, and says what to do.
         """
         table = read_json(path, "Give a plan file, or make one with `penstock plan --out`.")
         try:
@@ -231,9 +239,9 @@ class PlanFile:
     def explains_choice(self) -> bool:
         """Whether the explanation, if any, describes the choice: the file may have been edited."""
         said = [line for line in self.why if line.startswith(("Plan ", PLACED, IN_USE))]
-        told = [line[LABEL:].strip() for line in said]
-        words = self.choice.words
-        return not told or told[-1] == words or told[-1].startswith(f"{words} (")  # what rounded rows save
+        texts = [line[LABEL:].strip() for line in said]
+        text = self.choice.words
+        return not texts or texts[-1] == text or texts[-1].startswith(f"{text} (")  # what rounded rows save
 
     def check_alone(self, name: str) -> None:
         """Raise ConfigError where parts of the file contradict each other, whatever it is for.
@@ -263,8 +271,8 @@ class PlanFile:
             "sizes.layers": (self.sizes.layers, {task.layer for task in tasks}),
             "choice.microbatches": (microbatches, {task.microbatch or 0 for task in tasks}),
         }
-        for key, (number, found) in ordered.items():
-            if (most := max(found, default=0) + 1) != number:
+        for key, (number, indices) in ordered.items():
+            if (most := max(indices, default=0) + 1) != number:
                 raise ConfigError(f"{name}.{key}", number, f"the order in the file has {most}", NEW_ORDER)
 
     def telling_use(self) -> PlanFile:
@@ -281,7 +289,7 @@ class PlanFile:
             name: What messages call the file, such as its path.
 
         Raises:
-            ConfigError: If the file does not fit the problem, or order and choice.
+            ConfigError: If the file does not fit the problem, or its order does not fit its choice.
         """
         choice = self.choice
         try:
@@ -367,10 +375,10 @@ class LostTrial:
     """A plan that ran in turns with another, and took longer. Both are told by what moves.
 
     Attributes:
-        samples, experts: Of the slower plan.
-        against_samples, against_experts: Of the faster one.
-        predicted, measured: Seconds per step of the slower plan over those of the faster one. The prediction
-            is by all that was known after the trial, measured transfers included.
+        samples, experts: What moves by the slower plan.
+        against_samples, against_experts: What moves by the faster plan.
+        predicted, measured: The seconds per step of the slower plan over those of the faster one. The
+            prediction is by all that was known after the trial, measured transfers included.
     """
 
     samples: SampleMoves
@@ -385,7 +393,11 @@ class LostTrial:
 
     @staticmethod
     def of(slower: Decision, faster: Decision, *, predicted: float, measured: float) -> LostTrial:
-        """Return the record of a trial between two choices."""
+        """Return the record of a trial between two choices.
+
+        Args:
+            predicted, measured: The seconds per step of the slower plan over those of the faster one.
+        """
         return LostTrial(
             samples=slower.samples,
             experts=slower.experts,
@@ -418,23 +430,23 @@ def moves_of(choice: Decision) -> Moves:
 def miss(lost: Sequence[LostTrial], choice: Decision, still: Decision) -> float:
     """Return measured over predicted seconds of a choice, where those of `still` are as predicted.
 
-    Of moves that were never tried, samples count as they did with other experts, and experts as with another
-    planner, whose replicas travel alike: the one that did best. 1 where no trial tells.
+    Where moves were never tried, samples count as they did with other experts, and experts as with another
+    planner, whose replicas travel alike: the one that did best. The result is 1 where no trial tells.
     """
     # The misses of what was tried. A plan without moves that lost to one with them tells of these.
-    known: dict[Moves, float] = {moves_of(still): 1.0}
+    misses: dict[Moves, float] = {moves_of(still): 1.0}
     for trial in lost:
         err = trial.measured / trial.predicted
         if trial.moves == moves_of(still):
-            known[trial.against] = 1 / err
+            misses[trial.against] = 1 / err
         else:
-            known[trial.moves] = err * known.get(trial.against, 1.0)
-    if moves_of(choice) in known:
-        return known[moves_of(choice)]
-    alone = {experts: err for (samples, experts), err in known.items() if samples == still.samples}
+            misses[trial.moves] = err * misses.get(trial.against, 1.0)
+    if moves_of(choice) in misses:
+        return misses[moves_of(choice)]
+    alone = {experts: err for (samples, experts), err in misses.items() if samples == still.samples}
     moving = [err for experts, err in alone.items() if experts != still.experts]
     experts = 1.0 if choice.experts == still.experts else alone.get(choice.experts, min(moving, default=1.0))
-    return experts * known.get((choice.samples, still.experts), 1.0)
+    return experts * misses.get((choice.samples, still.experts), 1.0)
 
 
 def corrected(candidate: Candidate, times: float) -> Candidate:

@@ -64,6 +64,9 @@ def prolonged_s(problem: Problem, choice: Decision, plan: StepPlan, times: Mappi
     """Return the seconds of an iteration in which tasks of some ops take `times` as long as predicted.
 
     Replicas stay those that the problem's prices ask for.
+
+    Args:
+        times: By op, how many times as long its tasks take; 1 for all others.
     """
     cost = task_cost(problem, choice, plan)
     costs = cost, lambda task: cost(task) * times.get(task.op, 1.0)
@@ -83,8 +86,8 @@ def adding_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
 
 def task_cost(problem: Problem, choice: Decision, plan: StepPlan) -> Cost:
     """Return the cost of every task in the predicted timeline."""
-    known = isinstance(problem.cluster, ProfiledCluster)
-    return _between(problem, choice, plan) if known else problem.cost(choice, plan.shape)
+    measured = isinstance(problem.cluster, ProfiledCluster)
+    return _between(problem, choice, plan) if measured else problem.cost(choice, plan.shape)
 
 
 def step_ratio(problem: Problem) -> float:
@@ -107,7 +110,11 @@ def interval_s(problem: Problem, predicted_s: float) -> tuple[float, float] | No
 
 
 def simulated_s(problem: Problem, choice: Decision, plan: StepPlan, cluster: ProfiledCluster) -> float:
-    """Return the seconds of an iteration by measured tasks and links alone, without `step_ratio`."""
+    """Return the seconds of an iteration by measured tasks and links alone, without `step_ratio`.
+
+    Args:
+        cluster: The cluster of the problem, as measured.
+    """
     cost = _between(problem, choice, plan)
     jitter, ranks = cluster.file.jitter, problem.mesh
     draws = range(_draws(problem))
@@ -152,7 +159,7 @@ def settle(plan: StepPlan, cost: ContendedCost, ranks: Mesh, paces: tuple[float,
     """Return every task's share of contention in the timeline that results from durations with these shares.
 
     Args:
-        paces: By rank, see Problem; only ranks of one pace have the same contention.
+        paces: The pace of every rank, see Problem; only ranks of one pace have the same contention.
     """
     shares: Shares = dict.fromkeys(plan.graph.tasks, 1.0)
     for _ in range(PASSES):
@@ -163,8 +170,8 @@ def settle(plan: StepPlan, cost: ContendedCost, ranks: Mesh, paces: tuple[float,
             continue
         # The contention on one rank of every pace (to a tenth), as that of all ranks of the pace.
         _, firsts, pace_of = np.unique(np.round(paces, 1), return_index=True, return_inverse=True)
-        found = [contention(timeline, int(rank)) for rank in firsts]
-        shares = {task: np.array([each[task] for each in found])[pace_of] for task in found[0]}
+        pace_shares = [contention(timeline, int(rank)) for rank in firsts]
+        shares = {task: np.array([each[task] for each in pace_shares])[pace_of] for task in pace_shares[0]}
     return shares
 
 

@@ -58,20 +58,21 @@ class Problem:
     """One step of a model on a cluster.
 
     Attributes:
-        shape: Uncut, with any dispatch.
-        dispatches: Those that the ranks can run.
-        comm_dtypes: Formats in which rows may travel, "none" = as the workload says.
-        slowness: By rank, how many times longer its computation takes than the cluster says; empty = none.
-        load: By rank, the tokens that its experts get as a multiple of even routing; empty = even.
+        shape: The shape of the uncut step, with any dispatch.
+        dispatches: The dispatches that the ranks can run.
+        comm_dtypes: The formats in which rows may travel, "none" = as the workload says.
+        slowness: How many times longer every rank's computation takes than the cluster says; empty = no
+            rank's does.
+        load: The tokens that every rank's experts get, as a multiple of even routing; empty = even.
         recompute: What may be recomputed, the fastest choice first.
         movable: Samples and experts, as far as they may move.
         placement: How their destinations are decided.
-        evidence: How steps are routed; none = evenly.
-        observed: How they were routed, as far as memory counts: a search prices even routing, with which
+        evidence: How steps are routed; None = evenly.
+        observed: How steps were routed, as far as memory counts: a search prices even routing, with which
             moves gain nothing, but its plans must hold the rows that come.
-        forced: Decisions that are set, by name; every choice has them (see `space.forced`).
-        passes: Forward and backward passes whose gradients add up to those of one update.
-        ends: Tells whether the time is over; then no replicas are planned that need not be (see `_place`).
+        forced: The decisions that are set, by name; every choice has them (see `space.forced`).
+        passes: The forward and backward passes whose gradients add up to those of one update.
+        ends: Tells whether the time is over; then no replicas are planned that need not be (see `placed`).
     """
 
     shape: StepShape
@@ -147,15 +148,15 @@ class Problem:
 
         One rank stands for all where routing is even, or where every expert has its slots.
         """
-        work, layers, known = self.workload_of(choice), sum(cut.moe_layers), self.evidence or self.observed
-        if known is None or work.fixed_slots:
+        work, layers, evidence = self.workload_of(choice), sum(cut.moe_layers), self.evidence or self.observed
+        if evidence is None or work.fixed_slots:
             dropless = work.capacity_factor is None and not work.slots_per_sample
             return np.tile(np.array((dropless and self.load) or (1.0,)), (layers, 1))
         placed = self.placed(choice, cut)
         key = self._priced_by(choice), work.cut(cut) if placed is None else cut
         if key not in self._known_loads:
-            known_YP = received_rows(known.now_DBYE, placed, cut, known.part_of(work))
-            received_YP = known.by_layer(known_YP)
+            sampled_YP = received_rows(evidence.now_DBYE, placed, cut, evidence.part_of(work))
+            received_YP = evidence.by_layer(sampled_YP)
             mean_Y1 = np.maximum(1.0, received_YP.mean(axis=1, keepdims=True))
             self._known_loads[key] = received_YP / mean_Y1
         return self._known_loads[key]
@@ -220,39 +221,39 @@ class Problem:
 
     def placed(self, choice: Decision, cut: StepShape) -> Placed | None:
         """Return where the samples and replicas of the known steps would be; None = nothing moves."""
-        known = self.evidence or self.observed
-        if known is None or choice.samples == choice.experts == "none":
+        evidence = self.evidence or self.observed
+        if evidence is None or choice.samples == choice.experts == "none":
             return None
         key = self._priced_by(choice), cut
         if key not in self._known_placed:
             whole = self.workload_of(choice)
-            work = known.part_of(whole)
+            work = evidence.part_of(whole)
             replications: tuple[Replication, ...] = ()
             planning_s = 0.0
             if choice.num_replica_slots:
                 groups, few = (each.mesh.size(Group.EXPERT_DATA) for each in (whole, work))
-                loads_YPE = rank_loads(known.before_DBYE, cut, work) * (groups // few)
+                loads_YPE = rank_loads(evidence.before_DBYE, cut, work) * (groups // few)
                 # The same replicas whatever contention a bound assumes, or it would be one of another step.
                 even = StepCost(cut, whole, self.cluster.contended(1.0))
                 # The slack is what a quick order leaves.
                 quick = replace(choice, priority=QUICK)
                 plan = plan_step(quick, self.uncut(choice), self.gradients, lambda _: even)
-                known_costs = expert_costs(even)
-                costs = [known_costs.hiding(slack) for slack in replica_slack(plan, even, self.mesh)]
-                if known.columns:  # by the first layer that each stands for
-                    costs = [costs[known.columns.index(column)] for column in range(known.known_layers)]
+                even_costs = expert_costs(even)
+                costs = [even_costs.hiding(slack) for slack in replica_slack(plan, even, self.mesh)]
+                if evidence.columns:  # by the first layer that each stands for
+                    costs = [costs[evidence.columns.index(column)] for column in range(evidence.known_layers)]
                 exact = splits_exactly(choice, work)
                 ends = self.ends if "none" in self.movable.experts else lambda: False
                 replications = planned_replications(
                     loads_YPE, choice.experts, choice.num_replica_slots, work.placement, costs, exact, ends
                 )
                 planning_s = replica_planning_s(whole, choice.experts, sum(cut.moe_layers))
-            found = (
-                Placed.still(known.now_DBYE, replications)
+            placed = (
+                Placed.still(evidence.now_DBYE, replications)
                 if choice.samples == "none"
-                else SampleMover.of(self.placement, work, cut).placed(known.now_DBYE, replications)
+                else SampleMover.of(self.placement, work, cut).placed(evidence.now_DBYE, replications)
             )
-            self._known_placed[key] = replace(found, planning_s=planning_s)
+            self._known_placed[key] = replace(placed, planning_s=planning_s)
         return self._known_placed[key]
 
     def _priced_by(self, choice: Decision) -> Decision:
@@ -261,8 +262,8 @@ class Problem:
         Replicas of a known routing are planned with the slack of a quick order, on which everything but the
         rule of the order has an effect.
         """
-        known = self.evidence or self.observed
-        if known is None or not choice.num_replica_slots:
+        evidence = self.evidence or self.observed
+        if evidence is None or not choice.num_replica_slots:
             return choice.affecting("cost")
         return replace(choice, priority=QUICK)
 
@@ -273,8 +274,8 @@ class Problem:
     @property
     def issuing(self) -> Issuing | None:
         """What handing out tasks takes of one thread, which reads no counts where all sizes are known."""
-        found = self.cluster.issuing
-        return found and replace(found, reads_counts=not self.workload.fixed_slots)
+        issuing = self.cluster.issuing
+        return issuing and replace(issuing, reads_counts=not self.workload.fixed_slots)
 
     def plan(self, choice: Decision) -> StepPlan:
         """Return the graph and the frozen order of a choice."""

@@ -59,8 +59,10 @@ class Progress:
     """The progress of a search.
 
     Attributes:
+        stage: What the search is doing, as text.
+        done: The work done so far, in the unit of `total`.
         total: The most work it may do.
-        best_s: Seconds of the best plan, if any.
+        best_s: The seconds of the best plan, if any.
     """
 
     stage: str
@@ -74,7 +76,7 @@ class FoundPlan:
     """The best plan found, and its alternatives.
 
     Attributes:
-        others: The next best of other schedules or cuts, best first.
+        others: The next best plans of other schedules or cuts, best first.
         lower_bound_s: The least bound over all cuts.
         searched: How much was examined to find it.
         effort: What a budget of 1 was.
@@ -101,16 +103,18 @@ def find_plan(
     """Find the fastest plan that fits `memory`.
 
     Args:
+        memory: The budget of a rank; None = not known, and every plan fits.
+        progress: Is called with the progress of the search.
         budget: How many times as much as usual is examined, in simulated tasks; below 1 even published
             planners may be left out.
         effort: `low` for thousands of small problems, a few dozen simulations each; `quick` for plans that
             are only compared: nothing but what lies on the way is looked at.
         ends: Tells whether the time is over; the best plan found by then is returned.
-        starts: Choices with which the search begins, besides its own.
-        basis: Of another search for this problem in this memory, with what it has worked out.
+        starts: The choices with which the search begins, besides its own.
+        basis: What another search for this problem in this memory has worked out.
 
     Raises:
-        ConfigError: If none does, or if costs are not finite.
+        ConfigError: If no plan fits, or if costs are not finite.
     """
     assert basis is None or (basis.given is problem and basis.memory == memory), "it is of another step"
     with _without_collector():
@@ -149,12 +153,12 @@ class _Screen:
         if choice not in self.seconds:
             if not always:
                 self.meter.check()
-            found = self.evaluated.of(choice)
-            self.meter.note(self.evaluated.problem, choice, len(found.plan.graph.tasks))
-            fits = self.memory is None or found.memory_bytes <= self.memory.bytes
-            self.seconds[choice] = found.predicted_s if fits else math.inf
+            candidate = self.evaluated.of(choice)
+            self.meter.note(self.evaluated.problem, choice, len(candidate.plan.graph.tasks))
+            fits = self.memory is None or candidate.memory_bytes <= self.memory.bytes
+            self.seconds[choice] = candidate.predicted_s if fits else math.inf
             if fits:
-                self.candidates[choice] = found
+                self.candidates[choice] = candidate
         return self.seconds[choice]
 
     def ranked(self) -> list[Decision]:

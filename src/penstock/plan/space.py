@@ -29,12 +29,12 @@ def values(problem: Problem, choice: Decision, field: Field) -> Sequence[Any]:
     forced = dict(problem.forced)
     if field.name in forced:
         return (forced[field.name],)
-    found = field.values(problem, choice)
+    tried = field.values(problem, choice)
     if field.name == "schedule":  # a schedule that does not read what is set would drop it
-        return [name for name in found if _reads_all(name, forced)]
+        return [name for name in tried if _reads_all(name, forced)]
     if field.name == "chunks" and "backward_chunks" in forced:
-        return [n for n in found if lcm(n, forced["backward_chunks"]) <= MOST_SLICES] or found[:1]
-    return found or (choice.value(field.name),)  # of forced chunks, backward ones may all be too many slices
+        return [n for n in tried if lcm(n, forced["backward_chunks"]) <= MOST_SLICES] or tried[:1]
+    return tried or (choice.value(field.name),)  # of forced chunks, backward ones may all be too many slices
 
 
 def _reads_all(schedule: str, names: Iterable[str]) -> bool:
@@ -45,7 +45,7 @@ def forced(problem: Problem, given: Mapping[str, Any]) -> Problem:
     """Return the problem in which every choice has these values, by the names of decisions.
 
     Raises:
-        ConfigError: It names the setting which no choice can have.
+        ConfigError: For a setting that no choice can have, which it names.
     """
     first = Decision(dispatch=problem.dispatches[0])
     able = list(FIELDS["schedule"].values(problem, first))
@@ -69,8 +69,8 @@ def forced(problem: Problem, given: Mapping[str, Any]) -> Problem:
     forms = [each for choice in choices for each in FIELDS["expert_form"].values(problem, choice)]
     if form is not None and form not in forms:
         why = "is not a way in which rows can reach their experts on these ranks"
-        known = ", ".join(dict.fromkeys(filter(None, forms))) or "none: leave it out"
-        raise ConfigError("schedule.expert_form", form, why, f"Possible: {known}.")
+        possible = ", ".join(dict.fromkeys(filter(None, forms))) or "none: leave it out"
+        raise ConfigError("schedule.expert_form", form, why, f"Possible: {possible}.")
     return replace(problem, forced=Table(given))
 
 
@@ -78,8 +78,8 @@ def space(problem: Problem, affecting: Effect | None = None) -> Iterator[Decisio
     """Return every combination of values, in a fixed order.
 
     Args:
-        affecting: What depends on the fields that are varied, all others keep their defaults; None =
-            anything.
+        affecting: The effect of the fields that are varied; all others keep their defaults. None = any
+            effect.
     """
     choices = iter([Decision(dispatch=problem.dispatches[0])])
     for field in FIELDS.values():

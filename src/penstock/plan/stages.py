@@ -104,6 +104,7 @@ class Stages:
 
     Attributes:
         problem: The whole model on the ranks of one stage.
+        choice: How every stage runs its layers.
     """
 
     problem: Problem
@@ -118,7 +119,7 @@ class Stages:
         """Return the parts of all stages.
 
         Args:
-            layers: Of each; none = as they take nearly the same time.
+            layers: The number of layers of each part; none = parts that take nearly the same time.
 
         Raises:
             ConfigError: For more parts than there are layers, embedding and head.
@@ -165,7 +166,7 @@ class Stages:
         """Return the seconds of a forward or a backward.
 
         Args:
-            edge: Of the first, or the last, of an update.
+            edge: Whether it is the first forward, or the last backward, of an update.
         """
         key = self._kind(part), forward, edge
         if key not in self._known:
@@ -179,18 +180,19 @@ class Stages:
         """Return the seconds in which a half's transfers use what a transfer to another stage uses, too.
 
         Args:
-            across: The cards of nodes; otherwise links inside nodes.
+            edge: See `half_s`.
+            across: Whether transfers over the cards of nodes count, or else those over links inside nodes.
         """
         key = self._kind(part), forward, edge, across
         if key not in self._network:
             prepared, half = self._prepared(part), self._half(part, forward, edge)
             between = self.problem.workload.world_nodes > 1
-            found_s = sum(
+            transfers_s = sum(
                 slowest(prepared.seconds[task.name])
                 for task in half.of(prepared.plan.graph)
                 if task.lane.is_network and across is (between and not task.lane.is_inside)
             )
-            self._network[key] = prepared.factor * found_s
+            self._network[key] = prepared.factor * transfers_s
         return self._network[key]
 
     def together_s(
@@ -199,6 +201,7 @@ class Stages:
         """Return when a forward and a backward of different microbatches end, that share the lanes.
 
         Args:
+            ahead, back: The part of the forward, and that of the backward.
             first, last: Whether the forward is the first, and the backward the last, of an update.
         """
         key = self._kind(ahead), self._kind(back), first, last
@@ -214,12 +217,14 @@ class Stages:
     ) -> Iterator[tuple[float, float]]:
         """Yield when both halves end, by either rule of orders, as one graph."""
         parts = self._prepared(ahead), self._prepared(back)
-        both = [half.of(each.plan.graph) for half, each in zip((forward, backward), parts, strict=True)]
+        both = [
+            half.of(prepared.plan.graph) for half, prepared in zip((forward, backward), parts, strict=True)
+        ]
         if not all(both):
             return
         seconds = {
-            task.name: each.factor * each.beside[task.name]
-            for tasks, each in zip(both, parts, strict=True)
+            task.name: prepared.factor * prepared.beside[task.name]
+            for tasks, prepared in zip(both, parts, strict=True)
             for task in tasks
         }
         graph = Graph((*both[0], *both[1]))
@@ -241,7 +246,7 @@ class Stages:
         return issuing and replace(issuing, halves=False)
 
     def closing_s(self, part: Part) -> float:
-        """Return the seconds of the update, once all gradients of all stages are there."""
+        """Return the seconds of the update of a part, once all gradients of all stages are there."""
         prepared = self._prepared(part)
         updating = prepared.problem.shape.updating
         if updating is None:
@@ -259,20 +264,20 @@ class Stages:
         if key not in self._memory:
             problem, choice = self._problem(part), self._choice(part)
             without = replace(problem, workload=replace(problem.workload, vocab_size=0))
-            of_begin, found = (
+            of_begin, estimate = (
                 estimate_memory(problem if has else without, choice) for has in (part.begins, part.ends)
             )
-            found = replace(found, copies_bytes=of_begin.copies_bytes)
+            estimate = replace(estimate, copies_bytes=of_begin.copies_bytes)
             if not part.layers:
-                logits = found.activations_bytes - estimate_memory(without, choice).activations_bytes
-                found = replace(found, activations_bytes=logits, buffers_bytes=0)
-            self._memory[key] = found
+                logits = estimate.activations_bytes - estimate_memory(without, choice).activations_bytes
+                estimate = replace(estimate, activations_bytes=logits, buffers_bytes=0)
+            self._memory[key] = estimate
         return self._memory[key]
 
     def _problem(self, part: Part) -> Problem:
         """Return the step of a part; one without layers has a dense one in their place, which never runs."""
-        found = self.problem.only(tuple(part.layers) or (0,))
-        work, last = found.workload, self.problem.shape.num_layers - 1
+        problem = self.problem.only(tuple(part.layers) or (0,))
+        work, last = problem.workload, self.problem.shape.num_layers - 1
         sizes = list(work.all_reduce_bytes)
         if not part.layers:
             sizes = [sum(size for size, has in zip(self._ends, part[1:], strict=True) if has)]
@@ -284,7 +289,7 @@ class Stages:
                 partial_all_reduce_bytes=(0,),
                 partial_by_form=(),
             )
-            found = replace(found, shape=replace(found.shape, moe_layers=(False,)))
+            problem = replace(problem, shape=replace(problem.shape, moe_layers=(False,)))
         elif 0 in part.layers and not part.begins:
             sizes[0] -= self._ends[0]
         if last in part.layers and not part.ends:
@@ -293,7 +298,7 @@ class Stages:
             sizes[-1] += self._ends[0]
             held = work.held and replace(work.held, weights=work.held.weights + self._ends[0])
             work = replace(work, held=held)
-        return replace(found, workload=replace(work, all_reduce_bytes=tuple(sizes)))
+        return replace(problem, workload=replace(work, all_reduce_bytes=tuple(sizes)))
 
     @property
     def tied_bytes(self) -> int:
@@ -338,8 +343,8 @@ class Stages:
 
     @cached_property
     def _layer_kinds(self) -> list[int]:
-        known: dict[object, int] = {}
-        return [known.setdefault(kind, len(known)) for kind in self.problem.layer_kinds]
+        numbers: dict[object, int] = {}
+        return [numbers.setdefault(kind, len(numbers)) for kind in self.problem.layer_kinds]
 
     def _prepared(self, part: Part) -> _Prepared:
         key = self._kind(part)
@@ -388,17 +393,20 @@ class PipelinePlan:
     """A planned update of a model in stages.
 
     Attributes:
-        layers: By part.
-        forward_s, backward_s: Of one microbatch on all parts of the slowest stage.
-        together_s: Of both of different microbatches at once, where they overlap.
-        memory: By stage.
-        held: By stage, of how many microbatches it keeps activations at most, in parts.
-        link_s, link_alone_s: Of a microbatch's hidden states to another stage, beside that stage's own
-            transfers and without them.
-        shared_s: By which a forward and a backward take longer on the slowest stage, since they share the
-            network with such transfers.
-        tied_bytes, tied_s: Gradients of a weight that the first and the last stage share, and the seconds in
-            which they meet; 0 where there is none.
+        problem: The whole model on the ranks of one stage.
+        choice: How every stage runs its layers.
+        layers: The number of layers of every part.
+        forward_s, backward_s: The seconds of one microbatch on all parts of the slowest stage.
+        together_s: The seconds of a forward and a backward of different microbatches at once; None = they do
+            not overlap.
+        memory: The memory of every stage.
+        held: The most microbatches of which every stage keeps activations, in parts.
+        link_s, link_alone_s: The seconds of a microbatch's hidden states to another stage, beside that
+            stage's own transfers and without them.
+        shared_s: The seconds by which a forward and a backward take longer on the slowest stage, since they
+            share the network with such transfers.
+        tied_bytes, tied_s: The gradients of a weight that the first and the last stage share, and the seconds
+            in which they are summed; 0 where there is none.
     """
 
     pipeline: Pipeline
@@ -441,13 +449,17 @@ def predict_pipeline(
         problem: The whole model on the ranks of one stage, see `stage_cluster`; its passes are the pipeline's
             microbatches.
         choice: How every stage runs its layers.
-        layers: By part; none = parts that take nearly the same time.
+        layers: The number of layers of every part; none = parts that take nearly the same time.
     """
     return placed(Stages(replace(problem, passes=1), choice), pipeline, layers)
 
 
 def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> PipelinePlan:
-    """Predict an update of stages, of which parts may be known from another pipeline."""
+    """Predict an update of stages, of which parts may be known from another pipeline.
+
+    Args:
+        layers: The number of layers of every part; none = parts that take nearly the same time.
+    """
     parts = stages.parts(pipeline, layers)
     closing = {part: stages.closing_s(part) for part in parts}
     links = _Links(stages, parts, pipeline)
@@ -606,20 +618,20 @@ def _pair_s(problem: Problem, node_size: int, sender: int, receiver: int, sent_b
 
 def stages_memory(stages: Stages, pipeline: Pipeline, parts: Sequence[Part]) -> tuple[MemoryEstimate, ...]:
     """Return the memory of every stage: of all its parts, with activations of what is under way at most."""
-    found = []
+    estimates = []
     for stage in range(pipeline.pipeline_parallel_size):
-        each = [stages.memory(parts[i]) for i in pipeline.parts_of(stage)]
+        memories = [stages.memory(parts[i]) for i in pipeline.parts_of(stage)]
         kept = max(
-            sum(count * of.activations_bytes for count, of in zip(counts, each, strict=True))
+            sum(count * of.activations_bytes for count, of in zip(counts, memories, strict=True))
             for counts in pipeline.held[stage]
         )
         estimate = MemoryEstimate(
-            weights_bytes=sum(of.weights_bytes for of in each),
-            gradients_bytes=sum(of.gradients_bytes for of in each),
-            optimizer_bytes=sum(of.optimizer_bytes for of in each),
+            weights_bytes=sum(of.weights_bytes for of in memories),
+            gradients_bytes=sum(of.gradients_bytes for of in memories),
+            optimizer_bytes=sum(of.optimizer_bytes for of in memories),
             activations_bytes=kept,
-            buffers_bytes=max(of.buffers_bytes for of in each),
-            copies_bytes=sum(of.copies_bytes for of in each),
+            buffers_bytes=max(of.buffers_bytes for of in memories),
+            copies_bytes=sum(of.copies_bytes for of in memories),
         )
-        found.append(estimate)
-    return tuple(found)
+        estimates.append(estimate)
+    return tuple(estimates)

@@ -38,12 +38,13 @@ class Overrides:
     """Sizes given by a user instead of the study's; None = as published.
 
     Attributes:
-        nodes, ranks_per_node: Of the cluster.
-        ep_size: Ranks that share the experts of a layer.
-        tp_size, etp_size: Ranks that share attention, and every expert; a step has the same samples whatever
-            they are.
+        nodes, ranks_per_node: The size of the cluster.
+        ep_size: The ranks that share the experts of a layer.
+        tp_size, etp_size: The ranks that share attention, and every expert; a step has the same samples
+            whatever they are.
         recompute: What is recomputed before its backward; None = as much as a plan needs to fit.
-        precision: None = that of the cluster file's rates, or else what the devices are best at.
+        precision: The type in which products are computed; None = that of the cluster file's rates, or else
+            what the devices are best at.
     """
 
     layers: Layers | None = None
@@ -83,13 +84,14 @@ class Subject:
 
     Attributes:
         notes: Remarks on the numbers for users.
-        precision: In which products are computed and rows travel.
+        precision: The type in which products are computed and rows travel.
         why_precision: The reason, as text.
         device: The name of one device; "" = not known.
-        budget: Of the search, if nothing else is said.
+        memory_bytes: The memory of a rank; None = not known.
+        budget: The budget of the search, if nothing else is said.
         sharded: The problem with a sharded optimiser, where the faster of the two is sought.
-        given: The step in the given layout, where quick plans prefer this one.
-        movable: What may be weighed against a known routing.
+        given: The step in the given layout, where quick plans prefer the one of `problem`.
+        movable: What may be moved, to be weighed against a known routing.
     """
 
     title: str
@@ -130,8 +132,8 @@ class Subject:
             given = make()
         except ConfigError:
             return self  # what was left open is compared without it
-        mine, theirs = self.problem, given.problem
-        same = (mine.workload, mine.shape.sharing) == (theirs.workload, theirs.shape.sharing)
+        own, theirs = self.problem, given.problem
+        same = (own.workload, own.shape.sharing) == (theirs.workload, theirs.shape.sharing)
         return self if same else replace(self, given=given)
 
     @property
@@ -171,6 +173,9 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
 
     The head is left out, as in the studies, which count blocks only. Replicated gradients of a layer are 4
     M^2 + M E numbers; where ranks share attention, each has its part of the first term.
+
+    Args:
+        overrides: The sizes that differ from the published ones; None = no size does.
 
     Raises:
         ConfigError: For sizes that do not fit together.

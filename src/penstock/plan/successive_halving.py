@@ -45,12 +45,12 @@ class SuccessiveHalving:
         Args:
             candidates: Evaluated choices, ordered by rules or by full searches.
         """
-        found = sorted(candidates.values(), key=lambda each: each.predicted_s)
-        best_s = min((each.predicted_s for each in found), default=math.inf)
+        ordered = sorted(candidates.values(), key=lambda each: each.predicted_s)
+        best_s = min((each.predicted_s for each in ordered), default=math.inf)
         ruled: dict[Decision, Candidate] = {}
         if "priority" in dict(self.problem.forced):
             return []
-        for each in found:
+        for each in ordered:
             by_rule = each.choice.reads("priority") and each.choice.priority != "search"
             if by_rule and each.bound.seconds < best_s:
                 ruled.setdefault(replace(each.choice, priority="search"), each)

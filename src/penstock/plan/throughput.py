@@ -21,10 +21,11 @@ class Throughput:
 
     Attributes:
         devices: Ranks, one device each.
-        tokens_per_s: Of all ranks.
-        flops_per_s: Of one device: the operations of the model, not those that are computed again.
-        peak_flops_per_s: Of one device by its data sheet, in the plan's precision; None = not known.
-        price: Of a device for an hour; None = not given.
+        tokens_per_s: The tokens per second of all ranks.
+        flops_per_s: The operations per second of one device: those of the model, without the ones that are
+            computed again.
+        peak_flops_per_s: The peak of one device by its data sheet, in the plan's precision; None = not known.
+        price: The price of a device for an hour; None = not given.
     """
 
     devices: int
@@ -35,7 +36,11 @@ class Throughput:
 
     @staticmethod
     def of(subject: Subject, candidate: Candidate, price: float | None = None) -> Throughput:
-        """Return the throughput of a plan of this subject."""
+        """Return the throughput of a plan of this subject.
+
+        Args:
+            price: The price of a device for an hour; None = not given.
+        """
         work = subject.problem.workload
         samples = subject.problem.passes * work.batch * holders(work.world_size, work.tp_size)
         return Throughput.of_update(subject, samples, whole_s(subject.problem, candidate), 1, price)
@@ -44,15 +49,18 @@ class Throughput:
     def of_update(
         subject: Subject, samples: int, seconds: float, stages: int, price: float | None = None
     ) -> Throughput:
-        """Return the throughput of updates of `samples` each.
+        """Return the throughput of updates in pipeline stages.
 
         Args:
-            stages: On the ranks of each is the subject.
+            samples: The samples of an update.
+            seconds: The time of an update.
+            stages: The number of stages; the subject is on the ranks of each.
+            price: The price of a device for an hour; None = not given.
         """
         work, moe_layers = subject.problem.workload, subject.problem.shape.moe_layers
         devices, tokens_per_s = stages * work.world_size, samples * work.seq_len / seconds
-        known = find_device(subject.device)
-        tflops = None if known is None else known.peak_tflops(subject.precision)
+        device = find_device(subject.device)
+        tflops = None if device is None else device.peak_tflops(subject.precision)
         return Throughput(
             devices=devices,
             tokens_per_s=tokens_per_s,
@@ -73,12 +81,12 @@ class Throughput:
 
     def lines(self) -> Iterator[str]:
         """Yield one or two lines of text."""
-        each, tflops = self.tokens_per_s / self.devices, self.flops_per_s / 1e12
-        words = f"{self.tokens_per_s:,.0f} tokens/s, {each:,.0f} per device; {tflops:.3g} TFLOP/s per device"
+        rate, tflops = self.tokens_per_s / self.devices, self.flops_per_s / 1e12
+        text = f"{self.tokens_per_s:,.0f} tokens/s, {rate:,.0f} per device; {tflops:.3g} TFLOP/s per device"
         if self.utilisation is not None and self.peak_flops_per_s is not None:
             peak = self.peak_flops_per_s / 1e12
-            words += f", {100 * self.utilisation:.2g} % of the data sheet's {peak:g} (MFU)"
-        yield f"Speed    {words}"
+            text += f", {100 * self.utilisation:.2g} % of the data sheet's {peak:g} (MFU)"
+        yield f"Speed    {text}"
         if self.price_of_a_billion is not None:
             billion = f"{self.price_of_a_billion:,.0f}"
             yield f"Price    {billion} for a billion tokens, at {self.price:g} for a device and an hour"

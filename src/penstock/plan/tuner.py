@@ -133,8 +133,8 @@ class BayesianTuner:
         if len(self._told) < len(self._first):
             return self._first[len(self._told)]
         place = float(self._process.suggest()["place"])
-        known = any(abs(place - self._sizes.place(sample.size_bytes)) < SAME for sample in self._told)
-        if not known:
+        tried = any(abs(place - self._sizes.place(sample.size_bytes)) < SAME for sample in self._told)
+        if not tried:
             return self._sizes.at(place)
         # The middle of the widest gap between known sizes.
         ends = sorted({0.0, 1.0, *(self._sizes.place(sample.size_bytes) for sample in self._told)})
@@ -164,11 +164,12 @@ class BayesianTuner:
 def build_tuner(name: TunerName, *, start_bytes: int, sizes: SizeRange, samples: int, seed: int = 0) -> Tuner:
     """Return the tuner of this name.
 
-    All tuners start with start_bytes, which should be the size that the simulator finds best. The same seed
-    and times give the same sizes.
+    The same seed and times give the same sizes.
 
     Args:
-        samples: The number of sizes it will be asked for, also in a grid.
+        start_bytes: The first size, which should be the one that the simulator finds best.
+        sizes: The range from which the other sizes are taken.
+        samples: The number of sizes that it will be asked for, also in a grid.
     """
     if name == "bayesian":
         return BayesianTuner(start_bytes, sizes, seed)

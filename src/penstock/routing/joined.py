@@ -39,35 +39,35 @@ def num_sets(node_size: int) -> int:
 def sets_of(node_size: int) -> Counts:
     """Return which places are in every set, [S, G], 0 or 1."""
     number_S1, place_G = np.arange(1, num_sets(node_size) + 1)[:, None], np.arange(node_size)
-    found: Counts = number_S1 >> place_G & 1
-    found.setflags(write=False)
-    return found
+    sets_SG: Counts = number_S1 >> place_G & 1
+    sets_SG.setflags(write=False)
+    return sets_SG
 
 
 def joined_legs(sent_NSC: Counts, received_PSC: Counts, place: Place) -> list[tuple[Leg, Leg]]:
     """Return, by piece, the two legs of the rank at `place`, whose rows are sorted by node and set of places.
 
     Args:
-        sent_NSC: Rows for every node, by set.
-        received_PSC: Rows from every rank for this node, by set.
-        place: Of the rank.
+        sent_NSC: The rows for every node, by set.
+        received_PSC: The rows from every rank for this node, by set.
+        place: The place of the rank.
     """
     reached_SG, nodes = sets_of(place.node_size), place.nodes
     received_NGSC = received_PSC.reshape(nodes, place.node_size, *received_PSC.shape[1:])
     held_NSC = received_NGSC[:, place.local]
     to_NC, from_NC = sent_NSC.sum(axis=1), held_NSC.sum(axis=1)
     into_GC = reached_SG.T @ held_NSC.sum(axis=0)
-    mine_S = reached_SG[:, place.local].astype(bool)
-    came_GC = received_NGSC.sum(axis=0)[:, mine_S].sum(axis=1)
-    found = []
+    own_S = reached_SG[:, place.local].astype(bool)
+    came_GC = received_NGSC.sum(axis=0)[:, own_S].sum(axis=1)
+    legs = []
     for piece in range(sent_NSC.shape[2]):
         to_nodes, held_B = _plain(to_NC[:, piece]), held_NSC[:, :, piece].reshape(-1)
         across = Leg(Group.RAIL, to_nodes, tuple(range(nodes)), to_nodes, _plain(from_NC[:, piece]))
         filled = np.flatnonzero(held_B)  # most sets are empty where there are many
         order = np.nonzero(reached_SG[filled % len(reached_SG)].T)[1]
         splits = _plain(into_GC[:, piece]), _plain(came_GC[:, piece])
-        found.append((across, Leg(Group.NODE, _plain(held_B[filled]), _plain(order), *splits)))
-    return found
+        legs.append((across, Leg(Group.NODE, _plain(held_B[filled]), _plain(order), *splits)))
+    return legs
 
 
 def arrivals(received_PSC: Counts, place: Place) -> Counts:
@@ -76,20 +76,20 @@ def arrivals(received_PSC: Counts, place: Place) -> Counts:
     They are sorted by the sender's place, its node and the set; see `filled_blocks`.
     """
     received_NGSC = received_PSC.reshape(place.nodes, place.node_size, *received_PSC.shape[1:])
-    mine_S = sets_of(place.node_size)[:, place.local].astype(bool)
-    return filled_blocks(received_NGSC[:, :, mine_S].swapaxes(0, 1))
+    own_S = sets_of(place.node_size)[:, place.local].astype(bool)
+    return filled_blocks(received_NGSC[:, :, own_S].swapaxes(0, 1))
 
 
 def filled_blocks(sizes: Counts) -> Counts:
     """Return the blocks that some piece fills, by piece, [C, B]; an empty one where there are no rows at all.
 
     Args:
-        sizes: Of all blocks, [..., C].
+        sizes: The sizes of all blocks, [..., C].
     """
     sizes_BC = sizes.reshape(-1, sizes.shape[-1])
     filled = np.flatnonzero(sizes_BC.sum(axis=1))
-    found: Counts = sizes_BC[filled if filled.size else [0]].T
-    return found
+    filled_CB: Counts = sizes_BC[filled if filled.size else [0]].T
+    return filled_CB
 
 
 def _plain(numbers: Counts) -> tuple[int, ...]:
@@ -100,9 +100,10 @@ def _plain(numbers: Counts) -> tuple[int, ...]:
 def distinct_parts(parts: int, num_experts: int, top_k: int, groups: int = 1, limit: int = 1) -> float:
     """Return in how many of equal parts a token's experts are on average, if all choices are equally likely.
 
+    Without groups it is n (1 - C(E - E / n, k) / C(E, k)), for many experts n (1 - (1 - 1 / n)^k).
+
     Args:
-        groups, limit: A token's experts come from `limit` of `groups` groups of experts (DeepSeek). Without
-            them it is n (1 - C(E - E / n, k) / C(E, k)), for many experts n (1 - (1 - 1 / n)^k).
+        groups, limit: A token's experts come from `limit` of `groups` groups of experts (DeepSeek).
     """
     size, share = num_experts // groups, num_experts // parts
     open_to_token = limit * size
@@ -127,11 +128,12 @@ def distinct_parts(parts: int, num_experts: int, top_k: int, groups: int = 1, li
 def distinct_rows(inputs: Counts, top_k: int, nearness: float = 1.0) -> Counts:
     """Return rows of every source for every part, [sources, parts], from its inputs for their experts.
 
+    Counts do not say which experts are chosen together. So every token is assumed to choose k different ones
+    with odds that give each expert its share; with even counts the result is exactly `distinct_parts`.
+
     Args:
-        inputs: [sources, parts, L]. Counts do not say which experts are chosen together. So every token is
-            assumed to choose k different ones with odds that give each expert its share; with even counts the
-            result is exactly `distinct_parts`.
-        nearness: Factor on the result, since choices limited to groups meet in fewer parts.
+        inputs: The inputs of every source for every part's experts, [sources, parts, L].
+        nearness: A factor on the result, since choices limited to groups meet in fewer parts.
     """
     rows, busiest = inputs.sum(axis=2), inputs.max(axis=2, initial=0)
     tokens = np.maximum(np.ceil(rows.sum(axis=1) / top_k), inputs.max(axis=(1, 2), initial=0))[:, None]
@@ -150,22 +152,22 @@ def distinct_rows(inputs: Counts, top_k: int, nearness: float = 1.0) -> Counts:
     elsewhere = [_product(before[part], after[part + 1])[:, top_k] for part in range(parts)]
     met = tokens * (1 - (np.stack(elsewhere, axis=1) / total[:, None])) * nearness
     least = np.maximum(busiest, np.ceil(rows / min(top_k, inputs.shape[2])))
-    found: Counts = np.clip(np.rint(met), least, np.minimum(tokens, rows)).astype(np.int64)
-    return found
+    distinct: Counts = np.clip(np.rint(met), least, np.minimum(tokens, rows)).astype(np.int64)
+    return distinct
 
 
 def _products(polynomials: Odds) -> Iterator[Odds]:
     """Yield the products of no polynomial, of the first, of the first two, and so on, to the power k."""
-    found = np.zeros_like(polynomials[0])
-    found[:, 0] = 1
-    yield found
-    for each in polynomials:
-        found = _product(found, each)
-        yield found
+    product = np.zeros_like(polynomials[0])
+    product[:, 0] = 1
+    yield product
+    for polynomial in polynomials:
+        product = _product(product, polynomial)
+        yield product
 
 
 def _product(one: Odds, other: Odds) -> Odds:
-    found = np.zeros_like(one)
+    product = np.zeros_like(one)
     for power in range(one.shape[1]):
-        found[:, power:] += one[:, power, None] * other[:, : one.shape[1] - power]
-    return found
+        product[:, power:] += one[:, power, None] * other[:, : one.shape[1] - power]
+    return product

@@ -64,11 +64,11 @@ class Leg:
 
     Attributes:
         axes: The axes along which the splits count members.
-        sizes: Blocks as they are stored.
-        order: Which block is sent when (indices into sizes); a block that is sent several times comes home as
-            the sum of all copies.
-        input_splits: Rows to each member.
-        output_splits: Rows from each member.
+        sizes: The sizes of the blocks as they are stored.
+        order: The block that is sent at every turn (indices into sizes); a block that is sent several times
+            comes home as the sum of all copies.
+        input_splits: The rows to each member.
+        output_splits: The rows from each member.
     """
 
     axes: Axes
@@ -130,9 +130,9 @@ class Stops(ABC):
         Every stop is in the node of a row's source or in that of its target.
 
         Args:
-            source: Ranks where rows start, [B].
-            target: Ranks that rows are for, [B].
-            size: Ranks of a node.
+            source: The ranks where rows start, [B].
+            target: The ranks that rows are for, [B].
+            size: The ranks of a node.
         """
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:
@@ -152,9 +152,9 @@ def legs_of(
     """Return the legs of the rank at `place`, by number of chunks and chunk.
 
     Args:
-        dispatch: One of one's own, not written as stops, gets a whole table for every chunk.
-        place: Of the rank.
-        rows_at: Returns rows by piece. It is asked for pairs that pass this rank only.
+        dispatch: The dispatch; a custom one that is not written as stops gets a whole table for every chunk.
+        place: The place of the rank.
+        rows_at: Returns rows by piece. It is asked only for pairs that pass this rank.
         degrees: The numbers of chunks, each a divisor of the number of pieces.
     """
     if isinstance(dispatch, Stops):
@@ -166,20 +166,25 @@ def legs_of(
 
 
 def busier_rows(dispatch: Dispatch, number: int, table: Table, node_size: int) -> Counts:
-    """Return the rows that every rank sends to others in a leg or gets from them, whichever are more, [P]."""
+    """Return the rows that every rank sends to others in a leg or gets from them, whichever are more, [P].
+
+    Args:
+        number: The number of the leg, from 0.
+        table: The rows from each rank to each rank.
+    """
     ranks = len(table)
     if isinstance(dispatch, Stops):
         senders, receivers = _ways(dispatch, ranks, node_size)[number]
         rows = np.where(senders == receivers, 0, table.reshape(-1))
         by_way = [np.bincount(each, rows, ranks) for each in (senders, receivers)]
         return np.maximum(*by_way).astype(np.int64)
-    found = np.zeros(ranks, np.int64)
+    busier = np.zeros(ranks, np.int64)
     for rank in range(ranks):
         place = Place(rank, ranks, node_size)
         leg = dispatch.legs(table, place)[number]
         own = place_in(leg.axes, place)
-        found[rank] = max(sum(s) - s[own] for s in (leg.input_splits, leg.output_splits))
-    return found
+        busier[rank] = max(sum(s) - s[own] for s in (leg.input_splits, leg.output_splits))
+    return busier
 
 
 class _Path(NamedTuple):
@@ -205,10 +210,10 @@ class _Path(NamedTuple):
     def cut(self, rows_at: RowsAt, degrees: tuple[int, ...]) -> Mapping[int, list[Leg]]:
         """Return the legs by number of chunks and chunk."""
         sent_BC, came_BC = rows_at(*self.held), rows_at(*self.came)
-        found: dict[int, list[Leg]] = {}
+        legs: dict[int, list[Leg]] = {}
         for chunks in degrees:
             pieces = zip(summed(sent_BC, chunks).T, summed(came_BC, chunks).T, strict=True)
-            found[chunks] = [
+            legs[chunks] = [
                 Leg(
                     self.axes,
                     tuple(sent.tolist()),
@@ -218,7 +223,7 @@ class _Path(NamedTuple):
                 )
                 for sent, came in pieces
             ]
-        return found
+        return legs
 
     def _splits(self, members: Counts, rows: Counts) -> tuple[int, ...]:
         return tuple(np.bincount(members, rows, self.members).astype(np.int64).tolist())
@@ -233,7 +238,7 @@ def _paths(dispatch: Stops, place: Place) -> tuple[_Path, ...]:
     source = np.concatenate([np.repeat(near, len(ranks)), np.repeat(far, size)])
     target = np.concatenate([np.tile(ranks, size), np.tile(near, len(far))])
     stops = [source, *dispatch.stops(source, target, size)]
-    found = []
+    paths = []
     for number, hop in enumerate(dispatch.hops):
         numbers = {
             Group.EXPERT: ranks,
@@ -246,7 +251,7 @@ def _paths(dispatch: Stops, place: Place) -> tuple[_Path, ...]:
         sent = stored[stops[number][stored] == place.rank]
         came = np.flatnonzero(stops[number + 1] == place.rank)
         to = member[stops[number + 1][sent]]
-        found.append(
+        paths.append(
             _Path(
                 hop.axes,
                 (source[sent], target[sent]),
@@ -257,7 +262,7 @@ def _paths(dispatch: Stops, place: Place) -> tuple[_Path, ...]:
                 members,
             )
         )
-    return tuple(found)
+    return tuple(paths)
 
 
 @lru_cache(maxsize=16)

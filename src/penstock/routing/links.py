@@ -18,10 +18,10 @@ class Links:
     """The cost of a byte between ranks of one node, and between nodes.
 
     Attributes:
-        nodes: By rank, from 0.
-        across_s_per_byte: Of a node's card, which all of its ranks share, or of each rank's own card where
-            `card_per_rank`.
-        inside_s_per_byte: Of each rank's link inside its node.
+        nodes: The node of every rank, from 0.
+        across_s_per_byte: The seconds per byte of a node's card, which all of its ranks share, or of each
+            rank's own card where `card_per_rank`.
+        inside_s_per_byte: The seconds per byte of each rank's link inside its node.
     """
 
     nodes: tuple[int, ...]
@@ -47,8 +47,8 @@ class Links:
         else:
             card_P = self.members.T @ _busier(self.members @ (self.across * sent_PP) @ self.members.T)
         inside_P = _busier(self.inside * sent_PP)
-        found: Floats = np.maximum(self.inside_s_per_byte * inside_P, self.across_s_per_byte * card_P)
-        return found
+        seconds_P: Floats = np.maximum(self.inside_s_per_byte * inside_P, self.across_s_per_byte * card_P)
+        return seconds_P
 
     @cached_property
     def pair_s_per_byte(self) -> Floats:

@@ -32,14 +32,14 @@ def rows_by_position(rows_PE: Counts, replication: Replication, mesh: Mesh) -> C
         split, sources = ExactSplit.of(replication, nodes), mesh.ep_size * mesh.etp_size
         groups = rows_PE.reshape(-1, sources, 1, rows_PE.shape[1])
         return np.concatenate([split.table(rows_SCE) for rows_SCE in groups]).reshape(len(rows_PE), -1)
-    pairs, found = replication.pairs, np.zeros((len(rows_PE), replication.positions), np.int64)
+    pairs, by_position = replication.pairs, np.zeros((len(rows_PE), replication.positions), np.int64)
     place_P = np.array([mesh.place(rank, Group.EXPERT) for rank in range(mesh.world_size)])
     for place in range(mesh.ep_size):
         here, own = np.flatnonzero(place_P == place), pairs.of(place)
         expert, position, before, upto = (each[own] for each in pairs[1:])
         rows_PK = rows_PE[here][:, expert]
-        np.add.at(found, (here[:, None], position), rows_PK * upto // SPLIT - rows_PK * before // SPLIT)
-    return found
+        np.add.at(by_position, (here[:, None], position), rows_PK * upto // SPLIT - rows_PK * before // SPLIT)
+    return by_position
 
 
 MOST_PASSED = 8
@@ -62,7 +62,7 @@ class ExactSplit:
 
     Attributes:
         by_position: The expert at every position, or EMPTY.
-        nodes: By rank, ascending.
+        nodes: The node of every rank, ascending.
         limit: The most that a rank computes, if homes allow it, in SPLITths of the mean.
     """
 
@@ -75,7 +75,7 @@ class ExactSplit:
         """Return the split of a replication that has a limit.
 
         Args:
-            nodes: () = one node.
+            nodes: The node of every rank; () = all are in one node.
         """
         assert replication.limit is not None, "a replication without a limit says itself where rows go"
         one = (0,) * replication.placement.ranks
@@ -87,7 +87,11 @@ class ExactSplit:
         return len(self.by_position) // len(self.nodes)
 
     def table(self, counts_SCE: Ints) -> Ints:
-        """Return rows from every source to every position, [S, P, C, N]. counts: by slice and expert."""
+        """Return rows from every source to every position, [S, P, C, N].
+
+        Args:
+            counts_SCE: The rows of every source, by slice and expert.
+        """
         counts_SCE = counts_SCE.astype(np.int64, copy=False)
         sources, slices, _ = counts_SCE.shape
         rows_SCQ: Ints = counts_SCE[:, :, self._expert_Q] * self._alone_Q
@@ -168,16 +172,16 @@ class ExactSplit:
 
     def _reached(self, given: Sequence[Sequence[int]], start: int) -> dict[int, tuple[int, int]]:
         """Return the ranks that rows of `start` can reach, nearest first: by which rank, of which expert."""
-        found, queue = {start: (start, -1)}, deque([start])
+        reached, queue = {start: (start, -1)}, deque([start])
         while queue:
             rank = queue.popleft()
             for j in self._shared_by_rank[rank]:
                 if given[j][rank]:
                     for home in self._shared[j].homes:
-                        if home not in found:
-                            found[home] = rank, j
+                        if home not in reached:
+                            reached[home] = rank, j
                             queue.append(home)
-        return found
+        return reached
 
     # ---- what never changes --------------------------------------------------------------------------------
 
@@ -228,7 +232,8 @@ def filled(heights: Sequence[int], rows: int) -> list[int]:
     """Return the rows that each place gets if the lowest fill up first.
 
     Args:
-        heights: Rows that places have.
+        heights: The rows that places have.
+        rows: The rows to be shared out.
     """
     order = sorted(range(len(heights)), key=heights.__getitem__)
     left, count, level = rows, 0, 0
@@ -238,30 +243,32 @@ def filled(heights: Sequence[int], rows: int) -> list[int]:
         if following is None or (following - level) * count >= left:
             break
         left -= (following - level) * count
-    each, more = divmod(left, count)
-    found = [0] * len(heights)
+    share, more = divmod(left, count)
+    added = [0] * len(heights)
     for turn, place in enumerate(order[:count]):
-        found[place] = level - heights[place] + each + (turn < more)
-    return found
+        added[place] = level - heights[place] + share + (turn < more)
+    return added
 
 
 def _placed(expert: _Shared, starting: Sequence[int], load: list[int], most: int) -> list[int]:
     """Return an expert's rows by home. load: the homes' other rows. most: a limit if others have room."""
     left = sum(starting)
-    found = [min(starting[home], max(0, most - base)) for home, base in zip(expert.homes, load, strict=True)]
-    left -= sum(found)
+    by_home = [
+        min(starting[home], max(0, most - base)) for home, base in zip(expert.homes, load, strict=True)
+    ]
+    left -= sum(by_home)
     for places, first, last in expert.inside if left else ():
-        heights = [load[place] + found[place] for place in places]
+        heights = [load[place] + by_home[place] for place in places]
         room = sum(max(0, most - height) for height in heights)
-        rest = sum(starting[first:last]) - sum(found[place] for place in places)
+        rest = sum(starting[first:last]) - sum(by_home[place] for place in places)
         if rows := min(rest, room):
             left -= rows
             for place, more in zip(places, filled(heights, rows), strict=True):
-                found[place] += more
+                by_home[place] += more
     if left:
-        heights = [base + rows for base, rows in zip(load, found, strict=True)]
-        found = [rows + more for rows, more in zip(found, filled(heights, left), strict=True)]
-    return found
+        heights = [base + rows for base, rows in zip(load, by_home, strict=True)]
+        by_home = [rows + more for rows, more in zip(by_home, filled(heights, left), strict=True)]
+    return by_home
 
 
 # ---- whose rows --------------------------------------------------------------------------------------------
@@ -271,8 +278,8 @@ class Tier(NamedTuple):
     """Groups of near sources and ranks.
 
     Attributes:
-        first_S, first_P: The first of each one's group.
-        together_SP: 1 where both are in one group.
+        first_S, first_P: The first source, and the first rank, of each one's group.
+        together_SP: 1 where a source and a rank are in one group.
     """
 
     first_S: Ints
@@ -285,11 +292,11 @@ def tiers(nodes: tuple[int, ...], sources: int = 0) -> tuple[Tier, ...]:
     """Return tiers, nearest first: ranks, nodes, all.
 
     Args:
-        nodes: By rank, ascending.
-        sources: 0 = the ranks.
+        nodes: The node of every rank, ascending.
+        sources: The number of sources; 0 = the ranks.
     """
-    ranks, each = np.arange(len(nodes)), (sources or len(nodes)) // len(nodes)
-    groups = [(np.repeat(group, each), group) for group in (ranks, np.array(nodes), 0 * ranks)]
+    ranks, per_rank = np.arange(len(nodes)), (sources or len(nodes)) // len(nodes)
+    groups = [(np.repeat(group, per_rank), group) for group in (ranks, np.array(nodes), 0 * ranks)]
     return tuple(
         Tier(
             np.searchsorted(of_source, of_source),
@@ -305,8 +312,13 @@ def matched(left_CJS: Ints, room_CJP: Ints, near: Sequence[Tier]) -> Ints:
 
     Few ranks have room for an expert: O(C J S H) numbers are worked out, with H the ranks that do, up to
     twice as many.
+
+    Args:
+        left_CJS: The rows of every source that have no rank yet.
+        room_CJP: The rows that every rank takes.
+        near: The groups, the nearest first.
     """
-    found_CJPS = np.zeros((*room_CJP.shape, left_CJS.shape[2]), np.int64)  # memory of few ranks is touched
+    all_CJPS = np.zeros((*room_CJP.shape, left_CJS.shape[2]), np.int64)  # memory of few ranks is touched
     has_room_JP = room_CJP.max(axis=0) > 0
     sizes_J = has_room_JP.sum(axis=1)
     bits_J = np.array([size.bit_length() for size in sizes_J.tolist()])
@@ -329,8 +341,8 @@ def matched(left_CJS: Ints, room_CJP: Ints, near: Sequence[Tier]) -> Ints:
             left = left - overlap.sum(axis=3)
             room[:, experts_J1, rank_JH] -= overlap.sum(axis=2)
         for expert, flows_CSH, rank_H in zip(of_size, flows_CJSH.swapaxes(0, 1), rank_JH, strict=True):
-            found_CJPS[:, expert][:, rank_H] = flows_CSH.swapaxes(1, 2)
-    return found_CJPS.swapaxes(2, 3)
+            all_CJPS[:, expert][:, rank_H] = flows_CSH.swapaxes(1, 2)
+    return all_CJPS.swapaxes(2, 3)
 
 
 def _runs(sizes: Ints, first: Ints) -> tuple[Ints, Ints]:

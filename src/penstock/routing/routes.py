@@ -52,10 +52,10 @@ class ChunkRoute:
     """Sizes of one slice on one rank.
 
     Attributes:
-        sent: Inputs for each expert of each rank, [P][local experts].
-        received: Inputs from each source for each of this rank's experts.
-        rows_sent: Rows by target: blocks in which they leave.
-        rows_received: Rows by source: blocks in which they arrive.
+        sent: The inputs for each expert of each rank, [P][local experts].
+        received: The inputs from each source for each of this rank's experts.
+        rows_sent: The rows by target: the blocks in which they leave.
+        rows_received: The rows by source: the blocks in which they arrive.
         legs: The transfers; none if alone, or for a slice that never travels by itself.
     """
 
@@ -76,8 +76,8 @@ class Shares:
     """One slice on ranks that share experts or attention, in rows.
 
     Attributes:
-        peers: Rows that each rank sharing this one's experts brings to them.
-        blocks: Own rows and those of each such rank, by target rank, [rank][target].
+        peers: The rows that each rank sharing this one's experts brings to them.
+        blocks: The own rows and those of each such rank, by target rank, [rank][target].
         counts: This rank's rows by position, before they are dealt.
     """
 
@@ -91,11 +91,11 @@ class Routes:
     """Sizes of all slices of one microbatch in one layer, and of the chunks in which they travel.
 
     Attributes:
-        slices: As rows travel between ranks.
+        slices: The slices as rows travel between ranks.
         cuts: The legs by number of chunks and chunk.
-        at_experts: Slices as experts get them, where they differ from those that arrive from other nodes.
-        shares: Of every slice, where ranks share experts.
-        home: Positions in the order in which a slice's rows lie at home; () = by position, as they leave.
+        at_experts: The slices as experts get them, where they differ from those that arrive from other nodes.
+        shares: The shares of every slice, where ranks share experts.
+        home: The positions in the order in which a slice's rows lie at home; () = by position, as they leave.
     """
 
     slices: tuple[ChunkRoute, ...]
@@ -114,12 +114,13 @@ class ShardPlace:
     """How rows meet all shards of their experts, and the place of a rank among those that share its experts.
 
     Attributes:
-        form: "gather" (FSMoE): between nodes every shard has its own rows, experts get them shard by shard.
-            "s1", "s2" (Parm): a row goes to every shard of its expert at once, and comes home as a sum.
-            "baseline" (DeepSpeed-MoE): rows of all shards lie together, by target and inside it by shard.
-        size: Shards of every expert.
-        rank: Which of them this rank has.
-        dealt: Ranks that have the same rows and deal them, 1 = none.
+        form: How rows meet the shards. With "gather" (FSMoE) every shard has its own rows between nodes, and
+            experts get them shard by shard. With "s1" and "s2" (Parm) a row goes to every shard of its expert
+            at once, and comes home as a sum. With "baseline" (DeepSpeed-MoE) rows of all shards lie together,
+            by target and inside it by shard.
+        size: The number of shards of every expert.
+        rank: The shard that this rank has.
+        dealt: The ranks that have the same rows and deal them, 1 = none.
         turns: The turn in which every rank of the expert group is dealt rows, [P][H].
     """
 
@@ -153,11 +154,11 @@ class RouteMaker:
 
     Attributes:
         dispatch: How rows travel.
-        place: Of the rank in its expert group.
+        place: The place of the rank in its expert group.
         row_counts: Whether the last counts are numbers of rows. Where a dispatch joins rows, these are one
             for every set of places in the target's node; no rank needs others' counts then.
         shards: How rows meet the shards of their experts; None = experts are whole.
-        split: Splits rows among the homes of their expert by the counts of all ranks, which are then by
+        split: What splits rows among the homes of their expert by the counts of all ranks, which are then by
             expert; None = counts are by position.
     """
 
@@ -181,7 +182,8 @@ class RouteMaker:
         """Make routes from what this rank sends and receives, which is enough for a flat dispatch.
 
         Args:
-            degrees: None = every slice is a chunk.
+            sent_PCN, received_PCN: The counts for every rank, and from every rank.
+            degrees: The numbers of chunks in which rows travel; None = every slice is a chunk.
         """
         if self.joins:
             return self._joined(sent_PCN, received_PCN, degrees)
@@ -247,20 +249,28 @@ class RouteMaker:
             )
         )
         made, arrived = (
-            _slices(sent, each, sent.sum(axis=-1).T, each.sum(axis=-1).T, cuts)
-            for each in (received, at_experts)
+            _slices(sent, arriving, sent.sum(axis=-1).T, arriving.sum(axis=-1).T, cuts)
+            for arriving in (received, at_experts)
         )
         return Routes(made, cuts, arrived, shares)
 
     def even(self, slots: Sequence[int], local_experts: int, degrees: Degrees | None = None) -> Routes:
-        """Make routes of fixed sizes: every rank sends `slots[c]` rows to every expert in slice c."""
+        """Make routes of fixed sizes: every rank sends `slots[c]` rows to every expert in slice c.
+
+        Args:
+            local_experts: The number of experts of every rank.
+            degrees: See `from_pair`.
+        """
         counts_C1 = np.asarray(slots, dtype=np.int64)[:, None]
         return self.fixed(np.repeat(counts_C1, self.place.ep_size * local_experts, axis=1), degrees)
 
     def fixed(self, rows_CX: Counts, degrees: Degrees | None = None) -> Routes:
-        """Make routes of fixed sizes: every rank sends as many rows to each position. X = all positions.
+        """Make routes of fixed sizes: every rank sends as many rows to each position.
 
         The sizes are those of all microbatches, layers and steps, so their routes are made once.
+
+        Args:
+            rows_CX: The rows of every slice, X = all positions.
         """
         return _fixed(self, rows_CX.shape, rows_CX.tobytes(), degrees)
 

@@ -26,13 +26,13 @@ class BatchCut:
 
     Attributes:
         mesh: The ranks of the step.
-        samples: Samples of a group of ranks with the same samples.
-        seq_len: Tokens of a sample.
-        top_k: Experts of a token.
-        microbatches: Parts of the samples.
-        slices: Parts of a microbatch's tokens, or of its slots.
-        token_shards: Ranks that each have a part of every sample's tokens at the router.
-        slots: By microbatch, the slots of every expert for one rank's tokens; () = dropless.
+        samples: The samples of a group of ranks with the same samples.
+        seq_len: The tokens of a sample.
+        top_k: The experts of a token.
+        microbatches: The parts of the samples.
+        slices: The parts of a microbatch's tokens, or of its slots.
+        token_shards: The ranks that each have a part of every sample's tokens at the router.
+        slots: The slots of every expert for one rank's tokens, by microbatch; () = dropless.
         fixed: Whether slots travel whether they are used or not.
     """
 
@@ -64,12 +64,12 @@ class BatchCut:
                 group_P, part_P = _owners(self.mesh, self.token_shards)
                 left = counts_DBYE[:, first : first + samples]
                 for part, length in enumerate(split_sizes(self.seq_len, self.token_shards)):
-                    mine = apportion(left, length * self.top_k)
+                    of_part = apportion(left, length * self.top_k)
                     ranks = np.flatnonzero(part_P == part)
                     sliced = np.zeros((len(left), *rows_PCYE.shape[1:]), dtype=np.int64)
-                    _cut_samples(mine, length, self.top_k, sliced)
+                    _cut_samples(of_part, length, self.top_k, sliced)
                     rows_PCYE[ranks] = sliced[group_P[ranks]]
-                    left = left - mine
+                    left = left - of_part
                 if self.slots:  # earlier slices first
                     taken = np.minimum(rows[:, m].cumsum(axis=1), self.slots[m])
                     rows[:, m] = np.diff(taken, axis=1, prepend=0)
@@ -88,10 +88,10 @@ class BatchCut:
         rows = np.zeros((self.mesh.world_size, *counts_DBYE.shape[2:]), dtype=np.int64)
         left = counts_DBYE
         for part, length in enumerate(split_sizes(self.seq_len, self.token_shards)):
-            mine = apportion(left, length * self.top_k)
+            of_part = apportion(left, length * self.top_k)
             ranks = np.flatnonzero(part_P == part)
-            rows[ranks] = mine.sum(axis=1)[group_P[ranks]]
-            left = left - mine
+            rows[ranks] = of_part.sum(axis=1)[group_P[ranks]]
+            left = left - of_part
         return rows
 
 
@@ -128,7 +128,7 @@ def by_source_and_target(rows_PE: Counts, placement: ExpertPlacement, shards: in
     A source is its place in the group and its shard.
 
     Args:
-        shards: Ranks that share every expert.
+        shards: The ranks that share every expert.
     """
     by_position = rows_PE if placement.is_even else rows_PE[:, list(placement.by_position)]
     return by_position.reshape(-1, placement.ranks, shards, placement.ranks, placement.slots)
@@ -142,10 +142,10 @@ class Placed:
     """Places of samples and experts in one step whose samples or experts move.
 
     Attributes:
-        held_YDB: Which sample is at every place before each MoE layer, and after the last one, [Y + 1, D, B].
+        held_YDB: The sample at every place before each MoE layer, and after the last one, [Y + 1, D, B].
             Samples are numbered group by group, as the batch has them.
-        replications: By MoE layer, the same in all expert groups; () = experts stay.
-        planning_s: Seconds in which a rank plans its share of the next step's replicas.
+        replications: The replication of every MoE layer, the same in all expert groups; () = experts stay.
+        planning_s: The seconds in which a rank plans its share of the next step's replicas.
     """
 
     held_YDB: Counts
@@ -166,9 +166,9 @@ class Placed:
         groups, samples = after_DB.shape
         origin = np.empty(self.held_YDB[0].size, np.int64)
         origin[before_DB] = np.arange(groups)[:, None]
-        found = np.zeros((groups, groups), np.int64)
-        np.add.at(found, (origin[after_DB].ravel(), np.repeat(np.arange(groups), samples)), 1)
-        return found
+        moved_DD = np.zeros((groups, groups), np.int64)
+        np.add.at(moved_DD, (origin[after_DB].ravel(), np.repeat(np.arange(groups), samples)), 1)
+        return moved_DD
 
     @staticmethod
     def still(counts_DBYE: Counts, replications: tuple[Replication, ...] = ()) -> Placed:

@@ -28,11 +28,11 @@ from penstock.routing.sizes import split_sizes
 
 @dataclass(frozen=True)
 class Plane:
-    """Devices of a exchange_group that exchange rows with each other.
+    """Devices of an exchange group that exchange rows with each other.
 
     Attributes:
-        devices: Their numbers in the exchange_group.
-        device_P: By rank of the expert group, which of these devices it belongs to.
+        devices: Their numbers in the exchange group.
+        device_P: The device that every rank of the expert group belongs to, out of these.
         node_D: The node of each device.
     """
 
@@ -46,9 +46,10 @@ class ExchangeGroup:
     """The members of a group, and what they share.
 
     Attributes:
-        device_B, part_B: Which device a member belongs to, and which part of its samples' tokens it has.
-        rank_B: Its place in its expert group.
-        plane_B: Members of one plane exchange rows with each other.
+        device_B, part_B: The device that every member belongs to, and the part of its samples' tokens that it
+            has.
+        rank_B: The place of every member in its expert group.
+        plane_B: The plane of every member; members of one plane exchange rows with each other.
         node_D: The node of every device.
     """
 
@@ -60,10 +61,10 @@ class ExchangeGroup:
 
     @staticmethod
     def alone(nodes: Sequence[int]) -> ExchangeGroup:
-        """Return a exchange_group in which every member is a device.
+        """Return an exchange group in which every member is a device.
 
         Args:
-            nodes: Of every member.
+            nodes: The node of every member.
         """
         everyone, nothing = tuple(range(len(nodes))), (0,) * len(nodes)
         return ExchangeGroup(everyone, nothing, everyone, nothing, tuple(nodes))
@@ -80,22 +81,22 @@ class ExchangeGroup:
     def planes(self) -> tuple[Plane, ...]:
         """The devices between which samples move, for each set of such devices."""
         plane_D = np.array(self.plane_B)[self.member_DK[:, 0]]
-        found = []
+        planes = []
         for plane in np.unique(plane_D):
             members = zip(self.rank_B, self.device_B, self.plane_B, strict=True)
             device_of = {rank: device for rank, device, its_plane in members if its_plane == plane}
             number = {int(device): n for n, device in enumerate(np.flatnonzero(plane_D == plane))}
             places = tuple(number[device_of[rank]] for rank in sorted(device_of))
             nodes = tuple(self.node_D[device] for device in number)
-            found.append(Plane(devices=tuple(number), device_P=places, node_D=nodes))
-        return tuple(found)
+            planes.append(Plane(devices=tuple(number), device_P=places, node_D=nodes))
+        return tuple(planes)
 
     @cached_property
     def member_DK(self) -> Counts:  # noqa: N802  # the suffix is its shape
         """The member that has a given part of a device's samples."""
-        found = np.zeros((self.devices, self.parts), np.int64)
-        found[self.device_B, self.part_B] = np.arange(len(self.device_B))
-        return found
+        member_DK = np.zeros((self.devices, self.parts), np.int64)
+        member_DK[self.device_B, self.part_B] = np.arange(len(self.device_B))
+        return member_DK
 
 
 @lru_cache(maxsize=64)
@@ -103,7 +104,8 @@ def exchange_group_of(mesh: Mesh, rank: int, node_size: int) -> ExchangeGroup:
     """Return the ranks that exchange counts with a rank, as devices.
 
     Args:
-        node_size: 0 = one node.
+        rank: A rank of the world.
+        node_size: The ranks of a node; 0 = there is one node.
     """
     members = mesh.members(rank, mesh.all_experts)
     groups = [mesh.group(member, Group.TENSOR) for member in members]
@@ -128,9 +130,9 @@ class TableSize:
     """Sizes of a table.
 
     Attributes:
-        ranks: P.
-        positions: Of the whole expert group, P * N.
-        chunks: C.
+        ranks: The ranks of the expert group, P.
+        positions: The positions of the whole expert group, P * N.
+        chunks: The slices, C.
     """
 
     ranks: int
@@ -143,9 +145,9 @@ class SampleTable:
     """The rows that every sample of a group sends to each position, before any sample moves.
 
     Attributes:
-        rows_IKPN: Rows by part, rank of the expert group and position.
-        expected_IE: Rows by expert of the next MoE layer; no columns where nothing is expected.
-        device_I, chunk_I: Where a sample is.
+        rows_IKPN: The rows by part, rank of the expert group and position.
+        expected_IE: The rows by expert of the next MoE layer; no columns where nothing is expected.
+        device_I, chunk_I: The device and the chunk of every sample.
     """
 
     exchange_group: ExchangeGroup
@@ -159,7 +161,12 @@ class SampleTable:
     def of(
         gathered: Counts, samples_B: Sequence[int], exchange_group: ExchangeGroup, size: TableSize
     ) -> SampleTable:
-        """Make a table from the members' counts, [samples of all members, positions + E]."""
+        """Make a table from the members' counts, [samples of all members, positions + E].
+
+        Args:
+            gathered: The counts of the members, one after the other.
+            samples_B: The number of samples of every member.
+        """
         samples_D = [samples_B[here[0]] for here in exchange_group.member_DK]
         by_member = np.split(gathered.astype(np.int64), np.cumsum(samples_B)[:-1])
         by_device = [np.stack([by_member[b] for b in here], axis=1) for here in exchange_group.member_DK]
@@ -179,12 +186,13 @@ class SampleTable:
     def by_expert(self, expert_of_position: Sequence[int], num_experts: int) -> Counts:
         """Return the rows of every sample by expert of this layer, [I, E].
 
-        -1: no expert is at that position.
+        Args:
+            expert_of_position: The expert at every position; -1 = there is none.
         """
         rows_IN = self.rows_IKPN.sum(axis=1).reshape(len(self.device_I), len(expert_of_position))
-        found = np.zeros((num_experts + 1, len(rows_IN)), np.int64)  # the last is for -1, and has no rows
-        np.add.at(found, np.array(expert_of_position), rows_IN.T)
-        return found[:-1].T
+        rows_EI = np.zeros((num_experts + 1, len(rows_IN)), np.int64)  # the last is for -1, and has no rows
+        np.add.at(rows_EI, np.array(expert_of_position), rows_IN.T)
+        return rows_EI[:-1].T
 
     def sent(self, device_I: Counts) -> Counts:
         """Return rows from every member to every position if samples are on these devices, [B, P, C, N]."""
@@ -209,9 +217,9 @@ class Crossing:
     """Numbers of the samples that leave one member and come to it, in the order in which they are sent.
 
     Attributes:
-        leaving, arriving: Samples that change ranks, on the old and the new home.
-        kept_from, kept_to: Samples that stay.
-        sent, received: Number of samples to and from every rank of the expert group.
+        leaving, arriving: The samples that change ranks, on the old and the new home.
+        kept_from, kept_to: The samples that stay, on the old and the new home.
+        sent, received: The number of samples to and from every rank of the expert group.
     """
 
     leaving: Counts
@@ -240,10 +248,10 @@ class SampleHomes:
     """New homes of a group's samples, and what follows from them for one member.
 
     Attributes:
-        device_I: By sample.
-        routes: Of the combine.
-        rows: By slice, None where rows are in the right order.
-        crossing: None where no sample of the group moves.
+        device_I: The device of every sample.
+        routes: The routes of combine.
+        rows: The order of every slice's rows; None where they are in the right one.
+        crossing: The samples that leave the member and come to it; None where no sample of the group moves.
     """
 
     device_I: Counts
@@ -254,8 +262,8 @@ class SampleHomes:
     @cached_property
     def digest(self) -> int:
         """A hash of the homes, for members to compare; below 2**63."""
-        found = hashlib.blake2b(self.device_I.astype(np.int64).tobytes(), digest_size=8).digest()
-        return int.from_bytes(found, "big") >> 1
+        digest = hashlib.blake2b(self.device_I.astype(np.int64).tobytes(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
 
 
 def settle(
@@ -263,9 +271,14 @@ def settle(
 ) -> SampleHomes:
     """Return what new homes mean for a member.
 
+    Args:
+        table: The rows of the samples, before any of them moves.
+        device_I: The new device of every sample.
+        maker: Makes the member's routes.
+        degrees: The numbers of chunks in which rows travel.
+
     Raises:
-        PlacementError: If a device's number of samples would change. device_I: the device of every sample.
-            maker: makes the member's routes; degrees: numbers of chunks in which rows travel.
+        PlacementError: If a device's number of samples would change.
     """
     exchange_group = table.exchange_group
     if device_I.shape != table.device_I.shape:
@@ -296,8 +309,8 @@ def _crossing(table: SampleTable, device_I: Counts, place_I: Counts, member: int
     if (device_I == table.device_I).all():
         return None
     exchange_group = table.exchange_group
-    mine, part = exchange_group.device_B[member], exchange_group.part_B[member]
-    here, there = table.device_I == mine, device_I == mine
+    device, part = exchange_group.device_B[member], exchange_group.part_B[member]
+    here, there = table.device_I == device, device_I == device
     number_I = table.place_I(table.device_I)
     rank_D = np.array(exchange_group.rank_B)[exchange_group.member_DK[:, part]]
     leaving, arriving = np.flatnonzero(here & ~there), np.flatnonzero(there & ~here)
@@ -335,8 +348,8 @@ def _row_order(
     sizes = table.rows_IKPN[i, k, exchange_group.rank_B[member]]  # [pairs, N]
     position = np.broadcast_to(np.arange(sizes.shape[1]), sizes.shape)
     source, home, number = (
-        np.broadcast_to(each[:, None], sizes.shape)
-        for each in (rank_DK[table.device_I[i], k], rank_DK[device_I[i], k], place_I[i])
+        np.broadcast_to(values[:, None], sizes.shape)
+        for values in (rank_DK[table.device_I[i], k], rank_DK[device_I[i], k], place_I[i])
     )
     before = np.lexsort((np.broadcast_to(i[:, None], sizes.shape).ravel(), position.ravel(), source.ravel()))
     after = np.lexsort((number.ravel(), position.ravel(), home.ravel()))

@@ -99,17 +99,21 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
         gathers_loads=shape.gathers_loads
         or choice.num_replica_slots > 0,  # the next step's replicas need them
     )
-    found = SCHEDULES[choice.schedule].shape(moving, choice, gradients.of_form(choice.form))
+    cut_shape = SCHEDULES[choice.schedule].shape(moving, choice, gradients.of_form(choice.form))
     passes = choice.passes
-    return replace(found, more=(*found.more, *passes)) if passes else found
+    return replace(cut_shape, more=(*cut_shape.more, *passes)) if passes else cut_shape
 
 
 def plan_step(
     choice: Decision, shape: StepShape, gradients: GradientBytes, cost_of: Callable[[StepShape], Cost]
 ) -> StepPlan:
-    """Cut the iteration as `choice` says, order the pieces by its rule, and check the result."""
-    found = cut(choice, shape, gradients)
-    graph = build_graph(found)
-    schedule = SCHEDULES[choice.schedule].order(graph, cost_of(found), choice)
+    """Cut the iteration as `choice` says, order the pieces by its rule, and check the result.
+
+    Args:
+        cost_of: Returns the cost of tasks in a step of this shape.
+    """
+    cut_shape = cut(choice, shape, gradients)
+    graph = build_graph(cut_shape)
+    schedule = SCHEDULES[choice.schedule].order(graph, cost_of(cut_shape), choice)
     schedule.check(graph)
-    return StepPlan(graph, schedule, found)
+    return StepPlan(graph, schedule, cut_shape)

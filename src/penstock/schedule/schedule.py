@@ -43,7 +43,7 @@ class Schedule:
         """Read the text form, with the tasks of `graph`.
 
         Raises:
-            ScheduleError: Naming what is wrong.
+            ScheduleError: For text that is no schedule of this graph; it names what is wrong.
         """
         name, orders = parse_orders(text)
         own = graph.by_name
@@ -69,7 +69,7 @@ class Schedule:
                 if seen[graph.position[task]]:
                     raise ScheduleError(f"{task} stands twice in the schedule")
                 seen[graph.position[task]] = True
-        if missing := [str(task) for task, found in zip(graph.tasks, seen, strict=True) if not found]:
+        if missing := [str(task) for task, present in zip(graph.tasks, seen, strict=True) if not present]:
             raise ScheduleError(f"schedule {self.name}: {missing[0]} is missing ({len(missing)} in all)")
         issue_order(self.lanes, graph)  # raises where lanes wait for each other
 
@@ -79,7 +79,12 @@ class Schedule:
         return Schedule(self.name, lanes)
 
     def grid(self, graph: Graph, *, width: int = 110, mark: Task | None = None) -> str:
-        """Return a picture: lanes as rows, one slot per task; `mark` puts a task into >brackets<."""
+        """Return a picture: lanes as rows, one slot per task.
+
+        Args:
+            width: The most characters of a line.
+            mark: The task that stands in >brackets<; None = no task does.
+        """
         return draw(self.name, self, graph, width=width, mark=mark)
 
 
@@ -88,6 +93,9 @@ def freeze(name: str, graph: Graph, cost: Cost, priority: Priority) -> Schedule:
 
     A lane never idles while one of its tasks is ready. A rank's slowness does not change the order:
     each task takes the time of its slowest rank. Cost: O(tasks log tasks).
+
+    Args:
+        priority: Returns the priority of a task; the smallest goes first.
     """
     seconds = [slowest(cost(task)) for task in graph.tasks]
     wanted = sorted(range(len(graph.tasks)), key=lambda i: (*priority(graph.tasks[i]), i))
@@ -101,7 +109,7 @@ def parse_orders(text: str) -> tuple[str, dict[Lane, tuple[Name, ...]]]:
     """Return the name and the task names per lane of a text form.
 
     Raises:
-        ScheduleError: Naming the line.
+        ScheduleError: For a line that is no order, which it names.
     """
     head, *lines = text.rstrip().splitlines() or [""]
     if not head.startswith("schedule "):
@@ -131,7 +139,11 @@ IDLE = "·"
 
 
 def draw(name: str, schedule: Ordered, graph: Graph, *, width: int, mark: Task | None) -> str:
-    """Return the picture as text, wrapped at `width` characters, forward before backward."""
+    """Return the picture as text, wrapped at `width` characters, forward before backward.
+
+    Args:
+        mark: The task that stands in >brackets<; None = no task does.
+    """
     lanes = [lane for lane, order in schedule.lanes.items() if order]
     times = simulate(schedule, graph, lambda _: 1.0).times
     starts = {task: int(span.start[0]) for task, span in times.items()}
@@ -160,8 +172,8 @@ def _rows(
         here = {lane: task for lane, task in here.items() if task is not None and task.forward is forward}
         for lane in lanes:
             task = here.get(lane)
-            words = IDLE if task is None else f">{task.cell}<" if task == mark else task.cell
-            cells[lane].append(words)
+            shown = IDLE if task is None else f">{task.cell}<" if task == mark else task.cell
+            cells[lane].append(shown)
         computed = here.get(Lane.COMPUTE)
         changed = computed is not None and computed.layer != current
         current = computed.layer if computed is not None else current

@@ -49,7 +49,8 @@ def search(
     there is no time limit.
 
     Args:
-        starts: Priorities in seconds, smaller first.
+        starts: The priorities of every task in seconds, smaller first, with which the search begins.
+        trials: The number of changes that are simulated.
     """
     seconds, rng = [slowest(cost(task)) for task in graph.tasks], random.Random(0)
     scheduler, total_order = ListScheduler(graph, seconds), TotalOrder(graph, seconds)
@@ -70,9 +71,9 @@ def search(
         else:
             for _ in range(rng.randint(1, LARGEST_GROUP)):
                 moved[rng.randrange(len(keys))] += rng.gauss(0, step_s)
-        found = scheduler.play_below(moved, listed.seconds)
-        if found is not None and found.seconds <= listed.seconds:  # an equal one, too: it may lead on
-            listed, keys = found, moved
+        played = scheduler.play_below(moved, listed.seconds)
+        if played is not None and played.seconds <= listed.seconds:  # an equal one, too: it may lead on
+            listed, keys = played, moved
     best = total_order.timed(listed.orders)
     changes = _Changes(graph, total_order, rng)
     runs = max(1, min(RUNS, trials // LEAST_RUN))
@@ -184,7 +185,7 @@ class Waits:
 
     Attributes:
         pairs: Two tasks of one lane, of which the second waits for the first only because of the order.
-        before: By position, the previous task on the same lane; -1 = none.
+        before: The previous task on the same lane, by position; -1 = there is none.
     """
 
     pairs: list[tuple[int, int]]
@@ -195,7 +196,7 @@ class TotalOrder:
     """A graph in plain numbers, to time rows.
 
     Attributes:
-        seconds: By position.
+        seconds: The duration of every task, by position.
     """
 
     def __init__(self, graph: Graph, seconds: Sequence[float]) -> None:
@@ -218,7 +219,7 @@ class TotalOrder:
         return orders
 
     def again(self, was: Timed, row: Row, first: int, most_s: float) -> Timed | None:
-        """Time a row equal to `was` before place `first`. None as soon as it must take longer than most_s."""
+        """Return the times of a row equal to `was` before `first`; None if it takes more than `most_s`."""
         lane_of, links, seconds, after_s = self.lane, self.links, self.seconds, self.after_s
         starts_s, ends_s = was.starts_s.copy(), was.ends_s.copy()
         free_s, missing = (
@@ -272,7 +273,7 @@ class TotalOrder:
     def hold(self, row: Row, first: int, second: int) -> Row | None:
         """Move the task at place `first`, and all that depend on it, after that at the later place `second`.
 
-        None if the later task depends on the earlier one.
+        The result is None if the later task depends on the earlier one.
         """
         waiting, ahead, moved = {row[first]}, list[int](), [row[first]]
         for task in row[first + 1 : second + 1]:
@@ -286,7 +287,7 @@ class TotalOrder:
     def advance(self, row: Row, first: int, second: int) -> Row | None:
         """Move the task at place `second`, and all on which it depends, before the task at place `first`.
 
-        None if the later task depends on the earlier one.
+        The result is None if the later task depends on the earlier one.
         """
         wanted, moved, behind = {row[second]}, [row[second]], list[int]()
         for task in reversed(row[first:second]):

@@ -29,7 +29,7 @@ class System(ABC):
     Attributes:
         reads: The fields of a decision that this schedule uses; searches vary only these, and descriptions
             name only these.
-        usual_chunks: Pieces of an MoE layer's tokens where none is set.
+        usual_chunks: The pieces of an MoE layer's tokens where none is set.
         expert_form: How rows reach all shards of their experts, where that is part of the schedule and not
             for a plan to decide.
     """
@@ -48,7 +48,11 @@ class System(ABC):
         """Return the order by this system's rule, frozen."""
 
     def quick_order(self, graph: Graph, cost: Cost, choice: Decision, part: int) -> Schedule:  # noqa: ARG002
-        """Return an order nearly as good as `order`'s for about 1/part of the work, where `order` is slow."""
+        """Return an order nearly as good as `order`'s for about 1/part of the work, where `order` is slow.
+
+        Args:
+            part: How many times less work it is than `order`'s.
+        """
         return self.order(graph, cost, choice)
 
 
@@ -134,11 +138,15 @@ def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
 
 
 def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Schedule:
-    """Return the schedule of these orders; where no lane could proceed, the sums waited for come first."""
-    found = {lane: tuple(order) for lane, order in lanes.items() if order}
+    """Return the schedule of these orders; where no lane could proceed, the sums waited for come first.
+
+    Args:
+        lanes: The tasks of every lane, in their order.
+    """
+    by_lane = {lane: tuple(order) for lane, order in lanes.items() if order}
     if not any(ROOM in task.inputs for task in graph.tasks):
-        return Schedule(name, found)
-    left = {lane: order[::-1] for lane, order in positions(found, graph).items()}  # the next one is last
+        return Schedule(name, by_lane)
+    left = {lane: order[::-1] for lane, order in positions(by_lane, graph).items()}  # the next one is last
     done = set[int]()
     row = advance(left.values(), graph.links, done)
     tasks, moved = graph.tasks, True
@@ -159,7 +167,7 @@ def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Sc
     for order in left.values():  # none, or a deadlock of another kind, which the schedule's check names
         row += order[::-1]
     ran = [tasks[place] for place in row]
-    return Schedule(name, {lane: tuple(task for task in ran if task.lane is lane) for lane in found})
+    return Schedule(name, {lane: tuple(task for task in ran if task.lane is lane) for lane in by_lane})
 
 
 # ---- gradient reductions in chosen gaps of the backward pass; everything else in program order ------------
@@ -174,7 +182,7 @@ def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]])
     """Return a step in program order whose reductions run in their gaps.
 
     Args:
-        gaps: Every reduction once.
+        gaps: The reductions of every gap; every reduction is in one.
 
     Raises:
         ScheduleError: For a gap between all-to-alls in a layer that has no all-to-alls.

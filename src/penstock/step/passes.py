@@ -213,7 +213,7 @@ class GradientPieces:
     after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─ XR.p0
 
     Attributes:
-        parts: By kind of gradients.
+        parts: The sizes of the pieces of every layer's buffer, by kind of gradients.
         sharing: Whether ranks share attention.
         scatters: Whether every rank keeps its share of a sum (RA, RP, RX stand for AR, PR, XR).
     """
@@ -246,12 +246,12 @@ def reductions(
     """Return the pieces of a layer's gradients, by kind.
 
     Args:
-        parts: Of every buffer, by kind.
+        parts: The sizes of the pieces of every buffer, by kind.
         last: The tasks after which a buffer is complete; nothing adds to a buffer that it does not name. None
             = tasks without inputs, only to be priced.
         sharing, scatters: See GradientPieces.
     """
-    found = {}
+    by_kind = {}
     for name, sizes in parts.items():
         kind = GRADIENT_KINDS[name]
         op, buffer, axes = (
@@ -264,8 +264,8 @@ def reductions(
         names = [Name(layer, op, Phase.BACKWARD, piece=piece) for piece in pieces]
         cut = Cut(parts=tuple(sizes))
         touched = (), (buffer,), (buffer,)  # summed in place
-        found[name] = [Task(each, Lane.INTER, axes, inputs, cut, *touched) for each in names]
-    return found
+        by_kind[name] = [Task(each, Lane.INTER, axes, inputs, cut, *touched) for each in names]
+    return by_kind
 
 
 @lru_cache(maxsize=8)
@@ -278,12 +278,12 @@ def last_to_add(graph: Graph) -> Mapping[str, Sequence[Name]]:
         for name in task.sources():
             if name.layer == task.layer:
                 followed[name] |= states
-    found: dict[str, list[Name]] = {}
+    last: dict[str, list[Name]] = {}
     for task in graph.tasks[begin:]:
         for state in task.accumulates:
             if state not in followed[task.name]:
-                found.setdefault(state, []).append(task.name)
-    return found
+                last.setdefault(state, []).append(task.name)
+    return last
 
 
 # ---- program order, by which rules and searches break ties ------------------------------------------------

@@ -27,8 +27,9 @@ class PlainStep:
 
     Attributes:
         moe_layers: For every layer, whether its feed-forward part is an MoE layer.
-        exchange_counts: Dropless routing sends uneven pieces, so their sizes are exchanged first.
-        shared_experts: Every MoE layer has shared experts.
+        exchange_counts: Whether sizes of pieces are exchanged first, since dropless routing sends uneven
+            ones.
+        shared_experts: Whether every MoE layer has shared experts.
     """
 
     moe_layers: tuple[bool, ...]

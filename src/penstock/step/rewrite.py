@@ -15,10 +15,10 @@ Names = tuple[Name, ...]
 
 def require(graph: Graph, op: str, role: str = "") -> None:
     """Raise ScheduleError unless the graph has tasks of `op`, which all read `role` if one is given."""
-    found = [task for task in graph.tasks if task.op == op]
-    if not found:
+    tasks = [task for task in graph.tasks if task.op == op]
+    if not tasks:
         raise ScheduleError(f"the step has no task {op}")
-    if role and (without := [task for task in found if role not in task.inputs]):
+    if role and (without := [task for task in tasks if role not in task.inputs]):
         raise ScheduleError(f"{without[0]} has no input {role}; it reads {', '.join(without[0].inputs)}")
 
 
@@ -26,7 +26,7 @@ def insert_before(graph: Graph, op: str, role: str, make: Callable[[Task, Names]
     """Put a task on the edge `role` of every `op`.
 
     Args:
-        make: The new task, from the reader and what it read.
+        make: Makes the new task from the reader and from what it read.
     """
     require(graph, op, role)
     out: list[Task] = []
@@ -39,7 +39,11 @@ def insert_before(graph: Graph, op: str, role: str, make: Callable[[Task, Names]
 
 
 def insert_after(graph: Graph, op: str, role: str, make: Callable[[Task], Task]) -> Graph:
-    """Put a task after every `op`, on the edges of all that read its output `role`."""
+    """Put a task after every `op`, on the edges of all that read its output `role`.
+
+    Args:
+        make: Makes the new task from the one that it follows.
+    """
     require(graph, op)
     moved: dict[Name, Name] = {}
     out: list[Task] = []
@@ -87,9 +91,9 @@ def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable
             read = {role: [(number[n], named[n]) for n in names] for role, names in task.inputs.items()}
         except KeyError as missing:
             raise ScheduleError(f"{task} reads {missing.args[0]}, which is not in the graph") from None
-        for mine, name in enumerate(named[task.name]):
-            inputs = {role: _overlapping(ends, mine, of) for role, ends in read.items()}
-            held = cut(task, mine)
+        for index, name in enumerate(named[task.name]):
+            inputs = {role: _overlapping(ends, index, of) for role, ends in read.items()}
+            held = cut(task, index)
             state = task.accumulates, task.reads, task.writes
             out.append(Task(name, task.lane, task.axes, inputs, held, *state))
     return Graph.of(out)
@@ -104,15 +108,15 @@ def _pieces(name: Name, axis: Axis, count: int) -> Names:
 
 def _overlapping(ends: Sequence[tuple[int, Names]], mine: int, of: int) -> Names:
     """Return the pieces, of tasks cut into `count` pieces each, that piece `mine` of `of` reads."""
-    found: list[Name] = []
+    read: list[Name] = []
     for count, names in ends:
         if not (of and count):
-            found += names
+            read += names
         elif of == count:
-            found.append(names[mine])
+            read.append(names[mine])
         else:  # from the first that ends after this piece begins to the last that begins before it ends
-            found += names[mine * count // of : -(-(mine + 1) * count // of)]
-    return tuple(found)
+            read += names[mine * count // of : -(-(mine + 1) * count // of)]
+    return tuple(read)
 
 
 def end_layers(graph: Graph, added: Mapping[int, Sequence[Task]]) -> Graph:

@@ -35,10 +35,11 @@ class Sharing:
     """Which ranks share what.
 
     Attributes:
-        tp_size: Ranks that share attention.
-        etp_size: Ranks that share every expert.
+        tp_size: The ranks that share attention.
+        etp_size: The ranks that share every expert.
         tokens: What ranks that share attention have of every sample's tokens between two blocks.
-        judges_samples: Balance is judged by sample or microbatch, of which those ranks may each have a part.
+        judges_samples: Whether balance is judged by sample or microbatch, of which those ranks may each have
+            a part.
     """
 
     tp_size: int = 1
@@ -79,8 +80,8 @@ class Updating:
     """How a step updates parameters, of which every rank owns a share.
 
     Attributes:
-        clips: By the norm, for which every update waits. replicas: whether experts have replicas; else each
-            rank owns all of its experts.
+        clips: Whether gradients are clipped by their norm, for which every update waits.
+        edp: Whether several ranks own each expert; else each rank owns all of its experts.
         releases: Whether whole gradients are freed as soon as their share of the sum is there (ZeRO's stage
             2).
     """
@@ -101,30 +102,35 @@ class StepShape:
 
     Attributes:
         moe_layers: For every layer, whether its feed-forward part is an MoE layer.
-        microbatches: Pieces of the batch, split along samples, that go through whole blocks (FlowMoE's R).
-        chunks: Pieces of the tokens inside one MoE layer (the pipeline degree of Tutel, PipeMoE, FSMoE).
-        degree_backward: Chunks in the backward half; 0 = as many as forward. Read `backward_chunks` instead.
-        exchange_counts: Dropless routing sends uneven pieces, so their sizes are exchanged first.
-        all_reduce_chunks: For every layer, into how many pieces its replicated gradients are cut.
-        all_reduce_parts: For every layer the relative sizes of those pieces; empty = nearly equal ones.
-        expert_all_reduce_chunks: As all_reduce_chunks, of expert gradients; 0 where no expert has a replica.
+        microbatches: The pieces of the batch, split along samples, that go through whole blocks (FlowMoE's
+            R).
+        chunks: The pieces of the tokens inside one MoE layer (the pipeline degree of Tutel, PipeMoE, FSMoE).
+        degree_backward: The chunks in the backward half; 0 = as many as forward. Read `backward_chunks`
+            instead.
+        exchange_counts: Whether sizes of pieces are exchanged first, since dropless routing sends uneven
+            ones.
+        all_reduce_chunks: The number of pieces into which every layer's replicated gradients are cut.
+        all_reduce_parts: The relative sizes of those pieces, by layer; empty = nearly equal ones.
+        expert_all_reduce_chunks: The same as all_reduce_chunks for expert gradients; 0 where no expert has a
+            replica.
         dispatch: The legs of a dispatch in their order; combine takes them in reverse.
-        shared_experts: Every MoE layer has shared experts, whose task waits for no transfer.
-        more: Passes in addition to those that the other fields ask for.
-        split_experts: Experts' weight gradients are tasks of their own (W), which only their update needs.
-        sharing: Ranks that share attention or experts.
+        shared_experts: Whether every MoE layer has shared experts, whose task waits for no transfer.
+        more: The passes in addition to those that the other fields ask for.
+        split_experts: Whether experts' weight gradients are tasks of their own (W), which only their update
+            needs.
+        sharing: The ranks that share attention or experts.
         expert_form: How rows meet all shards of their experts.
-        pair_slices: Slices of combine and of the gather after it, which overlap (Parm's SAA, form s2).
-        partial_all_reduce_chunks: As all_reduce_chunks, of gradients that ranks sharing attention sum in
-            parts; empty = one piece per layer. Where no ranks share attention, there are none, whatever this
-            says.
-        moves_samples: Combine takes whole samples to new homes (NetMoE).
-        carries_residual: Rows can bring the residual stream of those samples home; it matters only where
-            samples move.
-        replica_slots: Experts of other ranks for which every rank has room in every MoE layer (Pro-Prophet);
-            0 = experts stay.
-        replica_pieces: Pieces in which their parameters and gradients travel.
-        gathers_loads: Ranks exchange, once per step, how many of their rows went to each expert.
+        pair_slices: The slices of combine and of the gather after it, which overlap (Parm's SAA, form s2).
+        partial_all_reduce_chunks: The same as all_reduce_chunks for gradients that ranks sharing attention
+            sum in parts; empty = one piece per layer. Where no ranks share attention, there are none,
+            whatever this says.
+        moves_samples: Whether combine takes whole samples to new homes (NetMoE).
+        carries_residual: Whether rows can bring the residual stream of those samples home; it matters only
+            where samples move.
+        replica_slots: The experts of other ranks for which every rank has room in every MoE layer
+            (Pro-Prophet); 0 = experts stay.
+        replica_pieces: The pieces in which their parameters and gradients travel.
+        gathers_loads: Whether ranks exchange, once per step, how many of their rows went to each expert.
         recompute: What is recomputed before its backward.
         updating: How the step updates parameters; None = it does not, and leaves the sums of all gradients on
             every rank.
@@ -248,8 +254,8 @@ class StepShape:
 
     def slices_of(self, chunk: int, phase: Phase) -> range:
         """Return the slices that a chunk is made of."""
-        each = self.slices // self.chunks_of(phase)
-        return range(chunk * each, (chunk + 1) * each)
+        size = self.slices // self.chunks_of(phase)
+        return range(chunk * size, (chunk + 1) * size)
 
     @property
     def num_layers(self) -> int:

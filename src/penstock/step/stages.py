@@ -46,17 +46,17 @@ class Pass(Protocol):
 
 def check_passes(passes: Sequence[Any]) -> None:
     """Raise ScheduleError for an object that is no pass, or a pass that cannot be hashed."""
-    for each in passes:
-        named = isinstance(getattr(each, "name", None), str)
-        if not (named and callable(each) and isinstance(getattr(each, "stage", None), Stage)):
+    for item in passes:
+        named = isinstance(getattr(item, "name", None), str)
+        if not (named and callable(item) and isinstance(getattr(item, "stage", None), Stage)):
             raise ScheduleError(
-                f"{each!r} is no pass: it needs a name, a stage of Stage, and to be called with a graph"
+                f"{item!r} is no pass: it needs a name, a stage of Stage, and to be called with a graph"
             )
         try:
-            hash(each)
+            hash(item)
         except TypeError as error:
             raise ScheduleError(
-                f"pass {each.name} cannot be hashed ({error}), and steps are kept by their passes: make it a "
+                f"pass {item.name} cannot be hashed ({error}), and steps are kept by their passes: make it a "
                 "frozen dataclass"
             ) from error
 
@@ -74,30 +74,37 @@ def run(graph: Graph, passes: Sequence[Pass]) -> Graph:
     """Run passes in this order.
 
     Raises:
-        RefusalError: Naming the pass that could not rewrite the graph.
+        RefusalError: For a pass that could not rewrite the graph, which it names.
     """
-    for each in passes:
+    for rewrite in passes:
         try:
-            found = each(graph)
+            rewritten = rewrite(graph)
         except ScheduleError as error:
-            raise RefusalError(f"pass {each.name}: {error}") from error
-        if not isinstance(found, Graph):
-            raise ScheduleError(f"pass {each.name} returned {type(found).__name__}: it must return a Graph")
-        graph = found
+            raise RefusalError(f"pass {rewrite.name}: {error}") from error
+        if not isinstance(rewritten, Graph):
+            raise ScheduleError(
+                f"pass {rewrite.name} returned {type(rewritten).__name__}: it must return a Graph"
+            )
+        graph = rewritten
     return graph
 
 
 def in_order(passes: Sequence[Pass], own: Sequence[Pass] = ()) -> tuple[Pass, ...]:
-    """Return passes sorted by stage, with somebody's own.
+    """Return passes sorted by stage.
+
+    Args:
+        own: Custom passes, which run last in their stage.
 
     Raises:
         ScheduleError: For two passes of one name.
     """
     seen: set[str] = set()
-    for each in (*passes, *own):
-        if each.name in seen:
-            raise ScheduleError(f"pass {each.name} stands twice: systems combine each pass once")
-        seen.add(each.name)
-    placed = [(each.stage, each) for each in passes]
-    placed += [(Stage.UPDATES if each.stage is Stage.GRADIENTS else each.stage, each) for each in own]
-    return tuple(each for _, each in sorted(placed, key=lambda pair: pair[0]))
+    for rewrite in (*passes, *own):
+        if rewrite.name in seen:
+            raise ScheduleError(f"pass {rewrite.name} stands twice: systems combine each pass once")
+        seen.add(rewrite.name)
+    placed = [(rewrite.stage, rewrite) for rewrite in passes]
+    placed += [
+        (Stage.UPDATES if rewrite.stage is Stage.GRADIENTS else rewrite.stage, rewrite) for rewrite in own
+    ]
+    return tuple(rewrite for _, rewrite in sorted(placed, key=lambda pair: pair[0]))

@@ -29,7 +29,7 @@ class Occupation:
     """How the lanes of one rank were used in one step. Seconds.
 
     Attributes:
-        exposed_s: Time in which some communication was running and nothing was computed.
+        exposed_s: The time in which some communication was running and nothing was computed.
     """
 
     iteration_s: float
@@ -42,7 +42,7 @@ def occupation(records: Iterable[TaskRecord], silent: Collection[Axes] = ()) -> 
     """Return the occupation of one rank in one step from its records.
 
     Args:
-        silent: Groups of one rank, in which nothing is sent; their tasks do not count as communication.
+        silent: The groups of one rank, in which nothing is sent; their tasks do not count as communication.
     """
     records = [record for record in records if record.task.axes not in silent]
     compute = _union((r.start_s, r.end_s) for r in records if r.lane.computes)
@@ -62,6 +62,10 @@ def overhead_s(records: Iterable[TaskRecord], needs: Mapping[Task, Sequence[Task
     """Return seconds that a rank's lane was idle although its next task was ready: the scheduler's own cost.
 
     A task could start when the task before it on the lane and everything that it needs had ended.
+
+    Args:
+        records: The records of one rank in one step.
+        needs: The tasks that every task reads.
     """
     records = list(records)
     ends = {record.task: record.end_s for record in records}
@@ -128,12 +132,12 @@ def _length(spans: Iterable[Span]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One task of the chain.
+    """One task of the critical path.
 
     Attributes:
-        gap_s: How long its lane was idle before it although nothing was awaited.
-        start_s: Of a transfer, when the last of its ranks had begun it: earlier time was waiting for that
-            rank.
+        gap_s: The time for which its lane was idle before it although nothing was awaited.
+        start_s: Its start; for a transfer, when the last of its ranks had begun it: earlier time was waiting
+            for that rank.
     """
 
     task: Task
@@ -146,7 +150,7 @@ class Link:
 def critical_path(
     records: Iterable[TaskRecord], needs: Mapping[Task, Sequence[Task]], mesh: Mesh
 ) -> list[Link]:
-    """Return the chain in the order of time; [] without records.
+    """Return the tasks that a step waited for, in the order of time; [] without records.
 
     A task waits for what it needs and for the task before it on its lane; of these the last to end counts. A
     task that meets other ranks waits for the last of them, except for one that began after the task's end,
@@ -154,19 +158,20 @@ def critical_path(
     from 0 on, whatever the error of clocks.
 
     Args:
-        records: Of one step on all ranks, by one clock.
+        records: The records of one step on all ranks, by one clock.
+        needs: The tasks that every task reads.
     """
-    known = {(record.rank, record.task): record for record in records}
-    before = _before(known.values())
+    record_at = {(record.rank, record.task): record for record in records}
+    before = _before(record_at.values())
     chain: list[Link] = []
-    at = max(known.values(), key=lambda record: record.end_s, default=None)
+    at = max(record_at.values(), key=lambda record: record.end_s, default=None)
     end_s = 0.0 if at is None else at.end_s
     while at is not None:
         ranks = mesh.members(at.rank, at.task.axes) if at.task.axes else (at.rank,)
-        met = [known[rank, at.task] for rank in ranks if (rank, at.task) in known]
+        met = [record_at[rank, at.task] for rank in ranks if (rank, at.task) in record_at]
         begun = [record for record in met if record.start_s <= at.end_s]
         last = max(begun, key=lambda record: record.start_s)
-        awaited = [known[last.rank, need] for need in needs[at.task] if (last.rank, need) in known]
+        awaited = [record_at[last.rank, need] for need in needs[at.task] if (last.rank, need) in record_at]
         if (ahead := before.get((last.rank, last.task))) is not None:
             awaited.append(ahead)
         previous = max(awaited, key=lambda record: record.end_s, default=None)
@@ -188,13 +193,13 @@ def critical_path(
 
 def _before(records: Iterable[TaskRecord]) -> dict[tuple[int, Task], TaskRecord]:
     """Return, for every task on every rank, the task before it on its lane."""
-    found: dict[tuple[int, Task], TaskRecord] = {}
+    before: dict[tuple[int, Task], TaskRecord] = {}
     latest: dict[tuple[int, str], TaskRecord] = {}
     for record in sorted(records, key=lambda record: (record.start_s, record.end_s)):
         if (ahead := latest.get((record.rank, record.lane))) is not None:
-            found[record.rank, record.task] = ahead
+            before[record.rank, record.task] = ahead
         latest[record.rank, record.lane] = record
-    return found
+    return before
 
 
 SLOW: Final = 1.5
@@ -246,7 +251,7 @@ def stragglers(everyone: Sequence[Mapping[Kind, float]]) -> tuple[Straggler, ...
     named.
 
     Args:
-        everyone: By rank, `typical_seconds` of a plan.
+        everyone: The `typical_seconds` of every rank under one plan.
     """
     totals = [sum(seconds.values()) for seconds in everyone]
     usual_s = median_low(totals)

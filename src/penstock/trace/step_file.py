@@ -48,7 +48,7 @@ class Spans:
 
 @dataclass(frozen=True, kw_only=True)
 class PathLink:
-    """A task of the critical path; see `trace.critical.Link`."""
+    """A task of the critical path; see `trace.analysis.Link`."""
 
     task: str
     lane: str
@@ -66,21 +66,23 @@ class StepFile:
     """The last step of a run.
 
     Attributes:
-        step: Its number.
-        ranks: Of the run.
-        shown: Those that have timelines.
-        source: What predictions are made from, in words.
-        predicted_s, measured_s: Of a step, the latter the median of the last `typical_steps` on the slowest
-            rank.
-        bound_s: What no order of the same tasks beats with the durations that they had in the last
-            `traced_steps`, which took `traced_s`; None in older files, whose `measured_s` is that.
-        tasks, lanes: Of every task.
-        predicted, measured: When each ran.
-        typical_predicted_s, typical_measured_s: How long each takes, the latter by its median over
-            `typical_steps` steps: of computation the mean over ranks; of a transfer the rank that waited
+        step: The number of the step.
+        ranks: The number of ranks of the run.
+        shown: The ranks that have timelines.
+        source: What predictions are made from, as text.
+        predicted_s, measured_s: The seconds of a step; the measured ones are the median of the last
+            `typical_steps` on the slowest rank.
+        bound_s: The seconds that no order of the same tasks beats with the durations that they had in the
+            last `traced_steps`.
+        tasks, lanes: The name and the lane of every task.
+        predicted, measured: When each task ran.
+        typical_predicted_s, typical_measured_s: How long each task takes, measured by its median over
+            `typical_steps` steps: for computation the mean over ranks; for a transfer the rank that waited
             least.
+        traced_s: The seconds of a step in the last `traced_steps`; None in older files, where `measured_s` is
+            that.
         path: The measured critical path.
-        stragglers: Ranks that computed slowly in these steps; older files have none.
+        stragglers: The ranks that computed slowly in these steps; older files have none.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -144,7 +146,7 @@ class StepFile:
         """Read a file.
 
         Raises:
-            ConfigError: Naming file and key that are wrong.
+            ConfigError: For a file that cannot be used; it names file and key.
         """
         return from_dict(StepFile, read_json(path, REMOVE), str(path))
 

@@ -106,14 +106,15 @@ class RoutingConfig:
 
     Attributes:
         routing: The name of the workload; `penstock list` has them.
-        zipf_exponent: 0 is even, 1 gives the first expert twice the tokens of the second.
-        gini: Coefficient of the rows of a layer's experts: 0 is even, near 1 few experts get nearly all.
-        dirichlet_concentration: Small numbers send a sample to few experts (strong locality), large ones to
-            all alike.
+        zipf_exponent: The exponent of zipf: 0 is even, 1 gives the first expert twice the tokens of the
+            second.
+        gini: The coefficient of the rows of a layer's experts: 0 is even, near 1 few experts get nearly all.
+        dirichlet_concentration: The concentration of dirichlet: small numbers send a sample to few experts
+            (strong locality), large ones to all alike.
         drift: How far preferences move in one step: 1 / drift steps lead to preferences that have nothing to
             do with the first ones, continuously; 0 = they stay. For zipf and dirichlet.
-        change_at: The step (counted from 0) before which all preferences are drawn again; none = never.
-        seed: Of preferences and of chance.
+        change_at: The step (counted from 0) before which all preferences are drawn again; None = never.
+        seed: The seed of preferences and of chance.
         recorded: The file that a training run wrote, for `recorded`.
     """
 
@@ -200,7 +201,7 @@ def routing_of_layers(
         moe_layers: Layers of the model.
 
     Raises:
-        ConfigError: A recorded run does not fit the model.
+        ConfigError: If a recorded run does not fit the model.
     """
     whole = replace(sizes, moe_layers=moe_layers)
     if config.routing in LAYERS_ALIKE:
@@ -219,7 +220,8 @@ def representatives(load_Y: npt.NDArray[Any], count: int) -> tuple[tuple[int, ..
     """Return `count` layers that stand for all, ascending, and which of them (from 0) stands for each layer.
 
     Args:
-        load_Y: By which layers are ordered; equal ones stay in their order.
+        load_Y: The load by which layers are ordered; equal ones stay in their order.
+        count: The number of layers that stand for all.
     """
     parts = np.array_split(np.argsort(load_Y, kind="stable"), count)
     parts.sort(key=lambda part: int(part[len(part) // 2]))

@@ -68,10 +68,10 @@ class Recording:
     """A file's content.
 
     Attributes:
-        steps: As numbered while training.
-        loads_SYE: int64, [steps, MoE layers, experts].
-        samples: For every step the loads of each sample that has any tokens, [samples, MoE layers, experts];
-            None where they are unknown.
+        steps: The numbers of the steps, as counted while training.
+        loads_SYE: The loads of experts, int64, [steps, MoE layers, experts].
+        samples: The loads of each sample that has any tokens, by step, [samples, MoE layers, experts]; None
+            where they are unknown.
     """
 
     model: RecordedModel
@@ -89,12 +89,12 @@ class RoutingRecorder:
 
     The old file stays until the new one is on the disk.
 
-    Attributes:
-        resume_step: Steps already done. 0 starts a new file; otherwise lines up to that step are kept as they
-            are, so that a run that was killed and continued records no step twice.
+    Args:
+        resume_step: The number of steps already done. 0 starts a new file; otherwise lines up to that step
+            are kept as they are, so that a run that was killed and continued records no step twice.
 
     Raises:
-        ConfigError: Naming a line that no recorder wrote.
+        ConfigError: For a line that no recorder wrote, which it names.
     """
 
     def __init__(self, path: Path, model: RecordedModel, resume_step: int = 0) -> None:
@@ -112,8 +112,8 @@ class RoutingRecorder:
         `StepStatistics.chosen_YE.tolist()` is what a stack has after each step.
 
         Args:
-            tokens_per_expert: Whole numbers of any type.
-            samples: These of each sample.
+            tokens_per_expert: How often each expert was chosen, by MoE layer: whole numbers of any type.
+            samples: The same for each sample.
         """
         record: dict[str, Any] = {"step": step, WHOLE: self._whole(tokens_per_expert)}
         if samples is not None:
@@ -151,10 +151,10 @@ def _until(path: Path, last: int) -> Iterator[bytes]:
             line = file.readline()
             if not line.endswith(b"\n"):  # the end, or a line that a killed run left unfinished
                 return
-            found = BEGINNING.match(line)
-            if found is None:
+            match = BEGINNING.match(line)
+            if match is None:
                 raise _wrong_line(path, number, "is no step that a training run recorded")
-            step = int(found[1])
+            step = int(match[1])
             if before is not None and step <= before:
                 raise _wrong_line(path, number, OUT_OF_ORDER.format(step, before))
             before = step
@@ -180,21 +180,21 @@ class RecordedRouting:
 
     def of_layers(self, layers: Sequence[int]) -> RecordedRouting:
         """Return the routing of some layers alone."""
-        kept, known = list(layers), self.recording
-        samples = tuple(None if each is None else each[:, kept] for each in known.samples)
-        model = replace(known.model, moe_layers=len(kept))
-        recording = Recording(model, known.steps, known.loads_SYE[:, kept], samples)
+        kept, whole = list(layers), self.recording
+        samples = tuple(None if each is None else each[:, kept] for each in whole.samples)
+        model = replace(whole.model, moe_layers=len(kept))
+        recording = Recording(model, whole.steps, whole.loads_SYE[:, kept], samples)
         return RecordedRouting(replace(self.sizes, moe_layers=len(kept)), recording)
 
     def counts(self, step: int) -> Counts:
         """Return token copies; see `Routing.counts`."""
         sizes, turn = self.sizes, step % len(self.recording.steps)
         samples = sizes.groups * sizes.samples
-        known, loads_YE = self.recording.samples[turn], self.recording.loads_SYE[turn]
-        if known is not None:
-            unused = known.sum(axis=-1, keepdims=True) == 0  # no expert chose any of its tokens there
-            known = np.where(unused, loads_YE, known)
-            return apportion(known[np.arange(samples) % len(known)], sizes.copies).reshape(sizes.shape)
+        recorded, loads_YE = self.recording.samples[turn], self.recording.loads_SYE[turn]
+        if recorded is not None:
+            unused = recorded.sum(axis=-1, keepdims=True) == 0  # no expert chose any of its tokens there
+            recorded = np.where(unused, loads_YE, recorded)
+            return apportion(recorded[np.arange(samples) % len(recorded)], sizes.copies).reshape(sizes.shape)
         left_YE = apportion(loads_YE, samples * sizes.copies)
         shares = np.empty((samples, *left_YE.shape), dtype=np.int64)
         for sample in range(samples):  # each takes its even share of what earlier samples left
@@ -207,7 +207,7 @@ def recorded_routing(path: Path, sizes: RoutingSizes) -> RecordedRouting:
     """Return the routing of the run that wrote `path`.
 
     Raises:
-        ConfigError: If it is none or does not fit.
+        ConfigError: If the file is no recording or does not fit.
     """
     recording = read_recording(path)
     wanted = RecordedModel(moe_layers=sizes.moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k)
@@ -229,7 +229,7 @@ def read_recording(path: Path) -> Recording:
     """Read a file of `RoutingRecorder`; an unfinished last line, left by a killed run, is dropped.
 
     Raises:
-        ConfigError: Naming the line that is wrong.
+        ConfigError: For a line that is wrong, which it names.
     """
     with open_regular(path, KEY, HINT, str(path)) as file:
         lines = _lines(path, file)
@@ -336,10 +336,10 @@ def _samples(path: Path, number: int, samples: Any, model: RecordedModel, loads_
     if not isinstance(samples, list):
         raise _wrong_line(path, number, "has samples that are no list")
     routed = [sample for sample in samples if not _is_padding(sample)]
-    found = [_loads(path, number, sample, model, "samples") for sample in routed]
-    if not found or (np.sum(found, axis=0) != loads_YE).any():
+    loads = [_loads(path, number, sample, model, "samples") for sample in routed]
+    if not loads or (np.sum(loads, axis=0) != loads_YE).any():
         raise _wrong_line(path, number, "has samples whose loads do not add up to tokens_per_expert")
-    return np.array(found)
+    return np.array(loads)
 
 
 def _is_padding(sample: Any) -> bool:

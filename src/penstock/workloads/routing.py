@@ -153,10 +153,12 @@ class Movement:
 
 
 def inclusion(logits: Logits, top_k: int) -> npt.NDArray[np.float64]:
-    """Return the probability that an expert is among a token's `top_k`. Shaped as `logits`, sums to top_k.
+    """Return the probability that an expert is among a token's `top_k`.
 
     In proportion to exp(logit), except that no probability can exceed 1: the excess goes to the other experts
     in proportion.
+
+    The result has the shape of `logits`, and sums to top_k over experts.
     """
     if logits.shape[-1] == top_k:
         return np.ones_like(logits)
@@ -183,8 +185,9 @@ class RoutingSizes:
     """The batch that is routed.
 
     Attributes:
-        groups: Of ranks with the same samples; a rank alone, unless ranks share attention.
-        samples: Of such a group.
+        groups: The number of groups of ranks with the same samples; a group is one rank, unless ranks share
+            attention.
+        samples: The samples of such a group.
         moe_layers: The number of layers that have a router.
         holders: The number of ranks (where ranks share every expert, of groups of these) over which experts
             are spread evenly.

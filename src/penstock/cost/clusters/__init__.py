@@ -36,7 +36,7 @@ def find_cluster(name_or_path: str, key: str = "") -> ClusterFile:
         key: The setting that names it, for errors; "" = the name itself is shown.
 
     Raises:
-        ConfigError: For an unknown name, naming one that is near, and for a file that cannot be used.
+        ConfigError: For an unknown name, together with one that is near, and for a file that cannot be used.
     """
     subject: tuple[str, object] = (key, name_or_path) if key else (name_or_path or "cluster", UNSET)
     if (name := in_any_case(name_or_path, names())) in names():

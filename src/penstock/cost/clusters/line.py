@@ -46,16 +46,16 @@ def in_line(text: str) -> ClusterFile | None:
     them; `graphs`: a step of theirs is one CUDA graph, which no thread issues by operations.
 
     Raises:
-        ConfigError: The line has an unknown device, memory, key or rate, or no network between nodes.
+        ConfigError: If the line has an unknown device, memory, key or rate, or no network between nodes.
     """
-    found = FORM.fullmatch(text.strip())
-    if found is None:
+    match = FORM.fullmatch(text.strip())
+    if match is None:
         return None
-    nodes, per_node = whole_number(found[1] or "1"), whole_number(found[2])
+    nodes, per_node = whole_number(match[1] or "1"), whole_number(match[2])
     if nodes is None or per_node is None:
         _refuse(text, "nobody has so many devices")
-    device, memory_gb = _device(text, found[3])
-    given = _options(text, found[4], device)
+    device, memory_gb = _device(text, match[3])
+    given = _options(text, match[4], device)
     fabric, in_float8 = given.get("fabric", ""), "products" in given
     joined = _joined(text, given.get("nvlink", str(per_node)), nodes, per_node)
     if nodes * per_node > joined and "net" not in given:
@@ -121,8 +121,8 @@ def _device(text: str, name: str) -> tuple[Device, int]:
     size, name = MEMORY.search(name), MEMORY.sub("", name)
     device = find_device(name)
     if device is None:
-        known = ", ".join(each.name for each in DEVICES)
-        _refuse(text, f"{name!r} is no device with a data sheet here; there are {known}")
+        names = ", ".join(each.name for each in DEVICES)
+        _refuse(text, f"{name!r} is no device with a data sheet here; there are {names}")
     if size is None:
         return device, max(device.memory_gb)
     memory_gb = int(size[1])
@@ -142,13 +142,13 @@ def _joined(text: str, value: str, nodes: int, per_node: int) -> int:
 
 def _rate(text: str, value: str) -> tuple[int, float]:
     """Return a number of cards, and the bytes per second of each."""
-    found = RATE.fullmatch(value)
-    if found is None or found[3] not in BYTES_OF:
+    match = RATE.fullmatch(value)
+    if match is None or match[3] not in BYTES_OF:
         _refuse(text, f"{value!r} is no rate such as 100gbit, 8x400gbit or 25GB/s")
-    cards, rate = int(found[1] or 1), float(found[2])
+    cards, rate = int(match[1] or 1), float(match[2])
     if not cards * rate:
         _refuse(text, f"nothing arrives at {value}")
-    return cards, rate * BYTES_OF[found[3]]
+    return cards, rate * BYTES_OF[match[3]]
 
 
 def _refuse(text: str, why: str) -> NoReturn:

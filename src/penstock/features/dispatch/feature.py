@@ -23,7 +23,6 @@ class Hierarchical:
         before  AT ─rows─ D ─rows─ X ─rows─ C ─rows─ U
         after   AT ─rows─ DG ─rows─ D ─rows─ DS ─rows─ X ─rows─ CG ─rows─ C ─rows─ CS ─rows─ U
 
-
     Attributes:
         hops: The legs in their order, one of them D.
     """

@@ -35,12 +35,12 @@ memory."""
 
 
 class ReplicationBuilder:
-    """Hosts of every expert and the rows that each of them computes.
+    """The homes of every expert and the rows that each of them computes.
 
     Attributes:
-        homes: By expert, ranks in ascending order.
-        rows: By expert and home.
-        computed: Rows by rank.
+        homes: The ranks of every expert, in ascending order.
+        rows: The rows of every expert, by home.
+        computed: The rows of every rank.
     """
 
     def __init__(self, problem: ExpertProblem) -> None:
@@ -142,7 +142,8 @@ class ReplicationBuilder:
     def limit(self, wanted: int | None = None) -> int | None:
         """Return the most a rank computes, in SPLITths of the mean: `wanted`, or the builder's maximum.
 
-        None where rows are not split by the loads of the step that runs, or where no expert is shared.
+        The result is None where rows are not split by the loads of the step that runs, or where no expert is
+        shared.
         """
         if not (self.problem.exact and self.shared):
             return None
@@ -167,7 +168,8 @@ class ReplicationBuilder:
         """Return the finished record.
 
         Args:
-            limit: Of a replication split by the loads of the step that runs.
+            limit: The limit of a replication that is split by the loads of the step that runs; None = rows
+                are split as the builder has them.
         """
         problem = self.problem
         slots = problem.replica_slots
@@ -186,8 +188,8 @@ class ReplicationBuilder:
                 splits[rank][expert] = tuple(
                     Part(position, share) for position, share in zip(positions, parts, strict=True) if share
                 )
-        found = tuple(tuple(each) for each in splits)
-        return Replication(problem.placement, slots, plain.replicas, found)
+        by_rank = tuple(tuple(each) for each in splits)
+        return Replication(problem.placement, slots, plain.replicas, by_rank)
 
     def _nearest(self, expert: int) -> list[int]:
         problem, homes = self.problem, self.homes[expert]

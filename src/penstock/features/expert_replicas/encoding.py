@@ -30,17 +30,17 @@ def numbers_of(share: Share, known: Sequence[Replication]) -> Numbers:
     """Return a share as numbers.
 
     Args:
-        known: The plans of these layers before, which need not be told again.
+        known: The plans of these layers before, which need not be sent again.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for (new, in_use), old in zip(share, known, strict=True):
         if new is old:
-            found += (in_use, SAME)
+            numbers += (in_use, SAME)
             continue
         splits = [(rank, expert, *part) for rank, expert, parts in new.own_splits for part in parts]
         limit = new.limit or UNLIMITED
-        found += (in_use, len(splits), limit, *chain(*new.replicas), *chain(*splits))
-    return np.array(found, np.int32)
+        numbers += (in_use, len(splits), limit, *chain(*new.replicas), *chain(*splits))
+    return np.array(numbers, np.int32)
 
 
 def share_of(numbers: Numbers, known: Sequence[Replication]) -> Share:
@@ -82,8 +82,7 @@ def replication_of(plain: Mapping[str, Any], placement: ExpertPlacement) -> Repl
     """Return a replication from plain data.
 
     Raises:
-        KeyError: TypeError, ValueError.
-        IndexError: If invalid.
+        KeyError, TypeError, ValueError, IndexError: If the data is invalid.
     """
     replicas, limit = [list(map(int, held)) for held in plain["replicas"]], plain["limit"]
     splits = {

@@ -43,8 +43,8 @@ def _planning(task: Task, sizes: Sizes) -> Work:
 
 def _replications(task: Task, sizes: Sizes) -> Work:
     """Return the work of exchanging all layers' replicas and a hash; for longer splits see `prices`."""
-    told_bytes = sum(sizes.moe_layers) * NUMBER_BYTES * (FIRST_NUMBERS + sizes.num_replica_slots)
-    return Work(collective="all_gather", sent_bytes=told_bytes + 2 * DIGEST_BYTES * sizes.members(task))
+    replicas_bytes = sum(sizes.moe_layers) * NUMBER_BYTES * (FIRST_NUMBERS + sizes.num_replica_slots)
+    return Work(collective="all_gather", sent_bytes=replicas_bytes + 2 * DIGEST_BYTES * sizes.members(task))
 
 
 OPS = (
@@ -99,7 +99,7 @@ class Replicas:
     after   D ─rows─ X          GP.p0, GP.p1 ─replicas─ X
 
     Attributes:
-        pieces: Number of pieces into which every replica is cut.
+        pieces: The number of pieces into which every replica is cut.
     """
 
     pieces: int
@@ -132,7 +132,7 @@ class ReplicaGradients:
     after   X.m1.B, X.m0.B ─gradients─ GG.p0, GG.p1
 
     Attributes:
-        pieces: Number of pieces into which every replica is cut.
+        pieces: The number of pieces into which every replica is cut.
     """
 
     pieces: int
@@ -160,7 +160,7 @@ class PlannedReplicas:
     after   LG.B ─loads─ PE.B ─replications─ PH.B
 
     Attributes:
-        axes: Axes along which the ranks meet that exchange rows.
+        axes: The axes along which the ranks meet that exchange rows.
     """
 
     axes: Axes

@@ -58,7 +58,9 @@ def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equat
     A rank with several experts gives its largest one that is not yet copied.
 
     Args:
-        excluded: n, ranks with the fewest rows of an expert that do not get it; ties by rank.
+        excluded: The number n of ranks with the fewest rows of an expert, which do not get it; ties by rank.
+        alpha: See `balanced`.
+        equation: The equation of the paper that promises a time, see `paper_seconds`.
     """
     replicas = Replicas(problem)
     load = replicas.load()
@@ -83,7 +85,11 @@ def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equat
 
 
 def balanced(problem: ExpertProblem, computed: Floats, alpha: float = BALANCED) -> bool:
-    """Return whether loads of ranks differ by less than alpha times an expert's mean rows (Eq 7)."""
+    """Return whether loads of ranks differ by less than alpha times an expert's mean rows (Eq 7).
+
+    Args:
+        computed: The rows that every rank computes, [P].
+    """
     mean = problem.loads.sum() / problem.placement.num_experts
     return bool(computed.max() - computed.min() < alpha * mean)
 
@@ -112,9 +118,9 @@ class Replicas:
     """Experts that ranks have as replicas so far, for rows of their own.
 
     Attributes:
-        copied: Experts, in the order in which they were given away.
-        held: By rank.
-        targets: [P, E], the rank to which rows go that start on rank p for expert e.
+        copied: The experts that were given away, in that order.
+        held: The replicas of every rank.
+        targets: The rank to which rows go that start on rank p for expert e, [P, E].
     """
 
     def __init__(self, problem: ExpertProblem) -> None:
@@ -162,8 +168,8 @@ class Replicas:
 class Ways:
     """The load of links by copies of experts on their way to homes: one more is priced without a recount.
 
-    Attributes:
-        copies: By owner and home, [P, P].
+    Args:
+        copies: The copies from every owner to every home, [P, P].
     """
 
     def __init__(self, links: Links, copies: Ints) -> None:
@@ -329,8 +335,8 @@ def _promising(builder: ReplicationBuilder, exposed: bool) -> tuple[int, int] | 
     kept_s = 4 * costs.row_bytes * np.minimum(kept, room) * to_rank_s
     weights_s = (costs.parameter_bytes + costs.gradient_bytes) * to_rank_s * exposed
     scores: Floats = 3 * costs.row_s * evened + kept_s - weights_s
-    for each, homes in enumerate(builder.homes):
-        scores[each, homes] = -np.inf
+    for number, homes in enumerate(builder.homes):
+        scores[number, homes] = -np.inf
     scores[:, [not builder.has_room(rank) for rank in range(problem.ranks)]] = -np.inf
     best, rank = np.unravel_index(int(scores.argmax()), scores.shape)
     return (int(best), int(rank)) if scores[best, rank] > 0 else None
@@ -353,7 +359,7 @@ PLANNERS: Final[dict[str, Planner]] = {
 
 
 class PlanningCost(NamedTuple):
-    """Seconds of a home thread for one layer: a fixed part, a part per rank, a part per load of a rank."""
+    """Seconds of a host thread for one layer: a fixed part, a part per rank, a part per load of a rank."""
 
     fixed_s: float
     rank_s: float
@@ -383,7 +389,12 @@ def find_planner(name: str) -> Planner:
 
 
 def planning_s(name: str, ranks: int, experts: int) -> float:
-    """Return the seconds that a planner is assumed to need for one layer of an expert group."""
+    """Return the seconds that a planner is assumed to need for one layer of an expert group.
+
+    Args:
+        name: The name of the planner.
+        ranks, experts: The ranks and the experts of the group.
+    """
     cost = PLANNING[name]
     return cost.fixed_s + ranks * (cost.rank_s + experts * cost.load_s)
 

@@ -58,7 +58,7 @@ class PricedStep(Protocol):
 
 
 def expert_costs(even: PricedStep) -> ExpertCosts:
-    """Return a step's sizes and cluster for a planner of replicas; slack as in Eq 8.
+    """Return the costs of a step for a planner of replicas; slack as in Eq 8.
 
     Where replicas were seen to travel longer than their bytes by the links, these are more bytes.
     """
@@ -116,14 +116,18 @@ def planned_replications(
 ) -> tuple[Replication, ...]:
     """Return the replication of every layer by a planner's name, from the loads of the step before.
 
-    A layer homes nothing where replication would not have paid.
+    A layer has no replicas where replication would not have paid.
 
     Args:
-        costs: By layer.
+        loads_YPE: The rows of every layer, by rank and expert.
+        replica_slots: The free slots of every rank.
+        planner: The name of the planner.
+        costs: The costs of every layer.
+        exact: See `ExpertProblem`.
         ends: Tells, before every layer, whether the time is over.
 
     Raises:
-        RefusalError: If it is.
+        RefusalError: If the time is over.
     """
     plan, replications = find_planner(planner), list[Replication]()
     common = partial(ExpertProblem, placement=placement, replica_slots=replica_slots, exact=exact)
@@ -144,7 +148,12 @@ def planning_share(work: Batch, layers: int) -> float:
 
 
 def replica_planning_s(work: Batch, planner: str, layers: int) -> float:
-    """Return the seconds in which the busiest rank plans its share of the layers, on a thread of the host."""
+    """Return the seconds in which the busiest rank plans its share of the layers, on a thread of the host.
+
+    Args:
+        planner: The name of the planner.
+        layers: The number of MoE layers.
+    """
     return planning_share(work, layers) * layers * planning_s(planner, work.ep_size, work.num_experts)
 
 
@@ -154,8 +163,10 @@ def replica_planning_s(work: Batch, planner: str, layers: int) -> float:
 def _told_bytes(step: RoutedStep, task: Task) -> int:
     """Return bytes that all ranks exchange about replicas, as if the next step had those of this one."""
     members, replications = step.sizes.mesh.size(task.axes), step.placed.replications
-    known = [told_bytes(each) for each in replications]
-    return 2 * DIGEST_BYTES * members + sum(known[column] for column in step.columns or range(len(known)))
+    layer_bytes = [told_bytes(each) for each in replications]
+    return 2 * DIGEST_BYTES * members + sum(
+        layer_bytes[column] for column in step.columns or range(len(layer_bytes))
+    )
 
 
 def _compared(step: RoutedStep, task: Task, rank: int) -> Move:

@@ -29,15 +29,18 @@ class Slack(NamedTuple):
 class ExpertCosts:
     """The costs of a layer's rows and experts; the same in every step.
 
-    Pro-Prophet's own schedule hides them under the block before, and those of the first block under nothing:
-    with these slacks given, the sum over blocks is exact; with Eq 8 it is a few per cent off (SYSTEMS 6.8).
+    Pro-Prophet's own schedule hides weights under the block before, and those of the first block under
+    nothing: with these slacks given, the sum over blocks is exact; with Eq 8 it is a few per cent off
+    (SYSTEMS 6.8).
 
     Attributes:
-        row_s: Of an expert's forward for one row; backward takes twice that.
-        row_bytes: Of a row in one of the four all-to-alls of a step.
-        parameter_bytes, gradient_bytes: Of one expert, as Trans and Agg carry them.
-        forward_slack_s, backward_slack_s: Time of Trans and of Agg that the schedule hides; None: as Eq 8
-            assumes, the forward (or backward) of experts and of the rest of the block, `other_s` forward.
+        links: The links between the ranks of an expert group.
+        row_s: The seconds of an expert's forward for one row; backward takes twice that.
+        row_bytes: The bytes of a row in one of the four all-to-alls of a step.
+        parameter_bytes, gradient_bytes: The bytes of one expert, as Trans and Agg carry them.
+        other_s: The seconds of the forward of the rest of the block.
+        forward_slack_s, backward_slack_s: The seconds of Trans and of Agg that the schedule hides; None = as
+            Eq 8 assumes, the forward (or backward) of experts and of the rest of the block.
     """
 
     links: Links
@@ -57,7 +60,7 @@ class ExpertCosts:
         """Return the hidden time of Trans and of Agg.
 
         Args:
-            experts_s: Forward of the layer's experts.
+            experts_s: The seconds of the forward of the layer's experts.
         """
         block_s = experts_s + self.other_s
         forward, backward = self.forward_slack_s, self.backward_slack_s
@@ -66,12 +69,12 @@ class ExpertCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertProblem:
-    """One layer in one step.
+    """The problem of one layer in one step.
 
     Attributes:
-        loads: [P, E], rows that start on rank p and go to expert e, by expert number.
-        placement: Which ranks own and hold the experts permanently.
-        replica_slots: Free slots of every rank.
+        loads: The rows that start on rank p and go to expert e, [P, E], by expert number.
+        placement: The ranks that own and hold the experts permanently.
+        replica_slots: The free slots of every rank.
         exact: Whether rows of shared experts are split by the loads of the step that runs; else by those from
             which the plan is made.
 
@@ -129,8 +132,8 @@ class LayerLoad:
     """The load of a layer on ranks and links in one step.
 
     Attributes:
-        traffic: [P, P], rows that rank p sends to rank r, its own on the diagonal.
-        copies: [P, P], experts whose parameters rank p sends to rank r, and whose gradients it gets back.
+        traffic: The rows that rank p sends to rank r, its own on the diagonal, [P, P].
+        copies: The experts whose parameters rank p sends to rank r, and whose gradients it gets back, [P, P].
     """
 
     traffic: Floats
@@ -141,7 +144,7 @@ class LayerLoad:
         """Return the load with rows `loads` [P, E] sent as a replication says.
 
         Args:
-            nodes: By rank; () = one node.
+            nodes: The node of every rank; () = all are in one node.
         """
         ranks = replication.placement.ranks
         if replication.limit is not None:
@@ -192,9 +195,9 @@ class LayerSeconds:
     """The parts of a layer's time in one step, forward and backward.
 
     Attributes:
-        rows_s: Four all-to-alls.
-        experts_s: The slowest rank's experts.
-        weights_s: Parts of Trans and Agg that are exposed.
+        rows_s: The four all-to-alls.
+        experts_s: The experts of the slowest rank.
+        weights_s: The parts of Trans and Agg that are exposed.
     """
 
     rows_s: float
@@ -218,8 +221,8 @@ def exposed_s(costs: ExpertCosts, per_byte_s: float, experts_s: float) -> float:
     """Return the exposed seconds of Trans and Agg.
 
     Args:
-        per_byte_s: Of the busiest link on the way of copies, 0 = none.
-        experts_s: Forward of experts.
+        per_byte_s: The seconds per byte of the busiest link on the way of copies, 0 = there are none.
+        experts_s: The seconds of the forward of experts.
     """
     if not per_byte_s:
         return 0.0
@@ -239,9 +242,10 @@ def paper_seconds(
     """Return the time of the layer by Eq 6 or Eq 8 of Pro-Prophet.
 
     Args:
-        received, computed: R and H, [P].
-        copied: s, experts with replicas.
-        excluded: n, ranks that do not get such an expert.
+        received, computed: The rows that every rank receives and computes, R and H, [P].
+        copied: The number s of experts with replicas.
+        excluded: The number n of ranks that do not get such an expert.
+        equation: The equation: 6, or 8 with what the schedule hides.
     """
     ranks, byte_s = len(computed), costs.links.mean_s_per_byte
     experts_s = costs.row_s * float(computed.max())

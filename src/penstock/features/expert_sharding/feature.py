@@ -124,7 +124,7 @@ class GatheredShards:
     after   D ─rows─ XG ─rows─ X ─rows─ XS ─rows─ C          XG, XS intra
 
     Attributes:
-        shards: Shards of every expert.
+        shards: The shards of every expert.
     """
 
     shards: int
@@ -145,7 +145,7 @@ class FusedShards:
     D and C meet ranks along both axes, (ep, etp).
 
     Attributes:
-        shards: Shards of every expert.
+        shards: The shards of every expert.
     """
 
     shards: int
@@ -168,7 +168,7 @@ class DealtSlots:
     after   AT ─rows─ SD ─rows─ D ... C ─rows─ SG ─rows─ U          SD, SG intra
 
     Attributes:
-        ranks: Ranks that share attention.
+        ranks: The ranks that share attention.
     """
 
     ranks: int
@@ -197,7 +197,7 @@ class RepeatedRows:
     after   AT ─rows─ BG ─rows─ D ... X ─rows─ BR ─rows─ C ─rows─ BS ─rows─ U          BG, BR, BS intra
 
     Attributes:
-        shards: Shards of every expert.
+        shards: The shards of every expert.
     """
 
     shards: int
@@ -252,7 +252,7 @@ class SimultaneousPair:
     All other tasks stay whole.
 
     Attributes:
-        count: slices.
+        count: The number of slices.
     """
 
     count: int
@@ -272,9 +272,9 @@ class SimultaneousPair:
         def cut(task: Task, chunk: int) -> Cut:
             if task.layer not in chunked or task.microbatch is None:
                 return task.cut
-            each = self.count // max(1, pieces(task))
-            first = 0 if task.chunk is None else chunk * each
-            stop = self.count if task.chunk is None else first + each
+            length = self.count // max(1, pieces(task))
+            first = 0 if task.chunk is None else chunk * length
+            stop = self.count if task.chunk is None else first + length
             return replace(task.cut, slices=self.count, first=first, stop=stop)
 
         return split(graph, "chunk", pieces, cut)
@@ -312,15 +312,15 @@ def _passes(shape: StepShape) -> Sequence[Pass]:
         return ()
     if form == "baseline":
         return (RepeatedRows(sharing.etp_size),)
-    found: list[Pass] = []
+    passes: list[Pass] = []
     if form == "s2" and sharing.tp_size > 1:
-        found.append(DealtSlots(sharing.tp_size))
+        passes.append(DealtSlots(sharing.tp_size))
         if shape.pair_slices > 1:
-            found.append(SimultaneousPair(shape.pair_slices))
+            passes.append(SimultaneousPair(shape.pair_slices))
     if sharing.etp_size > 1:
         shards = GatheredShards if form == "gather" else FusedShards
-        found.append(shards(sharing.etp_size))
-    return found
+        passes.append(shards(sharing.etp_size))
+    return passes
 
 
 FEATURE = Feature(

@@ -28,9 +28,8 @@ class Recompute:
         before  X ─saved─ X.B
         after   X ─kept─ X.R ─saved─ X.B          AT.B of the block above ─due─ X.R
 
-
     Attributes:
-        experts_only: The rest of a block keeps what its backward needs.
+        experts_only: Whether the rest of a block keeps what its backward needs.
     """
 
     experts_only: bool

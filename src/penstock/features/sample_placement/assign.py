@@ -30,7 +30,7 @@ class Nearness:
     """How much of an expert's rows stays on a device, and in its node, under one replication.
 
     Attributes:
-        device, node: [P, E], parts of SPLIT of the rows that start on device p and go to expert e. They are
+        device, node: Parts of SPLIT of the rows that start on device p and go to expert e, [P, E]. They are
             integers in float64, so that products with counts are exact and fast.
     """
 
@@ -42,7 +42,7 @@ class Nearness:
         """Return the nearness under a layer's replication.
 
         Args:
-            node_of_device: [P].
+            node_of_device: The node of every device, [P].
         """
         ranks, experts = replication.placement.ranks, replication.placement.num_experts
         rank_of_position = np.repeat(np.arange(ranks), replication.slots)
@@ -60,6 +60,10 @@ class Nearness:
         """Return the nearness of devices that may have several of the ranks [P] which hold experts.
 
         Such ranks have equal parts of the rows of their device.
+
+        Args:
+            device_of_rank: The device of every rank, [P].
+            node_of_device: The node of every device.
         """
         by_rank = (
             Nearness.of(replication, each).node for each in (device_of_rank, node_of_device[device_of_rank])
@@ -78,13 +82,14 @@ class SampleProblem:
     """The assignment problem of one layer and microbatch, or of one chunk of a microbatch.
 
     Attributes:
-        node_of_device: [P].
-        homes: [I], the device of every sample now; each device keeps its number of samples.
-        combine_rows: [I, P], rows of every sample by the device that computes them in this layer.
-        moved_rows: [I], rows as wide as a token that move with a sample besides those of its experts (shared
-            experts' output, and the residual where rows do not bring it).
-        predictions: [I, E], expected rows by expert of the next MoE layer, and `following`, where they go
-            from every device; both None where no MoE layer follows.
+        node_of_device: The node of every device, [P].
+        homes: The device of every sample now, [I]; each device keeps its number of samples.
+        combine_rows: The rows of every sample by the device that computes them in this layer, [I, P].
+        moved_rows: The rows as wide as a token that move with a sample besides those of its experts (shared
+            experts' output, and the residual where rows do not bring it), [I].
+        predictions: The expected rows by expert of the next MoE layer, [I, E]; None where no MoE layer
+            follows.
+        following: Where those rows go from every device; None where no MoE layer follows.
 
     Raises:
         ValueError: Where sizes contradict each other.
@@ -185,8 +190,10 @@ def sample_problem(
 ) -> SampleProblem:
     """Return the problem with rows given by position.
 
+    All other arguments are those of `SampleProblem`.
+
     Args:
-        counts: [I, positions], those of a device together.
+        counts: The rows of every sample by position, those of a device together, [I, positions].
     """
     samples, devices = len(homes), len(node_of_device)
     slots = counts.shape[1] // devices
@@ -247,6 +254,11 @@ def guessed_prices(costs_IC: Floats, room_C: Ints, rounds: int = 20) -> Floats:
     """Return prices of places [C] at which about as many goers find a place the cheapest as it has room for.
 
     Places that too many choose become dearer, in ever smaller steps. Prices are integers, as the costs are.
+
+    Args:
+        costs_IC: The cost of every place for every goer.
+        room_C: How many goers every place takes.
+        rounds: How many times prices are corrected.
     """
     prices_C = np.zeros(len(room_C), np.int64)
     step = int(np.ptp(costs_IC, axis=1).sum()) // (2 * len(costs_IC))
@@ -399,7 +411,7 @@ class ConditionalTable:
         """Begin empty.
 
         Args:
-            num_experts, following: Of this layer, and of the next one; None: as many.
+            num_experts, following: The experts of this layer, and of the next one; None = as many.
         """
         self._seen_EF = np.zeros((num_experts, num_experts if following is None else following), np.int64)
 

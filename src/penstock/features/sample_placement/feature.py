@@ -46,8 +46,8 @@ def _counting(task: Task, sizes: Sizes) -> Work:
 
 def _exchange(task: Task, sizes: Sizes) -> Work:
     """Return the work of sending every sample's rows by expert, here and in the next layer, to all ranks."""
-    mine_bytes = sizes.samples(task) * 2 * sizes.num_experts * COUNT_BYTES
-    return Work(collective="all_gather", sent_bytes=mine_bytes * sizes.members(task))
+    own_bytes = sizes.samples(task) * 2 * sizes.num_experts * COUNT_BYTES
+    return Work(collective="all_gather", sent_bytes=own_bytes * sizes.members(task))
 
 
 def _solving(task: Task, sizes: Sizes) -> Work:
@@ -145,7 +145,7 @@ class MoveSamples:
     last MoE layer expects nothing of a next one, so its SC reads no tokens.
 
     Attributes:
-        counted: Axes along which the ranks meet that know of all rows.
+        counted: The axes along which the ranks meet that know of all rows.
     """
 
     counted: Axes = Group.EXPERT

@@ -49,7 +49,8 @@ class SampleMover:
     """Assigns samples to homes, as NetMoE's tasks do.
 
     Attributes:
-        predicts: Whether the next layer counts.
+        solver: The name of the solver, see `find_solver`.
+        predicts: Whether the rows of the next layer count.
     """
 
     work: Batch
@@ -129,23 +130,23 @@ def row_weight(work: Batch, shape: StepShape) -> float:
 
 def device_groups(work: Batch) -> list[Plane]:
     """Return the groups of devices that exchange rows, by their numbers in the world: samples move inside."""
-    mesh, found = work.mesh, list[Plane]()
+    mesh, planes = work.mesh, list[Plane]()
     for ranks in mesh.groups(mesh.all_experts):
         world = list(dict.fromkeys(mesh.group(rank, Group.TENSOR) for rank in ranks))
         for plane in exchange_group_of(mesh, ranks[0], work.known_per_node).planes:
-            found.append(replace(plane, devices=tuple(world[device] for device in plane.devices)))
-    return found
+            planes.append(replace(plane, devices=tuple(world[device] for device in plane.devices)))
+    return planes
 
 
 def _by_position(counts_IE: Counts, places_I: Counts, replication: Replication) -> Counts:
     """Return rows of every sample by the position that computes them, [I, H]. places: in the expert group."""
-    found, pairs = np.zeros((len(counts_IE), replication.positions), np.int64), replication.pairs
+    rows_IH, pairs = np.zeros((len(counts_IE), replication.positions), np.int64), replication.pairs
     by_expert, parts = (pairs.expert, pairs.position), pairs.parts
     for place in np.unique(places_I):
         here, own = np.flatnonzero(places_I == place), pairs.of(place)
         expert, position = (each[own] for each in by_expert)
-        np.add.at(found, (here[:, None], position), counts_IE[here][:, expert] * parts[own])
-    return found // SPLIT
+        np.add.at(rows_IH, (here[:, None], position), counts_IE[here][:, expert] * parts[own])
+    return rows_IH // SPLIT
 
 
 # ---- what is moved -----------------------------------------------------------------------------------------
@@ -187,10 +188,10 @@ def _between_groups(step: RoutedStep, task: Task) -> Counts:
 def _moved(step: RoutedStep, task: Task) -> Rows:
     """Return samples from rank to rank, [P, P]; ranks that share them each move a part of the tokens."""
     mesh, moved_DD = step.sizes.mesh, _between_groups(step, task)
-    found = np.zeros((mesh.world_size, mesh.world_size))
+    moved_PP = np.zeros((mesh.world_size, mesh.world_size))
     for ranks in zip(*mesh.groups(Group.TENSOR), strict=True):
-        found[np.ix_(ranks, ranks)] = moved_DD if task.forward else moved_DD.T
-    return found
+        moved_PP[np.ix_(ranks, ranks)] = moved_DD if task.forward else moved_DD.T
+    return moved_PP
 
 
 def _sample_bytes(step: RoutedStep, task: Task, rank: int) -> int:

@@ -195,17 +195,17 @@ def _gathered_first(graph: Graph, gathers: list[Task]) -> Iterator[Task]:
     placed: set[str] = set()
     knows: dict[Name, int] = {}  # states that a task or one before it has waited for, as bits
     for task in graph.tasks:
-        known = 0
+        awaited = 0
         for names in task.inputs.values():
             for name in names:
-                known |= knows[name]
-        wanted = [state for state in task.reads if state in made and not known & bits[state]]
+                awaited |= knows[name]
+        wanted = [state for state in task.reads if state in made and not awaited & bits[state]]
         for state in wanted:
-            known |= bits[state]
+            awaited |= bits[state]
             if state not in placed:
                 placed.add(state)
                 yield from made[state]
-        knows[task.name] = known
+        knows[task.name] = awaited
         read = tuple(gather.name for state in wanted for gather in made[state])
         yield task.reading({**task.inputs, PARAMETERS: read}) if read else task
     assert placed == made.keys(), "a layer's own tasks read its parameters"

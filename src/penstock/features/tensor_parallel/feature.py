@@ -33,12 +33,12 @@ class TensorParallel:
     With replicated tokens TC and TR stand for TG and TS, FC and FR for FG and FS, ER for ES, HC for HG.
 
     Attributes:
-        ranks: Ranks that share attention.
-        split: Whether each has its part of samples' tokens between blocks.
-        moe_split: Split in the MoE part, gate to unpermute. Where the two differ, the gate has the tokens
-            that attention has gathered (`MG`; gradients are complete on every rank, which keeps its own) or
-            this rank's alone (`MS`), and after unpermute tokens are gathered (`UG`) or all but this rank's
-            left out (`US`).
+        ranks: The ranks that share attention.
+        split: Whether each of them has its part of samples' tokens between blocks.
+        moe_split: Whether each of them has its part in the MoE part, from gate to unpermute. Where the two
+            differ, the gate has the tokens that attention has gathered (`MG`; gradients are complete on every
+            rank, which keeps its own) or this rank's alone (`MS`), and after unpermute tokens are gathered
+            (`UG`) or all but this rank's left out (`US`).
         judges_samples: Whether balance is judged by sample or microbatch: where the MoE part has parts of
             them, choices are summed over ranks (`NC`).
         copies_differ: See `StepShape`.

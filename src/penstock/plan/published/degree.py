@@ -43,8 +43,9 @@ class MoEPart:
     """Times of the MoE part of one layer in one direction.
 
     Attributes:
-        a2a: Between nodes, each of the two.
-        ag, rs: Inside the node, before and after the experts.
+        a2a: Each of the two all-to-alls between nodes.
+        ag, rs: The gather before the experts and the scatter after them, inside the node.
+        experts: The computation of the experts.
     """
 
     a2a: Linear
@@ -89,8 +90,8 @@ class Degree:
 def makespan_s(part: MoEPart, degree: int, reduce_s: float = 0.0) -> float:
     """Return the MoE part's seconds in `degree` chunks with `reduce_s` of reductions between all-to-alls.
 
-    The longest path through the three lanes, hence exact: the busy network between nodes, the two slower of
-    three neighbours in a row, or the slowest of all.
+    It is the longest path through the three lanes, hence exact: the busy network between nodes, the two
+    slower of three neighbours in a row, or the slowest of all.
     """
     chunk = part.chunk(degree)
     a2a_s, ag_s, rs_s, experts_s = chunk.a2a_s, chunk.ag_s, chunk.rs_s, chunk.experts_s
@@ -108,7 +109,11 @@ def idle_s(part: MoEPart, degree: int) -> float:
 
 
 def exact(part: MoEPart, reduce_s: float = 0.0, degrees: Sequence[int] = DEGREES) -> Degree:
-    """Return the best of `degrees` by the exact formula; the smallest of equally good ones."""
+    """Return the best of `degrees` by the exact formula; the smallest of equally good ones.
+
+    Args:
+        reduce_s: The seconds of reductions between the all-to-alls.
+    """
     return smallest_best(degrees, lambda degree: makespan_s(part, degree, reduce_s))
 
 
@@ -151,10 +156,10 @@ class GapLayer:
     """An MoE layer with all that follows it in the backward pass, up to the next one ("generalised layer").
 
     Attributes:
-        layer: Of its MoE part.
-        part: backward.
-        dense_s: Computation after the MoE part, during which the network between nodes is idle.
-        made: Gradients that exist when the next such layer begins.
+        layer: The layer of its MoE part.
+        part: The MoE part, backward.
+        dense_s: The computation after the MoE part, during which the network between nodes is idle.
+        made: The gradients that exist when the next such layer begins.
     """
 
     layer: int
@@ -168,7 +173,9 @@ class Backward:
     """The backward pass for a partition.
 
     Attributes:
-        above: Gradients of blocks above the first MoE layer.
+        gaps: The MoE layers, the highest first.
+        all_reduce: The seconds of a sum of gradients, by its bytes.
+        above: The gradients of blocks above the first MoE layer.
     """
 
     num_layers: int

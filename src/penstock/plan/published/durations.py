@@ -123,23 +123,23 @@ class Durations:
 
         They include computation, and exchanges inside nodes between ranks that share attention.
         """
-        found = [*self._dense.get(("after", end), ())]
+        timed = [*self._dense.get(("after", end), ())]
         for each in range(layer, end, -1):
-            found += self._dense.get(("before", each), ())
-        seconds: float = sum(each for _, each in sorted(found))
+            timed += self._dense.get(("before", each), ())
+        seconds: float = sum(each for _, each in sorted(timed))
         return seconds
 
     @cached_property
     def _dense(self) -> dict[tuple[str, int], list[tuple[int, float]]]:
         """Places and seconds of backward tasks outside MoE parts, by whether they come before (in the forward
         order) or after that of their layer, and by the layer."""
-        cost, found = self._costs[1], dict[tuple[str, int], list[tuple[int, float]]]()
+        cost, by_place = self._costs[1], dict[tuple[str, int], list[tuple[int, float]]]()
         for place, task in enumerate(self._graphs[1].tasks):
             whole = task.chunk is None and task.piece is None  # neither rows in transit nor a reduction
             where = PLACES.get(place_of(task.op), "")
             if where and whole and task.phase is Phase.BACKWARD:
-                found.setdefault((where, task.layer), []).append((place, slowest(cost(task))))
-        return found
+                by_place.setdefault((where, task.layer), []).append((place, slowest(cost(task))))
+        return by_place
 
     @property
     def _reduced_over(self) -> Axes:

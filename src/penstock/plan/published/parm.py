@@ -27,8 +27,8 @@ class ParmModels:
     """The fitted lines that the algorithm needs.
 
     Attributes:
-        all_to_all: Over experts and their shards.
-        gather: Of tokens or rows among ranks that share attention.
+        all_to_all: The all-to-all over experts and their shards.
+        gather: The gather of tokens or rows among ranks that share attention.
         pair: SAA as one operation, by the size of its all-to-all.
     """
 
@@ -42,8 +42,9 @@ class ParmSizes:
     """Bytes of one layer in one direction.
 
     Attributes:
+        y_bytes: What a rank hands to the all-to-all over all shards.
         gathered_bytes: The tokens that S1 gathers.
-        converted_bytes: Those that S2 gathers where blocks have split tokens.
+        converted_bytes: The tokens that S2 gathers where blocks have split tokens.
     """
 
     y_bytes: float
@@ -75,12 +76,16 @@ def overlapped_s(all_to_all_s: float, gather_s: float, slices: int) -> float:
 def _pair_s(lines: tuple[AlphaBeta, AlphaBeta], etm_over_y: float, y_bytes: float, slices: int) -> float:
     """Return the seconds of an all-to-all of `y_bytes` and the gather after it, in slices, by both lines."""
     sent, gathered = lines
-    each = sent.seconds(y_bytes / slices), gathered.seconds(y_bytes * etm_over_y / slices)
-    return overlapped_s(*each, slices)
+    slice_s = sent.seconds(y_bytes / slices), gathered.seconds(y_bytes * etm_over_y / slices)
+    return overlapped_s(*slice_s, slices)
 
 
 def derived_pair(all_to_all: AlphaBeta, gather: AlphaBeta, etm_over_y: float, y_bytes: float) -> AlphaBeta:
-    """Estimate the line of an unmeasured pair near `y_bytes`, with the best number of slices there."""
+    """Estimate the line of an unmeasured pair near `y_bytes`, with the best number of slices there.
+
+    Args:
+        etm_over_y: The bytes that are gathered over those of the all-to-all.
+    """
     lines = all_to_all, gather
     slices = min(SLICES, key=lambda count: _pair_s(lines, etm_over_y, y_bytes, count))
     once_s, twice_s = (_pair_s(lines, etm_over_y, times * y_bytes, slices) for times in (1, 2))

@@ -39,7 +39,8 @@ class Filling:
         """Put in as much as fits into `spare_s`; return the seconds that are left.
 
         Args:
-            unit_bytes: Only whole units of a layer's gradients, or the rest of the layer's.
+            spare_s: The seconds that reductions may take in the gap.
+            unit_bytes: Only whole units of a layer's gradients are put in, or the rest of the layer's.
         """
         while self._queue:
             size = self._fitting(spare_s, unit_bytes)
@@ -89,8 +90,15 @@ def fill_idle(
 ) -> tuple[Filling, list[float], list[int]]:
     """Fill every gap with as much as it hides (step 1; Eq. 3 and 4, g_inv never negative).
 
-    No layer gets longer. Also return, by gap, the seconds of reductions in its MoE part, and the bytes that
-    could have been added there beyond those that fitted: what is left when the gap is over.
+    No layer gets longer.
+
+    Args:
+        parts: The parts of gaps that are filled.
+        unit_bytes: See `Filling.fill`.
+
+    Returns:
+        The gradients in their gaps; by gap, the seconds of reductions in its MoE part; and by gap, the bytes
+        that could have been added there beyond those that fitted: what is left when the gap is over.
     """
     filling, reduce_s, left = Filling(backward), [], []
     for gap in backward.gaps:

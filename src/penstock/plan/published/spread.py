@@ -28,11 +28,11 @@ class Rest:
     """Step 2 as numbers. L gaps in backward order, R degrees.
 
     Attributes:
-        busy_s: [L, R] the network's own time in the MoE part.
-        floor_s: [L, R] the part's time without reductions.
-        filled_s: [L] reductions of step 1 in the MoE part.
-        left_bytes: [L] what exists when the gap is over and fits into no later gap either.
-        made_last_bytes: Made after the last gap.
+        busy_s: The network's own time in the MoE part, [L, R].
+        floor_s: The time of the part without reductions, [L, R].
+        filled_s: The reductions of step 1 in the MoE part, [L].
+        left_bytes: What exists when the gap is over and fits into no later gap either, [L].
+        made_last_bytes: The gradients that are made after the last gap.
     """
 
     busy_s: Array
@@ -60,7 +60,7 @@ class Rest:
         """Return the seconds of MoE parts, at their best degrees, and the tail.
 
         Args:
-            extra: [..., L] bytes.
+            extra: The bytes added to every gap, [..., L].
         """
         reduce_s = self.filled_s + self._reduction_s(extra)
         parts_s = np.maximum(self.busy_s + reduce_s[..., None], self.floor_s).min(axis=-1)
@@ -107,5 +107,5 @@ def evolved(rest: Rest) -> list[float]:
         vectorized=True,
         updating="deferred",
     )
-    found, tail = rest.causal(result.x), np.zeros(gaps)
-    return [float(size) for size in (found if rest.seconds(found) <= rest.seconds(tail) else tail)]
+    extra, tail = rest.causal(result.x), np.zeros(gaps)
+    return [float(size) for size in (extra if rest.seconds(extra) <= rest.seconds(tail) else tail)]

@@ -154,8 +154,8 @@ see `planners` for choices with the settings of a problem."""
 
 def planners(problem: Problem) -> dict[str, Planner]:
     """Return the published planners that apply to a problem; their choices keep its settings."""
-    found = {**PUBLISHED, "parm": parm_choice} if shares_experts(problem) else PUBLISHED
-    return {name: partial(_settled, planner) for name, planner in found.items()}
+    by_name = {**PUBLISHED, "parm": parm_choice} if shares_experts(problem) else PUBLISHED
+    return {name: partial(_settled, planner) for name, planner in by_name.items()}
 
 
 def _settled(planner: Planner, problem: Problem) -> Decision:
