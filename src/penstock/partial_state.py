@@ -331,15 +331,15 @@ def taken_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ShareError: As `Part.of` does.
     """
-    found = without_marks(state)
+    taken = without_marks(state)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in found and (part := part_of(parameter)) is not None:
-            found[name] = part.of(name, found[name])
-    return found
+        if name in taken and (part := part_of(parameter)) is not None:
+            taken[name] = part.of(name, taken[name])
+    return taken
 
 
 def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what this rank holds of the entries of a state dict that are the model's own."""
     return {
-        name: each.to_local() if is_dtensor(each) else each for name, each in without_marks(state).items()
+        name: value.to_local() if is_dtensor(value) else value for name, value in without_marks(state).items()
     }

@@ -160,8 +160,8 @@ class Stops:
             if not all(map(self._is_ours, self._taken)):
                 patience = Patience(threading.main_thread())
             if select.select([ears], [], [], POLL_S)[0]:
-                again = os.read(ears, 1)[0]
-                if time.monotonic() > insists_s and again in SIGNALS and self._is_ours(again):
+                number = os.read(ears, 1)[0]
+                if time.monotonic() > insists_s and number in SIGNALS and self._is_ours(number):
                     return
 
     def _leave(self) -> None:

@@ -110,8 +110,8 @@ def terminal_width(stream: TextIO | None = None) -> int:
 def printable(text: str) -> str:
     """Return `text`, such as a name from a file, with what a terminal would obey written as `\\x1b`."""
     return "".join(
-        f"\\x{ord(each):02x}" if unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp") else each
-        for each in text
+        f"\\x{ord(char):02x}" if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") else char
+        for char in text
     )
 
 

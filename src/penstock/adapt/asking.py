@@ -177,20 +177,20 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
     if digest == Bytes.digest or (digest is None and named is None and vocabulary == BYTES):
         return _bytes(vocabulary)
     try:  # the file that the run was given, if it is there and unchanged
-        found = None if named is None else FileWords(Path(named).expanduser(), vocabulary)
+        file_words = None if named is None else FileWords(Path(named).expanduser(), vocabulary)
     except (ValueError, OSError):
-        found = None
-    if found is None or digest not in (None, found.digest):
+        file_words = None
+    if file_words is None or digest not in (None, file_words.digest):
         if digest is None and named is None:
             raise ValueError(
                 f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {vocabulary} is not that "
                 "of bytes: name the one it was trained with (--tokenizer FILE, or --tokenizer bytes)"
             )
-        known = "" if digest is None else f" {_short(digest)}"
+        digits = "" if digest is None else f" {_short(digest)}"
         where = "" if named is None else f", and {named} is not there any more or has changed"
-        why = f"{path} was trained on tokens of a tokenizer{known}{where}"
+        why = f"{path} was trained on tokens of a tokenizer{digits}{where}"
         raise ValueError(f"{why}: name its tokenizer.json with --tokenizer FILE")
-    return found
+    return file_words
 
 
 def _chosen(tokenizer: Path, digest: str | None, vocabulary: int) -> Words:
@@ -202,19 +202,19 @@ def _chosen(tokenizer: Path, digest: str | None, vocabulary: int) -> Words:
         if digest not in (None, Bytes.digest):
             raise ValueError(f"the model was trained on tokens of a tokenizer {_short(digest)}, not on bytes")
         return _bytes(vocabulary)
-    found = FileWords(tokenizer, vocabulary)
+    file_words = FileWords(tokenizer, vocabulary)
     if digest == Bytes.digest:
         raise ValueError(
             f"the model was trained on bytes, not on tokens of {tokenizer}: leave --tokenizer out"
         )
-    if digest not in (None, found.digest):
+    if digest not in (None, file_words.digest):
         warnings.warn(
-            f"{tokenizer} ({_short(found.digest)}) is not the file that the model was trained with "
+            f"{tokenizer} ({_short(file_words.digest)}) is not the file that the model was trained with "
             f"({_short(digest)}): what follows is true only if both make the same tokens",
             HintWarning,
             stacklevel=2,
         )
-    return found
+    return file_words
 
 
 def _bytes(vocabulary: int) -> ByteWords:
@@ -343,8 +343,8 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     data: Mapping[str, Any] | None = None
     if checkpoint is not None:
         # Section [data] of the run that wrote the checkpoint; empty for one made from a folder.
-        found = (Record.read(checkpoint).settings or {}).get("data", {})
-        data = found if isinstance(found, Mapping) else {}
+        section = (Record.read(checkpoint).settings or {}).get("data", {})
+        data = section if isinstance(section, Mapping) else {}
         if not isinstance(named := data.get("tokenizer"), str | None):
             key = f"{checkpoint / RECORD}: settings.data.tokenizer"
             raise ConfigError(key, named, "must be a path or `bytes`", "Use another checkpoint.")
@@ -374,10 +374,12 @@ def find_checkpoint(path: Path) -> Path | None:
         return path
     if not path.is_dir():
         return None
-    found = all_checkpoints(path / CHECKPOINTS) or all_checkpoints(path)
-    if found and not is_complete(found[-1]):
-        raise ValueError(f"{found[-1]} is not whole: it holds no {SUMS}. Give the path of another checkpoint")
-    return found[-1] if found else None
+    checkpoints = all_checkpoints(path / CHECKPOINTS) or all_checkpoints(path)
+    if checkpoints and not is_complete(checkpoints[-1]):
+        raise ValueError(
+            f"{checkpoints[-1]} is not whole: it holds no {SUMS}. Give the path of another checkpoint"
+        )
+    return checkpoints[-1] if checkpoints else None
 
 
 NOT_FINITE = "its weights or its settings are damaged. Use an earlier checkpoint, or copy it again"

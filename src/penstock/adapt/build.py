@@ -130,11 +130,11 @@ def parallelize(
         try:
             scheduled(found, machinery, parallel, plan, tensor, updating)
         except BaseException:
-            for each in undone:
-                each.undo()
+            for share in undone:
+                share.undo()
             raise
-    for each in undone:
-        each.settle()
+    for share in undone:
+        share.settle()
     engine_of(inner).averages_own = gradient_reduction == "mean"
     made = model if inner is model else saved_together(model)
     return made.train()  # from_pretrained leaves it in evaluation mode, which runs no step
@@ -336,11 +336,11 @@ def spread_parts(decoder: Decoder, machinery: Machinery) -> None:
     for module in decoder.model.modules():
         parts: dict[str, Sharding] = getattr(module, "shardings", {})
         if any(module is core for core in cores):
-            found = (
+            shardings = (
                 (name, sharding_of_experts(p.shape, parts.get(name), layout))
                 for name, p in module.named_parameters()
             )
-            parts = {name: each for name, each in found if each is not None}
+            parts = {name: each for name, each in shardings if each is not None}
         if parts:
             spread_states(module, parts, machinery.meshes)
 
@@ -449,11 +449,11 @@ def reload(model: Any, folder: str | Path) -> None:
     """
     opened, dtype = ModelFolder.open(Path(folder), plain_class(model)), next(model.parameters()).dtype
     read = read_share(skeleton(opened), opened, engine_of(model).layout, dtype, "cpu").model.state_dict()
-    mine = local_state(model.state_dict())
-    if {name: tensor.shape for name, tensor in mine.items()} != {name: read[name].shape for name in read}:
+    own = local_state(model.state_dict())
+    if {name: tensor.shape for name, tensor in own.items()} != {name: read[name].shape for name in read}:
         raise ValueError(f"{folder} holds another model than {type(model).__name__} is here")
     with torch.no_grad():
-        for name, tensor in mine.items():
+        for name, tensor in own.items():
             tensor.copy_(read[name])
 
 

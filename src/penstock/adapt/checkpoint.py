@@ -185,9 +185,9 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
         named = [[None]]
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in chain(*named)):
         raise ConfigError(str(path / GROUPS), UNSET, "holds no groups of an optimizer's parameters", hint)
-    mine, theirs = ([group["parameters"] for group in groups] for groups in (states.groups, saved))
-    if mine != theirs:
-        differing = sorted(set(chain(*mine)) ^ set(chain(*theirs)))[:3]
+    own, theirs = ([group["parameters"] for group in groups] for groups in (states.groups, saved))
+    if own != theirs:
+        differing = sorted(set(chain(*own)) ^ set(chain(*theirs)))[:3]
         names = ", ".join(differing) or "the same ones, in other groups or another order"
         raise ValueError(f"{path} has the state of an optimizer of other parameters: {names}")
     states.take(path, saved)
@@ -286,8 +286,8 @@ class _States:
                 tensor = torch.empty(parameter.shape if shape else (), dtype=dtype)
                 states.setdefault(numbers[name], {})[key] = tensor
                 state |= state_part(name, key, tensor, self.naming)
-            if (found := misfits(state, stored.whole, state)) is not None:
-                raise DamagedError(found)
+            if (misfit := misfits(state, stored.whole, state)) is not None:
+                raise DamagedError(misfit)
             stored.load(state)
         except DamagedError as error:
             raise ValueError(
@@ -295,8 +295,8 @@ class _States:
                 "checkpoint"
             ) from error
         if isinstance(self.optimizer, ShardedAdamW):  # its states are filled already
-            for mine, group in zip(self.optimizer.param_groups, saved, strict=True):
-                mine.update({key: group[key] for key in SHARED_SETTINGS if key in group})
+            for own_group, group in zip(self.optimizer.param_groups, saved, strict=True):
+                own_group.update({key: group[key] for key in SHARED_SETTINGS if key in group})
             return
         groups, first = [], 0
         for group in saved:

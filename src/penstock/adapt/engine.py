@@ -169,10 +169,10 @@ class Engine:
         """
         self.stack.turns.forward()
         self._prepare(given, float(given.routers == "balanced"), None, TokenLoss)
-        found = self.stack.hidden_states(given.tokens_BL, self._begin(given), averaged=self.averages_own)
-        self.decoder.calls.end_with(found.balance)
+        states = self.stack.hidden_states(given.tokens_BL, self._begin(given), averaged=self.averages_own)
+        self.decoder.calls.end_with(states.balance)
         self._first += len(given.tokens_BL)
-        return found
+        return states
 
     @contextmanager
     def balancing(self, wanted: bool) -> Iterator[BalanceRequest]:
@@ -192,7 +192,7 @@ class Engine:
     def _begin(self, given: StepInputs) -> Tensor:
         """Begin the forward pass of a step on these samples; return their numbers."""
         shared = {
-            each.name: getattr(given, each.name) for each in fields(Inputs)
+            field.name: getattr(given, field.name) for field in fields(Inputs)
         }  # the decoder keeps no tokens
         self.decoder.begin(Inputs(**{**shared, "first": self._first}))
         return torch.arange(self._first, self._first + len(given.tokens_BL))
@@ -229,10 +229,10 @@ class Engine:
                     "them before optimizer.step()"
                 )
             with machinery.autocast():
-                found = [
+                pieces = [
                     decoder.logits(left[place]).unflatten(0, left[place].shape[:2]) for place in sorted(left)
                 ]
-            return torch.cat(found)
+            return torch.cat(pieces)
 
         return logits
 
@@ -358,12 +358,12 @@ def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
     if experts is not cut.experts:
         raise ValueError(_replaced(f"the experts of layer {part.index} were", experts))
     shared = None if family.shared_module is None else getattr(block, family.shared_module, None)
-    for what, found, wanted in (
+    for what, current, wanted in (
         ("router", family.router_of(block), cut.router),
         ("shared expert", shared, cut.shared),
     ):
-        if found is not wanted:
-            raise ValueError(_replaced(f"the {what} of layer {part.index} was", found))
+        if current is not wanted:
+            raise ValueError(_replaced(f"the {what} of layer {part.index} was", current))
     for module in (layer, block, *around(experts)[1:]):
         if is_patched(module):
             raise ValueError(patched(module, "parallelize the model without it"))

@@ -108,7 +108,7 @@ class Passes:
         self._generates, failure = True, None
         try:
             try:
-                found = run()
+                result = run()
             except OtherRankError:
                 raise
             except Exception as error:
@@ -123,7 +123,7 @@ class Passes:
             self._generates, self._next = False, None
         if failure is not None:
             raise failure
-        return found
+        return result
 
     def _agree(self, *, runs: bool, fails: bool = False) -> bool:
         """Return whether any rank runs a pass now. Raises OtherRankError if another one has failed."""
@@ -266,8 +266,8 @@ class NarrowSpread(Spread):
         every = [transport.all_gather(each.contiguous(), sizes, Group.SHARDS) for each in given]
         sum_TM = super()._exchanged(*every)
         transport.all_reduce(sum_TM, Group.SHARDS)
-        mine_TM: Tensor = sum_TM.split(sizes)[layout.etp_rank]
-        return mine_TM
+        own_TM: Tensor = sum_TM.split(sizes)[layout.etp_rank]
+        return own_TM
 
 
 class _Hook:

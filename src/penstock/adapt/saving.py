@@ -87,17 +87,17 @@ class ModelNaming:
             shapes = {name: (len(tensors[name]), *self._shardings[name].shape) for name in cut}
             widened = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
             whole = self._places_of({**tensors, **widened})
-        found: dict[str, tuple[Place, Sharding | None]] = {}
+        places: dict[str, tuple[Place, Sharding | None]] = {}
         for name, place in here.items():
-            each = self._shardings.get(place.source)
-            if each is not None and place.source in cut:
+            sharding = self._shardings.get(place.source)
+            if sharding is not None and place.source in cut:
                 shape, of_all = (at.shape[0 if _is_of_one(name) else 1 :] for at in (place, whole[name]))
-                if (shape, of_all) != (each.part_shape, each.shape):
+                if (shape, of_all) != (sharding.part_shape, sharding.shape):
                     sizes = enumerate(zip(shape, of_all, strict=True))
                     (dim,) = (dim for dim, (part, all_) in sizes if part < all_)
-                    each = Sharding.along(dim, of_all, each.axes, each.index, each.count)
-            found[name] = place, each
-        return found
+                    sharding = Sharding.along(dim, of_all, sharding.axes, sharding.index, sharding.count)
+            places[name] = place, sharding
+        return places
 
     def _places_of(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Place]:
         return places_of(self._model, tensors, self._axes.keys(), self._first, original=self._original)
@@ -265,10 +265,12 @@ def _as_transformers_writes(
     if original:
         wanted = revert_weight_conversion(model, wanted)
     named = list(naming.in_files())
-    mine = _kinds({name: _described(part, sharding) for name, part, sharding in named})
-    everyone = control.gather(mine, "comparing what ranks write with what transformers would")
-    found = {name: kind for kinds in everyone for name, kind in kinds.items()}
-    return named if found == _kinds(wanted) and all(dtype in CODES for _, dtype in found.values()) else None
+    own = _kinds({name: _described(part, sharding) for name, part, sharding in named})
+    everyone = control.gather(own, "comparing what ranks write with what transformers would")
+    written = {name: kind for kinds in everyone for name, kind in kinds.items()}
+    return (
+        named if written == _kinds(wanted) and all(dtype in CODES for _, dtype in written.values()) else None
+    )
 
 
 def _described(part: Tensor, sharding: Any) -> Tensor:
@@ -352,8 +354,8 @@ def _check_names(model: Any, plain: Any, own: Mapping[str, Tensor], saved: Mappi
             stacklevel=3,
         )
         return
-    found = without_marks(saved).keys()
-    missing, unexpected = sorted(wanted - found), sorted(found - wanted)
+    names = without_marks(saved).keys()
+    missing, unexpected = sorted(wanted - names), sorted(names - wanted)
     if missing or unexpected:
         raise ValueError(
             f"this is no {plain.__name__} of its configuration any more, and transformers would not read "
@@ -396,18 +398,18 @@ class InPlace:
     def begin(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         self.give_up()
-        for each in (self.work, self.former):  # the latter, too, before everything has been written
-            each.mkdir()
+        for folder in (self.work, self.former):  # the latter, too, before everything has been written
+            folder.mkdir()
 
     def finish(self, digests: Mapping[str, str]) -> None:
         self.close(self.work, digests)
         files = list(self.work.iterdir())
-        for each in (*files, self.work):
-            make_durable(each)
+        for entry in (*files, self.work):
+            make_durable(entry)
         new = {path.name for path in files}
         _move(self.path, self.former, lambda name: name in new or bool(WEIGHTS.fullmatch(name)))
-        for each in (self.former, self.path):
-            make_durable(each)
+        for entry in (self.former, self.path):
+            make_durable(entry)
         _move(self.work, self.path)
         make_durable(self.path)
         with suppress(OSError):  # all is in place; the next save removes the rest
@@ -462,12 +464,12 @@ class AsWhole:
 
     def finish(self, digests: Mapping[str, str]) -> None:
         self.close(self.work, digests)
-        for each in (*self.work.iterdir(), self.work):
-            make_durable(each)
+        for path in (*self.work.iterdir(), self.work):
+            make_durable(path)
         if self.path.exists():
             with suppress(OSError):  # folders, and file systems without links: these files follow below
-                for each in self._others(self.path, self.work):
-                    (self.work / each.name).hardlink_to(each)
+                for path in self._others(self.path, self.work):
+                    (self.work / path.name).hardlink_to(path)
             self.work.rename(self.former)
             if not exchange(self.former, self.path):
                 self.former.rename(self.work)
@@ -490,8 +492,8 @@ class AsWhole:
             remove_tree(left)
 
     def _take_others(self) -> None:
-        for each in self._others(self.former, self.path):
-            each.rename(self.path / each.name)
+        for path in self._others(self.former, self.path):
+            path.rename(self.path / path.name)
 
     def _others(self, older: Path, newer: Path) -> list[Path]:
         """Return the files of the older folder that belong to no checkpoint and are not in the newer one."""

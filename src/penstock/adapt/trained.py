@@ -91,9 +91,9 @@ def from_checkpoint(path: Path) -> PreTrainedModel:
                 f"{numbers:,}. Give the path of another checkpoint"
             )
         wanted = {name: Part.of(tensor) for name, tensor, _ in DecoderNaming(decoder).in_files()}
-        if (found := misfits(wanted, saved, wanted, TYPES)) is not None:
+        if (misfit := misfits(wanted, saved, wanted, TYPES)) is not None:
             raise ValueError(
-                f"{path} holds another model than its settings say: {found}. Give the path of another "
+                f"{path} holds another model than its settings say: {misfit}. Give the path of another "
                 "checkpoint"
             )
     if lack_of(moe) is None:

@@ -109,11 +109,11 @@ def read_sums(folder: Path) -> dict[str, str]:
         DamagedError: If a single character is not as `write_sums` writes it.
     """
     text = read_regular(folder / SUMS, MOST_SUMS_BYTES).decode("ascii", errors="replace")
-    found = list(LINE.finditer(text))
-    if not found or "".join(match[0] for match in found) != text:
+    matches = list(LINE.finditer(text))
+    if not matches or "".join(match[0] for match in matches) != text:
         raise DamagedError(f"{SUMS} is not a list of digests and names")
-    digests = {match[2]: match[1] for match in found}
-    if len(digests) < len(found):
+    digests = {match[2]: match[1] for match in matches}
+    if len(digests) < len(matches):
         raise DamagedError(f"{SUMS} names a file twice")
     return digests
 
@@ -210,20 +210,18 @@ def model_files(folder: Path) -> list[str]:
     Raises:
         ConfigError: For an index that is none.
     """
-    index, again = folder / INDEX, "Copy it again from where the model's files come from."
+    index, hint = folder / INDEX, "Copy it again from where the model's files come from."
     if (folder / ONE).exists():
         return [ONE]
     if not index.exists():
         return []
-    table = read_json(index, again, MOST_INDEX_BYTES)
+    table = read_json(index, hint, MOST_INDEX_BYTES)
     listed = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
-        raise ConfigError(
-            str(index), UNSET, "has no weight_map that says which file holds each tensor", again
-        )
+        raise ConfigError(str(index), UNSET, "has no weight_map that says which file holds each tensor", hint)
     if outside := [name for name in listed.values() if Path(name).name != name or name == ".."]:
         why = f"names {outside[0]}: files of a model lie in its folder, and it may lead nowhere else"
-        raise ConfigError(str(index), UNSET, why, again)
+        raise ConfigError(str(index), UNSET, why, hint)
     return sorted(set(listed.values()))
 
 
@@ -252,8 +250,8 @@ def all_checkpoints(folder: Path) -> list[Path]:
         there = list(folder.iterdir())  # Path.glob finds nothing where it may not look
     except FileNotFoundError:
         return []
-    found = [path for path in there if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
-    return sorted(found, key=lambda path: (step_of(path), len(path.name)))
+    checkpoints = [path for path in there if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
+    return sorted(checkpoints, key=lambda path: (step_of(path), len(path.name)))
 
 
 def step_of(path: Path) -> int:
@@ -274,13 +272,13 @@ def complete(work: Path, final: Path, record: Record, digests: Mapping[str, str]
     Record(**{**vars(record), "files": names}).write(work)
     others = {name: digest_of(work / name) for name in (*names, RECORD) if name not in digests}
     write_sums(work, {**digests, **others})
-    for each in (*(work / name for name in others), work):
-        make_durable(each)
+    for entry in (*(work / name for name in others), work):
+        make_durable(entry)
     try:
         _name(work, final)
-        found = complete_checkpoints(final.parent)
-        for old in found:
-            superseded = old in found[:-keep] or step_of(old) == record.step
+        checkpoints = complete_checkpoints(final.parent)
+        for old in checkpoints:
+            superseded = old in checkpoints[:-keep] or step_of(old) == record.step
             if superseded and old != final:  # the only one that is known to be whole
                 _hide(old)
         for broken in final.parent.glob(f"{UNFINISHED}*"):

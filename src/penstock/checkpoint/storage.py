@@ -170,8 +170,8 @@ class Part:
         dtype = local.dtype
         for first, numbers in runs:
             begin, dtype, last = 0, numbers.dtype, first + len(numbers)
-            found = boxes_of(local.shape, first, last) if sharding is None else sharding.boxes(first, last)
-            for offsets, sizes in found:
+            extents = boxes_of(local.shape, first, last) if sharding is None else sharding.boxes(first, last)
+            for offsets, sizes in extents:
                 boxes[offsets] = numbers[begin : begin + prod(sizes)].view(sizes)
                 begin += prod(sizes)
         return Part(local.shape if sharding is None else torch.Size(sharding.shape), dtype, boxes)
@@ -322,7 +322,7 @@ def write_shard(path: Path, tensors: Iterable[Outgoing]) -> str:
 
 def write_index(folder: Path, names: Iterable[str]) -> None:
     """Write the index by which transformers finds the tensors in some files of a folder."""
-    found: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     numbers = size_bytes = 0
     for name in sorted(names):
         with (folder / name).open("rb") as file:
@@ -330,9 +330,9 @@ def write_index(folder: Path, names: Iterable[str]) -> None:
         size_bytes += (folder / name).stat().st_size - header_bytes
         with safe_open(folder / name, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118  # no dictionary
-                found[key] = name
+                weight_map[key] = name
                 numbers += prod(opened.get_slice(key).get_shape())
-    table = {"metadata": {"total_parameters": numbers, "total_size": size_bytes}, "weight_map": found}
+    table = {"metadata": {"total_parameters": numbers, "total_size": size_bytes}, "weight_map": weight_map}
     write_whole(folder / INDEX, json.dumps(table, indent=2) + "\n", durable=True)
 
 
@@ -486,10 +486,10 @@ def first_not_finite(
 
     It takes one pass over memory and allocates nothing. Integer tensors are always finite.
     """
-    found = [(name, each) for name, each in tensors if each.is_floating_point() and each.numel()]
-    if not found:
+    floating = [(name, each) for name, each in tensors if each.is_floating_point() and each.numel()]
+    if not floating:
         return None
-    names, numbers = zip(*found, strict=True)
+    names, numbers = zip(*floating, strict=True)
     # The largest magnitude is taken, since a norm of squares could overflow although every number is finite.
     largest = torch._foreach_norm(list(numbers), math.inf)
     sizes = torch.stack([each.double().cpu() for each in largest])
@@ -523,11 +523,11 @@ def of_rank(
     """
     files: Files = {}
     met = Counter[str]()
-    for each in tensors:
-        before = met[each.name]
-        met[each.name] += 1
-        name = f"{kind_of(each.name)}-{control.rank + 1:05d}{f'-{before + 1}' if before else ''}{SUFFIX}"
-        files.setdefault(name, []).append(each)
+    for outgoing in tensors:
+        before = met[outgoing.name]
+        met[outgoing.name] += 1
+        name = f"{kind_of(outgoing.name)}-{control.rank + 1:05d}{f'-{before + 1}' if before else ''}{SUFFIX}"
+        files.setdefault(name, []).append(outgoing)
     return files
 
 
@@ -598,8 +598,8 @@ class Saving:
         if self._written is None:
             return
         with self._giving_up():
-            mine = together(self._control, self._purpose, self._written.result)
-            digests = {n: d for one in self._control.gather(mine, self._purpose) for n, d in one.items()}
+            own = together(self._control, self._purpose, self._written.result)
+            digests = {n: d for one in self._control.gather(own, self._purpose) for n, d in one.items()}
             together(self._control, self._purpose, lambda: self._complete(digests), rank=0)
         self._written = None
 

@@ -66,11 +66,11 @@ def is_wrapper(module: Any) -> bool:
 
 def wrappers(experts: Any) -> list[Any]:
     """Return peft's wrappers around experts, the outermost first."""
-    found: list[Any] = []
+    chain: list[Any] = []
     while is_wrapper(experts):
-        found.append(experts)
+        chain.append(experts)
         experts = experts.base_layer
-    return found
+    return chain
 
 
 def around(experts: Any) -> list[Any]:

@@ -132,11 +132,11 @@ def _settings(file: Path, value: Any, path: tuple[str, ...] = ()) -> Iterator[tu
             str(file), UNSET, f"holds more than {DEEPEST} tables and lists inside each other", f"{COPY}."
         )
     if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _settings(file, each, (*path, name))
+        for name, entry in value.items():
+            yield from _settings(file, entry, (*path, name))
     elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from _settings(file, each, (*path, str(number)))
+        for number, entry in enumerate(value):
+            yield from _settings(file, entry, (*path, str(number)))
     else:
         yield path, value
 
@@ -146,9 +146,9 @@ def _tables(
 ) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
     """Yield a table and all tables in it by their path."""
     yield path, table
-    for name, each in table.items():
-        if isinstance(each, Mapping):
-            yield from _tables(each, (*path, name))
+    for name, entry in table.items():
+        if isinstance(entry, Mapping):
+            yield from _tables(entry, (*path, name))
 
 
 def _key(file: Path, path: tuple[str, ...]) -> str:
@@ -258,8 +258,8 @@ def config_of(file: Path, table: Mapping[str, Any], held: Held) -> Any:
         raise ConfigError(f"{file}: text_config", UNSET, "holds no configuration of a text model", f"{COPY}.")
     for part in (config, text):
         part.return_dict = True  # a model of transformers runs with no other value
-    found = {name: setting_of(config.get_text_config(), name) for name in (*EXPERTS, *CHOSEN)}
-    there = {name: value for name, value in found.items() if isinstance(value, int)}
+    settings = {name: setting_of(config.get_text_config(), name) for name in (*EXPERTS, *CHOSEN)}
+    there = {name: value for name, value in settings.items() if isinstance(value, int)}
     for name, value in there.items():
         if value < 1:
             raise ValueError(f"{file}: {name} = {value}, and a layer with experts has at least one. {COPY}")

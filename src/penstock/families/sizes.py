@@ -35,13 +35,13 @@ USUAL_STATE = 128
 def matrices_of(module: nn.Module, without: Iterable[nn.Module | None] = ()) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of a module's matrices, whole ones where this rank has a part, but for those of the
     modules `without`."""
-    seen = {id(each) for other in without if other is not None for each in other.parameters()}
+    seen = {id(parameter) for other in without if other is not None for parameter in other.parameters()}
     for part in module.modules():
         cuts = getattr(part, "shardings", {})
-        for name, each in part.named_parameters(recurse=False):
-            if each.dim() > 1 and id(each) not in seen:
-                seen.add(id(each))
-                yield tuple(cuts[name].shape if name in cuts else each.shape)
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.dim() > 1 and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield tuple(cuts[name].shape if name in cuts else parameter.shape)
 
 
 def attention_of(config: Any, layers: Sequence[Any], others: Sequence[Sequence[Any]]) -> Attention:

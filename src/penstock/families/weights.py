@@ -103,21 +103,21 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{folder} holds neither {ONE} nor {INDEX}. Give a folder that save_pretrained has written, or "
             "download the model's files first: hf download NAME --local-dir FOLDER"
         )
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # no dictionary
                     if not name.startswith(BESIDE_TEXT):
                         stored: Any = opened.get_slice(name)
-                        found[name.removeprefix(TEXT)] = StoredTensor(
+                        tensors[name.removeprefix(TEXT)] = StoredTensor(
                             file=file, name=name, shape=stored.get_shape(), kind=stored.get_dtype()
                         )
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} cannot be read as safetensors: {error}. {COPY}") from error
-    if not found:
+    if not tensors:
         raise ValueError(f"{', '.join(map(str, files))}: no tensors are in there. {COPY}")
-    return found
+    return tensors
 
 
 def share_of_experts(
@@ -162,10 +162,10 @@ def share_of_experts(
             numbers.setdefault(EXPERT.sub(".experts.*.", name), set()).add(int(number[1]))
             if int(number[1]) in held:
                 wanted[name] = tensor
-    for name, found in numbers.items():
-        if missing := set(range(num_experts)) - found:
+    for name, present in numbers.items():
+        if missing := set(range(num_experts)) - present:
             wrong.append(f"{name} of all experts but {some_of(sorted(map(str, missing)))}")
-        if surplus := found - set(range(num_experts)):
+        if surplus := present - set(range(num_experts)):
             wrong.append(f"{name} of expert {some_of(sorted(map(str, surplus)))}")
     if wrong:
         folder = next(iter(tensors.values())).file.parent
@@ -211,26 +211,26 @@ def places_of(
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    described = {name: torch.empty_like(each, device="meta") for name, each in tensors.items()}
+    described = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     with _InPlace():
         written = revert_weight_conversion(model, dict(described)) if original else described
-    sources = {each.untyped_storage()._cdata: name for name, each in described.items()}
-    found: dict[str, dict[str, Place]] = {source: {} for source in sorted(tensors)}  # alike on all ranks
-    for name, each in written.items():
-        source = sources.get(each.untyped_storage()._cdata)
+    sources = {tensor.untyped_storage()._cdata: name for name, tensor in described.items()}
+    by_source: dict[str, dict[str, Place]] = {source: {} for source in sorted(tensors)}  # alike on all ranks
+    for name, tensor in written.items():
+        source = sources.get(tensor.untyped_storage()._cdata)
         if source is not None:
-            place = Place(source, tuple(each.shape), each.stride(), int(each.storage_offset()))
+            place = Place(source, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
             its = name
             if source in spread:  # experts have their numbers in the whole model
                 its = EXPERT.sub(lambda number: f".experts.{int(number[1]) + first}.", name)
-            found[source][its] = place
-    for source, places in found.items():
-        each = described[source]
-        boxes = [_box(each, place) for place in places.values()]
-        if None in boxes or not fills(each.shape, [box for box in boxes if box is not None]):
+            by_source[source][its] = place
+    for source, places in by_source.items():
+        tensor = described[source]
+        boxes = [_box(tensor, place) for place in places.values()]
+        if None in boxes or not fills(tensor.shape, [box for box in boxes if box is not None]):
             # What is no view is left as the model has it: transformers reads that, too.
-            found[source] = {source: Place(source, tuple(each.shape), each.stride(), 0)}
-    return {name: place for places in found.values() for name, place in places.items()}
+            by_source[source] = {source: Place(source, tuple(tensor.shape), tensor.stride(), 0)}
+    return {name: place for places in by_source.values() for name, place in places.items()}
 
 
 def _box(source: Tensor, place: Place) -> ChunkStorageMetadata | None:
@@ -258,9 +258,9 @@ class _InPlace(TorchFunctionMode):
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what is saved of a model: every parameter once, and the buffers that its state has."""
     kept = model.state_dict().keys() - set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    for name, each in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in kept:
-            yield name, each
+            yield name, tensor
 
 
 @dataclass(frozen=True)
@@ -305,8 +305,8 @@ class ModelFolder:
     @property
     def dtype(self) -> torch.dtype:
         """The type of the model by its configuration, or of its first tensor, or float32."""
-        found: torch.dtype | None = self.config.dtype or next(iter(self.tensors.values())).dtype
-        return torch.float32 if found is None else found
+        dtype: torch.dtype | None = self.config.dtype or next(iter(self.tensors.values())).dtype
+        return torch.float32 if dtype is None else dtype
 
     def read(self, kind: Any, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> Any:
         """Return a model of this class with values of these tensors.
@@ -334,8 +334,10 @@ class ModelFolder:
             for name, stored, wanted in loading["mismatched_keys"]
         ]
         unexpected = [name for name in loading["unexpected_keys"] if not name.startswith(BESIDE_TEXT)]
-        found = {"missing": loading["missing_keys"], "unexpected": unexpected, "misshapen": misshapen}
-        problems = [f"{what}: {some_of(sorted(map(str, names)))}" for what, names in found.items() if names]
+        differences = {"missing": loading["missing_keys"], "unexpected": unexpected, "misshapen": misshapen}
+        problems = [
+            f"{what}: {some_of(sorted(map(str, names)))}" for what, names in differences.items() if names
+        ]
         if problems:
             raise ValueError(
                 f"{self.path} does not hold the model of its {CONFIG}: {'; '.join(problems)}. Copy the "

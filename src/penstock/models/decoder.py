@@ -427,28 +427,28 @@ class MoEDecoder(nn.Module):
     def partial_parameters(self, layer: int) -> list[nn.Parameter]:
         block = self.parts[layer]
         cut = shardings_of(block.self_attn).keys()
-        found = [each for name, each in block.self_attn.named_parameters() if name not in cut]
-        found += block.input_layernorm.parameters()
+        parameters = [each for name, each in block.self_attn.named_parameters() if name not in cut]
+        parameters += block.input_layernorm.parameters()
         if layer == self.config.num_layers - 1:
-            found += self.model.norm.parameters()
-        return found
+            parameters += self.model.norm.parameters()
+        return parameters
 
     def token_parameters(self, layer: int) -> list[nn.Parameter]:
         block = self.parts[layer]
-        found = list(block.post_attention_layernorm.parameters())
+        parameters = list(block.post_attention_layernorm.parameters())
         if block.moe is not None:
             experts = {id(p) for p in self.expert_parameters(layer)}
-            found += [p for p in block.moe.parameters() if id(p) not in experts]
-        return found
+            parameters += [p for p in block.moe.parameters() if id(p) not in experts]
+        return parameters
 
     def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
         experts = {id(p) for p in self.expert_parameters(layer)}
-        found = [p for p in self.model.layers[layer].parameters() if id(p) not in experts]
+        parameters = [p for p in self.model.layers[layer].parameters() if id(p) not in experts]
         if layer == 0:
-            found += self.model.embed_tokens.parameters()
+            parameters += self.model.embed_tokens.parameters()
         if layer == self.config.num_layers - 1:
-            found += [*self.model.norm.parameters(), *self.lm_head.parameters()]
-        return found
+            parameters += [*self.model.norm.parameters(), *self.lm_head.parameters()]
+        return parameters
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
         moe = self.parts[layer].moe

@@ -60,8 +60,8 @@ class Control:
         votes = torch.tensor(mine, dtype=torch.float64)
         with self.naming(purpose):
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
-        found: list[float] = votes.tolist()
-        return found
+        values: list[float] = votes.tolist()
+        return values
 
     def sum_later(self, mine: Sequence[float], purpose: str) -> Callable[[], list[float]]:
         """Begin to sum over all ranks; return the function that waits for the sums and returns them.
@@ -77,8 +77,8 @@ class Control:
             assert work is not None, "this rank belongs to the group"
             with self.naming(purpose):
                 work.wait()
-            found: list[float] = sums.tolist()
-            return found
+            totals: list[float] = sums.tolist()
+            return totals
 
         return wait
 
@@ -103,11 +103,11 @@ class Control:
             except ConfigError as error:
                 problem = error
         everyone = self.gather(problem, purpose)
-        for rank, found in enumerate(everyone):
-            if found is not None and by is None and None in everyone:
-                raise ConfigError(found.key, found.value, f"on rank {rank}, {found.why}", found.hint)
-            if found is not None:
-                raise found
+        for rank, refusal in enumerate(everyone):
+            if refusal is not None and by is None and None in everyone:
+                raise ConfigError(refusal.key, refusal.value, f"on rank {rank}, {refusal.why}", refusal.hint)
+            if refusal is not None:
+                raise refusal
 
     def collect(self, part: Tensor, ranks: Sequence[int], at: int, purpose: str) -> list[Tensor]:
         """Return the tensors of these ranks, in this order, at rank `at`, one of these ranks; [] elsewhere.
@@ -118,10 +118,10 @@ class Control:
             part: On the CPU, of the same shape and type on all of them.
         """
         raw = part.contiguous().reshape(-1).view(torch.uint8)  # Gloo does not support every type of numbers
-        found = [raw if rank == at else torch.empty_like(raw) for rank in ranks] if self.rank == at else []
+        buffers = [raw if rank == at else torch.empty_like(raw) for rank in ranks] if self.rank == at else []
         with self.naming(purpose):
             if self.rank == at:
-                pairs = zip(ranks, found, strict=True)
+                pairs = zip(ranks, buffers, strict=True)
                 begun = [dist.irecv(each, rank, group=self._group) for rank, each in pairs if rank != at]
             else:
                 begun = [dist.isend(raw, at, group=self._group)]
@@ -131,7 +131,7 @@ class Control:
                     work.wait()
                 else:
                     work.wait(self._limit)
-        return [each.view(part.dtype).view(part.shape) for each in found]
+        return [each.view(part.dtype).view(part.shape) for each in buffers]
 
     @contextmanager
     def waiting(self, timeout_s: float, usually_s: float, setting: str = "") -> Iterator[None]:
@@ -197,8 +197,8 @@ def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:
     assert default is not None, "ranks have joined"
     if torch.device("cpu") in default._device_types:
         return default
-    if (known := _HOST_GROUPS.get(default)) is not None:
-        return known
+    if (cached := _HOST_GROUPS.get(default)) is not None:
+        return cached
     store, here, ranks = _get_default_store(), f"penstock/host-group-{next(_ATTEMPTS)}", range(default.size())
 
     def make() -> ProcessGroup:
@@ -219,9 +219,9 @@ def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:
         try:
             missing = within(ANSWER_S, absent)
         except RuntimeError as silent:
-            found = f"the store of the process group does not answer ({reason(silent)})"
+            why = f"the store of the process group does not answer ({reason(silent)})"
         else:
-            found = (
+            why = (
                 f"{named(missing)} did not come: every rank must call Penstock at the same point"
                 if missing
                 else f"all ranks came, and Gloo could not connect them ({reason(error)}). It uses "
@@ -231,5 +231,5 @@ def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:
         raise CommunicationError(
             f"rank {default.rank()} of {default.size()}: the default process group takes no tensors of the "
             f"CPU (backend {dist.get_backend_config()}), and no Gloo group could be made beside it within "
-            f"{timeout_s:g} s: {found}. With init_process_group(backend='cpu:gloo,cuda:nccl') none is needed."
+            f"{timeout_s:g} s: {why}. With init_process_group(backend='cpu:gloo,cuda:nccl') none is needed."
         ) from error

@@ -187,8 +187,8 @@ class Roll:
     @property
     def failed(self) -> dict[int, str]:
         """Ranks that failed for a reason of their own, with the reason."""
-        known = [*((rank, said["failure"]) for rank, said in self.answers.items()), *self.gone.items()]
-        return {rank: why for rank, why in sorted(known, key=lambda each: each[0]) if why}
+        failures = [*((rank, said["failure"]) for rank, said in self.answers.items()), *self.gone.items()]
+        return {rank: why for rank, why in sorted(failures, key=lambda each: each[0]) if why}
 
     @property
     def busy(self) -> dict[int, str]:
@@ -278,15 +278,15 @@ class FaultWatcher:
         """Tell all other ranks that this one ends, and return what they do, within `ANSWER_S`."""
         self.has_given_up = True
         note = {"rank": self._rank, "failure": ACTIVITY.failure, "waited_in": ACTIVITY.waited_in}
-        found: list[Roll] = []
+        rolls: list[Roll] = []
         try:
-            within(ANSWER_S + 2 * self._poll_s, lambda: self._ask(self.store.clone(), note, found))
+            within(ANSWER_S + 2 * self._poll_s, lambda: self._ask(self.store.clone(), note, rolls))
         except RuntimeError:  # the process that keeps the store is stopped or gone
-            if not found:
+            if not rolls:
                 gone, held_by = dict(self._gone), self._held_by
                 silent = () if held_by is None or held_by in gone else (held_by,)
                 return Roll(silent, {}, gone)
-        return found[-1]
+        return rolls[-1]
 
     # ---- asking --------------------------------------------------------------------------------------------
 
@@ -359,15 +359,15 @@ class FaultWatcher:
             self._stopped.set()
             store.add("left", 1)
             return
-        mine = json.dumps({"rank": self._rank, **ACTIVITY.answer()}) + "\n"
+        answer = json.dumps({"rank": self._rank, **ACTIVITY.answer()}) + "\n"
         for rank, note in notes(store).items():
             if rank != self._rank and rank not in self._gone:
                 failure = self._gone[rank] = note["failure"]
-                told = f"rank {rank} has ended" + (f": {failure}" if failure else "")
+                message = f"rank {rank} has ended" + (f": {failure}" if failure else "")
                 for hear in HEARERS:
-                    hear(told)
-                self._lose(told)
-        store.append(f"answers/{self._heard}", mine)
+                    hear(message)
+                self._lose(message)
+        store.append(f"answers/{self._heard}", answer)
         store.add(f"answers/{self._heard}/count", 1)
 
     def _lose(self, why: str) -> None:
@@ -460,8 +460,8 @@ def reason(error: BaseException) -> str:
     A check that has failed on a device gives its reason elsewhere, which is added.
     """
     line = (str(error).strip().splitlines() or ["no reason given"])[0]
-    found = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]
-    return f"{found}. {OF_DEVICE}" if "device-side assert" in found else found
+    message = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]
+    return f"{message}. {OF_DEVICE}" if "device-side assert" in message else message
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -507,11 +507,11 @@ def leave_note(store: Store, note: Mapping[str, Any]) -> None:
 
 def notes(store: Store) -> dict[int, dict[str, Any]]:
     """Return what ranks that end have said; of several notes about a rank the first with a reason counts."""
-    found: dict[int, dict[str, Any]] = {}
+    by_rank: dict[int, dict[str, Any]] = {}
     for note in _lines(store, "ended") if store.add("ended/count", 0) else ():
-        if not found.get(note["rank"], {}).get("failure"):
-            found[note["rank"]] = note
-    return found
+        if not by_rank.get(note["rank"], {}).get("failure"):
+            by_rank[note["rank"]] = note
+    return by_rank
 
 
 def call(store: Store, world_size: int, number: int, by: str) -> None:

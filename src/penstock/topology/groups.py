@@ -186,8 +186,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        for name, known in (("transport", TransportName), ("reduce_scatter", Summation)):
-            check_name(f"parallel.{name}", getattr(self, name), get_args(known))  # parallelize gives it
+        for name, literal in (("transport", TransportName), ("reduce_scatter", Summation)):
+            check_name(f"parallel.{name}", getattr(self, name), get_args(literal))  # parallelize gives it
 
     @property
     def start_s(self) -> float:
@@ -383,7 +383,7 @@ def lane_groups(
         RuntimeError: If the others, or the store at which ranks meet, do not answer in time, on GPUs a
             CommunicationError.
     """
-    found: dict[Axes, dist.ProcessGroup] = {}
+    groups: dict[Axes, dist.ProcessGroup] = {}
     timeout, start_s = timedelta(seconds=timeout_s), start_s or timeout_s
     with left_to_the_watch(device, os.environ):
         for kind in kinds:
@@ -393,7 +393,7 @@ def lane_groups(
                     group = within(start_s + SPARE_S, make)
                 if layout.rank in ranks:
                     assert group is not None
-                    found[kind] = group
-            mine = layout.mesh.members(layout.rank, kind)
-            first_exchange(found[kind], kind, mine, device, start_s)
-    return found
+                    groups[kind] = group
+            members = layout.mesh.members(layout.rank, kind)
+            first_exchange(groups[kind], kind, members, device, start_s)
+    return groups

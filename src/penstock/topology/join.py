@@ -400,21 +400,21 @@ def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
 
 def _found_there(host: str, port: int, error: Exception, *, serves: bool) -> str:
     """Return what is where the store should be, and what to do about it. error: why it was not opened."""
-    found = look_at(host, port)
-    if serves and found.kind != "unresolved":
-        what = "another program listens there" if found.kind == "accepts" else "this rank cannot listen there"
+    look = look_at(host, port)
+    if serves and look.kind != "unresolved":
+        what = "another program listens there" if look.kind == "accepts" else "this rank cannot listen there"
         other = "Choose another MASTER_PORT, and check that MASTER_ADDR is this machine"
         return f"{what} ({reason(error)}). {other}"
     return {
-        "unresolved": f"the name {host} does not resolve on this machine ({found.why}). Add it to /etc/hosts "
+        "unresolved": f"the name {host} does not resolve on this machine ({look.why}). Add it to /etc/hosts "
         "or DNS, or set MASTER_ADDR to an address",
         "accepts": "a program accepts connections there, and does not answer as the store of these ranks "
         "does. Choose another MASTER_PORT, or end that program",
         "refused": "no program listens there. Check that MASTER_ADDR is the host of rank 0 as seen from this "
         "one, and that rank 0 was started there and is still running",
-        "unreachable": f"nothing answers at {found.ip} ({found.why}). Check that MASTER_ADDR is the host of "
+        "unreachable": f"nothing answers at {look.ip} ({look.why}). Check that MASTER_ADDR is the host of "
         "rank 0 as seen from this one, and that no firewall closes the port",
-    }[found.kind]
+    }[look.kind]
 
 
 def _not_joined(info: ProcessInfo, timeout_s: float, host: str, port: int, why: str) -> str:

@@ -64,7 +64,7 @@ def _read(root: Path, controller: str, name: str) -> list[str]:
     own = next((PurePosixPath(path) for _, of, path in groups if controller in of.split(",")), None)
     if own is None:
         return []
-    found = list[str]()
+    texts = list[str]()
     for line in _lines(root / "proc/self/mountinfo"):
         mounted, _, kind = line.partition(" - ")
         (_, _, _, top, place, *_), (system, *_, options) = mounted.split(), kind.split()
@@ -73,8 +73,8 @@ def _read(root: Path, controller: str, name: str) -> list[str]:
         # Where a container has mounted groups of its host, its own group may be outside of what is visible.
         inside = own.relative_to(top) if own.is_relative_to(top) else PurePosixPath()
         files = [root / place.lstrip("/") / each / name for each in (inside, *inside.parents)]
-        found += [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
-    return found
+        texts += [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
+    return texts
 
 
 def _lines(file: Path) -> list[str]:

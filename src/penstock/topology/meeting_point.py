@@ -124,8 +124,8 @@ def interface_names() -> list[str]:
 def address_of(interface: str) -> str:
     """Return the IPv4 address of an interface; "" if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
-        found = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-        return socket.inet_ntoa(found[20:24])
+        answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+        return socket.inet_ntoa(answer[20:24])
     return ""
 
 
@@ -140,8 +140,10 @@ def check_interface(environ: Mapping[str, str]) -> None:
 
 def listed() -> str:
     """Return this machine's interfaces with their IPv4 addresses, in words."""
-    found = {name: address_of(name) for name in interface_names()}
-    return ", ".join(f"{name} ({ip})" if ip else f"{name} (no IPv4 address)" for name, ip in found.items())
+    addresses = {name: address_of(name) for name in interface_names()}
+    return ", ".join(
+        f"{name} ({ip})" if ip else f"{name} (no IPv4 address)" for name, ip in addresses.items()
+    )
 
 
 def in_use(environ: Mapping[str, str]) -> str:
