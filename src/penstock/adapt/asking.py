@@ -75,7 +75,7 @@ class FileWords:
     """Words of a `tokenizer.json`, without tokens that begin or end a text.
 
     Attributes:
-        digest: Its sha256.
+        digest: Sha256 of the file.
 
     Raises:
         ValueError: For any other file, and for tokens beyond the model's vocabulary.
@@ -158,12 +158,13 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
     """Return the words of a model that was opened at `path`.
 
     Args:
-        config: The model's.
+        config: The model's configuration.
         data: Section [data] of the run whose checkpoint it is; None for a folder of transformers.
         tokenizer: A file that a user has named, or `bytes`; None = as the model was trained.
 
     Raises:
-        ValueError: Where they are not known.
+        ConfigError: The configuration's `tokenizer_digest` is no text.
+        ValueError: The words are not known.
     """
     vocabulary = config.get_text_config().vocab_size
     digest, named = getattr(config, "tokenizer_digest", None), (data or {}).get("tokenizer")
@@ -271,8 +272,10 @@ class Sampling:
     """Choice of the next token.
 
     Attributes:
-        temperature: 0 takes the likeliest.
-        top_k, top_p: Candidates of a draw.
+        temperature: What logits are divided by before a draw; 0 takes the likeliest token.
+        top_k: Number of likeliest tokens among which one is drawn; 0 = all.
+        top_p: Probability that the tokens among which one is drawn have together.
+        seed: Seed of the draws.
     """
 
     temperature: float = 0.0
@@ -310,6 +313,7 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     """Open a folder of transformers, a checkpoint of `penstock train`, or its output folder (the newest one).
 
     Args:
+        path: The folder.
         tokenizer: A tokenizer.json, or `bytes`; None = that of a folder of transformers, or what the run was
             trained with.
 
@@ -423,6 +427,9 @@ def generate(
     """Return the text that follows a prompt, `most` tokens at most.
 
     Args:
+        prompt: The beginning of the text.
+        most: Most tokens that follow.
+        sampling: How they are chosen.
         say: Called with the prompt, then with every piece of the text as soon as it is written; with beam
             search once with all of it.
 
@@ -479,11 +486,13 @@ def judge(opened: Opened, text: str, length: int | None = None, name: str = "the
     """Judge how well a model predicts a text: every token but the first, from those before it in its window.
 
     Args:
+        text: The text.
         length: Tokens of a window; None = the number of positions that the model has, at most `LONGEST`.
-        name: Of the text.
+        name: The name of the text in messages.
 
     Raises:
-        ValueError: For a text of fewer than two tokens.
+        ValueError: The text has fewer than two tokens, the model has no positions for such windows, or its
+            numbers are not finite.
     """
     config = opened.model.config.get_text_config()
     most = setting_of(config, "max_position_embeddings")

@@ -94,20 +94,24 @@ def parallelize(
             family is taken if it can be cut into pieces that compute the same; or a model of peft around one.
             It keeps its class, its modules and the names of its parameters; of the experts it keeps this
             rank's share.
-        ep_size: Over how many ranks experts are spread; None = all, after `etp_size`.
-        tp_size: How many ranks share attention, dense layers and vocabulary, and are given the same samples;
-            of some families (docs/features.md).
-        etp_size: How many ranks share every expert, each a part of its width; None = 1.
-        mesh: Says these sizes in their place: a DeviceMesh of all ranks with names as ("dp", "ep"), several,
-            or groups by name (docs/parallelism.md); `model.device_mesh` has all dimensions of the layout.
+        ep_size: Number of ranks over which experts are spread; None = all, after `etp_size`.
+        tp_size: Number of ranks that share attention, dense layers and vocabulary, and are given the same
+            samples, for some families (docs/features.md); None = 1.
+        etp_size: Number of ranks that share every expert, each a part of its width; None = 1.
+        mesh: What says these sizes in their place: a DeviceMesh of all ranks with names as ("dp", "ep"),
+            several, or groups by name (docs/parallelism.md); `model.device_mesh` has all dimensions of the
+            layout.
         plan: "auto" measures the cluster at the first step and searches; else the name of a schedule, or a
             decision.
         ep_plan: Which modules hold experts, as transformers says; None = as its family or configuration says.
-        ranks_per_node, timeout_s, transport: See ParallelConfig.
+        ranks_per_node: See ParallelConfig.
+        timeout_s: See ParallelConfig.
+        transport: See ParallelConfig.
         bound_factor: See MoEConfig.
-        updating: Steps sum gradients in shares, for a `ShardedAdamW` of `penstock.adapt.stack_of`; None: any
-            optimiser updates parameters.
-        gradient_reduction: Of a loss that the caller makes of logits, see docs/hugging-face.md.
+        updating: How steps sum gradients in shares, for a `ShardedAdamW` of `penstock.adapt.stack_of`; None =
+            any optimiser updates parameters.
+        gradient_reduction: Whether gradients of a loss that the caller makes of logits are averaged over
+            ranks or summed, see docs/hugging-face.md.
 
     Returns:
         The model, in training mode.
@@ -151,7 +155,8 @@ def scheduled(
     """Let a schedule run the training steps of a model that has its share of experts; returns the model.
 
     Args:
-        tensor: Its part of attention, where ranks share that.
+        plan: See `parallelize`.
+        tensor: This rank's part of attention, where ranks share that.
         updating: See `parallelize`.
     """
     layout = machinery.layout
@@ -237,6 +242,11 @@ def shared_as(
 
     All ranks call it.
 
+    Args:
+        sizes: Sizes that were given besides a mesh.
+        mesh: See `parallelize`.
+        device: The model's device.
+
     Raises:
         ConfigError: For sizes by which the model cannot be shared.
     """
@@ -274,7 +284,7 @@ def pieces_of(found: Found, layout: Layout = ALONE, tensor: TensorShares | None 
     """Cut a model, which has its share of experts; where what is inside fails, it is as it was.
 
     Args:
-        tensor: Its part of attention, where ranks share that.
+        tensor: This rank's part of attention, where ranks share that.
     """
     calls = Calls(None if tensor is None else tensor.ranks.inside)
     layers, cuts = list[CutLayer | WholeLayer](), list[Cut]()
@@ -376,16 +386,20 @@ def load_pretrained(
     bound_factor: float | None = None,
     updating: Updating | None = None,
 ) -> Any:
-    """Read a model of transformers from a folder and parallelize it; returns it, in training mode.
+    """Read a model of transformers from a folder and parallelize it.
 
     Of the experts a rank reads its share only, tensor by tensor, so that it needs memory for what it will
     hold and for one layer's experts; what ranks share (`tp_size`, `etp_size`) each reads whole first. All
     ranks call this together. Other parameters: see `parallelize`.
 
     Args:
-        folder: Configuration and safetensors, as save_pretrained writes them, or the name of a model on the
-            Hugging Face hub.
-        dtype: Of the weights; None = as the configuration says.
+        folder: A folder of configuration and safetensors, as save_pretrained writes them, or the name of a
+            model on the Hugging Face hub.
+        dtype: Type of the weights; None = as the configuration says.
+        device: Where the model is.
+
+    Returns:
+        The model, in training mode.
 
     Raises:
         ValueError: For a family that is not known, or if a tensor is missing, of another shape, not finite,
@@ -417,6 +431,11 @@ def read_share(
     """Return the parts of a model with this rank's share of experts, read from its folder.
 
     Experts that ranks share are read whole, and cut afterwards.
+
+    Args:
+        found: The parts of the model without weights, see `skeleton`.
+        dtype: Type of the weights.
+        device: Where the model is to be.
     """
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
     ids = {id(p) for experts in found.experts for p in experts.parameters()}

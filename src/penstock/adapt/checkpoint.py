@@ -77,15 +77,18 @@ def save_checkpoint(
     The folder appears when it is complete. It replaces a folder of that name, from which all files stay that
     belong to no model or optimiser (a tokenizer, say). Of a model of peft only the adapters are saved.
 
-    Otherwise a thread writes a copy of what this rank holds, for which it needs memory on the host, while
-    training goes on; the folder appears in `finish` of what is returned, or in the next call of this function
-    for the model, and all ranks call that.
+    With `wait=False` a thread writes a copy of what this rank holds, for which it needs memory on the host,
+    while training goes on; the folder appears in `finish` of what is returned, or in the next call of this
+    function for the model, and all ranks call that.
 
     Args:
         model: What `parallelize` or `load_pretrained` has returned, or a model of peft around it.
-        optimizer: Of its parameters.
-        folder: Of the checkpoint.
-        wait: Whether it is complete on return.
+        optimizer: The optimiser of its parameters.
+        folder: The checkpoint's folder.
+        wait: Whether the checkpoint is complete on return.
+
+    Returns:
+        The save, to be finished by its `finish` unless it is complete.
 
     Raises:
         ValueError: The optimiser has other parameters, or is of a kind whose state does not belong to single
@@ -166,7 +169,9 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
     """Give an optimiser the state that `save_checkpoint` has saved; for experts, this rank's share.
 
     Args:
-        model: Scheduled, with the parameters that the optimiser has, in the same groups.
+        model: A scheduled model with the parameters that the optimiser has, in the same groups.
+        optimizer: The optimiser of its parameters.
+        folder: The checkpoint's folder.
 
     Raises:
         ValueError: If the state of another optimiser was saved, or none.

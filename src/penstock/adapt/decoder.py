@@ -37,11 +37,12 @@ class Inputs:
     """Inputs of a step besides tokens and labels.
 
     Attributes:
-        first: The number of the first sample.
-        mask_BL: The attention mask as it was given.
-        positions_BL: Of tokens, [1, L] where all samples have the same, or several such tables, [_, B, L].
-        routers: See `RouterUse`.
-        packed: What tells documents apart in the only sample.
+        first: Number of the first sample.
+        mask_BL: The attention mask, as it was given.
+        positions_BL: Positions of tokens, [1, L] where all samples have the same, or several such tables,
+            [_, B, L].
+        routers: What the step does with routers, see `RouterUse`.
+        packed: Arguments that tell documents apart in the only sample.
     """
 
     first: int = 0
@@ -66,7 +67,12 @@ class Inputs:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Arguments with which the decoder calls a layer besides hidden states: masks, positions and the like."""
+    """Arguments with which the decoder calls a layer besides hidden states: masks, positions and the like.
+
+    Attributes:
+        arguments: By place.
+        named: By name.
+    """
 
     arguments: tuple[Any, ...]
     named: dict[str, Any]
@@ -93,7 +99,8 @@ class Called:
     """Arguments of every layer for one microbatch.
 
     Attributes:
-        attended_T: bool, the tokens that the attention mask shows; None: all.
+        layers: By number of the layer.
+        attended_T: Whether the attention mask shows a token; None = it shows all.
         routers: As `Inputs` has it.
     """
 
@@ -110,7 +117,7 @@ class Calls:
 
     Attributes:
         inside: Whether a step runs a layer now.
-        routers: Of the step, as `Inputs` has it.
+        routers: As `Inputs` of the step has it.
         make: Returns the arguments for samples that have come together only now; None where they cannot be
             made again, as masks and positions were given.
     """
@@ -210,7 +217,10 @@ class CutLayer(_Apart):
         """Run the layer up to its experts.
 
         Args:
-            attended_T: Those of its tokens that the attention mask shows.
+            attended_T: Whether the attention mask shows a token; None = it shows all.
+
+        Returns:
+            The residual stream [B, L, M], and what the experts get [T, M].
         """
         with self.cut.open():
             residual_BLM = run(self.layer, h_BLM, called.layers[self.index], self._calls.inside)
@@ -272,11 +282,14 @@ class Decoder:
     """The pieces of a model of transformers.
 
     Attributes:
-        plain: The model's own `forward`, which takes the model first, of its class `kind`.
-        code: Of the module with the layers, of its class `base_kind`.
-        calls: Of the layers in steps.
+        parts: The layers in pieces.
+        kind: The model's class.
+        plain: The model's own `forward`, which takes the model first.
+        base_kind: The class of the module with the layers.
+        code: The functions of `base_kind`.
+        calls: How the decoder calls layers in steps.
         left: Hidden states after the last layer, of every microbatch of the last step with labels, by the
-            place of these in memory.
+            place of these labels in memory.
     """
 
     def __init__(

@@ -37,8 +37,10 @@ class WatchedCall:
     """A call of a layer in a forward pass of the whole model.
 
     Attributes:
+        layer: Number of the layer.
         entered: The first argument.
         others: All other arguments.
+        returned: What the layer returned.
     """
 
     layer: int
@@ -62,8 +64,10 @@ class _Watched:
 
 @torch.no_grad()
 def chain_of(decoder: Decoder, tokens_BL: Tensor) -> tuple[list[WatchedCall], str | None]:
-    """Return the calls of the layers when the whole model, in evaluation mode, runs these tokens, and in what
-    they are no chain; None: in nothing.
+    """Run the whole model, in evaluation mode, on these tokens, and compare its layers with a chain.
+
+    Returns:
+        The calls of the layers, and a clause about where they are no chain; None if they are one.
 
     Raises:
         ValueError: Where the model's own code does not run.
@@ -263,7 +267,7 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
         ep_plan: Which of its modules are experts; None = all that look like experts.
 
     Raises:
-        ValueError: With what is not understood.
+        ValueError: A part is not understood.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
     traits = (path for path, each in model.named_modules() if all(hasattr(each, t) for t in TRAITS))
@@ -455,9 +459,8 @@ def coefficient_of(model: Any, decoder: Decoder) -> str | None:
         caught: list[Caught] = []
         with torch.no_grad(), _same_numbers():
             _in_pieces(decoder, tokens_BL, caught)
-        logits_TE = torch.cat(
-            [each.logits_TE for each in caught]
-        ).float()  # of all layers, one below the other
+        # Of all layers, one below the other.
+        logits_TE = torch.cat([each.logits_TE for each in caught]).float()
         top_k = decoder.cut_layers[0].cut.top_k
         chosen_TE = torch.zeros_like(logits_TE).scatter(1, logits_TE.topk(top_k, dim=1).indices, 1)
         aux = logits_TE.shape[1] * (chosen_TE.mean(0) * logits_TE.softmax(dim=1).mean(0)).sum()

@@ -47,7 +47,7 @@ class Passes:
     """The forward passes of a model on this rank. Every pass meets the other ranks once in every layer.
 
     Attributes:
-        meetings: In the order of the layers; none where no rank needs another one.
+        meetings: The layers' meetings, in their order; none where no rank needs another one.
     """
 
     def __init__(self, control: Control, turns: Turns) -> None:
@@ -203,8 +203,9 @@ class Spread:
 
     All ranks that share them call it.
 
-    Attributes:
-        passes: The model's, of which each comes here once.
+    Args:
+        moe: The layer with this rank's experts.
+        passes: The passes of the model, each of which comes here once.
         width: Numbers that experts get for a token.
     """
 
@@ -310,7 +311,7 @@ class TakeAdapters(_Hook):
     """Takes this rank's part of adapters that are loaded.
 
     Raises:
-        ValueError: Unless they are of all experts.
+        ValueError: They are not those of all experts.
     """
 
     def __call__(self, block: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:

@@ -57,8 +57,9 @@ class ModelNaming:
 
     Files have those of transformers; the optimiser's state those of the model, whose experts are stacked.
 
-    Attributes:
-        original: See `places_of`.
+    Args:
+        decoder: The pieces of `model`.
+        original: Whether files have the names of published models, see `places_of`.
     """
 
     def __init__(self, layout: Layout, decoder: Decoder, model: nn.Module, *, original: bool = True) -> None:
@@ -114,7 +115,11 @@ class ModelNaming:
         Experts that lie in turn get their own axis, on one rank, too.
 
         Args:
+            name: The parameter's name.
             each: The part of a tensor of one expert, where that is not the parameter's.
+
+        Returns:
+            The tensor, and its part of the whole; None if it is whole.
         """
         axis, layout, each = self._axes.get(name), self._layout, each or self._shardings.get(name)
         if axis is None:
@@ -154,9 +159,13 @@ def save_model(
 ) -> None:
     """Write a model with its configuration, as `plain.save_pretrained` does; all ranks call it.
 
+    With a state that is `given`, with adapters that transformers itself has put into the model, and with
+    other `options` than `OPTIONS`, transformers writes on rank 0.
+
     Args:
-        given: What is saved instead of the model's own state. With it, with adapters that transformers itself
-            has put into the model, and with other `options` than `OPTIONS` transformers writes, on rank 0.
+        plain: The class that the model had before it was scheduled.
+        given: A state dictionary that is saved instead of the model's own; None = the model's.
+        options: Further arguments of `save_pretrained`.
     """
     control, purpose = engine.stack.machinery.control, f"saving {folder}"
     check_names(model, plain, control, given)
@@ -186,6 +195,14 @@ def model_state(
 
     Where ranks do not see that folder, or transformers writes other tensors than views of parameters, rank 0
     writes everything, for which it needs memory, and nothing is left to be written. All ranks call it.
+
+    Args:
+        plain: The class that the model had before it was scheduled.
+        work: The folder.
+        purpose: What the message of a failure says was done.
+        is_main_process: Is accepted, as transformers does it, and ignored.
+        max_shard_size: Largest size of a file, in bytes or in words.
+        save_original_format: Whether files have the names of published models.
     """
     del is_main_process  # rank 0 is
     options = {"max_shard_size": max_shard_size, "save_original_format": save_original_format}
@@ -209,7 +226,7 @@ def numbered(tensors: Sequence[Outgoing], control: Control, most: int | str = MO
     """Return the files of a rank for tensors of a model, named as transformers does. All ranks call it.
 
     Args:
-        most: Bytes of a file, also in words; a larger tensor has a file of its own.
+        most: Largest size of a file, in bytes or in words ("50GB"); a larger tensor has a file of its own.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -321,14 +338,17 @@ def whole_state(
 def check_names(model: Any, plain: Any, control: Control, given: Mapping[str, Tensor] | None = None) -> None:
     """Raise ValueError unless what is saved has the names that a model of this configuration has.
 
+    All ranks call it together, and where one raises, all do. Adapters that transformers itself has put into a
+    model are saved without it.
+
     Args:
-        model: Is saved. Adapters that transformers itself has put into it are saved without it.
-        plain: The class of such a model.
-        control: Of all ranks, which call this together; where one raises, all do.
-        given: What is saved, where it is not the model's own state: possibly on rank 0 alone.
+        model: The model that is saved.
+        plain: The class that it had before it was scheduled.
+        given: The state dictionary that is saved, possibly on rank 0 alone; None = the model's own.
 
     Raises:
         ShareError: `given` has the experts of another rank.
+        ValueError: Names are missing or unexpected.
     """
     refusal: Exception | None = None
     own = model.state_dict()  # ranks join adapters in it, even where one of them is given a state
@@ -381,7 +401,8 @@ class InPlace:
     where the next save takes them back.
 
     Attributes:
-        close: Writes what names the files of ranks, given their names.
+        path: The model's folder.
+        close: Writes into a folder what names the files of ranks, given their names.
     """
 
     path: Path
@@ -439,8 +460,9 @@ class AsWhole:
     theirs for a moment, and `refuse_cut_off` says where the older one is.
 
     Attributes:
-        own: Tells by the name of an older folder's file and those in the new one whether the former goes.
+        path: The place of the folder.
         close: See `InPlace`.
+        own: Tells by the name of an older folder's file and those in the new one whether the former goes.
     """
 
     path: Path

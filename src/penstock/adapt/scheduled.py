@@ -158,7 +158,7 @@ def engine_of(model: Any) -> Engine:
     """Return the engine of a scheduled model, also inside a model of peft.
 
     Raises:
-        ValueError: For others.
+        ValueError: For any other model.
     """
     if (engine := engine_if_any(model)) is None:
         raise ValueError(

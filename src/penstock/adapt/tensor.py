@@ -42,7 +42,9 @@ class TensorRanks:
     """The ranks that share attention, where a model runs outside of steps. They run the same passes.
 
     Attributes:
-        transport: Of their exchanges; None until it is known.
+        shard: This rank's place among them.
+        inside: Whether a step runs a module now.
+        transport: The transport of their exchanges; None until it is known.
     """
 
     def __init__(self, shard: TensorShard, inside: Inside) -> None:
@@ -245,8 +247,8 @@ class SharedLayer:
     """What ranks share of a layer.
 
     Attributes:
-        norm: Before attention, None: there is none.
-        dense: The feed-forward part of a layer without experts.
+        norm: The norm before attention; None = there is none.
+        dense: The feed-forward part of a layer without experts; None in a layer with experts.
     """
 
     attention: Attended
