@@ -103,10 +103,10 @@ def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Return digests by name.
+    """Return the digests of the files in `folder`, by name.
 
     Raises:
-        DamagedError: If a single character is not as `write_sums` writes it.
+        DamagedError: A single character is not as `write_sums` writes it.
     """
     text = read_regular(folder / SUMS, MOST_SUMS_BYTES).decode("ascii", errors="replace")
     matches = list(LINE.finditer(text))
@@ -133,11 +133,13 @@ class Record:
     """What a checkpoint says about its state.
 
     Attributes:
+        step: Number of steps that were taken.
+        processes: Number of processes that wrote it.
         identity: Settings on which the position in the data depends, by configuration key.
         settings: The configuration, section by section.
         plan_settled: Whether the plan saved with the checkpoint had been tried, ordered and tuned to the end.
         files: Names of all other files but the checksums.
-        tokenizer: Sha256 of the text's, or `bytes`; None where none is known.
+        tokenizer: Sha256 of the text's tokenizer, or `bytes`; None = none is known.
         steps: What the next step needs that is no tensor.
     """
 
@@ -161,8 +163,8 @@ class Record:
         """Read a record.
 
         Raises:
-            DamagedError: For anything else.
-            ConfigError: For one of another format.
+            DamagedError: The file holds anything else.
+            ConfigError: It holds a record of another format.
         """
         table = read_table(folder / RECORD, MOST_RECORD_BYTES)
         version = table.pop("format", None)
@@ -208,7 +210,7 @@ def model_files(folder: Path) -> list[str]:
     A single file goes before the files of an index.
 
     Raises:
-        ConfigError: For an index that is none.
+        ConfigError: The index is none, or leads out of the folder.
     """
     index, hint = folder / INDEX, "Copy it again from where the model's files come from."
     if (folder / ONE).exists():
@@ -234,7 +236,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     A save that was killed may leave two of one step; the one with the longer name is usually the newer one.
 
     Raises:
-        OSError: For a folder that exists and cannot be read, since it may hold checkpoints.
+        OSError: The folder exists and cannot be read; it may hold checkpoints.
     """
     return list(filter(is_complete, all_checkpoints(folder)))
 
@@ -265,7 +267,7 @@ def complete(work: Path, final: Path, record: Record, digests: Mapping[str, str]
     Warns of older ones that cannot be removed.
 
     Args:
-        digests: Of the files whose writers have computed them.
+        digests: Digests of the files whose writers have computed them, by name.
     """
     # Not what other programs leave in a folder, such as .DS_Store, .nfs0001 and locks of synchronisers.
     names = sorted(path.name for path in work.iterdir() if NAME.fullmatch(path.name) and path.is_file())

@@ -32,8 +32,8 @@ class ExpertAxis:
     Attributes:
         dim: The dimension that counts them: 0 in a stacked weight or in LoRA's A, [E * r, M], one expert
             after the other; 1 in LoRA's B, [H, r * E].
-        rank: Experts lie in turn so many times: in a row of LoRA's B the first columns of all experts, then
-            the second.
+        rank: Number of times that experts lie in turn: in a row of LoRA's B come the first columns of all
+            experts, then the second ones.
     """
 
     dim: int = 0

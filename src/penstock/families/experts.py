@@ -43,7 +43,7 @@ class Times(Protocol):
     """Multiplies rows, sorted by expert, by one of the experts' weights.
 
     Attributes:
-        shard: The part of each that is here.
+        shard: The part of each weight that is here.
     """
 
     @property
@@ -62,10 +62,14 @@ class Times(Protocol):
 class ExpertForm:
     """Form of most families: weights stacked in one module, called with tokens, choices and weights.
 
-    Its router is called before the experts, and returns logits first, or nothing else. rebuilds: whether
-    what experts get is recomputed from the router's call, instead of taken from the experts' call. moves:
-    whether every parameter has one row for each expert, so that an expert can be brought to another rank.
-    narrows: whether ranks can share every expert, each a part of its width.
+    Its router is called before the experts, and returns logits first, or nothing else.
+
+    Attributes:
+        rebuilds: Whether what experts get is recomputed from the router's call, instead of taken from the
+            experts' call.
+        moves: Whether every parameter has one row for each expert, so that an expert can be brought to
+            another rank.
+        narrows: Whether ranks can share every expert, each a part of its width.
     """
 
     rebuilds = False
@@ -315,7 +319,7 @@ class ModelExperts(StackedExperts):
     Attributes:
         source: The module, inside any wrappers of peft; its parameters stay in place and keep their names.
         form: How the experts multiply.
-        shard: The part of each that the module has; outputs are then parts of sums.
+        shard: The part of each expert that the module has; outputs are then parts of sums.
     """
 
     def __init__(
@@ -389,8 +393,12 @@ class Shares:
 
     All experts are kept until it is certain that the others are given up.
 
-    Attributes:
-        form: See `ModelExperts`; it has said that it can be cut.
+    Args:
+        modules: The modules, one for each layer with experts.
+        held: Numbers of the experts that this rank has.
+        num_experts: Number of experts in each module.
+        shard: The part of each of these experts that this rank has.
+        form: How experts multiply; where they are cut, it must have said that they can be.
     """
 
     def __init__(
@@ -445,8 +453,8 @@ def sharding_of_experts(shape: Sequence[int], each: Sharding | None, layout: Lay
     """Return which part of a parameter of all experts a rank has; None: all of it.
 
     Args:
-        shape: Of this part.
-        each: Which part of every expert it has; None: all.
+        shape: Shape of this part.
+        each: Which part of every expert a rank has; None = all of it.
     """
     if each is not None:
         slots = shape[0]

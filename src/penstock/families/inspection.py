@@ -84,9 +84,12 @@ class Found:
     """A model in its parts.
 
     Attributes:
-        blocks: The MoE block of every layer, None in a dense one.
+        layers: The layers of its decoder.
+        blocks: The MoE block of every layer; None in a dense one.
+        num_experts: Experts of a layer that has any.
+        top_k: Experts that a token chooses.
         bound_factor: See MoEConfig.
-        choice: How rows travel.
+        choice: The decision that says how rows travel.
     """
 
     model: Any

@@ -54,11 +54,14 @@ Sections = dict[str, dict[str, Any]]
 
 
 def sections_of(path: Path) -> Sections:
-    """Return the settings of sections `[model]` and `[moe]` that a model of transformers has, and `family`:
-    whether it has a router loss, and how many positions (None: as many as one likes).
+    """Return the settings of a model of transformers, section by section.
 
     Args:
         path: Its `config.json`, or the folder in which that lies.
+
+    Returns:
+        Sections `model` and `moe`, and `family`, which says whether the model has a router loss, and how many
+        positions (None = as many as one likes).
 
     Raises:
         ConfigError: The file describes no model of a known family, or one that cannot be scheduled.
@@ -178,9 +181,9 @@ def gradient_bytes_of(path: Path, layout: Layout, shape: StepShape, *, edp: bool
 
     Args:
         path: The `config.json`, or its folder.
-        layout: Of the ranks.
+        layout: The place of a rank; all hold as much.
         shape: The uncut shape of a step.
-        replicas: Whether experts are reduced, too.
+        edp: Whether experts have replicas, over which their gradients are reduced, too.
     """
     found = described_in(path)
     held, places = _held(found, layout), found.num_experts * layout.etp_size

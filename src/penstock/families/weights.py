@@ -60,9 +60,10 @@ class StoredTensor:
     """A tensor in a file, of which `rows` are wanted: transformers reads it by `[...]`, once, as it loads.
 
     Attributes:
-        shape: Of the whole tensor.
-        kind: Of its numbers, as safetensors calls it.
-        rows: None = all.
+        name: Its name in the file.
+        shape: Shape of the whole tensor.
+        kind: Type of its numbers, as safetensors calls it.
+        rows: The rows that are wanted; None = all.
     """
 
     file: Path
@@ -130,12 +131,14 @@ def share_of_experts(
     """Return the tensors of a whole model that a rank needs: of experts only `held`, which are consecutive.
 
     Args:
-        model: On any device, for its names.
+        tensors: All tensors of the model's files, by name.
+        model: The model, on any device; its names are read.
         stacked: By the name of every parameter that holds experts, the number of its rows that belong to one.
+        held: Numbers of this rank's experts.
 
     Raises:
-        ValueError: On all ranks, unless there are num_experts experts of every kind: a rank itself looks at
-            its own ones alone.
+        ValueError: There are not `num_experts` experts of every kind; all ranks raise it, as all look at the
+            experts of all.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -182,9 +185,9 @@ class Place:
 
     Attributes:
         source: Name of the parameter or buffer.
-        shape: Of the tensor in the file.
-        stride: Between its elements in the parameter.
-        offset: Of its first element in the parameter.
+        shape: Shape of the tensor in the file.
+        stride: Strides between its elements in the parameter.
+        offset: Place of its first element in the parameter, counted in elements.
     """
 
     source: str
@@ -203,10 +206,10 @@ def places_of(
     """Return where the tensors of a model's files lie, by their names.
 
     Args:
-        model: Of transformers. Of its experts it may hold a part alone.
+        model: A model of transformers, which may hold a part of its experts alone.
         tensors: Its parameters and buffers that are saved, contiguous, by name.
         spread: Names of parameters that hold a part of the experts.
-        first: The number of the first expert of that part.
+        first: Number of the first expert of that part.
         original: Whether files have the names of published models, and not those of the model's parameters.
     """
     from transformers.core_model_loading import revert_weight_conversion
@@ -268,7 +271,9 @@ class ModelFolder:
     """The files of a model.
 
     Attributes:
-        model: Without values, of its text part if it also sees or hears.
+        path: The folder.
+        model: The model without values; the text part of one that also sees or hears.
+        tensors: What the files hold of it, by name.
     """
 
     path: Path
@@ -280,10 +285,10 @@ class ModelFolder:
         """Open a folder.
 
         Args:
-            kind: The model's class; None: a causal language model.
+            kind: The model's class; None = that of a causal language model.
 
         Raises:
-            ValueError: Naming a file, if it holds no such model.
+            ValueError: The folder holds no such model; the message names the file at fault.
         """
         import transformers  # noqa: F401  # where it is missing, that is said first
 
@@ -311,8 +316,12 @@ class ModelFolder:
     def read(self, kind: Any, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> Any:
         """Return a model of this class with values of these tensors.
 
+        Args:
+            kind: The class.
+            dtype: Type of the model's weights.
+
         Raises:
-            ValueError: If a tensor is missing, or is not the model's: transformers would draw it by chance.
+            ValueError: A tensor is missing, which transformers would draw by chance, or is not the model's.
         """
         generation = read_generation(self.path)
         try:

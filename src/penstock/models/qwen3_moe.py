@@ -105,7 +105,7 @@ def in_files(name: str) -> tuple[str, bool]:
     """Return the name of a weight in files of transformers, and whether it is transposed there.
 
     Args:
-        name: As checkpoints of the decoder have it, experts by `...experts.w_gate.NUMBER`.
+        name: Its name in checkpoints of the decoder; that of an expert ends in `experts.w_gate.NUMBER`.
     """
     match = EXPERT.fullmatch(name)
     if match is None:
@@ -196,7 +196,7 @@ def model_type_of(path: Path) -> str:
     """Return the architecture of a `config.json`, or of that in a folder.
 
     Raises:
-        ConfigError: If none.
+        ConfigError: The file names none.
     """
     file = path / CONFIG if asked(path.is_dir) else path
     table = read_json(file, "Give the config.json of a model of transformers, or its folder.")
