@@ -102,8 +102,8 @@ class Stops:
         """Note that the work is done: a stop raises nothing more.
 
         Args:
-            code: With which a process that then stands still is ended; None = that of a stop.
-            left: What is said.
+            code: Exit code with which a process that then stands still is ended; None = that of a stop.
+            left: What a stop leaves, as it then says; "" = it says nothing.
         """
         self._phase = Phase.DONE
         self._left, self._code = lambda: left, code

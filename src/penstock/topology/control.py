@@ -92,9 +92,16 @@ class Control:
         return everyone
 
     def agreed(self, work: Callable[[], object], purpose: str, *, by: int | None = None) -> None:
-        """Do `work` on every rank, or on rank `by` alone; if it raises ConfigError on one, all raise it.
+        """Do `work` on every rank, or on rank `by` alone; all ranks call it.
 
         An error that not all ranks found names the first rank that did, since machines may differ.
+
+        Args:
+            purpose: What the message of a failed exchange says was done.
+            by: The only rank that works; None = all work.
+
+        Raises:
+            ConfigError: The work has raised it on any rank; all ranks raise it.
         """
         problem: ConfigError | None = None
         if by in (None, self.rank):
@@ -110,12 +117,13 @@ class Control:
                 raise refusal
 
     def collect(self, part: Tensor, ranks: Sequence[int], at: int, purpose: str) -> list[Tensor]:
-        """Return the tensors of these ranks, in this order, at rank `at`, one of these ranks; [] elsewhere.
+        """Return the tensors of these ranks, in this order, at one of them; [] elsewhere.
 
         Exactly these ranks must call it.
 
         Args:
-            part: On the CPU, of the same shape and type on all of them.
+            part: This rank's tensor, on the CPU, of the same shape and type on all of these ranks.
+            at: The rank that gets all of them.
         """
         raw = part.contiguous().reshape(-1).view(torch.uint8)  # Gloo does not support every type of numbers
         buffers = [raw if rank == at else torch.empty_like(raw) for rank in ranks] if self.rank == at else []
@@ -138,7 +146,7 @@ class Control:
         """Let every exchange last `timeout_s` while entered, and `usually_s` afterwards.
 
         Args:
-            setting: Whose value `timeout_s` is, named where an exchange fails.
+            setting: The setting that has the value `timeout_s`, which is named where an exchange fails.
         """
         if self._group is None:
             yield
@@ -175,7 +183,7 @@ def find_node_size(control: Control, local_rank: int) -> int:
     All ranks must call this.
 
     Args:
-        local_rank: Of this rank in its node, as torchrun, Slurm and the emulator count them.
+        local_rank: Number of this rank in its node, as torchrun, Slurm and the emulator count them.
     """
     places = control.gather(local_rank, "finding out which ranks share a node")
     size = next((rank for rank, place in enumerate(places) if rank and place == 0), len(places))
@@ -191,7 +199,8 @@ def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:
     point.
 
     Raises:
-        CommunicationError: If that does not succeed within the timeout, with the ranks that have not come.
+        CommunicationError: That does not succeed within the timeout; the message names the ranks that have
+            not come.
     """
     default = dist.group.WORLD
     assert default is not None, "ranks have joined"

@@ -76,13 +76,17 @@ class GroupSizes:
 
 
 def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: str) -> GroupSizes:
-    """Return the sizes that a mesh says, with those that were asked for besides.
+    """Return the sizes of groups that a mesh says, with those that were asked for besides.
 
     All ranks call it.
 
+    Args:
+        given: This rank's mesh.
+        asked: Sizes that were asked for besides.
+        device_type: Type of the model's device, which that of the mesh has to be.
+
     Raises:
-        ConfigError: On all of them, for a mesh that is no layout of Penstock's ranks, or that contradicts a
-            size.
+        ConfigError: The mesh is no layout of Penstock's ranks, or contradicts a size; all ranks raise it.
     """
     own: dict[str, tuple[int, ...]] = {}
     purpose = "comparing device meshes"
@@ -123,8 +127,9 @@ class RankMeshes(Mapping[str, DeviceMesh]):
     also where one rank is alone.
 
     Attributes:
-        dense: dp x tp: ranks with samples of their own, and ranks that share attention.
-        experts: edp x ep x etp: replicas, ranks with different experts, ranks that share every expert.
+        dense: The mesh dp x tp, of ranks with samples of their own, and ranks that share attention.
+        experts: The mesh edp x ep x etp, of replicas, ranks with different experts, and ranks that share
+            every expert.
     """
 
     _made: ClassVar[WeakKeyDictionary[ProcessGroup, dict[tuple[Layout, str], Self]]] = WeakKeyDictionary()

@@ -86,8 +86,8 @@ class Activity:
     Attributes:
         failure: Why this rank ends, unless for the end of another.
         waited_in: The task or exchange in which this rank waited for others in vain.
-        lost: Why exchanges of this rank were ended from outside, since another rank no longer takes part;
-            what they were to bring is then anything.
+        lost: Why exchanges of this rank were ended from outside: another rank no longer takes part, and what
+            they were to bring is then anything.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Activity:
         """Note that a half step has been given to the device.
 
         Args:
-            is_done: Asks whether that has done it.
+            is_done: Returns whether the device has done it.
         """
         self._issued = is_done, time.monotonic()
 
@@ -176,7 +176,7 @@ class Roll:
 
     Attributes:
         silent: Ranks that do not answer.
-        answers: What the others said.
+        answers: What the others said, by rank.
         gone: Ranks that had given up, with the reason if it was their own.
     """
 
@@ -223,9 +223,10 @@ class FaultWatcher:
     However many ranks fail at once, they make one call together, and ask the store at one rate.
 
     Args:
-        store: At which these ranks have met; its keys are used by no other ranks and no earlier start.
-        held_by: The rank whose process keeps the store; None if that is another process, such as a launcher.
-        exchange_timeout_s: How long an exchange of a step may last that only this rank can end; None =
+        store: The store at which these ranks have met; its keys are used by no other ranks and no earlier
+            start.
+        held_by: The rank whose process keeps the store; None = another process, such as a launcher.
+        exchange_timeout_s: Seconds that an exchange of a step may last that only this rank can end; None =
             exchanges end by themselves, as on CPUs.
     """
 
@@ -515,7 +516,11 @@ def notes(store: Store) -> dict[int, dict[str, Any]]:
 
 
 def call(store: Store, world_size: int, number: int, by: str) -> None:
-    """Wake the threads of all ranks for call `number`, unless others who ask at the same time do."""
+    """Wake the threads of all ranks for call `number`, unless others who ask at the same time do.
+
+    Args:
+        by: Who calls: a rank, or what is said in its place.
+    """
     if store.add(f"callers/{number}", 1) > CALLERS:
         return
     store.set(f"call/{number}", by)
@@ -531,7 +536,13 @@ def call(store: Store, world_size: int, number: int, by: str) -> None:
 
 
 def report_killed(root: Store, rank: int, world_size: int, how: str) -> None:
-    """Tell the ranks of a job, once they have met, that one was killed and could not say so itself."""
+    """Tell the ranks of a job, once they have met, that one was killed and could not say so itself.
+
+    Args:
+        root: The launcher's store.
+        rank: The rank that was killed.
+        how: What killed it, in words.
+    """
     job = _job_of(root)
     if job is not None and rank not in notes(job):
         leave_note(job, {"rank": rank, "failure": how, "waited_in": None, "killed": True})
@@ -545,8 +556,10 @@ def silent_ranks(root: Store) -> list[int]:
 
 
 def cause(root: Store) -> tuple[int | None, str]:
-    """Return which rank failed first for a reason of its own, with the reason; or None, with what one of the
-    others waited for."""
+    """Return which rank failed first for a reason of its own, with the reason.
+
+    Where none did, return None, with what one of the others waited for.
+    """
     job = _job_of(root)
     said = {} if job is None else notes(job)
     for rank, note in said.items():

@@ -87,7 +87,7 @@ def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
     """Return this process's rank as its launcher left it in `environ`; None if it is not one of several.
 
     Raises:
-        ConfigError: If some are missing or contradict each other; it names the variable.
+        ConfigError: Variables are missing or contradict each other; it names one of them.
     """
     if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         launcher: Launcher = "penstock" if environ.get("PENSTOCK_LAUNCHED") else "torchrun"
@@ -125,7 +125,7 @@ def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, i
     """Return host and port at which the ranks that a launcher started meet.
 
     Raises:
-        ConfigError: If the launcher left none; it names the variable.
+        ConfigError: The launcher left none; it names the variable.
     """
     if info.launcher == "slurm":
         environ = {**environ, **rendezvous_env(environ)}
@@ -149,15 +149,16 @@ def join(
 ) -> None:
     """Connect this process to the others: Gloo on CPUs, and also NCCL when `device` is a GPU.
 
-    `start_s` (None: `timeout_s`) limits every wait of the rendezvous, `timeout_s` every later collective of
-    the default group. A process on its own opens no port.
+    A process on its own opens no port.
 
     Args:
-        transport: Where tensors of GPUs are staged in the host's memory, NCCL is left out.
+        timeout_s: Limit of every collective of the default group, in seconds.
+        transport: How tensors of GPUs travel; where the host's memory stages them, NCCL is left out.
+        start_s: Limit of every wait of the rendezvous, in seconds; None = `timeout_s`.
 
     Raises:
-        ConfigError: If the launcher left no address, or Gloo is to use an interface that is not there;.
-        CommunicationError: With what was found if the others cannot be met in time.
+        ConfigError: The launcher left no address, or Gloo is to use an interface that is not there.
+        CommunicationError: The others cannot be met in time; the message says what was found.
     """
     host, port = ("localhost", 0) if info == ALONE else meeting_place(info, os.environ)
     if info.launcher == "slurm":
@@ -197,6 +198,12 @@ def joined(
 ) -> ProcessInfo:
     """Return which process this is; connect it first to others that a launcher started, unless connected.
 
+    Args:
+        timeout_s: See `join`.
+        device: This process's device.
+        transport: See `join`.
+        start_s: See `join`.
+
     Raises:
         CommunicationError: As `join` and `host_group` do.
     """
@@ -220,7 +227,8 @@ def leave(*, aborts: bool = False) -> None:
     Afterwards torch has as many threads, and Gloo the interface, as before this process joined.
 
     Args:
-        aborts: Exchanges that have begun are aborted, as NCCL would otherwise wait for ranks that never come.
+        aborts: Whether exchanges that have begun are aborted, as NCCL would otherwise wait for ranks that
+            never come.
     """
     watch(None)
     if dist.is_initialized() and aborts:
@@ -323,7 +331,7 @@ def name_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelta
     is expected, so no greeting or answer of an earlier start is mistaken.
 
     Raises:
-        RuntimeError: After the timeout.
+        RuntimeError: A rank has not come within the timeout.
     """
     if rank == 0:
         return _told(store, world_size, time.monotonic() + timeout.total_seconds())
