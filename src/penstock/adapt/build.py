@@ -87,20 +87,18 @@ def parallelize(
     training mode `model(input_ids=..., labels=...)` gives the loss of the batch of all ranks, and its
     `backward` every gradient, summed over ranks: DistributedDataParallel is not needed, and refused.
     Everything else works as before: logits in evaluation (`model.eval()`), `generate`, `save_pretrained`,
-    which all ranks call together. Joins processes that torchrun or Slurm has started, once.
+    which all ranks call together. `model.device_mesh` has all dimensions of the layout. Joins processes that
+    torchrun or Slurm has started, once.
 
     Args:
-        model: A causal language model of transformers 5, whole and equal on every rank; one of an unknown
-            family is taken if it can be cut into pieces that compute the same; or a model of peft around one.
-            It keeps its class, its modules and the names of its parameters; of the experts it keeps this
-            rank's share.
+        model: A causal language model of transformers 5, whole and equal on every rank, or a model of peft
+            around one; one of an unknown family is taken if it can be cut into pieces that compute the same.
         ep_size: Number of ranks over which experts are spread; None = all, after `etp_size`.
         tp_size: Number of ranks that share attention, dense layers and vocabulary, and are given the same
             samples, for some families (docs/features.md); None = 1.
         etp_size: Number of ranks that share every expert, each a part of its width; None = 1.
         mesh: What says these sizes in their place: a DeviceMesh of all ranks with names as ("dp", "ep"),
-            several, or groups by name (docs/parallelism.md); `model.device_mesh` has all dimensions of the
-            layout.
+            several, or groups by name (docs/parallelism.md).
         plan: "auto" measures the cluster at the first step and searches; else the name of a schedule, or a
             decision.
         ep_plan: Which modules hold experts, as transformers says; None = as its family or configuration says.
@@ -114,7 +112,8 @@ def parallelize(
             ranks or summed, see docs/hugging-face.md.
 
     Returns:
-        The model, in training mode.
+        The model, in training mode. It keeps its class, its modules and the names of its parameters; of the
+        experts it keeps this rank's share.
 
     Raises:
         ValueError: For a model that cannot be scheduled; it is unchanged then.

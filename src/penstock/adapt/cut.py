@@ -43,6 +43,9 @@ class Caught:
     """Arguments with which experts were called.
 
     Attributes:
+        x_TM: Tokens.
+        experts_Tk: Experts that a token has chosen.
+        weights_Tk: Weights of their outputs.
         logits_TE: Logits of the router, as it returned them.
         attended_T: Whether a token counts for the balance loss; None = all do.
         routers: What the step does with the router.

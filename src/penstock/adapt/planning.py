@@ -145,7 +145,14 @@ class Planner:
         length: int,
         recompute: Recompute | None = None,
     ) -> Problem:
-        """Return the planning problem on this cluster, with weights as they are now; see also `of`."""
+        """Return the planning problem on this cluster, with weights as they are now.
+
+        Args:
+            file: Measurements of the cluster.
+            batch: Samples per rank.
+            length: Tokens per sample.
+            recompute: What is recomputed in backward; None = as the plan says.
+        """
         gradients = stack.gradients
         return Problem(
             shape=stack.base_shape,

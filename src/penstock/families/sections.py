@@ -164,10 +164,10 @@ class _Layer:
     """Bytes of the parameters of a layer, whole or on one rank.
 
     Attributes:
-        cut: Of weights of which ranks that share attention have each a part.
-        inner: Of whole parameters that compute before shards of weights.
-        tokens: Of whole parameters that compute on tokens one by one after attention.
-        experts: Of experts.
+        cut: Bytes of weights of which ranks that share attention have each a part.
+        inner: Bytes of whole parameters that compute before shards of weights.
+        tokens: Bytes of whole parameters that compute on tokens one by one after attention.
+        experts: Bytes of experts.
     """
 
     cut: int

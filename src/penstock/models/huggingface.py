@@ -40,16 +40,19 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
     blocks of Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3. Taken over are the router (top_k, renormalisation,
     scaling factor, groups, correction bias), the experts and the shared experts, each with its dtype and
     device and whether it is frozen, and the block's train or eval mode. Nothing is dropped and no memory is
-    shared. The layer returns what the block returns and can replace it in the model; its `losses` are
-    Penstock's own, and transformers records no router logits of the layer. DeepSeek's correction bias steers
-    the choice and stays constant, as in transformers; to let `update_expert_biases` move it, set
-    `layer.gate.bias.rate`. The router computes in float32 at least. Those of transformers round float64 to
-    float32, and Mixtral's, Qwen3-MoE's and OLMoE's compute logits in the type of the weights: in bfloat16
-    close choices can differ.
+    shared. DeepSeek's correction bias steers the choice and stays constant, as in transformers; to let
+    `update_expert_biases` move it, set `layer.gate.bias.rate`. The router computes in float32 at least. Those
+    of transformers round float64 to float32, and Mixtral's, Qwen3-MoE's and OLMoE's compute logits in the
+    type of the weights: in bfloat16 close choices can differ.
 
     Args:
+        block: The MoE block.
         exchange: `penstock.ExpertParallel`, whose ranks share the experts: each copies its part of the
             block's.
+
+    Returns:
+        A layer that returns what the block returns and can replace it in the model; its `losses` are
+        Penstock's own, and transformers records no router logits of the layer.
 
     Raises:
         ValueError: For any other class, and for features without a counterpart in the layer: other

@@ -71,7 +71,14 @@ Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """The rank of this process, the number of processes, and who started them."""
+    """The place of this process among those that were started together.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        world_size: Number of processes.
+        local_rank: Number of this process in its node, from 0.
+        launcher: What started them.
+    """
 
     rank: int
     world_size: int
@@ -205,7 +212,7 @@ def joined(
         start_s: See `join`.
 
     Raises:
-        CommunicationError: As `join` and `host_group` do.
+        CommunicationError: See `join` and `host_group`.
     """
     started = detect(os.environ) or ALONE
     if dist.is_initialized():

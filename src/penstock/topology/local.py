@@ -29,7 +29,7 @@ def cpu_limit(root: Path = ROOT) -> float | None:
     """Return how many processors' worth of time this process may use; None without a limit.
 
     Args:
-        root: Of the file system from which /proc and the mounted groups are read.
+        root: Root of the file system from which /proc and the mounted groups are read.
     """
     periods = _read(root, "cpu", "cpu.cfs_period_us")
     pairs = [text.split() for text in _read(root, "", "cpu.max")]
