@@ -43,6 +43,7 @@ class Session:
         config: The configuration that runs, with the plan's choices.
         layout: Which ranks share what; ranks with the same `layout.dp_rank` work on the same samples, those
             of part `dp_rank` of `dp_size`.
+        device: This process's device.
     """
 
     model: PipelinedStack
@@ -88,8 +89,8 @@ def session(
             them; its sizes must be those of the configuration.
 
     Raises:
-        ConfigError: For a setting that cannot be used or that differs between ranks.
-        ValueError: For settings beside a RunConfig.
+        ConfigError: A setting cannot be used, or differs between ranks.
+        ValueError: There are settings beside a RunConfig.
     """
     if not isinstance(config, RunConfig):
         read: RunConfig = load(RunConfig, None if config is None else Path(config), given_schedule(settings))

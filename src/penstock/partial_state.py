@@ -221,7 +221,12 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Which part of a whole tensor a rank holds, and who holds the others."""
+    """Which part of a whole tensor a rank holds, and who holds the others.
+
+    Attributes:
+        sharding: The part.
+        meshes: The ranks among which the tensor is cut.
+    """
 
     sharding: Sharding
     meshes: RankMeshes
@@ -245,9 +250,13 @@ class Part:
 
         What has another shape is left to torch.
 
+        Args:
+            name: The parameter's name in the state dict.
+            given: What is loaded.
+
         Raises:
-            ShareError: For the part of another rank or layout, and for a tensor of a part's shape that does
-                not say which.
+            ShareError: It is the part of another rank or layout, or has a part's shape and does not say which
+                it is.
         """
         shape = self.sharding.part_shape
         if not is_dtensor(given):
@@ -329,17 +338,17 @@ def taken_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return this rank's parts of a state dict, without marks.
 
     Raises:
-        ShareError: As `Part.of` does.
+        ShareError: See `Part.of`.
     """
-    found = without_marks(state)
+    taken = without_marks(state)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in found and (part := part_of(parameter)) is not None:
-            found[name] = part.of(name, found[name])
-    return found
+        if name in taken and (part := part_of(parameter)) is not None:
+            taken[name] = part.of(name, taken[name])
+    return taken
 
 
 def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what this rank holds of the entries of a state dict that are the model's own."""
     return {
-        name: each.to_local() if is_dtensor(each) else each for name, each in without_marks(state).items()
+        name: value.to_local() if is_dtensor(value) else value for name, value in without_marks(state).items()
     }

@@ -102,8 +102,8 @@ class Stops:
         """Note that the work is done: a stop raises nothing more.
 
         Args:
-            code: With which a process that then stands still is ended; None = that of a stop.
-            left: What is said.
+            code: Exit code with which a process that then stands still is ended; None = that of a stop.
+            left: What a stop leaves, as it then says; "" = it says nothing.
         """
         self._phase = Phase.DONE
         self._left, self._code = lambda: left, code
@@ -160,8 +160,8 @@ class Stops:
             if not all(map(self._is_ours, self._taken)):
                 patience = Patience(threading.main_thread())
             if select.select([ears], [], [], POLL_S)[0]:
-                again = os.read(ears, 1)[0]
-                if time.monotonic() > insists_s and again in SIGNALS and self._is_ours(again):
+                number = os.read(ears, 1)[0]
+                if time.monotonic() > insists_s and number in SIGNALS and self._is_ours(number):
                     return
 
     def _leave(self) -> None:

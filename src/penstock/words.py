@@ -32,7 +32,7 @@ def lane_words(lane: str, *, nodes: bool) -> str:
     """Return what a lane is called for people.
 
     Args:
-        nodes: Whether there are several.
+        nodes: Whether there are several nodes.
     """
     return BETWEEN_NODES if nodes and lane == "inter" else LANE_WORDS.get(lane, lane)
 
@@ -110,16 +110,16 @@ def terminal_width(stream: TextIO | None = None) -> int:
 def printable(text: str) -> str:
     """Return `text`, such as a name from a file, with what a terminal would obey written as `\\x1b`."""
     return "".join(
-        f"\\x{ord(each):02x}" if unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp") else each
-        for each in text
+        f"\\x{ord(char):02x}" if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") else char
+        for char in text
     )
 
 
 def folded(text: str, width: int) -> str:
     """Return `text` with each line that is longer than `width` wrapped, and continued under its last column.
 
-    What a terminal would obey is escaped, other than ends of lines.
-    Columns are separated by two spaces or more. A word, such as a path, is never broken, nor is `26 %`.
+    What a terminal would obey is escaped, other than ends of lines. Columns are separated by two spaces or
+    more. A word, such as a path, is never broken, nor is `26 %`.
     """
     lines = []
     for line in map(printable, text.split("\n")):
@@ -142,7 +142,9 @@ def stacked(rows: Sequence[Sequence[str]], width: int, *, keep: int = 1) -> Iter
     A part has at least one further column, however wide that is.
 
     Args:
-        rows: The first is the header.
+        rows: Cells by row; the first row is the header.
+        width: Most characters of a line.
+        keep: Number of columns that every part begins with.
     """
     columns = [list(column) for column in zip(*rows, strict=True)]
     head, part = columns[:keep], list[list[str]]()

@@ -47,7 +47,7 @@ class Draft:
         """Give the file its name, in place of what has it; return the file, which stays open.
 
         Args:
-            durable: Wait until the disk has content and name, so that no power cut undoes them.
+            durable: Whether to wait until the disk has content and name, so that no power cut undoes them.
         """
         self.file.flush()
         if durable:
@@ -67,9 +67,9 @@ class Draft:
 class LineFile:
     """A file that grows line by line, and that can be made again where its name is gone.
 
-    Attributes:
-        path: Of the file; what had the name is replaced.
-        beginning: Its first lines.
+    Args:
+        path: The file's path; what had the name is replaced.
+        beginning: The file's first lines.
     """
 
     def __init__(self, path: Path, beginning: Iterable[bytes] = ()) -> None:
@@ -138,7 +138,7 @@ def write_whole(path: Path, data: str | bytes, *, durable: bool = False) -> None
     """Write a file as a whole or not at all.
 
     Args:
-        data: Text is written as UTF-8.
+        data: The content; text is written as UTF-8.
         durable: See `Draft.settle`.
     """
     with replacing(path, durable=durable) as file:
@@ -155,10 +155,11 @@ def open_lock(path: Path, *, makes: bool = True) -> BinaryIO:
     """Open the file of a lock; what it holds stays as it is.
 
     Args:
-        makes: Make it where it is missing.
+        makes: Whether it is made where it is missing.
 
     Raises:
-        OSError: Whose `strerror` is the reason; for a link, a pipe and anything else that is no file, too.
+        OSError: It cannot be opened, or is a link, a pipe or anything else that is no file; `strerror` is the
+            reason.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if makes else 0)
     try:
@@ -183,7 +184,7 @@ def try_to_write(folder: Path, name: str = "penstock") -> None:
     """Write a file into `folder` as if it were to have this name, and leave nothing.
 
     Raises:
-        OSError: Also on a full disk, where an empty file could still be made.
+        OSError: The file cannot be written, also on a full disk, where an empty one could still be made.
     """
     draft = Draft(folder / name)
     try:

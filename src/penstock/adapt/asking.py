@@ -75,7 +75,7 @@ class FileWords:
     """Words of a `tokenizer.json`, without tokens that begin or end a text.
 
     Attributes:
-        digest: Its sha256.
+        digest: Sha256 of the file.
 
     Raises:
         ValueError: For any other file, and for tokens beyond the model's vocabulary.
@@ -158,12 +158,13 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
     """Return the words of a model that was opened at `path`.
 
     Args:
-        config: The model's.
+        config: The model's configuration.
         data: Section [data] of the run whose checkpoint it is; None for a folder of transformers.
         tokenizer: A file that a user has named, or `bytes`; None = as the model was trained.
 
     Raises:
-        ValueError: Where they are not known.
+        ConfigError: The configuration's `tokenizer_digest` is no text.
+        ValueError: The words are not known.
     """
     vocabulary = config.get_text_config().vocab_size
     digest, named = getattr(config, "tokenizer_digest", None), (data or {}).get("tokenizer")
@@ -177,20 +178,20 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
     if digest == Bytes.digest or (digest is None and named is None and vocabulary == BYTES):
         return _bytes(vocabulary)
     try:  # the file that the run was given, if it is there and unchanged
-        found = None if named is None else FileWords(Path(named).expanduser(), vocabulary)
+        file_words = None if named is None else FileWords(Path(named).expanduser(), vocabulary)
     except (ValueError, OSError):
-        found = None
-    if found is None or digest not in (None, found.digest):
+        file_words = None
+    if file_words is None or digest not in (None, file_words.digest):
         if digest is None and named is None:
             raise ValueError(
                 f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {vocabulary} is not that "
                 "of bytes: name the one it was trained with (--tokenizer FILE, or --tokenizer bytes)"
             )
-        known = "" if digest is None else f" {_short(digest)}"
+        digits = "" if digest is None else f" {_short(digest)}"
         where = "" if named is None else f", and {named} is not there any more or has changed"
-        why = f"{path} was trained on tokens of a tokenizer{known}{where}"
+        why = f"{path} was trained on tokens of a tokenizer{digits}{where}"
         raise ValueError(f"{why}: name its tokenizer.json with --tokenizer FILE")
-    return found
+    return file_words
 
 
 def _chosen(tokenizer: Path, digest: str | None, vocabulary: int) -> Words:
@@ -202,19 +203,19 @@ def _chosen(tokenizer: Path, digest: str | None, vocabulary: int) -> Words:
         if digest not in (None, Bytes.digest):
             raise ValueError(f"the model was trained on tokens of a tokenizer {_short(digest)}, not on bytes")
         return _bytes(vocabulary)
-    found = FileWords(tokenizer, vocabulary)
+    file_words = FileWords(tokenizer, vocabulary)
     if digest == Bytes.digest:
         raise ValueError(
             f"the model was trained on bytes, not on tokens of {tokenizer}: leave --tokenizer out"
         )
-    if digest not in (None, found.digest):
+    if digest not in (None, file_words.digest):
         warnings.warn(
-            f"{tokenizer} ({_short(found.digest)}) is not the file that the model was trained with "
+            f"{tokenizer} ({_short(file_words.digest)}) is not the file that the model was trained with "
             f"({_short(digest)}): what follows is true only if both make the same tokens",
             HintWarning,
             stacklevel=2,
         )
-    return found
+    return file_words
 
 
 def _bytes(vocabulary: int) -> ByteWords:
@@ -271,8 +272,10 @@ class Sampling:
     """Choice of the next token.
 
     Attributes:
-        temperature: 0 takes the likeliest.
-        top_k, top_p: Candidates of a draw.
+        temperature: What logits are divided by before a draw; 0 takes the likeliest token.
+        top_k: Number of likeliest tokens among which one is drawn; 0 = all.
+        top_p: Probability that the tokens among which one is drawn have together.
+        seed: Seed of the draws.
     """
 
     temperature: float = 0.0
@@ -310,6 +313,7 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     """Open a folder of transformers, a checkpoint of `penstock train`, or its output folder (the newest one).
 
     Args:
+        path: The folder.
         tokenizer: A tokenizer.json, or `bytes`; None = that of a folder of transformers, or what the run was
             trained with.
 
@@ -343,8 +347,8 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     data: Mapping[str, Any] | None = None
     if checkpoint is not None:
         # Section [data] of the run that wrote the checkpoint; empty for one made from a folder.
-        found = (Record.read(checkpoint).settings or {}).get("data", {})
-        data = found if isinstance(found, Mapping) else {}
+        section = (Record.read(checkpoint).settings or {}).get("data", {})
+        data = section if isinstance(section, Mapping) else {}
         if not isinstance(named := data.get("tokenizer"), str | None):
             key = f"{checkpoint / RECORD}: settings.data.tokenizer"
             raise ConfigError(key, named, "must be a path or `bytes`", "Use another checkpoint.")
@@ -374,10 +378,12 @@ def find_checkpoint(path: Path) -> Path | None:
         return path
     if not path.is_dir():
         return None
-    found = all_checkpoints(path / CHECKPOINTS) or all_checkpoints(path)
-    if found and not is_complete(found[-1]):
-        raise ValueError(f"{found[-1]} is not whole: it holds no {SUMS}. Give the path of another checkpoint")
-    return found[-1] if found else None
+    checkpoints = all_checkpoints(path / CHECKPOINTS) or all_checkpoints(path)
+    if checkpoints and not is_complete(checkpoints[-1]):
+        raise ValueError(
+            f"{checkpoints[-1]} is not whole: it holds no {SUMS}. Give the path of another checkpoint"
+        )
+    return checkpoints[-1] if checkpoints else None
 
 
 NOT_FINITE = "its weights or its settings are damaged. Use an earlier checkpoint, or copy it again"
@@ -421,6 +427,9 @@ def generate(
     """Return the text that follows a prompt, `most` tokens at most.
 
     Args:
+        prompt: The beginning of the text.
+        most: Most tokens that follow.
+        sampling: How they are chosen.
         say: Called with the prompt, then with every piece of the text as soon as it is written; with beam
             search once with all of it.
 
@@ -477,11 +486,13 @@ def judge(opened: Opened, text: str, length: int | None = None, name: str = "the
     """Judge how well a model predicts a text: every token but the first, from those before it in its window.
 
     Args:
+        text: The text.
         length: Tokens of a window; None = the number of positions that the model has, at most `LONGEST`.
-        name: Of the text.
+        name: The name of the text in messages.
 
     Raises:
-        ValueError: For a text of fewer than two tokens.
+        ValueError: The text has fewer than two tokens, the model has no positions for such windows, or its
+            numbers are not finite.
     """
     config = opened.model.config.get_text_config()
     most = setting_of(config, "max_position_embeddings")

@@ -87,30 +87,33 @@ def parallelize(
     training mode `model(input_ids=..., labels=...)` gives the loss of the batch of all ranks, and its
     `backward` every gradient, summed over ranks: DistributedDataParallel is not needed, and refused.
     Everything else works as before: logits in evaluation (`model.eval()`), `generate`, `save_pretrained`,
-    which all ranks call together. Joins processes that torchrun or Slurm has started, once.
+    which all ranks call together. `model.device_mesh` has all dimensions of the layout. Joins processes that
+    torchrun or Slurm has started, once.
 
     Args:
-        model: A causal language model of transformers 5, whole and equal on every rank; one of an unknown
-            family is taken if it can be cut into pieces that compute the same; or a model of peft around one.
-            It keeps its class, its modules and the names of its parameters; of the experts it keeps this
-            rank's share.
-        ep_size: Over how many ranks experts are spread; None = all, after `etp_size`.
-        tp_size: How many ranks share attention, dense layers and vocabulary, and are given the same samples;
-            of some families (docs/features.md).
-        etp_size: How many ranks share every expert, each a part of its width; None = 1.
-        mesh: Says these sizes in their place: a DeviceMesh of all ranks with names as ("dp", "ep"), several,
-            or groups by name (docs/parallelism.md); `model.device_mesh` has all dimensions of the layout.
+        model: A causal language model of transformers 5, whole and equal on every rank, or a model of peft
+            around one; one of an unknown family is taken if it can be cut into pieces that compute the same.
+        ep_size: Number of ranks over which experts are spread; None = all, after `etp_size`.
+        tp_size: Number of ranks that share attention, dense layers and vocabulary, and are given the same
+            samples, for some families (docs/features.md); None = 1.
+        etp_size: Number of ranks that share every expert, each a part of its width; None = 1.
+        mesh: What says these sizes in their place: a DeviceMesh of all ranks with names as ("dp", "ep"),
+            several, or groups by name (docs/parallelism.md).
         plan: "auto" measures the cluster at the first step and searches; else the name of a schedule, or a
             decision.
         ep_plan: Which modules hold experts, as transformers says; None = as its family or configuration says.
-        ranks_per_node, timeout_s, transport: See ParallelConfig.
+        ranks_per_node: See ParallelConfig.
+        timeout_s: See ParallelConfig.
+        transport: See ParallelConfig.
         bound_factor: See MoEConfig.
-        updating: Steps sum gradients in shares, for a `ShardedAdamW` of `penstock.adapt.stack_of`; None: any
-            optimiser updates parameters.
-        gradient_reduction: Of a loss that the caller makes of logits, see docs/hugging-face.md.
+        updating: How steps sum gradients in shares, for a `ShardedAdamW` of `penstock.adapt.stack_of`; None =
+            any optimiser updates parameters.
+        gradient_reduction: Whether gradients of a loss that the caller makes of logits are averaged over
+            ranks or summed, see docs/hugging-face.md.
 
     Returns:
-        The model, in training mode.
+        The model, in training mode. It keeps its class, its modules and the names of its parameters; of the
+        experts it keeps this rank's share.
 
     Raises:
         ValueError: For a model that cannot be scheduled; it is unchanged then.
@@ -130,11 +133,11 @@ def parallelize(
         try:
             scheduled(found, machinery, parallel, plan, tensor, updating)
         except BaseException:
-            for each in undone:
-                each.undo()
+            for share in undone:
+                share.undo()
             raise
-    for each in undone:
-        each.settle()
+    for share in undone:
+        share.settle()
     engine_of(inner).averages_own = gradient_reduction == "mean"
     made = model if inner is model else saved_together(model)
     return made.train()  # from_pretrained leaves it in evaluation mode, which runs no step
@@ -151,7 +154,8 @@ def scheduled(
     """Let a schedule run the training steps of a model that has its share of experts; returns the model.
 
     Args:
-        tensor: Its part of attention, where ranks share that.
+        plan: See `parallelize`.
+        tensor: This rank's part of attention, where ranks share that.
         updating: See `parallelize`.
     """
     layout = machinery.layout
@@ -237,6 +241,11 @@ def shared_as(
 
     All ranks call it.
 
+    Args:
+        sizes: Sizes that were given besides a mesh.
+        mesh: See `parallelize`.
+        device: The model's device.
+
     Raises:
         ConfigError: For sizes by which the model cannot be shared.
     """
@@ -274,7 +283,7 @@ def pieces_of(found: Found, layout: Layout = ALONE, tensor: TensorShares | None 
     """Cut a model, which has its share of experts; where what is inside fails, it is as it was.
 
     Args:
-        tensor: Its part of attention, where ranks share that.
+        tensor: This rank's part of attention, where ranks share that.
     """
     calls = Calls(None if tensor is None else tensor.ranks.inside)
     layers, cuts = list[CutLayer | WholeLayer](), list[Cut]()
@@ -336,11 +345,11 @@ def spread_parts(decoder: Decoder, machinery: Machinery) -> None:
     for module in decoder.model.modules():
         parts: dict[str, Sharding] = getattr(module, "shardings", {})
         if any(module is core for core in cores):
-            found = (
+            shardings = (
                 (name, sharding_of_experts(p.shape, parts.get(name), layout))
                 for name, p in module.named_parameters()
             )
-            parts = {name: each for name, each in found if each is not None}
+            parts = {name: each for name, each in shardings if each is not None}
         if parts:
             spread_states(module, parts, machinery.meshes)
 
@@ -376,16 +385,20 @@ def load_pretrained(
     bound_factor: float | None = None,
     updating: Updating | None = None,
 ) -> Any:
-    """Read a model of transformers from a folder and parallelize it; returns it, in training mode.
+    """Read a model of transformers from a folder and parallelize it.
 
     Of the experts a rank reads its share only, tensor by tensor, so that it needs memory for what it will
     hold and for one layer's experts; what ranks share (`tp_size`, `etp_size`) each reads whole first. All
     ranks call this together. Other parameters: see `parallelize`.
 
     Args:
-        folder: Configuration and safetensors, as save_pretrained writes them, or the name of a model on the
-            Hugging Face hub.
-        dtype: Of the weights; None = as the configuration says.
+        folder: A folder of configuration and safetensors, as save_pretrained writes them, or the name of a
+            model on the Hugging Face hub.
+        dtype: Type of the weights; None = as the configuration says.
+        device: Where the model is.
+
+    Returns:
+        The model, in training mode.
 
     Raises:
         ValueError: For a family that is not known, or if a tensor is missing, of another shape, not finite,
@@ -417,6 +430,11 @@ def read_share(
     """Return the parts of a model with this rank's share of experts, read from its folder.
 
     Experts that ranks share are read whole, and cut afterwards.
+
+    Args:
+        found: The parts of the model without weights, see `skeleton`.
+        dtype: Type of the weights.
+        device: Where the model is to be.
     """
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
     ids = {id(p) for experts in found.experts for p in experts.parameters()}
@@ -449,11 +467,11 @@ def reload(model: Any, folder: str | Path) -> None:
     """
     opened, dtype = ModelFolder.open(Path(folder), plain_class(model)), next(model.parameters()).dtype
     read = read_share(skeleton(opened), opened, engine_of(model).layout, dtype, "cpu").model.state_dict()
-    mine = local_state(model.state_dict())
-    if {name: tensor.shape for name, tensor in mine.items()} != {name: read[name].shape for name in read}:
+    own = local_state(model.state_dict())
+    if {name: tensor.shape for name, tensor in own.items()} != {name: read[name].shape for name in read}:
         raise ValueError(f"{folder} holds another model than {type(model).__name__} is here")
     with torch.no_grad():
-        for name, tensor in mine.items():
+        for name, tensor in own.items():
             tensor.copy_(read[name])
 
 

@@ -77,15 +77,18 @@ def save_checkpoint(
     The folder appears when it is complete. It replaces a folder of that name, from which all files stay that
     belong to no model or optimiser (a tokenizer, say). Of a model of peft only the adapters are saved.
 
-    Otherwise a thread writes a copy of what this rank holds, for which it needs memory on the host, while
-    training goes on; the folder appears in `finish` of what is returned, or in the next call of this function
-    for the model, and all ranks call that.
+    With `wait=False` a thread writes a copy of what this rank holds, for which it needs memory on the host,
+    while training goes on; the folder appears in `finish` of what is returned, or in the next call of this
+    function for the model, and all ranks call that.
 
     Args:
         model: What `parallelize` or `load_pretrained` has returned, or a model of peft around it.
-        optimizer: Of its parameters.
-        folder: Of the checkpoint.
-        wait: Whether it is complete on return.
+        optimizer: The optimiser of its parameters.
+        folder: The checkpoint's folder.
+        wait: Whether the checkpoint is complete on return.
+
+    Returns:
+        The save, to be finished by its `finish` unless it is complete.
 
     Raises:
         ValueError: The optimiser has other parameters, or is of a kind whose state does not belong to single
@@ -166,7 +169,9 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
     """Give an optimiser the state that `save_checkpoint` has saved; for experts, this rank's share.
 
     Args:
-        model: Scheduled, with the parameters that the optimiser has, in the same groups.
+        model: A scheduled model with the parameters that the optimiser has, in the same groups.
+        optimizer: The optimiser of its parameters.
+        folder: The checkpoint's folder.
 
     Raises:
         ValueError: If the state of another optimiser was saved, or none.
@@ -185,9 +190,9 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
         named = [[None]]
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in chain(*named)):
         raise ConfigError(str(path / GROUPS), UNSET, "holds no groups of an optimizer's parameters", hint)
-    mine, theirs = ([group["parameters"] for group in groups] for groups in (states.groups, saved))
-    if mine != theirs:
-        differing = sorted(set(chain(*mine)) ^ set(chain(*theirs)))[:3]
+    own, theirs = ([group["parameters"] for group in groups] for groups in (states.groups, saved))
+    if own != theirs:
+        differing = sorted(set(chain(*own)) ^ set(chain(*theirs)))[:3]
         names = ", ".join(differing) or "the same ones, in other groups or another order"
         raise ValueError(f"{path} has the state of an optimizer of other parameters: {names}")
     states.take(path, saved)
@@ -286,8 +291,8 @@ class _States:
                 tensor = torch.empty(parameter.shape if shape else (), dtype=dtype)
                 states.setdefault(numbers[name], {})[key] = tensor
                 state |= state_part(name, key, tensor, self.naming)
-            if (found := misfits(state, stored.whole, state)) is not None:
-                raise DamagedError(found)
+            if (misfit := misfits(state, stored.whole, state)) is not None:
+                raise DamagedError(misfit)
             stored.load(state)
         except DamagedError as error:
             raise ValueError(
@@ -295,8 +300,8 @@ class _States:
                 "checkpoint"
             ) from error
         if isinstance(self.optimizer, ShardedAdamW):  # its states are filled already
-            for mine, group in zip(self.optimizer.param_groups, saved, strict=True):
-                mine.update({key: group[key] for key in SHARED_SETTINGS if key in group})
+            for own_group, group in zip(self.optimizer.param_groups, saved, strict=True):
+                own_group.update({key: group[key] for key in SHARED_SETTINGS if key in group})
             return
         groups, first = [], 0
         for group in saved:

@@ -43,9 +43,12 @@ class Caught:
     """Arguments with which experts were called.
 
     Attributes:
-        logits_TE: Of the router, as it returned them.
-        routers: Whether its probabilities count for a balance loss.
-        attended_T: bool, the tokens that count for the balance loss; None: all.
+        x_TM: Tokens.
+        experts_Tk: Experts that a token has chosen.
+        weights_Tk: Weights of their outputs.
+        logits_TE: Logits of the router, as it returned them.
+        attended_T: Whether a token counts for the balance loss; None = all do.
+        routers: What the step does with the router.
     """
 
     x_TM: Tensor
@@ -79,12 +82,13 @@ class Cut:
     """Replaces the `forward` of the experts of one MoE block, and that of its shared experts.
 
     Attributes:
-        shared: The module of shared experts, or None.
+        block: The MoE block.
+        shared: The module of its shared experts, or None.
         top_k: Experts per token.
-        spread: How experts run when the model is not cut, where other ranks hold some of them.
-        ranks: How many train the model.
+        spread: Runs experts when the model is not cut, where other ranks hold some of them.
+        ranks: Number of ranks that train the model.
         holds_share: Whether this rank has some of the experts alone.
-        rows: What runs the experts on rows.
+        rows: Runs the experts on rows.
     """
 
     def __init__(self, block: Any, family: Family, *, shared: Any, top_k: int) -> None:

@@ -37,11 +37,12 @@ class Inputs:
     """Inputs of a step besides tokens and labels.
 
     Attributes:
-        first: The number of the first sample.
-        mask_BL: The attention mask as it was given.
-        positions_BL: Of tokens, [1, L] where all samples have the same, or several such tables, [_, B, L].
-        routers: See `RouterUse`.
-        packed: What tells documents apart in the only sample.
+        first: Number of the first sample.
+        mask_BL: The attention mask, as it was given.
+        positions_BL: Positions of tokens, [1, L] where all samples have the same, or several such tables,
+            [_, B, L].
+        routers: What the step does with routers, see `RouterUse`.
+        packed: Arguments that tell documents apart in the only sample.
     """
 
     first: int = 0
@@ -52,21 +53,26 @@ class Inputs:
 
     def of(self, keys: SampleKeys) -> dict[str, Any]:
         """Return the inputs of the samples of a microbatch, as the model takes them."""
-        found: dict[str, Any] = dict(self.packed)
+        inputs: dict[str, Any] = dict(self.packed)
         if self.mask_BL is None and self.positions_BL is None:
-            return found  # without a look at numbers of samples, for which a GPU's host would wait
+            return inputs  # without a look at numbers of samples, for which a GPU's host would wait
         rows = slice(start := int(keys.sample_ids_B[0]) - self.first, start + len(keys.sample_ids_B))
         if (mask_BL := self.mask_BL) is not None:
-            found["attention_mask"] = mask_BL if len(mask_BL) == 1 else mask_BL[rows]
+            inputs["attention_mask"] = mask_BL if len(mask_BL) == 1 else mask_BL[rows]
         if (positions_BL := self.positions_BL) is not None:
             same = positions_BL.shape[-2] == 1
-            found["position_ids"] = positions_BL if same else positions_BL[..., rows, :]
-        return found
+            inputs["position_ids"] = positions_BL if same else positions_BL[..., rows, :]
+        return inputs
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Arguments with which the decoder calls a layer besides hidden states: masks, positions and the like."""
+    """Arguments with which the decoder calls a layer besides hidden states: masks, positions and the like.
+
+    Attributes:
+        arguments: By place.
+        named: By name.
+    """
 
     arguments: tuple[Any, ...]
     named: dict[str, Any]
@@ -93,7 +99,8 @@ class Called:
     """Arguments of every layer for one microbatch.
 
     Attributes:
-        attended_T: bool, the tokens that the attention mask shows; None: all.
+        layers: By number of the layer.
+        attended_T: Whether the attention mask shows a token; None = it shows all.
         routers: As `Inputs` has it.
     """
 
@@ -110,7 +117,7 @@ class Calls:
 
     Attributes:
         inside: Whether a step runs a layer now.
-        routers: Of the step, as `Inputs` has it.
+        routers: As `Inputs` of the step has it.
         make: Returns the arguments for samples that have come together only now; None where they cannot be
             made again, as masks and positions were given.
     """
@@ -140,15 +147,15 @@ class Calls:
 
     def of(self, keys: SampleKeys) -> Called:
         """Return the arguments of the layers for the microbatch with these samples."""
-        known = self._by_samples.get(keys.sample_ids_B)
-        found: Called | None = None if known is None else known()
-        if found is not None:
-            return found
+        reference = self._by_samples.get(keys.sample_ids_B)
+        cached: Called | None = None if reference is None else reference()
+        if cached is not None:
+            return cached
         ids = keys.sample_ids_B.tolist()  # another tensor may name the same samples, or samples have moved
-        for samples_B, known in list(self._by_samples.items()):
-            called: Called | None = known()
+        for samples_B, reference in list(self._by_samples.items()):
+            called: Called | None = reference()
             if called is not None and samples_B.tolist() == ids:
-                self._by_samples[keys.sample_ids_B] = known
+                self._by_samples[keys.sample_ids_B] = reference
                 return called
         assert self.make is not None, "samples stay where masks and positions are given"
         made = Called(self.make(keys), None, self.routers)
@@ -210,7 +217,10 @@ class CutLayer(_Apart):
         """Run the layer up to its experts.
 
         Args:
-            attended_T: Those of its tokens that the attention mask shows.
+            attended_T: Whether the attention mask shows a token; None = it shows all.
+
+        Returns:
+            The residual stream [B, L, M], and what the experts get [T, M].
         """
         with self.cut.open():
             residual_BLM = run(self.layer, h_BLM, called.layers[self.index], self._calls.inside)
@@ -272,11 +282,14 @@ class Decoder:
     """The pieces of a model of transformers.
 
     Attributes:
-        plain: The model's own `forward`, which takes the model first, of its class `kind`.
-        code: Of the module with the layers, of its class `base_kind`.
-        calls: Of the layers in steps.
+        parts: The layers in pieces.
+        kind: The model's class.
+        plain: The model's own `forward`, which takes the model first.
+        base_kind: The class of the module with the layers.
+        code: The functions of `base_kind`.
+        calls: How the decoder calls layers in steps.
         left: Hidden states after the last layer, of every microbatch of the last step with labels, by the
-            place of these in memory.
+            place of these labels in memory.
     """
 
     def __init__(
@@ -381,13 +394,13 @@ class Decoder:
         Every step asks for them, so layers are passed over, and not looked through.
         """
         layers = self.base.get_submodule(self.family.layers)
-        found: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         modules: list[nn.Module] = [self.model]
         while modules:
             module = modules.pop()
-            found |= {id(p): p for p in module._parameters.values() if p is not None}
+            parameters |= {id(p): p for p in module._parameters.values() if p is not None}
             modules += [each for each in module._modules.values() if each not in (None, layers)]
-        return list(found.values())
+        return list(parameters.values())
 
     @property
     def cut_layers(self) -> list[CutLayer]:
@@ -426,30 +439,30 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = next(self.model.parameters()).dtype
-        return found
+        dtype: torch.dtype = next(self.model.parameters()).dtype
+        return dtype
 
     def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
         experts = {id(p) for p in self.expert_parameters(layer)}
         layers = self.layers
-        found = [p for p in layers[layer].parameters() if id(p) not in experts]
+        parameters = [p for p in layers[layer].parameters() if id(p) not in experts]
         if layer == 0:  # even where it is the head: a parameter is reduced with the lowest layer that uses it
-            found += self.model.get_input_embeddings().parameters()
+            parameters += self.model.get_input_embeddings().parameters()
         if layer == len(layers) - 1:
-            found += self.base.get_submodule(self.family.norm).parameters()
-            found += self.model.get_output_embeddings().parameters() if self.has_vocabulary else []
-        return found
+            parameters += self.base.get_submodule(self.family.norm).parameters()
+            parameters += self.model.get_output_embeddings().parameters() if self.has_vocabulary else []
+        return parameters
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
         moe = self.parts[layer].moe
         return [] if moe is None else list(moe.experts.parameters())
 
     def partial_parameters(self, layer: int) -> list[nn.Parameter]:
-        found = self.parts[layer].partial_parameters()
+        parameters = self.parts[layer].partial_parameters()
         if layer == 0:  # the norm, and heads of which every rank makes a loss
             cut = {id(self.model.get_parameter(name)) for name in shardings_of(self.model)}
-            found += [p for p in self.outside_layers() if id(p) not in cut]
-        return found
+            parameters += [p for p in self.outside_layers() if id(p) not in cut]
+        return parameters
 
     def token_parameters(self, layer: int) -> list[nn.Parameter]:
         return self.parts[layer].token_parameters()
@@ -513,14 +526,14 @@ class _Heads:
     def partial_parameters(self) -> list[nn.Parameter]:
         attention, norm = self._shared.attention.module, self._shared.norm
         cut: dict[str, object] = getattr(attention, "shardings", {})
-        found = [p for name, p in attention.named_parameters() if name not in cut]
-        return found if norm is None else [*found, *norm.parameters()]
+        parameters = [p for name, p in attention.named_parameters() if name not in cut]
+        return parameters if norm is None else [*parameters, *norm.parameters()]
 
     def _others(self, *apart: nn.Module) -> list[nn.Parameter]:
         """Return the layer's parameters outside of attention, the norm before it, and modules `apart`."""
         norm = [] if self._shared.norm is None else [self._shared.norm]
-        known = {id(p) for each in (self._shared.attention.module, *norm, *apart) for p in each.parameters()}
-        return [p for p in self.layer.parameters() if id(p) not in known]
+        ids = {id(p) for each in (self._shared.attention.module, *norm, *apart) for p in each.parameters()}
+        return [p for p in self.layer.parameters() if id(p) not in ids]
 
 
 class SharedCutLayer(_Heads, CutLayer):

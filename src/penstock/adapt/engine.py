@@ -40,7 +40,7 @@ from penstock.topology import Layout
 class BalanceOverLayers(GlobalBalance):
     """Balance judged as in transformers: over the batch of all ranks, and over all layers at once.
 
-    Attributes:
+    Args:
         top_k: Choices of a token, from which the number of tokens follows: padding may have a label, and go
             to experts.
     """
@@ -72,9 +72,10 @@ class StepInputs(Inputs):
     """Arguments of a call of the model, as a step needs them.
 
     Attributes:
-        labels_BL: As transformers takes them, at the places of the tokens; or shift_labels_BL, of the
-            following tokens; neither where the caller makes a loss.
-        valid: Divisor of the sum of token losses, over all ranks; None: the number of these tokens.
+        labels_BL: Labels as transformers takes them, at the places of the tokens; None where others are
+            given, or the caller makes a loss.
+        shift_labels_BL: Labels at the places of the tokens before them.
+        valid: Divisor of the sum of token losses, over all ranks; None = the number of these tokens.
     """
 
     tokens_BL: Tensor
@@ -122,9 +123,11 @@ class Engine:
     then, for which the plan has no reduction.
 
     Attributes:
-        averages: A loss of labels is that of this rank's samples, and gradients are averaged over ranks, as
-            with DistributedDataParallel; else it is that of all ranks' tokens.
-        averages_own: Gradients of a loss that the caller makes are averaged over ranks; else summed.
+        averages: Whether a loss of labels is that of this rank's samples, and gradients are averaged over
+            ranks, as with DistributedDataParallel; else it is that of all ranks' tokens.
+        averages_own: Whether gradients of a loss that the caller makes are averaged over ranks; else they are
+            summed.
+        balance_request: What a model wants of the step that its decoder runs; None outside of such a step.
     """
 
     def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner, passes: Passes) -> None:
@@ -169,10 +172,10 @@ class Engine:
         """
         self.stack.turns.forward()
         self._prepare(given, float(given.routers == "balanced"), None, TokenLoss)
-        found = self.stack.hidden_states(given.tokens_BL, self._begin(given), averaged=self.averages_own)
-        self.decoder.calls.end_with(found.balance)
+        states = self.stack.hidden_states(given.tokens_BL, self._begin(given), averaged=self.averages_own)
+        self.decoder.calls.end_with(states.balance)
         self._first += len(given.tokens_BL)
-        return found
+        return states
 
     @contextmanager
     def balancing(self, wanted: bool) -> Iterator[BalanceRequest]:
@@ -191,9 +194,8 @@ class Engine:
 
     def _begin(self, given: StepInputs) -> Tensor:
         """Begin the forward pass of a step on these samples; return their numbers."""
-        shared = {
-            each.name: getattr(given, each.name) for each in fields(Inputs)
-        }  # the decoder keeps no tokens
+        # The decoder keeps no tokens.
+        shared = {field.name: getattr(given, field.name) for field in fields(Inputs)}
         self.decoder.begin(Inputs(**{**shared, "first": self._first}))
         return torch.arange(self._first, self._first + len(given.tokens_BL))
 
@@ -208,10 +210,9 @@ class Engine:
     def logits_of_step(self) -> Callable[[], Tensor] | None:
         """Return what makes the logits of the last step with labels, [B, L, V], when they are asked for.
 
-        None where ranks share a sample's tokens.
-
-        Raises:
-            ValueError: When parameters of the head have changed.
+        Returns:
+            A function, which raises ValueError when parameters of the head have changed; None where ranks
+            share a sample's tokens.
         """
         decoder, machinery = self.decoder, self.stack.machinery
         left, decoder.left = decoder.left, {}
@@ -229,10 +230,10 @@ class Engine:
                     "them before optimizer.step()"
                 )
             with machinery.autocast():
-                found = [
+                pieces = [
                     decoder.logits(left[place]).unflatten(0, left[place].shape[:2]) for place in sorted(left)
                 ]
-            return torch.cat(found)
+            return torch.cat(pieces)
 
         return logits
 
@@ -358,12 +359,12 @@ def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
     if experts is not cut.experts:
         raise ValueError(_replaced(f"the experts of layer {part.index} were", experts))
     shared = None if family.shared_module is None else getattr(block, family.shared_module, None)
-    for what, found, wanted in (
+    for what, current, wanted in (
         ("router", family.router_of(block), cut.router),
         ("shared expert", shared, cut.shared),
     ):
-        if found is not wanted:
-            raise ValueError(_replaced(f"the {what} of layer {part.index} was", found))
+        if current is not wanted:
+            raise ValueError(_replaced(f"the {what} of layer {part.index} was", current))
     for module in (layer, block, *around(experts)[1:]):
         if is_patched(module):
             raise ValueError(patched(module, "parallelize the model without it"))

@@ -37,8 +37,10 @@ class WatchedCall:
     """A call of a layer in a forward pass of the whole model.
 
     Attributes:
+        layer: Number of the layer.
         entered: The first argument.
         others: All other arguments.
+        returned: What the layer returned.
     """
 
     layer: int
@@ -62,8 +64,10 @@ class _Watched:
 
 @torch.no_grad()
 def chain_of(decoder: Decoder, tokens_BL: Tensor) -> tuple[list[WatchedCall], str | None]:
-    """Return the calls of the layers when the whole model, in evaluation mode, runs these tokens, and in what
-    they are no chain; None: in nothing.
+    """Run the whole model, in evaluation mode, on these tokens, and compare its layers with a chain.
+
+    Returns:
+        The calls of the layers, and a clause about where they are no chain; None if they are one.
 
     Raises:
         ValueError: Where the model's own code does not run.
@@ -149,9 +153,9 @@ def _unlike_a_link(call: WatchedCall, kind: str, shape: tuple[int, ...]) -> str 
     if isinstance(call.returned, tuple) and len(call.returned) > 1:
         return f"{kind} returns {len(call.returned)} values, more than hidden states"
     left: Any = call.left
-    for found in (call.entered, left):
-        if not isinstance(found, Tensor) or found.shape != shape:
-            what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    for hidden in (call.entered, left):
+        if not isinstance(hidden, Tensor) or hidden.shape != shape:
+            what = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
             return f"{kind} works on hidden states {what}, where {list(shape)} are expected"
     return None
 
@@ -159,9 +163,9 @@ def _unlike_a_link(call: WatchedCall, kind: str, shape: tuple[int, ...]) -> str 
 def _unlike_recorded(calls: Sequence[WatchedCall], recorded: Sequence[LayerCall]) -> str | None:
     """Return which argument of a layer depends on what earlier layers have computed; None if none does."""
     for call, before in zip(calls, recorded, strict=True):
-        found, wanted = (_leaves(each) for each in (call.others, before))
-        for place in found.keys() | wanted.keys():
-            if not _same(found.get(place), wanted.get(place)):
+        actual, wanted = (_leaves(each) for each in (call.others, before))
+        for place in actual.keys() | wanted.keys():
+            if not _same(actual.get(place), wanted.get(place)):
                 return f"layer {call.layer} gets what earlier layers have computed, in its argument {place}"
     return None
 
@@ -263,15 +267,15 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
         ep_plan: Which of its modules are experts; None = all that look like experts.
 
     Raises:
-        ValueError: With what is not understood.
+        ValueError: A part is not understood.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
     traits = (path for path, each in model.named_modules() if all(hasattr(each, t) for t in TRAITS))
-    found = [path.removesuffix(INSIDE * path.count(INSIDE)) for path in traits]
+    paths = [path.removesuffix(INSIDE * path.count(INSIDE)) for path in traits]
     if ep_plan is not None:
         planned = modules_of(ep_plan, model)
-        found = [path for path in found if path in planned]
-    if config is None or not found:
+        paths = [path for path in paths if path in planned]
+    if config is None or not paths:
         if not any(MOE.search(type(module).__name__) for module in model.modules()):
             raise ValueError(
                 f"{kind} has no experts: Penstock spreads those of mixture-of-experts models over ranks. "
@@ -282,17 +286,17 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
             "weights, as transformers 5 has them (use_experts_implementation)"
         )
     places = {
-        match.group("base", "layers", "block", "experts") for match in map(PATH.fullmatch, found) if match
+        match.group("base", "layers", "block", "experts") for match in map(PATH.fullmatch, paths) if match
     }
     if len(places) != 1:
-        raise ValueError(f"{kind}: experts stand in different places of its layers: {', '.join(found)}")
+        raise ValueError(f"{kind}: experts stand in different places of its layers: {', '.join(paths)}")
     base, layers, block, experts = places.pop()
     if block is None:
         raise ValueError(
-            f"{kind} cannot be scheduled: its layers call router and experts themselves ({found[0]}), and "
+            f"{kind} cannot be scheduled: its layers call router and experts themselves ({paths[0]}), and "
             "layers are cut in a block that calls both"
         )
-    holder, decoder = model.get_submodule(found[0].rpartition(".")[0]), model.get_submodule(base or "")
+    holder, decoder = model.get_submodule(paths[0].rpartition(".")[0]), model.get_submodule(base or "")
     norms = [name for name, _ in decoder.named_children() if NORM.search(name)]
     routers = [name for name, each in holder.named_children() if ROUTER.search(type(core_of(each)).__name__)]
     for what, names in (("norm after its layers", norms), (f"router in {block}", routers)):
@@ -404,8 +408,8 @@ def _compare_losses(decoder: Decoder, tokens_BL: Tensor, trained: Sequence[Tenso
         whole = _outcome(wanted, trained)
     targets_BL = F.pad(tokens_BL[:, 1:], (0, 1), value=-100)
     with _same_numbers():
-        found = decoder.head(_in_pieces(decoder, tokens_BL), targets_BL) / (targets_BL != -100).sum()
-        parts = _outcome(found.to(wanted), trained)
+        loss = decoder.head(_in_pieces(decoder, tokens_BL), targets_BL) / (targets_BL != -100).sum()
+        parts = _outcome(loss.to(wanted), trained)
     if not abs(float(whole[0] - parts[0])) <= _limit(decoder.dtype, 0.25) * abs(float(whole[0])):
         return f"the loss ({float(whole[0]):.6g} by the model, {float(parts[0]):.6g} in a step)"
     different = [one for one, other in zip(whole[1:], parts[1:], strict=True) if not _agree(one, other)]
@@ -452,12 +456,11 @@ def coefficient_of(model: Any, decoder: Decoder) -> str | None:
             return usual
         with torch.no_grad(), _same_numbers():
             added = out.loss - decoder.plain(model, **given, output_router_logits=False).loss
-        found: list[Caught] = []
+        caught: list[Caught] = []
         with torch.no_grad(), _same_numbers():
-            _in_pieces(decoder, tokens_BL, found)
-        logits_TE = torch.cat(
-            [each.logits_TE for each in found]
-        ).float()  # of all layers, one below the other
+            _in_pieces(decoder, tokens_BL, caught)
+        # Of all layers, one below the other.
+        logits_TE = torch.cat([each.logits_TE for each in caught]).float()
         top_k = decoder.cut_layers[0].cut.top_k
         chosen_TE = torch.zeros_like(logits_TE).scatter(1, logits_TE.topk(top_k, dim=1).indices, 1)
         aux = logits_TE.shape[1] * (chosen_TE.mean(0) * logits_TE.softmax(dim=1).mean(0)).sum()
@@ -481,9 +484,9 @@ def _tokens(model: Any) -> Tensor:
     """Return random tokens, none of which stands for an image or the like."""
     size = model.get_input_embeddings().weight.shape[0]
     others = {each for name, each in vars(model.config).items() if PLACEHOLDER.search(name)}
-    words_V = torch.tensor([token for token in range(size) if token not in others])
+    allowed_V = torch.tensor([token for token in range(size) if token not in others])
     generator = torch.Generator().manual_seed(0)
-    tokens_BL: Tensor = words_V[torch.randint(len(words_V), (SAMPLES, LENGTH), generator=generator)]
+    tokens_BL: Tensor = allowed_V[torch.randint(len(allowed_V), (SAMPLES, LENGTH), generator=generator)]
     return tokens_BL.to(model.device)
 
 

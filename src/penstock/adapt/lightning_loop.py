@@ -36,8 +36,8 @@ def follow_lightning() -> None:
     """Let Lightning's strategies deal with scheduled models from now on, if they are loaded; else later."""
     for package in PACKAGES:
         for (module, kind), functions in REPLACED.items():
-            if (found := sys.modules.get(f"{package}.strategies.{module}")) is not None:
-                replace_functions(getattr(found, kind), functions, _held)
+            if (strategies := sys.modules.get(f"{package}.strategies.{module}")) is not None:
+                replace_functions(getattr(strategies, kind), functions, _held)
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ def _held(strategy: Any, *given: Any, **named: Any) -> _Held | None:
     """Return the scheduled models that a strategy trains; None if there are none."""
     del given, named
     module: nn.Module | None = strategy.lightning_module
-    found: dict[str, Any] = {}
-    for name, each in () if module is None else module.named_modules():
-        if engine_if_any(each) is not None and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = each
-    return _Held(module, found) if module is not None and found else None
+    models: dict[str, Any] = {}
+    for name, submodule in () if module is None else module.named_modules():
+        if engine_if_any(submodule) is not None and not any(name.startswith(f"{outer}.") for outer in models):
+            models[name] = submodule
+    return _Held(module, models) if module is not None and models else None
 
 
 # ---- training ----------------------------------------------------------------------------------------------

@@ -24,20 +24,20 @@ class StepOutput(MoeCausalLMOutputWithPast):
     """
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name != "logits" or found is not None:
-            return found
-        make, asked = LOGITS.get(super().__getattribute__("loss"), (None, None))
+        value = super().__getattribute__(name)
+        if name != "logits" or value is not None:
+            return value
+        make, places = LOGITS.get(super().__getattribute__("loss"), (None, None))
         if make is None:
             return None
         logits_BLV: Tensor = make()
-        if asked is None:
+        if places is None:
             return logits_BLV
-        return logits_BLV[:, -asked:] if isinstance(asked, int) else logits_BLV[:, asked]
+        return logits_BLV[:, -places:] if isinstance(places, int) else logits_BLV[:, places]
 
     def __getitem__(self, key: Any) -> Any:
-        if key == "logits" and (found := self.logits) is not None:
-            return found
+        if key == "logits" and (logits_BLV := self.logits) is not None:
+            return logits_BLV
         return super().__getitem__(key)
 
 

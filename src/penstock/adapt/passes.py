@@ -47,7 +47,7 @@ class Passes:
     """The forward passes of a model on this rank. Every pass meets the other ranks once in every layer.
 
     Attributes:
-        meetings: In the order of the layers; none where no rank needs another one.
+        meetings: The layers' meetings, in their order; none where no rank needs another one.
     """
 
     def __init__(self, control: Control, turns: Turns) -> None:
@@ -108,7 +108,7 @@ class Passes:
         self._generates, failure = True, None
         try:
             try:
-                found = run()
+                result = run()
             except OtherRankError:
                 raise
             except Exception as error:
@@ -123,7 +123,7 @@ class Passes:
             self._generates, self._next = False, None
         if failure is not None:
             raise failure
-        return found
+        return result
 
     def _agree(self, *, runs: bool, fails: bool = False) -> bool:
         """Return whether any rank runs a pass now. Raises OtherRankError if another one has failed."""
@@ -203,8 +203,9 @@ class Spread:
 
     All ranks that share them call it.
 
-    Attributes:
-        passes: The model's, of which each comes here once.
+    Args:
+        moe: The layer with this rank's experts.
+        passes: The passes of the model, each of which comes here once.
         width: Numbers that experts get for a token.
     """
 
@@ -266,8 +267,8 @@ class NarrowSpread(Spread):
         every = [transport.all_gather(each.contiguous(), sizes, Group.SHARDS) for each in given]
         sum_TM = super()._exchanged(*every)
         transport.all_reduce(sum_TM, Group.SHARDS)
-        mine_TM: Tensor = sum_TM.split(sizes)[layout.etp_rank]
-        return mine_TM
+        own_TM: Tensor = sum_TM.split(sizes)[layout.etp_rank]
+        return own_TM
 
 
 class _Hook:
@@ -310,7 +311,7 @@ class TakeAdapters(_Hook):
     """Takes this rank's part of adapters that are loaded.
 
     Raises:
-        ValueError: Unless they are of all experts.
+        ValueError: They are not those of all experts.
     """
 
     def __call__(self, block: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:

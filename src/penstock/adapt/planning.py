@@ -58,6 +58,11 @@ def stand_in(
 
     Its own schedule cuts nothing: a batch of one sample could not be cut. Where no rank has a sample yet, it
     has one. How rows travel is open.
+
+    Args:
+        shape: Says which layers have experts.
+        batch: Samples per rank.
+        length: Tokens per sample.
     """
     settings = sizes.model_settings(shape.moe_layers)
     settings["vocab_size"] = max(256, sizes.vocab_size)
@@ -79,8 +84,8 @@ class Planner:
     directly, computation on a decoder of Penstock's own with the sizes of the model.
 
     Attributes:
-        choice: The decision; where a plan is searched for, that of steps before.
-        searches: Whether one is.
+        choice: The decision; where a plan is searched for, that of steps before the search.
+        searches: Whether a plan is searched for.
         measured: Clusters by the sizes of the steps with which they were measured.
     """
 
@@ -109,6 +114,8 @@ class Planner:
         """Return the plan for steps of these samples on every rank. All ranks call it, and get the same plan.
 
         Args:
+            batch: Samples per rank.
+            length: Tokens per sample.
             recompute: What is recomputed in backward; None = as the plan says.
         """
         if not self.searches:
@@ -138,7 +145,14 @@ class Planner:
         length: int,
         recompute: Recompute | None = None,
     ) -> Problem:
-        """Return the planning problem on this cluster, with weights as they are now; see also `of`."""
+        """Return the planning problem on this cluster, with weights as they are now.
+
+        Args:
+            file: Measurements of the cluster.
+            batch: Samples per rank.
+            length: Tokens per sample.
+            recompute: What is recomputed in backward; None = as the plan says.
+        """
         gradients = stack.gradients
         return Problem(
             shape=stack.base_shape,

@@ -50,6 +50,11 @@ def model_of_run(
 ) -> RunModel:
     """Return the model of a run: Penstock's own decoder, or a model of transformers.
 
+    Args:
+        plan: The first plan; None = the one that section [schedule] describes.
+        moving: How replicas are planned where experts move.
+        begins: Whether the decoder begins with the weights in `model.config`, if it has any.
+
     Raises:
         ConfigError: The model cannot be built from `model.config`, or not on this layout.
     """
@@ -111,8 +116,10 @@ class ModelStack(PipelinedStack):
 
 
 def sample_moving_of(placement: PlacementConfig) -> SampleMoving:
-    """Return how samples get their homes. A model's own routers cannot be asked in advance: which experts
-    follow which tells what samples will want."""
+    """Return how samples get their homes.
+
+    A model's own routers cannot be asked in advance: which experts follow which tells what samples will want.
+    """
     asks = placement.prediction == "next_gate"
     return SampleMoving(NetMoE(placement.solver), "conditional" if asks else placement.prediction)
 

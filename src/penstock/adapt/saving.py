@@ -57,8 +57,9 @@ class ModelNaming:
 
     Files have those of transformers; the optimiser's state those of the model, whose experts are stacked.
 
-    Attributes:
-        original: See `places_of`.
+    Args:
+        decoder: The pieces of `model`.
+        original: Whether files have the names of published models, see `places_of`.
     """
 
     def __init__(self, layout: Layout, decoder: Decoder, model: nn.Module, *, original: bool = True) -> None:
@@ -87,17 +88,17 @@ class ModelNaming:
             shapes = {name: (len(tensors[name]), *self._shardings[name].shape) for name in cut}
             widened = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
             whole = self._places_of({**tensors, **widened})
-        found: dict[str, tuple[Place, Sharding | None]] = {}
+        places: dict[str, tuple[Place, Sharding | None]] = {}
         for name, place in here.items():
-            each = self._shardings.get(place.source)
-            if each is not None and place.source in cut:
+            sharding = self._shardings.get(place.source)
+            if sharding is not None and place.source in cut:
                 shape, of_all = (at.shape[0 if _is_of_one(name) else 1 :] for at in (place, whole[name]))
-                if (shape, of_all) != (each.part_shape, each.shape):
+                if (shape, of_all) != (sharding.part_shape, sharding.shape):
                     sizes = enumerate(zip(shape, of_all, strict=True))
                     (dim,) = (dim for dim, (part, all_) in sizes if part < all_)
-                    each = Sharding.along(dim, of_all, each.axes, each.index, each.count)
-            found[name] = place, each
-        return found
+                    sharding = Sharding.along(dim, of_all, sharding.axes, sharding.index, sharding.count)
+            places[name] = place, sharding
+        return places
 
     def _places_of(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Place]:
         return places_of(self._model, tensors, self._axes.keys(), self._first, original=self._original)
@@ -114,7 +115,11 @@ class ModelNaming:
         Experts that lie in turn get their own axis, on one rank, too.
 
         Args:
+            name: The parameter's name.
             each: The part of a tensor of one expert, where that is not the parameter's.
+
+        Returns:
+            The tensor, and its part of the whole; None if it is whole.
         """
         axis, layout, each = self._axes.get(name), self._layout, each or self._shardings.get(name)
         if axis is None:
@@ -154,9 +159,13 @@ def save_model(
 ) -> None:
     """Write a model with its configuration, as `plain.save_pretrained` does; all ranks call it.
 
+    With a state that is `given`, with adapters that transformers itself has put into the model, and with
+    other `options` than `OPTIONS`, transformers writes on rank 0.
+
     Args:
-        given: What is saved instead of the model's own state. With it, with adapters that transformers itself
-            has put into the model, and with other `options` than `OPTIONS` transformers writes, on rank 0.
+        plain: The class that the model had before it was scheduled.
+        given: A state dictionary that is saved instead of the model's own; None = the model's.
+        options: Further arguments of `save_pretrained`.
     """
     control, purpose = engine.stack.machinery.control, f"saving {folder}"
     check_names(model, plain, control, given)
@@ -186,6 +195,14 @@ def model_state(
 
     Where ranks do not see that folder, or transformers writes other tensors than views of parameters, rank 0
     writes everything, for which it needs memory, and nothing is left to be written. All ranks call it.
+
+    Args:
+        plain: The class that the model had before it was scheduled.
+        work: The folder.
+        purpose: What the message of a failure says was done.
+        is_main_process: Is accepted, as transformers does it, and ignored.
+        max_shard_size: Largest size of a file, in bytes or in words.
+        save_original_format: Whether files have the names of published models.
     """
     del is_main_process  # rank 0 is
     options = {"max_shard_size": max_shard_size, "save_original_format": save_original_format}
@@ -209,7 +226,7 @@ def numbered(tensors: Sequence[Outgoing], control: Control, most: int | str = MO
     """Return the files of a rank for tensors of a model, named as transformers does. All ranks call it.
 
     Args:
-        most: Bytes of a file, also in words; a larger tensor has a file of its own.
+        most: Largest size of a file, in bytes or in words ("50GB"); a larger tensor has a file of its own.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -265,10 +282,12 @@ def _as_transformers_writes(
     if original:
         wanted = revert_weight_conversion(model, wanted)
     named = list(naming.in_files())
-    mine = _kinds({name: _described(part, sharding) for name, part, sharding in named})
-    everyone = control.gather(mine, "comparing what ranks write with what transformers would")
-    found = {name: kind for kinds in everyone for name, kind in kinds.items()}
-    return named if found == _kinds(wanted) and all(dtype in CODES for _, dtype in found.values()) else None
+    own = _kinds({name: _described(part, sharding) for name, part, sharding in named})
+    everyone = control.gather(own, "comparing what ranks write with what transformers would")
+    written = {name: kind for kinds in everyone for name, kind in kinds.items()}
+    return (
+        named if written == _kinds(wanted) and all(dtype in CODES for _, dtype in written.values()) else None
+    )
 
 
 def _described(part: Tensor, sharding: Any) -> Tensor:
@@ -319,14 +338,17 @@ def whole_state(
 def check_names(model: Any, plain: Any, control: Control, given: Mapping[str, Tensor] | None = None) -> None:
     """Raise ValueError unless what is saved has the names that a model of this configuration has.
 
+    All ranks call it together, and where one raises, all do. Adapters that transformers itself has put into a
+    model are saved without it.
+
     Args:
-        model: Is saved. Adapters that transformers itself has put into it are saved without it.
-        plain: The class of such a model.
-        control: Of all ranks, which call this together; where one raises, all do.
-        given: What is saved, where it is not the model's own state: possibly on rank 0 alone.
+        model: The model that is saved.
+        plain: The class that it had before it was scheduled.
+        given: The state dictionary that is saved, possibly on rank 0 alone; None = the model's own.
 
     Raises:
         ShareError: `given` has the experts of another rank.
+        ValueError: Names are missing or unexpected.
     """
     refusal: Exception | None = None
     own = model.state_dict()  # ranks join adapters in it, even where one of them is given a state
@@ -352,8 +374,8 @@ def _check_names(model: Any, plain: Any, own: Mapping[str, Tensor], saved: Mappi
             stacklevel=3,
         )
         return
-    found = without_marks(saved).keys()
-    missing, unexpected = sorted(wanted - found), sorted(found - wanted)
+    names = without_marks(saved).keys()
+    missing, unexpected = sorted(wanted - names), sorted(names - wanted)
     if missing or unexpected:
         raise ValueError(
             f"this is no {plain.__name__} of its configuration any more, and transformers would not read "
@@ -379,7 +401,8 @@ class InPlace:
     where the next save takes them back.
 
     Attributes:
-        close: Writes what names the files of ranks, given their names.
+        path: The model's folder.
+        close: Writes into a folder what names the files of ranks, given their names.
     """
 
     path: Path
@@ -396,18 +419,18 @@ class InPlace:
     def begin(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         self.give_up()
-        for each in (self.work, self.former):  # the latter, too, before everything has been written
-            each.mkdir()
+        for folder in (self.work, self.former):  # the latter, too, before everything has been written
+            folder.mkdir()
 
     def finish(self, digests: Mapping[str, str]) -> None:
         self.close(self.work, digests)
         files = list(self.work.iterdir())
-        for each in (*files, self.work):
-            make_durable(each)
+        for entry in (*files, self.work):
+            make_durable(entry)
         new = {path.name for path in files}
         _move(self.path, self.former, lambda name: name in new or bool(WEIGHTS.fullmatch(name)))
-        for each in (self.former, self.path):
-            make_durable(each)
+        for entry in (self.former, self.path):
+            make_durable(entry)
         _move(self.work, self.path)
         make_durable(self.path)
         with suppress(OSError):  # all is in place; the next save removes the rest
@@ -437,8 +460,9 @@ class AsWhole:
     theirs for a moment, and `refuse_cut_off` says where the older one is.
 
     Attributes:
-        own: Tells by the name of an older folder's file and those in the new one whether the former goes.
+        path: The place of the folder.
         close: See `InPlace`.
+        own: Tells by the name of an older folder's file and those in the new one whether the former goes.
     """
 
     path: Path
@@ -462,12 +486,12 @@ class AsWhole:
 
     def finish(self, digests: Mapping[str, str]) -> None:
         self.close(self.work, digests)
-        for each in (*self.work.iterdir(), self.work):
-            make_durable(each)
+        for path in (*self.work.iterdir(), self.work):
+            make_durable(path)
         if self.path.exists():
             with suppress(OSError):  # folders, and file systems without links: these files follow below
-                for each in self._others(self.path, self.work):
-                    (self.work / each.name).hardlink_to(each)
+                for path in self._others(self.path, self.work):
+                    (self.work / path.name).hardlink_to(path)
             self.work.rename(self.former)
             if not exchange(self.former, self.path):
                 self.former.rename(self.work)
@@ -490,8 +514,8 @@ class AsWhole:
             remove_tree(left)
 
     def _take_others(self) -> None:
-        for each in self._others(self.former, self.path):
-            each.rename(self.path / each.name)
+        for path in self._others(self.former, self.path):
+            path.rename(self.path / path.name)
 
     def _others(self, older: Path, newer: Path) -> list[Path]:
         """Return the files of the older folder that belong to no checkpoint and are not in the newer one."""

@@ -158,7 +158,7 @@ def engine_of(model: Any) -> Engine:
     """Return the engine of a scheduled model, also inside a model of peft.
 
     Raises:
-        ValueError: For others.
+        ValueError: For any other model.
     """
     if (engine := engine_if_any(model)) is None:
         raise ValueError(
@@ -204,12 +204,12 @@ def _with_logits(model: Any, plain: Any, engine: Engine, named: dict[str, Any]) 
     balances = _balances(model, named, engine.decoder)
     if balances:
         named = {**named, "output_router_logits": False}
-    with engine.balancing(balances) as found:
+    with engine.balancing(balances) as request:
         out = plain(model, **named)
     if balances and isinstance(out, dict):
-        out["aux_loss"] = found.balance
-        if out.get("loss") is not None and found.balance is not None:
-            out["loss"] = out["loss"] + engine.decoder.coefficient * found.balance
+        out["aux_loss"] = request.balance
+        if out.get("loss") is not None and request.balance is not None:
+            out["loss"] = out["loss"] + engine.decoder.coefficient * request.balance
     return out
 
 
@@ -250,13 +250,13 @@ def _hidden_states(base: Any, engine: Engine, named: dict[str, Any]) -> Any:
     routers: RouterUse = "handed_out" if wanted["output_router_logits"] and request is None else "unused"
     if request is not None and request.wanted:
         routers = "balanced"
-    found = engine.hidden_states(_inputs_of(named, None, routers))
-    normed_BLM = engine.decoder.normed(found.hidden_BLM)
+    states = engine.hidden_states(_inputs_of(named, None, routers))
+    normed_BLM = engine.decoder.normed(states.hidden_BLM)
     if request is not None:
-        request.balance = found.balance
+        request.balance = states.balance
     out = MoeModelOutputWithPast(last_hidden_state=normed_BLM)
-    if found.routers_YTE:
-        out["router_logits"] = found.routers_YTE
+    if states.routers_YTE:
+        out["router_logits"] = states.routers_YTE
     if wanted["output_hidden_states"]:
         out["hidden_states"] = LastOnly(len(engine.decoder.layers), normed_BLM)
     return out.to_tuple() if named.get("return_dict") is False else out

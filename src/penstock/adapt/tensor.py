@@ -42,7 +42,9 @@ class TensorRanks:
     """The ranks that share attention, where a model runs outside of steps. They run the same passes.
 
     Attributes:
-        transport: Of their exchanges; None until it is known.
+        shard: This rank's place among them.
+        inside: Whether a step runs a module now.
+        transport: The transport of their exchanges; None until it is known.
     """
 
     def __init__(self, shard: TensorShard, inside: Inside) -> None:
@@ -139,8 +141,8 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
         columns, size = grad.flatten(0, -2).t().contiguous(), ctx.shard.size
         sizes = [each.shape[0] for each in columns.chunk(size)]
-        mine = ctx.transport.reduce_scatter(columns, sizes, Group.TENSOR) / size
-        return None, None, mine.t().unflatten(0, grad.shape[:-1])
+        own = ctx.transport.reduce_scatter(columns, sizes, Group.TENSOR) / size
+        return None, None, own.t().unflatten(0, grad.shape[:-1])
 
 
 class StandIn:
@@ -245,8 +247,8 @@ class SharedLayer:
     """What ranks share of a layer.
 
     Attributes:
-        norm: Before attention, None: there is none.
-        dense: The feed-forward part of a layer without experts.
+        norm: The norm before attention; None = there is none.
+        dense: The feed-forward part of a layer without experts; None in a layer with experts.
     """
 
     attention: Attended
@@ -352,17 +354,19 @@ class TensorShares:
 def _vocabulary(model: Any) -> list[nn.Module]:
     """Return the embedding, and the head over the vocabulary, if the model has one."""
     return [
-        each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None
+        module
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
     ]
 
 
 def _of_linear(module: nn.Module, rows: Sequence[str], columns: Sequence[str]) -> dict[str, int]:
     """Return along which dimension the parameters of linear layers are cut, those that there are."""
-    found: dict[str, int] = {}
+    dims: dict[str, int] = {}
     for name in rows:
         if isinstance(linear := getattr(module, name, None), nn.Linear):
-            found |= {f"{name}.{own}": 0 for own, _ in linear.named_parameters()}
-    return {**found, **{f"{name}.weight": 1 for name in columns}}
+            dims |= {f"{name}.{own}": 0 for own, _ in linear.named_parameters()}
+    return {**dims, **{f"{name}.weight": 1 for name in columns}}
 
 
 def check_can_share(found: Found, size: int) -> None:

@@ -91,9 +91,9 @@ def from_checkpoint(path: Path) -> PreTrainedModel:
                 f"{numbers:,}. Give the path of another checkpoint"
             )
         wanted = {name: Part.of(tensor) for name, tensor, _ in DecoderNaming(decoder).in_files()}
-        if (found := misfits(wanted, saved, wanted, TYPES)) is not None:
+        if (misfit := misfits(wanted, saved, wanted, TYPES)) is not None:
             raise ValueError(
-                f"{path} holds another model than its settings say: {found}. Give the path of another "
+                f"{path} holds another model than its settings say: {misfit}. Give the path of another "
                 "checkpoint"
             )
     if lack_of(moe) is None:
@@ -108,7 +108,14 @@ def from_checkpoint(path: Path) -> PreTrainedModel:
 def as_qwen3_moe(
     model: ModelConfig, moe: MoEConfig, tensors: Mapping[str, Tensor], tokenizer_digest: str | None = None
 ) -> Qwen3MoeForCausalLM:
-    """Return the model of transformers with the weights of a decoder, by their names in checkpoints."""
+    """Return the model of transformers with the weights of a decoder.
+
+    Args:
+        model: Section `[model]` of the run.
+        moe: Section `[moe]`.
+        tensors: The weights, by their names in checkpoints.
+        tokenizer_digest: Sha256 of the text's tokenizer, or `bytes`; None = none is known.
+    """
     config = Qwen3MoeConfig(**config_json(model, moe, tokenizer_digest=tokenizer_digest))
     with quiet():
         made: Qwen3MoeForCausalLM = Qwen3MoeForCausalLM.from_pretrained(

@@ -76,10 +76,10 @@ def replace_functions(
 
         @wraps(plain)
         def function(self: Any, *given: Any, plain: Any = plain, own: Any = own, **named: Any) -> Any:
-            found = find(self, *given, **named)
-            if found is None:
+            context = find(self, *given, **named)
+            if context is None:
                 return plain(self, *given, **named)
-            return own(found, plain, self, *given, **named)
+            return own(context, plain, self, *given, **named)
 
         function._penstock = True  # type: ignore[attr-defined]
         is_static = isinstance(getattr_static(kind, name), staticmethod)
@@ -88,9 +88,9 @@ def replace_functions(
 
 def _engine_of(loop: Any, *given: Any, **named: Any) -> Engine | None:
     """Return the engine of the model that a function was given, or of those that an object has."""
-    asked = given[0] if given and isinstance(given[0], torch.nn.Module) else named.get("model")
+    model = given[0] if given and isinstance(given[0], torch.nn.Module) else named.get("model")
     held = getattr(loop, "_models", None) or [getattr(loop, "model", None)]
-    engines = (engine_if_any(each) for each in (held if asked is None else [asked]))
+    engines = (engine_if_any(each) for each in (held if model is None else [model]))
     return next((each for each in engines if each is not None), None)
 
 
@@ -156,16 +156,16 @@ def _load_state(
 ) -> None:
     """Read what `save_state` has written, on any number of ranks."""
     del engine
-    found: list[str] = []
-    hook = accelerator.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+    folders: list[str] = []
+    hook = accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
     try:
         with _without_models(accelerator) as pairs:
             plain(accelerator, input_dir, *given, **named)
     finally:
         hook.remove()
     for place, (model, optimizer) in enumerate(pairs):
-        load_weights(model, place_of(found[0], place))
-        load_optimizer(model, optimizer, place_of(found[0], place))
+        load_weights(model, place_of(folders[0], place))
+        load_optimizer(model, optimizer, place_of(folders[0], place))
 
 
 def _save_alone(
@@ -305,5 +305,5 @@ def _sync(engine: Engine, plain: Callable[..., Any], model: Any, reference: Any,
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return torch's optimiser, which accelerate may have wrapped."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner

@@ -103,17 +103,17 @@ def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Return digests by name.
+    """Return the digests of the files in `folder`, by name.
 
     Raises:
-        DamagedError: If a single character is not as `write_sums` writes it.
+        DamagedError: A single character is not as `write_sums` writes it.
     """
     text = read_regular(folder / SUMS, MOST_SUMS_BYTES).decode("ascii", errors="replace")
-    found = list(LINE.finditer(text))
-    if not found or "".join(match[0] for match in found) != text:
+    matches = list(LINE.finditer(text))
+    if not matches or "".join(match[0] for match in matches) != text:
         raise DamagedError(f"{SUMS} is not a list of digests and names")
-    digests = {match[2]: match[1] for match in found}
-    if len(digests) < len(found):
+    digests = {match[2]: match[1] for match in matches}
+    if len(digests) < len(matches):
         raise DamagedError(f"{SUMS} names a file twice")
     return digests
 
@@ -133,11 +133,13 @@ class Record:
     """What a checkpoint says about its state.
 
     Attributes:
+        step: Number of steps that were taken.
+        processes: Number of processes that wrote it.
         identity: Settings on which the position in the data depends, by configuration key.
         settings: The configuration, section by section.
         plan_settled: Whether the plan saved with the checkpoint had been tried, ordered and tuned to the end.
         files: Names of all other files but the checksums.
-        tokenizer: Sha256 of the text's, or `bytes`; None where none is known.
+        tokenizer: Sha256 of the text's tokenizer, or `bytes`; None = none is known.
         steps: What the next step needs that is no tensor.
     """
 
@@ -161,8 +163,8 @@ class Record:
         """Read a record.
 
         Raises:
-            DamagedError: For anything else.
-            ConfigError: For one of another format.
+            DamagedError: The file holds anything else.
+            ConfigError: It holds a record of another format.
         """
         table = read_table(folder / RECORD, MOST_RECORD_BYTES)
         version = table.pop("format", None)
@@ -208,22 +210,20 @@ def model_files(folder: Path) -> list[str]:
     A single file goes before the files of an index.
 
     Raises:
-        ConfigError: For an index that is none.
+        ConfigError: The index is none, or leads out of the folder.
     """
-    index, again = folder / INDEX, "Copy it again from where the model's files come from."
+    index, hint = folder / INDEX, "Copy it again from where the model's files come from."
     if (folder / ONE).exists():
         return [ONE]
     if not index.exists():
         return []
-    table = read_json(index, again, MOST_INDEX_BYTES)
+    table = read_json(index, hint, MOST_INDEX_BYTES)
     listed = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
-        raise ConfigError(
-            str(index), UNSET, "has no weight_map that says which file holds each tensor", again
-        )
+        raise ConfigError(str(index), UNSET, "has no weight_map that says which file holds each tensor", hint)
     if outside := [name for name in listed.values() if Path(name).name != name or name == ".."]:
         why = f"names {outside[0]}: files of a model lie in its folder, and it may lead nowhere else"
-        raise ConfigError(str(index), UNSET, why, again)
+        raise ConfigError(str(index), UNSET, why, hint)
     return sorted(set(listed.values()))
 
 
@@ -236,7 +236,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     A save that was killed may leave two of one step; the one with the longer name is usually the newer one.
 
     Raises:
-        OSError: For a folder that exists and cannot be read, since it may hold checkpoints.
+        OSError: The folder exists and cannot be read; it may hold checkpoints.
     """
     return list(filter(is_complete, all_checkpoints(folder)))
 
@@ -252,8 +252,8 @@ def all_checkpoints(folder: Path) -> list[Path]:
         there = list(folder.iterdir())  # Path.glob finds nothing where it may not look
     except FileNotFoundError:
         return []
-    found = [path for path in there if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
-    return sorted(found, key=lambda path: (step_of(path), len(path.name)))
+    checkpoints = [path for path in there if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
+    return sorted(checkpoints, key=lambda path: (step_of(path), len(path.name)))
 
 
 def step_of(path: Path) -> int:
@@ -267,20 +267,20 @@ def complete(work: Path, final: Path, record: Record, digests: Mapping[str, str]
     Warns of older ones that cannot be removed.
 
     Args:
-        digests: Of the files whose writers have computed them.
+        digests: Digests of the files whose writers have computed them, by name.
     """
     # Not what other programs leave in a folder, such as .DS_Store, .nfs0001 and locks of synchronisers.
     names = sorted(path.name for path in work.iterdir() if NAME.fullmatch(path.name) and path.is_file())
     Record(**{**vars(record), "files": names}).write(work)
     others = {name: digest_of(work / name) for name in (*names, RECORD) if name not in digests}
     write_sums(work, {**digests, **others})
-    for each in (*(work / name for name in others), work):
-        make_durable(each)
+    for entry in (*(work / name for name in others), work):
+        make_durable(entry)
     try:
         _name(work, final)
-        found = complete_checkpoints(final.parent)
-        for old in found:
-            superseded = old in found[:-keep] or step_of(old) == record.step
+        checkpoints = complete_checkpoints(final.parent)
+        for old in checkpoints:
+            superseded = old in checkpoints[:-keep] or step_of(old) == record.step
             if superseded and old != final:  # the only one that is known to be whole
                 _hide(old)
         for broken in final.parent.glob(f"{UNFINISHED}*"):

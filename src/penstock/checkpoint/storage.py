@@ -107,10 +107,18 @@ class DamagedCheckpointError(CheckpointError):
 
 
 def together(control: Control, purpose: str, work: Callable[[], T], rank: int | None = None) -> T:
-    """Return what `work` returns on this rank, after all ranks have run it, or `rank` alone.
+    """Run `work` on all ranks, or on `rank` alone, and wait for all; all ranks call it.
 
-    A failure on any rank raises CheckpointError on every rank, DamagedCheckpointError for a DamagedError. If
-    only `rank` works, it alone gets a result.
+    Args:
+        purpose: What the message of a failure says was done.
+        rank: The only rank that works; None = all work.
+
+    Returns:
+        What `work` returns on this rank, if it has worked.
+
+    Raises:
+        CheckpointError: The work has failed on any rank; all ranks raise it.
+        DamagedCheckpointError: It has failed with a DamagedError.
     """
     result: T | None = None
     failure: tuple[bool, str] | None = None
@@ -137,8 +145,9 @@ class Part:
     """What a rank holds of a tensor.
 
     Attributes:
-        shape: Of the whole.
-        boxes: By offset, views to read and to write.
+        shape: Shape of the whole tensor.
+        dtype: Type of its numbers.
+        boxes: Views of the boxes, to read and to write, by their offsets in the whole.
     """
 
     shape: torch.Size
@@ -150,7 +159,7 @@ class Part:
         """Describe a tensor.
 
         Args:
-            sharding: Its part of the whole; None: it is the whole.
+            sharding: Which part of the whole it is; None = it is the whole.
         """
         if sharding is None:
             return Part(tensor.shape, tensor.dtype, {(0,) * tensor.dim(): tensor})
@@ -161,17 +170,19 @@ class Part:
 
     @staticmethod
     def of_runs(runs: Iterable[tuple[int, Tensor]], local: Tensor, sharding: Sharding | None) -> Part:
-        """Describe runs of consecutive numbers of a local tensor, each with its first number, flat.
+        """Describe runs of consecutive numbers of a local tensor.
 
         Args:
-            local: Has the shape of the part that the runs lie in, which `sharding` describes.
+            runs: The place of the first number of each in the flat tensor, and its numbers.
+            local: A tensor of the shape of the part that the runs lie in.
+            sharding: Which part of the whole that is; None = it is the whole.
         """
         boxes: dict[Place, Tensor] = {}
         dtype = local.dtype
         for first, numbers in runs:
             begin, dtype, last = 0, numbers.dtype, first + len(numbers)
-            found = boxes_of(local.shape, first, last) if sharding is None else sharding.boxes(first, last)
-            for offsets, sizes in found:
+            extents = boxes_of(local.shape, first, last) if sharding is None else sharding.boxes(first, last)
+            for offsets, sizes in extents:
                 boxes[offsets] = numbers[begin : begin + prod(sizes)].view(sizes)
                 begin += prod(sizes)
         return Part(local.shape if sharding is None else torch.Size(sharding.shape), dtype, boxes)
@@ -229,7 +240,7 @@ def joined(
     All ranks call it with the same tensors.
 
     Args:
-        at: The one rank that gets all of them; None: in every group one.
+        at: The one rank that gets all of them; None = one of every group.
     """
     for number, (name, part, sharding) in enumerate(named):
         assert sharding is not None, "it is shared"
@@ -251,7 +262,7 @@ class Dealing:
         """Return names and offsets of this rank's boxes. All ranks call it.
 
         Raises:
-            ValueError: On all ranks, unless all boxes together are all tensors, without a gap or overlap.
+            ValueError: The boxes of all ranks have a gap or an overlap; all ranks raise it.
         """
         plan = create_default_local_save_plan(dict(state), is_coordinator=False)
         if self._control.any(plan.items != self._asked, purpose):
@@ -281,7 +292,9 @@ class Outgoing(NamedTuple):
     """A box of a tensor, which is to be written.
 
     Attributes:
-        offsets: In the whole tensor.
+        name: The tensor's name.
+        offsets: The box's place in the whole tensor.
+        box: Its numbers.
     """
 
     name: str
@@ -322,7 +335,7 @@ def write_shard(path: Path, tensors: Iterable[Outgoing]) -> str:
 
 def write_index(folder: Path, names: Iterable[str]) -> None:
     """Write the index by which transformers finds the tensors in some files of a folder."""
-    found: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     numbers = size_bytes = 0
     for name in sorted(names):
         with (folder / name).open("rb") as file:
@@ -330,9 +343,9 @@ def write_index(folder: Path, names: Iterable[str]) -> None:
         size_bytes += (folder / name).stat().st_size - header_bytes
         with safe_open(folder / name, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118  # no dictionary
-                found[key] = name
+                weight_map[key] = name
                 numbers += prod(opened.get_slice(key).get_shape())
-    table = {"metadata": {"total_parameters": numbers, "total_size": size_bytes}, "weight_map": found}
+    table = {"metadata": {"total_parameters": numbers, "total_size": size_bytes}, "weight_map": weight_map}
     write_whole(folder / INDEX, json.dumps(table, indent=2) + "\n", durable=True)
 
 
@@ -351,14 +364,18 @@ class _Named(FileSystem):
 
 
 class Stored:
-    """The tensors in all shards of `folder`.
+    """The tensors in the shards of a folder.
+
+    Args:
+        names: Names of the shards.
+        prefix: How names of tensors begin that are looked at.
+        others: Whether there may be shards that are not named.
 
     Attributes:
-        names: Of the shards, which must be all that are there, unless there may be `others`.
-        whole: Shape and type of each tensor whose name begins with `prefix`, by name.
+        whole: Shape and type of each of these tensors, by name.
 
     Raises:
-        DamagedError: If one is not what it should be.
+        DamagedError: A shard is not what it should be.
     """
 
     def __init__(
@@ -392,7 +409,7 @@ class Stored:
         """Read the parts of a state, whose names and shapes are those stored.
 
         Raises:
-            DamagedError: If a part cannot be read.
+            DamagedError: A part cannot be read.
         """
         planner = Loading(state)
         planner.metadata = self._metadata
@@ -455,10 +472,11 @@ def misfits(
     everyone: Collection[str],
     alike: Collection[torch.dtype] = (),
 ) -> str | None:
-    """Return what a checkpoint has otherwise than a state, or None.
+    """Return what a checkpoint has otherwise than a state; None if it fits.
 
     Args:
-        everyone: Names of all ranks.
+        stored: Shape and type of every tensor of the checkpoint.
+        everyone: Names of the tensors of all ranks.
         alike: Types that may stand for each other.
     """
     for name, part in state.items():
@@ -482,14 +500,17 @@ NOT_FINITE: Final = "holds numbers that are not finite"
 def first_not_finite(
     tensors: Iterable[tuple[str, Tensor]], most: Callable[[str], float] = lambda name: math.inf
 ) -> str | None:
-    """Return the name of the first tensor with a NaN, an infinity or a number above its `most`, or None.
+    """Return the name of the first tensor with a NaN, an infinity or too large a number, or None.
 
     It takes one pass over memory and allocates nothing. Integer tensors are always finite.
+
+    Args:
+        most: Returns the largest magnitude that a tensor of this name may have.
     """
-    found = [(name, each) for name, each in tensors if each.is_floating_point() and each.numel()]
-    if not found:
+    floating = [(name, each) for name, each in tensors if each.is_floating_point() and each.numel()]
+    if not floating:
         return None
-    names, numbers = zip(*found, strict=True)
+    names, numbers = zip(*floating, strict=True)
     # The largest magnitude is taken, since a norm of squares could overflow although every number is finite.
     largest = torch._foreach_norm(list(numbers), math.inf)
     sizes = torch.stack([each.double().cpu() for each in largest])
@@ -501,9 +522,9 @@ def first_not_finite(
 class Replacement(Protocol):
     """New files for a folder, which are written in the folder `work`; rank 0 alone calls the methods.
 
-    begin: makes that folder; what a killed save has left is given up first. finish: puts the complete
-    files in the place of older ones, given the digests of those that ranks have written. give_up: undoes what
-    was not completed, and removes the files, which may be what fills the disk.
+    `begin` makes that folder; what a killed save has left is given up first. `finish` puts the complete files
+    in the place of older ones, given the digests of those that ranks have written. `give_up` undoes what was
+    not completed, and removes the files, which may be what fills the disk.
     """
 
     @property
@@ -519,15 +540,15 @@ def of_rank(
     """Return the files of a rank, named after it: one of each kind, and more for several boxes of a tensor.
 
     Args:
-        kind_of: How the name of a tensor's file begins.
+        kind_of: Returns how the name of a tensor's file begins.
     """
     files: Files = {}
     met = Counter[str]()
-    for each in tensors:
-        before = met[each.name]
-        met[each.name] += 1
-        name = f"{kind_of(each.name)}-{control.rank + 1:05d}{f'-{before + 1}' if before else ''}{SUFFIX}"
-        files.setdefault(name, []).append(each)
+    for outgoing in tensors:
+        before = met[outgoing.name]
+        met[outgoing.name] += 1
+        name = f"{kind_of(outgoing.name)}-{control.rank + 1:05d}{f'-{before + 1}' if before else ''}{SUFFIX}"
+        files.setdefault(name, []).append(outgoing)
     return files
 
 
@@ -537,16 +558,16 @@ class Saving:
     All ranks construct it, and call its methods, together.
 
     Args:
-        files: What becomes of the files.
-        control: Of all ranks.
-        purpose: What is said of a failure.
+        files: What puts the files in their place.
+        control: Exchanges between all ranks.
+        purpose: What the message of a failure says was done.
         state_in: Returns what this rank has of the state, and may write into the folder before.
-        dealing: Deals boxes to ranks.
-        divide: Into files; all ranks call it.
+        dealing: Deals boxes to ranks; None = one for this save alone.
+        divide: Divides boxes into files; all ranks call it.
         copies: Whether the state may change as soon as this is constructed, and not only after `finish`.
 
     Raises:
-        CheckpointError: On all ranks, if one could not begin. What was there before is there then.
+        CheckpointError: A rank could not begin; all ranks raise it, and what was there before is there still.
     """
 
     def __init__(
@@ -593,13 +614,13 @@ class Saving:
         """Wait until all ranks have written, and let the files take their place; once.
 
         Raises:
-            CheckpointError: On all ranks, where that has failed: what was there before is there then.
+            CheckpointError: That has failed; all ranks raise it, and what was there before is there still.
         """
         if self._written is None:
             return
         with self._giving_up():
-            mine = together(self._control, self._purpose, self._written.result)
-            digests = {n: d for one in self._control.gather(mine, self._purpose) for n, d in one.items()}
+            own = together(self._control, self._purpose, self._written.result)
+            digests = {n: d for one in self._control.gather(own, self._purpose) for n, d in one.items()}
             together(self._control, self._purpose, lambda: self._complete(digests), rank=0)
         self._written = None
 

@@ -32,8 +32,8 @@ class ExpertAxis:
     Attributes:
         dim: The dimension that counts them: 0 in a stacked weight or in LoRA's A, [E * r, M], one expert
             after the other; 1 in LoRA's B, [H, r * E].
-        rank: Experts lie in turn so many times: in a row of LoRA's B the first columns of all experts, then
-            the second.
+        rank: Number of times that experts lie in turn: in a row of LoRA's B come the first columns of all
+            experts, then the second ones.
     """
 
     dim: int = 0
@@ -66,11 +66,11 @@ def is_wrapper(module: Any) -> bool:
 
 def wrappers(experts: Any) -> list[Any]:
     """Return peft's wrappers around experts, the outermost first."""
-    found: list[Any] = []
+    chain: list[Any] = []
     while is_wrapper(experts):
-        found.append(experts)
+        chain.append(experts)
         experts = experts.base_layer
-    return found
+    return chain
 
 
 def around(experts: Any) -> list[Any]:

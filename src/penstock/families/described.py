@@ -72,8 +72,8 @@ class Held:
     """What a folder's weights are.
 
     Attributes:
-        tensors: their number.
-        bytes: size of their files.
+        tensors: Number of tensors.
+        bytes: Size of their files.
     """
 
     tensors: int
@@ -132,11 +132,11 @@ def _settings(file: Path, value: Any, path: tuple[str, ...] = ()) -> Iterator[tu
             str(file), UNSET, f"holds more than {DEEPEST} tables and lists inside each other", f"{COPY}."
         )
     if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _settings(file, each, (*path, name))
+        for name, entry in value.items():
+            yield from _settings(file, entry, (*path, name))
     elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from _settings(file, each, (*path, str(number)))
+        for number, entry in enumerate(value):
+            yield from _settings(file, entry, (*path, str(number)))
     else:
         yield path, value
 
@@ -146,9 +146,9 @@ def _tables(
 ) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
     """Yield a table and all tables in it by their path."""
     yield path, table
-    for name, each in table.items():
-        if isinstance(each, Mapping):
-            yield from _tables(each, (*path, name))
+    for name, entry in table.items():
+        if isinstance(entry, Mapping):
+            yield from _tables(entry, (*path, name))
 
 
 def _key(file: Path, path: tuple[str, ...]) -> str:
@@ -187,7 +187,8 @@ def check_memory(file: Path, model: nn.Module, held: Held) -> None:
     """Raise ValueError for a model far larger than its weights, where they do not fit into memory either.
 
     Args:
-        model: Without values.
+        file: The configuration.
+        model: The model, without values.
     """
     needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     if needed > max(TIMES_AS_WIDE * held.bytes, (free := free_memory_bytes()) // 2):
@@ -217,7 +218,8 @@ def read_description(folder: Path) -> dict[str, Any]:
     """Read the configuration in a folder, as it stands there.
 
     Raises:
-        ValueError: Naming the file, if it is none, asks for code, or is that of quantized weights.
+        ValueError: The file is no configuration, asks for code, or is that of quantized weights; the message
+            names it.
     """
     file = folder / CONFIG
     if not file.is_file():
@@ -241,7 +243,7 @@ def config_of(file: Path, table: Mapping[str, Any], held: Held) -> Any:
         table: What the file holds.
 
     Raises:
-        ValueError: Naming the file, if it describes no model.
+        ValueError: The file describes no such model; the message names it.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -258,8 +260,8 @@ def config_of(file: Path, table: Mapping[str, Any], held: Held) -> Any:
         raise ConfigError(f"{file}: text_config", UNSET, "holds no configuration of a text model", f"{COPY}.")
     for part in (config, text):
         part.return_dict = True  # a model of transformers runs with no other value
-    found = {name: setting_of(config.get_text_config(), name) for name in (*EXPERTS, *CHOSEN)}
-    there = {name: value for name, value in found.items() if isinstance(value, int)}
+    settings = {name: setting_of(config.get_text_config(), name) for name in (*EXPERTS, *CHOSEN)}
+    there = {name: value for name, value in settings.items() if isinstance(value, int)}
     for name, value in there.items():
         if value < 1:
             raise ValueError(f"{file}: {name} = {value}, and a layer with experts has at least one. {COPY}")
@@ -288,10 +290,12 @@ def empty_model(file: Path, config: Any, held: Held, kind: Any = None) -> Any:
     """Return the model of a configuration, without values.
 
     Args:
-        kind: Its class; None: a causal language model.
+        file: The configuration's file.
+        held: What the weights beside it are.
+        kind: The model's class; None = that of a causal language model.
 
     Raises:
-        ValueError: Naming the file, where transformers cannot make it, or weights do not bear it out.
+        ValueError: Transformers cannot make it, or weights do not bear it out; the message names the file.
     """
     from transformers import AutoModelForCausalLM
 
@@ -310,10 +314,10 @@ def empty_model(file: Path, config: Any, held: Held, kind: Any = None) -> Any:
 
 
 def read_generation(folder: Path) -> Any:
-    """Read the settings of generation in a folder, if it has some.
+    """Read the settings of generation in a folder; return None if it has none.
 
     Raises:
-        ValueError: Naming the file.
+        ValueError: The file holds no such settings; the message names it.
     """
     from transformers import GenerationConfig
 
@@ -332,7 +336,7 @@ def read_table(file: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
-        ConfigError: About the file for anything else.
+        ConfigError: The file holds anything else, or more than `most_bytes`.
     """
     table = read_json(file, f"{COPY}.", most_bytes, strict=False)
     if not isinstance(table, dict):
@@ -355,8 +359,10 @@ def _errors_only(record: LogRecord) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from printing, inside this context, what is raised as an error afterwards, and any
-    progress; and DeepSpeed, which it imports where that is installed, from printing warnings."""
+    """Keep transformers, inside this context, from printing progress and what is raised as an error later.
+
+    DeepSpeed, which it imports where that is installed, prints no warnings then.
+    """
     from transformers.utils import logging
 
     before, shows = logging.get_verbosity(), logging.is_progress_bar_enabled()

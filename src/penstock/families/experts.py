@@ -43,7 +43,7 @@ class Times(Protocol):
     """Multiplies rows, sorted by expert, by one of the experts' weights.
 
     Attributes:
-        shard: The part of each that is here.
+        shard: The part of each weight that is here.
     """
 
     @property
@@ -62,10 +62,14 @@ class Times(Protocol):
 class ExpertForm:
     """Form of most families: weights stacked in one module, called with tokens, choices and weights.
 
-    Its router is called before the experts, and returns logits first, or nothing else. rebuilds: whether
-    what experts get is recomputed from the router's call, instead of taken from the experts' call. moves:
-    whether every parameter has one row for each expert, so that an expert can be brought to another rank.
-    narrows: whether ranks can share every expert, each a part of its width.
+    Its router is called before the experts, and returns logits first, or nothing else.
+
+    Attributes:
+        rebuilds: Whether what experts get is recomputed from the router's call, instead of taken from the
+            experts' call.
+        moves: Whether every parameter has one row for each expert, so that an expert can be brought to
+            another rank.
+        narrows: Whether ranks can share every expert, each a part of its width.
     """
 
     rebuilds = False
@@ -108,8 +112,8 @@ class ExpertForm:
 
     def transposed(self, experts: Any) -> bool:
         """Return whether rows are multiplied by weights as they are, [M, H], and not turned, [H, M]."""
-        found: bool = experts.is_transposed
-        return found
+        transposed: bool = experts.is_transposed
+        return transposed
 
     def inward(self, experts: Any) -> str:
         """Return the name of the weight that rows meet first."""
@@ -117,8 +121,8 @@ class ExpertForm:
 
     def activated(self, experts: Any, inner_RW: Tensor) -> Tensor:
         """Return what the outward weight multiplies, [R, H], from the inward weight's product."""
-        found: Tensor = experts._apply_gate(inner_RW) if experts.has_gate else experts.act_fn(inner_RW)
-        return found
+        activated_RH: Tensor = experts._apply_gate(inner_RW) if experts.has_gate else experts.act_fn(inner_RW)
+        return activated_RH
 
     def cut(self, experts: Any, shard: Shard) -> dict[str, Sharding]:
         """Return, by parameter, which part of every expert's a rank has where ranks share each expert.
@@ -138,9 +142,9 @@ class ExpertForm:
         narrow = shard.cut(0, (self.width(experts),))
         outputs = shard.cut(0, (self.entering(experts),)) if "down_proj_bias" in shapes else narrow
         dim, wide = int(self.transposed(experts)), self._cut_of_inner(experts, shard)
-        found = {inward: (dim, wide), f"{inward}_bias": (0, wide)}
-        found |= {"down_proj": (1 - dim, narrow), "down_proj_bias": (0, outputs)}
-        return {name: _along(shard, shape, *found[name]) for name, shape in shapes.items()}
+        cuts = {inward: (dim, wide), f"{inward}_bias": (0, wide)}
+        cuts |= {"down_proj": (1 - dim, narrow), "down_proj_bias": (0, outputs)}
+        return {name: _along(shard, shape, *cuts[name]) for name, shape in shapes.items()}
 
     def _cut_of_inner(self, experts: Any, shard: Shard) -> Sharding:
         """Return which part of what the activation gets belongs to a part of what it returns: gate and up may
@@ -153,11 +157,11 @@ class ExpertForm:
             for view in ((size,), (2, size // 2)) if size % 2 == 0 else ((size,),):
                 cut = shard.cut(len(view) - 1, (size,), view)
                 given, wanted = (
-                    _along(shard, tuple(each.shape), 1, how).part(each)
-                    for each, how in ((inner_RW, cut), (whole_RH, shard.cut(0, whole_RH.shape[1:])))
+                    _along(shard, tuple(tensor.shape), 1, how).part(tensor)
+                    for tensor, how in ((inner_RW, cut), (whole_RH, shard.cut(0, whole_RH.shape[1:])))
                 )
-                found = self.activated(experts, given)
-                if found.shape == wanted.shape and torch.allclose(found, wanted):
+                computed = self.activated(experts, given)
+                if computed.shape == wanted.shape and torch.allclose(computed, wanted):
                     return cut
         raise ValueError(f"{type(experts).__name__} makes of a part of its width no part of what all makes")
 
@@ -167,8 +171,8 @@ class ExpertForm:
 
     def logits(self, router: RouterCall) -> Tensor:
         """Return the logits of all experts, [T, E]."""
-        found: Tensor = router.returned[0] if isinstance(router.returned, tuple) else router.returned
-        return found.flatten(0, -2)
+        logits: Tensor = router.returned[0] if isinstance(router.returned, tuple) else router.returned
+        return logits.flatten(0, -2)
 
     def called(self, router: RouterCall, given: tuple[Tensor, ...]) -> Routed:
         """Return tokens, choices and weights from the arguments of the experts' call."""
@@ -249,16 +253,16 @@ class WeighedForm(ExpertForm):
 
     def activated(self, experts: Any, inner_RW: Tensor) -> Tensor:
         gate_RH, up_RH = inner_RW.chunk(2, dim=-1)
-        found: Tensor = up_RH * experts.act_fn(gate_RH)
-        return found
+        activated_RH: Tensor = up_RH * experts.act_fn(gate_RH)
+        return activated_RH
 
     def matrices(self, experts: Any) -> int:
         del experts
         return 3
 
     def logits(self, router: RouterCall) -> Tensor:
-        found: Tensor = router.returned[1]
-        return found
+        logits_TE: Tensor = router.returned[1]
+        return logits_TE
 
     def called(self, router: RouterCall, given: tuple[Tensor, ...]) -> Routed:
         x_TM, (scores_TE, logits_TE) = router.given[0], router.returned
@@ -315,7 +319,7 @@ class ModelExperts(StackedExperts):
     Attributes:
         source: The module, inside any wrappers of peft; its parameters stay in place and keep their names.
         form: How the experts multiply.
-        shard: The part of each that the module has; outputs are then parts of sums.
+        shard: The part of each expert that the module has; outputs are then parts of sums.
     """
 
     def __init__(
@@ -365,7 +369,10 @@ class _Times:
     def __call__(self, rows_RM: Tensor, name: str, *, turned: bool = False) -> Tensor:
         # Adapters come first: one that was merged and is disabled now changes the weight when it is read.
         adapters = [
-            each for wrapper in self.around if wrapper.parameter_name == name for each in active(wrapper)
+            adapter
+            for wrapper in self.around
+            if wrapper.parameter_name == name
+            for adapter in active(wrapper)
         ]
         weight: Tensor = attrgetter(name)(self.experts)
         if weight.dim() != 3:  # they lie one below the other
@@ -386,8 +393,12 @@ class Shares:
 
     All experts are kept until it is certain that the others are given up.
 
-    Attributes:
-        form: See `ModelExperts`; it has said that it can be cut.
+    Args:
+        modules: The modules, one for each layer with experts.
+        held: Numbers of the experts that this rank has.
+        num_experts: Number of experts in each module.
+        shard: The part of each of these experts that this rank has.
+        form: How experts multiply; where they are cut, it must have said that they can be.
     """
 
     def __init__(
@@ -442,8 +453,8 @@ def sharding_of_experts(shape: Sequence[int], each: Sharding | None, layout: Lay
     """Return which part of a parameter of all experts a rank has; None: all of it.
 
     Args:
-        shape: Of this part.
-        each: Which part of every expert it has; None: all.
+        shape: Shape of this part.
+        each: Which part of every expert a rank has; None = all of it.
     """
     if each is not None:
         slots = shape[0]

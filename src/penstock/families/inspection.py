@@ -38,13 +38,13 @@ def code_of(module: nn.Module) -> Code:
 
 def in_parts(layer: Any, block: Any, family: Family) -> list[nn.Module]:
     """Return the modules of a layer with experts that steps run in parts."""
-    found = [layer, block, core_of(family.experts_of(block))]
-    return [*found, family.router_of(block)] if family.form.rebuilds else found
+    modules = [layer, block, core_of(family.experts_of(block))]
+    return [*modules, family.router_of(block)] if family.form.rebuilds else modules
 
 
 def changed_code(modules: Iterable[nn.Module]) -> list[str]:
     """Return the names of the functions, of these modules' classes, that are not those of transformers."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for module in modules:
         for name in ("forward", "__call__"):
             owner = next(each for each in type(module).__mro__ if name in vars(each))
@@ -55,8 +55,8 @@ def changed_code(modules: Iterable[nn.Module]) -> list[str]:
             defined_in = [getattr(each, "__globals__", {}).get("__name__", "") for each in _layers(function)]
             # Not from a library, but from a user or another tool.
             if not own or not all(str(each).startswith(LIBRARIES) for each in defined_in):
-                found[f"{type(module).__name__}.{name}"] = None
-    return list(found)
+                names[f"{type(module).__name__}.{name}"] = None
+    return list(names)
 
 
 def _layers(function: Any) -> Iterator[Any]:
@@ -84,9 +84,12 @@ class Found:
     """A model in its parts.
 
     Attributes:
-        blocks: The MoE block of every layer, None in a dense one.
+        layers: The layers of its decoder.
+        blocks: The MoE block of every layer; None in a dense one.
+        num_experts: Experts of a layer that has any.
+        top_k: Experts that a token chooses.
         bound_factor: See MoEConfig.
-        choice: How rows travel.
+        choice: The decision that says how rows travel.
     """
 
     model: Any
@@ -152,10 +155,10 @@ class Found:
         """Sizes of the model for a plan."""
         shared = [block and self.shared_of(block) for block in self.blocks]
         hidden, matrices = self.config.hidden_size, self.family.form.matrices(core_of(self.experts[0]))
-        dense = [each for each, block in zip(self._feed_forward, self.blocks, strict=True) if block is None]
+        dense = [part for part, block in zip(self._feed_forward, self.blocks, strict=True) if block is None]
         apart = [
-            [each] if block is None else [self.family.experts_of(block), self.family.router_of(block), aside]
-            for each, block, aside in zip(self._feed_forward, self.blocks, shared, strict=True)
+            [part] if block is None else [self.family.experts_of(block), self.family.router_of(block), aside]
+            for part, block, aside in zip(self._feed_forward, self.blocks, shared, strict=True)
         ]
         return ModelSizes(
             hidden_size=hidden,
@@ -164,7 +167,7 @@ class Found:
             key_value_heads=setting_of(self.config, "num_key_value_heads"),
             head_dim=setting_of(self.config, "qk_head_dim") or setting_of(self.config, "head_dim"),
             dense_width=_width(dense, 3 * hidden),
-            shared_width=_width([each for each in shared if each is not None], matrices * hidden),
+            shared_width=_width([part for part in shared if part is not None], matrices * hidden),
             expert_matrices=matrices,
             element_bytes=next(self.model.parameters()).element_size(),
             moe=self.moe,
@@ -214,11 +217,11 @@ def look(model: Any, family: Family) -> Found:
             experts = core_of(family.experts_of(block))
             family.form.check(experts, f"layer {number}")
             count = family.form.count(experts)
-            for name, each in experts.named_parameters():
-                if len(each) != count * family.form.rows(experts):
+            for name, parameter in experts.named_parameters():
+                if len(parameter) != count * family.form.rows(experts):
                     raise ValueError(
-                        f"layer {number}: {name} {list(each.shape)} is not stacked by the router's {count} "
-                        "experts. Load the model whole, and let parallelize spread it"
+                        f"layer {number}: {name} {list(parameter.shape)} is not stacked by the router's "
+                        f"{count} experts. Load the model whole, and let parallelize spread it"
                     )
             sizes.add(count)
     chosen = {_top_k(block, family) for block in blocks if block is not None}

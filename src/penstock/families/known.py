@@ -38,10 +38,11 @@ class AttentionCut:
     Everything else is whole on every rank.
 
     Attributes:
-        norm, module: Paths of the norm before attention (None: there is none) and of attention in a layer,
-            which calls it with normed hidden states, by that name, and with what it is called with itself.
-        rows, columns: Linear layers that are cut by what they return, and by what they get: these return
-            parts of a sum. `rows` that a model lacks are passed over.
+        norm: Path of the norm before attention in a layer; None = there is none.
+        module: Path of attention in a layer, which calls it with `hidden_states`, normed, and with what it is
+            called with itself.
+        rows: Linear layers that are cut by what they return; those that a model lacks are passed over.
+        columns: Linear layers that are cut by what they get; they return parts of a sum.
         heads: Parameters that have a number for each head.
         narrowed: Norms over all heads together: they stay whole, with the projections before them, and every
             rank computes them for all heads and goes on with its own.
@@ -64,17 +65,21 @@ class Family:
     Attributes:
         name: `model_type` of its configuration.
         base: Path of the decoder in the model.
-        layers, norm: Paths of its list of layers and of the norm after them.
+        layers: Path of the list of layers in the decoder.
+        norm: Path of the norm after them in the decoder.
         block: Path of the MoE block in a layer.
-        router, experts: Paths of its router and its experts in a block.
-        shared_module, shared: The module of shared experts in a block (None: there are none, or they run with
-            attention), and what it adds (None: what it returns).
+        router: Path of the router in a block.
+        experts: Path of the experts in a block.
+        shared_module: Path of the shared experts in a block; None = there are none, or they run with
+            attention.
+        shared: What shared experts add; None = what they return.
         finish: What a layer does with the output of its block.
-        coefficient: The model's name for the weight of its router loss; None: its weighting is not known.
+        coefficient: The model's name for the weight of its router loss; None = its weighting is not known.
         form: How experts are called and multiply.
         only: Settings of the configuration, the only values with which the model can be scheduled, and the
-            reason.
-        attention: How ranks share it; None: they cannot, and `uncut` says why.
+            reasons.
+        attention: How ranks share attention; None = they cannot.
+        uncut: Why they cannot.
         separates_documents: Whether tokens whose positions begin anew attend to none before them.
     """
 

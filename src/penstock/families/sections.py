@@ -54,11 +54,14 @@ Sections = dict[str, dict[str, Any]]
 
 
 def sections_of(path: Path) -> Sections:
-    """Return the settings of sections `[model]` and `[moe]` that a model of transformers has, and `family`:
-    whether it has a router loss, and how many positions (None: as many as one likes).
+    """Return the settings of a model of transformers, section by section.
 
     Args:
         path: Its `config.json`, or the folder in which that lies.
+
+    Returns:
+        Sections `model` and `moe`, and `family`, which says whether the model has a router loss, and how many
+        positions (None = as many as one likes).
 
     Raises:
         ConfigError: The file describes no model of a known family, or one that cannot be scheduled.
@@ -119,8 +122,8 @@ def _described(file: Path, content: bytes) -> Found:
         model = empty_model(file, config_of(file, table, LARGEST), LARGEST)
         family = family_of(model)
         if family is None:
-            kind, known = table.get("model_type"), ", ".join(FAMILIES)
-            why = f"is not of a family that is known ({known})"
+            kind, families = table.get("model_type"), ", ".join(FAMILIES)
+            why = f"is not of a family that is known ({families})"
             hint = "Load it with from_pretrained, and call penstock.parallelize, which looks at its numbers."
             raise ConfigError(f"{file}: model_type", kind, why, hint)
         found = look(model, family)
@@ -161,10 +164,10 @@ class _Layer:
     """Bytes of the parameters of a layer, whole or on one rank.
 
     Attributes:
-        cut: Of weights of which ranks that share attention have each a part.
-        inner: Of whole parameters that compute before shards of weights.
-        tokens: Of whole parameters that compute on tokens one by one after attention.
-        experts: Of experts.
+        cut: Bytes of weights of which ranks that share attention have each a part.
+        inner: Bytes of whole parameters that compute before shards of weights.
+        tokens: Bytes of whole parameters that compute on tokens one by one after attention.
+        experts: Bytes of experts.
     """
 
     cut: int
@@ -178,25 +181,25 @@ def gradient_bytes_of(path: Path, layout: Layout, shape: StepShape, *, edp: bool
 
     Args:
         path: The `config.json`, or its folder.
-        layout: Of the ranks.
+        layout: The place of a rank; all hold as much.
         shape: The uncut shape of a step.
-        replicas: Whether experts are reduced, too.
+        edp: Whether experts have replicas, over which their gradients are reduced, too.
     """
     found = described_in(path)
     held, places = _held(found, layout), found.num_experts * layout.etp_size
     layers = [  # of one rank
-        replace(each, cut=each.cut // layout.tp_size, experts=each.experts // places * held)
-        for each in _whole(found)
+        replace(layer, cut=layer.cut // layout.tp_size, experts=layer.experts // places * held)
+        for layer in _whole(found)
     ]
     forms = FORM_TOKENS if layout.tp_size > 1 else ()
-    whole = tuple(each.cut + each.inner + each.tokens for each in layers)
+    whole = tuple(layer.cut + layer.inner + layer.tokens for layer in layers)
     partial = _partial(layers, shape) if forms else (0,) * len(layers)
     return GradientBytes(
         tuple(all_ - part for all_, part in zip(whole, partial, strict=True)),
-        tuple(each.experts if edp else 0 for each in layers),
+        tuple(layer.experts if edp else 0 for layer in layers),
         partial,
         tuple((form, _partial(layers, replace(shape, expert_form=form))) for form in forms),
-        max(each.experts for each in layers) // _held(found, layout),
+        max(layer.experts for layer in layers) // _held(found, layout),
     )
 
 
@@ -208,8 +211,8 @@ def _held(found: Found, layout: Layout) -> int:
 def _partial(layers: list[_Layer], shape: StepShape) -> tuple[int, ...]:
     """Return the bytes to which every rank that shares attention adds a part, by layer."""
     return tuple(
-        each.inner + each.tokens * (shape.tokens_of(number) == "split" or shape.copies_differ)
-        for number, each in enumerate(layers)
+        layer.inner + layer.tokens * (shape.tokens_of(number) == "split" or shape.copies_differ)
+        for number, layer in enumerate(layers)
     )
 
 
@@ -222,10 +225,10 @@ def _whole(found: Found) -> list[_Layer]:
         """Return the bytes of trained parameters that no layer has had before: a run's are float32 at
         least."""
         total = 0
-        for each in parameters:
-            size = max(FLOAT32_BYTES, each.element_size()) * each.numel()
-            total += size if each.requires_grad and id(each) not in seen else 0
-            seen.add(id(each))
+        for parameter in parameters:
+            size = max(FLOAT32_BYTES, parameter.element_size()) * parameter.numel()
+            total += size if parameter.requires_grad and id(parameter) not in seen else 0
+            seen.add(id(parameter))
         return total
 
     cut, model = found.family.attention, found.model
@@ -249,15 +252,15 @@ def _whole(found: Found) -> list[_Layer]:
 def _cut(layer: Any, block: Any, cut: AttentionCut, dense: str) -> list[nn.Parameter]:
     """Return the weights of a layer of which ranks that share attention have each a part."""
     attention = layer.get_submodule(cut.module)
-    found = [attention.get_parameter(name) for name in cut.heads]
+    parameters = [attention.get_parameter(name) for name in cut.heads]
     linear = [(attention, cut.rows, cut.columns)]
     if block is None:
         linear.append((layer.get_submodule(dense), DENSE_ROWS, (DENSE_COLUMN,)))
     for module, rows, columns in linear:
-        for each in filter(None, (getattr(module, name, None) for name in rows)):
-            found += each.parameters()
-        found += [getattr(module, name).weight for name in columns]  # a bias is added once, and is whole
-    return found
+        for projection in filter(None, (getattr(module, name, None) for name in rows)):
+            parameters += projection.parameters()
+        parameters += [getattr(module, name).weight for name in columns]  # a bias is added once, and is whole
+    return parameters
 
 
 def _inner(layer: Any, cut: AttentionCut) -> list[nn.Parameter]:

@@ -33,23 +33,26 @@ USUAL_STATE = 128
 
 
 def matrices_of(module: nn.Module, without: Iterable[nn.Module | None] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of a module's matrices, whole ones where this rank has a part, but for those of the
-    modules `without`."""
-    seen = {id(each) for other in without if other is not None for each in other.parameters()}
+    """Yield the shapes of a module's matrices, whole ones where this rank has a part.
+
+    Args:
+        without: Modules inside whose matrices are left out.
+    """
+    seen = {id(parameter) for other in without if other is not None for parameter in other.parameters()}
     for part in module.modules():
         cuts = getattr(part, "shardings", {})
-        for name, each in part.named_parameters(recurse=False):
-            if each.dim() > 1 and id(each) not in seen:
-                seen.add(id(each))
-                yield tuple(cuts[name].shape if name in cuts else each.shape)
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.dim() > 1 and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield tuple(cuts[name].shape if name in cuts else parameter.shape)
 
 
 def attention_of(config: Any, layers: Sequence[Any], others: Sequence[Sequence[Any]]) -> Attention:
     """Return the attention of a model.
 
     Args:
-        config: Of its text part.
-        layers: Of its decoder.
+        config: Configuration of its text part.
+        layers: The layers of its decoder.
         others: For every layer the modules that do not belong to attention: experts, router, shared experts,
             or a dense part.
     """
@@ -102,9 +105,14 @@ class ModelSizes:
     """Sizes of a model for a plan.
 
     Attributes:
-        key_value_heads, head_dim: None = as many as heads, of the width that is left.
-        attention: Of its layers; None: there is nothing but such heads.
-        element_bytes: Of its activations.
+        heads: Heads of queries.
+        key_value_heads: Heads of keys and values; None = as many as heads of queries.
+        head_dim: Width of a head; None = `hidden_size / heads`.
+        dense_width: Hidden width of dense layers; 0 = there are none.
+        shared_width: Hidden width of shared experts; 0 = there are none.
+        expert_matrices: Number of matrices of an expert.
+        element_bytes: Bytes of a number of activations.
+        attention: The attention of its layers; None = there is nothing but such heads.
     """
 
     hidden_size: int
@@ -159,7 +167,10 @@ class ModelSizes:
         """Return the sizes of a step with these samples on every rank.
 
         Args:
-            held: A rank's bytes of weights.
+            gradients: Bytes of reduced gradients.
+            batch: Samples per rank.
+            length: Tokens per sample.
+            held: Bytes of weights that a rank holds.
         """
         return Workload(
             batch=max(1, batch),

@@ -60,9 +60,10 @@ class StoredTensor:
     """A tensor in a file, of which `rows` are wanted: transformers reads it by `[...]`, once, as it loads.
 
     Attributes:
-        shape: Of the whole tensor.
-        kind: Of its numbers, as safetensors calls it.
-        rows: None = all.
+        name: Its name in the file.
+        shape: Shape of the whole tensor.
+        kind: Type of its numbers, as safetensors calls it.
+        rows: The rows that are wanted; None = all.
     """
 
     file: Path
@@ -103,21 +104,21 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{folder} holds neither {ONE} nor {INDEX}. Give a folder that save_pretrained has written, or "
             "download the model's files first: hf download NAME --local-dir FOLDER"
         )
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # no dictionary
                     if not name.startswith(BESIDE_TEXT):
                         stored: Any = opened.get_slice(name)
-                        found[name.removeprefix(TEXT)] = StoredTensor(
+                        tensors[name.removeprefix(TEXT)] = StoredTensor(
                             file=file, name=name, shape=stored.get_shape(), kind=stored.get_dtype()
                         )
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} cannot be read as safetensors: {error}. {COPY}") from error
-    if not found:
+    if not tensors:
         raise ValueError(f"{', '.join(map(str, files))}: no tensors are in there. {COPY}")
-    return found
+    return tensors
 
 
 def share_of_experts(
@@ -130,12 +131,14 @@ def share_of_experts(
     """Return the tensors of a whole model that a rank needs: of experts only `held`, which are consecutive.
 
     Args:
-        model: On any device, for its names.
+        tensors: All tensors of the model's files, by name.
+        model: The model, on any device; its names are read.
         stacked: By the name of every parameter that holds experts, the number of its rows that belong to one.
+        held: Numbers of this rank's experts.
 
     Raises:
-        ValueError: On all ranks, unless there are num_experts experts of every kind: a rank itself looks at
-            its own ones alone.
+        ValueError: There are not `num_experts` experts of every kind; all ranks raise it, as all look at the
+            experts of all.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -162,10 +165,10 @@ def share_of_experts(
             numbers.setdefault(EXPERT.sub(".experts.*.", name), set()).add(int(number[1]))
             if int(number[1]) in held:
                 wanted[name] = tensor
-    for name, found in numbers.items():
-        if missing := set(range(num_experts)) - found:
+    for name, present in numbers.items():
+        if missing := set(range(num_experts)) - present:
             wrong.append(f"{name} of all experts but {some_of(sorted(map(str, missing)))}")
-        if surplus := found - set(range(num_experts)):
+        if surplus := present - set(range(num_experts)):
             wrong.append(f"{name} of expert {some_of(sorted(map(str, surplus)))}")
     if wrong:
         folder = next(iter(tensors.values())).file.parent
@@ -182,9 +185,9 @@ class Place:
 
     Attributes:
         source: Name of the parameter or buffer.
-        shape: Of the tensor in the file.
-        stride: Between its elements in the parameter.
-        offset: Of its first element in the parameter.
+        shape: Shape of the tensor in the file.
+        stride: Strides between its elements in the parameter.
+        offset: Place of its first element in the parameter, counted in elements.
     """
 
     source: str
@@ -203,34 +206,34 @@ def places_of(
     """Return where the tensors of a model's files lie, by their names.
 
     Args:
-        model: Of transformers. Of its experts it may hold a part alone.
+        model: A model of transformers, which may hold a part of its experts alone.
         tensors: Its parameters and buffers that are saved, contiguous, by name.
         spread: Names of parameters that hold a part of the experts.
-        first: The number of the first expert of that part.
+        first: Number of the first expert of that part.
         original: Whether files have the names of published models, and not those of the model's parameters.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    described = {name: torch.empty_like(each, device="meta") for name, each in tensors.items()}
+    described = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     with _InPlace():
         written = revert_weight_conversion(model, dict(described)) if original else described
-    sources = {each.untyped_storage()._cdata: name for name, each in described.items()}
-    found: dict[str, dict[str, Place]] = {source: {} for source in sorted(tensors)}  # alike on all ranks
-    for name, each in written.items():
-        source = sources.get(each.untyped_storage()._cdata)
+    sources = {tensor.untyped_storage()._cdata: name for name, tensor in described.items()}
+    by_source: dict[str, dict[str, Place]] = {source: {} for source in sorted(tensors)}  # alike on all ranks
+    for name, tensor in written.items():
+        source = sources.get(tensor.untyped_storage()._cdata)
         if source is not None:
-            place = Place(source, tuple(each.shape), each.stride(), int(each.storage_offset()))
+            place = Place(source, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
             its = name
             if source in spread:  # experts have their numbers in the whole model
                 its = EXPERT.sub(lambda number: f".experts.{int(number[1]) + first}.", name)
-            found[source][its] = place
-    for source, places in found.items():
-        each = described[source]
-        boxes = [_box(each, place) for place in places.values()]
-        if None in boxes or not fills(each.shape, [box for box in boxes if box is not None]):
+            by_source[source][its] = place
+    for source, places in by_source.items():
+        tensor = described[source]
+        boxes = [_box(tensor, place) for place in places.values()]
+        if None in boxes or not fills(tensor.shape, [box for box in boxes if box is not None]):
             # What is no view is left as the model has it: transformers reads that, too.
-            found[source] = {source: Place(source, tuple(each.shape), each.stride(), 0)}
-    return {name: place for places in found.values() for name, place in places.items()}
+            by_source[source] = {source: Place(source, tuple(tensor.shape), tensor.stride(), 0)}
+    return {name: place for places in by_source.values() for name, place in places.items()}
 
 
 def _box(source: Tensor, place: Place) -> ChunkStorageMetadata | None:
@@ -258,9 +261,9 @@ class _InPlace(TorchFunctionMode):
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what is saved of a model: every parameter once, and the buffers that its state has."""
     kept = model.state_dict().keys() - set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    for name, each in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in kept:
-            yield name, each
+            yield name, tensor
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,9 @@ class ModelFolder:
     """The files of a model.
 
     Attributes:
-        model: Without values, of its text part if it also sees or hears.
+        path: The folder.
+        model: The model without values; the text part of one that also sees or hears.
+        tensors: What the files hold of it, by name.
     """
 
     path: Path
@@ -280,10 +285,10 @@ class ModelFolder:
         """Open a folder.
 
         Args:
-            kind: The model's class; None: a causal language model.
+            kind: The model's class; None = that of a causal language model.
 
         Raises:
-            ValueError: Naming a file, if it holds no such model.
+            ValueError: The folder holds no such model; the message names the file at fault.
         """
         import transformers  # noqa: F401  # where it is missing, that is said first
 
@@ -305,14 +310,18 @@ class ModelFolder:
     @property
     def dtype(self) -> torch.dtype:
         """The type of the model by its configuration, or of its first tensor, or float32."""
-        found: torch.dtype | None = self.config.dtype or next(iter(self.tensors.values())).dtype
-        return torch.float32 if found is None else found
+        dtype: torch.dtype | None = self.config.dtype or next(iter(self.tensors.values())).dtype
+        return torch.float32 if dtype is None else dtype
 
     def read(self, kind: Any, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> Any:
         """Return a model of this class with values of these tensors.
 
+        Args:
+            kind: The class.
+            dtype: Type of the model's weights.
+
         Raises:
-            ValueError: If a tensor is missing, or is not the model's: transformers would draw it by chance.
+            ValueError: A tensor is missing, which transformers would draw by chance, or is not the model's.
         """
         generation = read_generation(self.path)
         try:
@@ -334,8 +343,10 @@ class ModelFolder:
             for name, stored, wanted in loading["mismatched_keys"]
         ]
         unexpected = [name for name in loading["unexpected_keys"] if not name.startswith(BESIDE_TEXT)]
-        found = {"missing": loading["missing_keys"], "unexpected": unexpected, "misshapen": misshapen}
-        problems = [f"{what}: {some_of(sorted(map(str, names)))}" for what, names in found.items() if names]
+        differences = {"missing": loading["missing_keys"], "unexpected": unexpected, "misshapen": misshapen}
+        problems = [
+            f"{what}: {some_of(sorted(map(str, names)))}" for what, names in differences.items() if names
+        ]
         if problems:
             raise ValueError(
                 f"{self.path} does not hold the model of its {CONFIG}: {'; '.join(problems)}. Copy the "

@@ -64,6 +64,7 @@ def fill_normal(tensor: Tensor, name: str, seed: int, std: float, sharding: Shar
     """Fill a tensor with normal numbers from a generator keyed by (seed, name), drawn on the CPU.
 
     Args:
+        std: Standard deviation of the numbers.
         sharding: Which part of a larger tensor this is; the whole tensor is drawn, so that ranks have parts
             of one.
     """
@@ -102,7 +103,8 @@ class CounterDropout(nn.Module):
     So it does not depend on microbatches, on the rank a sample lives on, or on the order of tasks.
 
     Attributes:
-        place: unique.
+        p: Share of the elements that become zero.
+        place: A number that no other dropout of the model has.
     """
 
     def __init__(self, p: float, place: int) -> None:
@@ -133,8 +135,8 @@ class Rotary(nn.Module):
         """Turn the pairs of numbers in every head, which lie half a head apart.
 
         Args:
-            heads_BHLK: Queries and keys: all heads at once, as each operation costs a launch on a GPU.
-            documents_BL: See `Attention`.
+            heads_BHLK: Queries and keys, all heads at once, as each operation costs a launch on a GPU.
+            documents_BL: Place of the first token of every token's document; None = a sample is one document.
         """
         kept, device, dtype = self._kept, heads_BHLK.device, heads_BHLK.dtype
         if kept is None or (kept[0].device, kept[0].dtype) != (device, dtype):
@@ -186,7 +188,8 @@ class Attention(nn.Module):
         """Attend to the tokens of a sample up to each one.
 
         Args:
-            documents_BL: Where every token's document begins; tokens attend to their own document alone.
+            documents_BL: Place of the first token of every token's document, to which alone it attends; None
+                = a sample is one document.
         """
         q_BALK = self.q_norm(self._heads(self.q_proj(x_BLM))).transpose(1, 2)
         k_BGLK = self.k_norm(self._heads(self.k_proj(x_BLM))).transpose(1, 2)
@@ -255,7 +258,7 @@ def held_rows(tokens_BL: Tensor, weight_VM: Tensor, first: int, padding: int | N
     """Return the embeddings [B, L, M] of the tokens of this rank's vocabulary, and zeros for all others.
 
     Args:
-        tokens_BL: Of the whole vocabulary.
+        tokens_BL: Tokens of the whole vocabulary.
         weight_VM: The rows of this rank.
         first: The token of the first row.
         padding: The row that gets no gradient; None = all get one.
@@ -341,11 +344,11 @@ class Trunk(nn.Module):
 class MoEDecoder(nn.Module):
     """The decoder. Its experts are those of one rank: `num_experts / ep_size` per MoE layer.
 
-    Attributes:
+    Args:
         node_size: See `build_layer`.
-        make_moe: Makes the MoE layer of a block from its number; without it `moe` describes the layers.
+        make_moe: Makes the MoE layer of a block from its number; None = `moe` describes the layers.
         shard: Which part of heads, dense widths and vocabulary this rank has.
-        expert_shard: Which part of every expert.
+        expert_shard: Which part of every expert this rank has.
     """
 
     separates_documents = True
@@ -427,28 +430,28 @@ class MoEDecoder(nn.Module):
     def partial_parameters(self, layer: int) -> list[nn.Parameter]:
         block = self.parts[layer]
         cut = shardings_of(block.self_attn).keys()
-        found = [each for name, each in block.self_attn.named_parameters() if name not in cut]
-        found += block.input_layernorm.parameters()
+        parameters = [each for name, each in block.self_attn.named_parameters() if name not in cut]
+        parameters += block.input_layernorm.parameters()
         if layer == self.config.num_layers - 1:
-            found += self.model.norm.parameters()
-        return found
+            parameters += self.model.norm.parameters()
+        return parameters
 
     def token_parameters(self, layer: int) -> list[nn.Parameter]:
         block = self.parts[layer]
-        found = list(block.post_attention_layernorm.parameters())
+        parameters = list(block.post_attention_layernorm.parameters())
         if block.moe is not None:
             experts = {id(p) for p in self.expert_parameters(layer)}
-            found += [p for p in block.moe.parameters() if id(p) not in experts]
-        return found
+            parameters += [p for p in block.moe.parameters() if id(p) not in experts]
+        return parameters
 
     def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
         experts = {id(p) for p in self.expert_parameters(layer)}
-        found = [p for p in self.model.layers[layer].parameters() if id(p) not in experts]
+        parameters = [p for p in self.model.layers[layer].parameters() if id(p) not in experts]
         if layer == 0:
-            found += self.model.embed_tokens.parameters()
+            parameters += self.model.embed_tokens.parameters()
         if layer == self.config.num_layers - 1:
-            found += [*self.model.norm.parameters(), *self.lm_head.parameters()]
-        return found
+            parameters += [*self.model.norm.parameters(), *self.lm_head.parameters()]
+        return parameters
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
         moe = self.parts[layer].moe

@@ -40,16 +40,19 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
     blocks of Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3. Taken over are the router (top_k, renormalisation,
     scaling factor, groups, correction bias), the experts and the shared experts, each with its dtype and
     device and whether it is frozen, and the block's train or eval mode. Nothing is dropped and no memory is
-    shared. The layer returns what the block returns and can replace it in the model; its `losses` are
-    Penstock's own, and transformers records no router logits of the layer. DeepSeek's correction bias steers
-    the choice and stays constant, as in transformers; to let `update_expert_biases` move it, set
-    `layer.gate.bias.rate`. The router computes in float32 at least. Those of transformers round float64 to
-    float32, and Mixtral's, Qwen3-MoE's and OLMoE's compute logits in the type of the weights: in bfloat16
-    close choices can differ.
+    shared. DeepSeek's correction bias steers the choice and stays constant, as in transformers; to let
+    `update_expert_biases` move it, set `layer.gate.bias.rate`. The router computes in float32 at least. Those
+    of transformers round float64 to float32, and Mixtral's, Qwen3-MoE's and OLMoE's compute logits in the
+    type of the weights: in bfloat16 close choices can differ.
 
     Args:
+        block: The MoE block.
         exchange: `penstock.ExpertParallel`, whose ranks share the experts: each copies its part of the
             block's.
+
+    Returns:
+        A layer that returns what the block returns and can replace it in the model; its `losses` are
+        Penstock's own, and transformers records no router logits of the layer.
 
     Raises:
         ValueError: For any other class, and for features without a counterpart in the layer: other
@@ -67,10 +70,10 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
         ("gate_up_proj", (experts, 2 * width, hidden)),
         ("down_proj", (experts, hidden, width)),
     ):
-        found = tuple(getattr(source.experts, name).shape)
-        if found != wanted:
+        shape = tuple(getattr(source.experts, name).shape)
+        if shape != wanted:
             raise ValueError(
-                f"experts.{name} has shape {found}, and the gate's {experts} experts need {wanted}; "
+                f"experts.{name} has shape {shape}, and the gate's {experts} experts need {wanted}; "
                 "if the weights are packed or spread over ranks, load the model whole"
             )
     layer = MoELayer(
@@ -138,13 +141,13 @@ def _experts(source: Any, exchange: Exchange | None) -> SwiGLUExperts:
     experts, hidden, width = source.down_proj.shape
     ranks, rank = (1, 0) if exchange is None else (exchange.ep_size, exchange.ep_rank)
     held = ExpertPlacement.even(experts, ranks).held(rank)
-    mine = slice(held[0], held[-1] + 1)
+    own = slice(held[0], held[-1] + 1)
     with on_meta():
-        made = SwiGLUExperts(hidden, width, mine.stop - mine.start)
-    gate_EHM, up_EHM = source.gate_up_proj[mine].chunk(2, dim=1)
+        made = SwiGLUExperts(hidden, width, own.stop - own.start)
+    gate_EHM, up_EHM = source.gate_up_proj[own].chunk(2, dim=1)
     made.w_gate = _copy(gate_EHM.transpose(1, 2), source.gate_up_proj)
     made.w_up = _copy(up_EHM.transpose(1, 2), source.gate_up_proj)
-    made.w_down = _copy(source.down_proj[mine].transpose(1, 2), source.down_proj)
+    made.w_down = _copy(source.down_proj[own].transpose(1, 2), source.down_proj)
     return made
 
 
@@ -182,8 +185,8 @@ def _check_tensors(block: nn.Module, expected: frozenset[str]) -> None:
     Examples are biases, adapters, and scales of quantised weights.
     """
     named = chain(block.named_parameters(remove_duplicate=False), block.named_buffers(remove_duplicate=False))
-    found = {name for name, _ in named}
-    extra, missing = sorted(found - expected), sorted(expected - found)
+    present = {name for name, _ in named}
+    extra, missing = sorted(present - expected), sorted(expected - present)
     if extra:
         raise ValueError(f"{type(block).__name__} has {', '.join(extra)}, which a layer has no place for")
     if missing:

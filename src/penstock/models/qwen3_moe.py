@@ -105,12 +105,12 @@ def in_files(name: str) -> tuple[str, bool]:
     """Return the name of a weight in files of transformers, and whether it is transposed there.
 
     Args:
-        name: As checkpoints of the decoder have it, experts by `...experts.w_gate.NUMBER`.
+        name: Its name in checkpoints of the decoder; that of an expert ends in `experts.w_gate.NUMBER`.
     """
-    found = EXPERT.fullmatch(name)
-    if found is None:
+    match = EXPERT.fullmatch(name)
+    if match is None:
         return name, False
-    return f"{found['experts']}.{found['number']}.{found['matrix']}_proj.weight", True
+    return f"{match['experts']}.{match['number']}.{match['matrix']}_proj.weight", True
 
 
 # ---- from a configuration of transformers ------------------------------------------------------------------
@@ -162,12 +162,12 @@ def sections_of(path: Path) -> dict[str, dict[str, Any]]:
             raise ConfigError(
                 f"{file}: {key}", table[key], "the decoder does not have it", f"Use {allowed[0]}."
             )
-    found: dict[str, dict[str, Any]] = {"model": {}, "moe": {}}
+    sections: dict[str, dict[str, Any]] = {"model": {}, "moe": {}}
     for key, setting in (REQUIRED | OPTIONAL).items():
         section, _, name = setting.partition(".")
         value = table.get(key, table.get(ALSO.get(key, key)))
         if value is not None:
-            found[section][name] = value
+            sections[section][name] = value
         elif key in REQUIRED:
             raise ConfigError(
                 f"{file}: {key}", UNSET, "is missing, and the model is not known without", "Add it."
@@ -184,19 +184,19 @@ def sections_of(path: Path) -> dict[str, dict[str, Any]]:
         theta = rope.get("rope_theta", theta)
     if isinstance(theta, bool) or not isinstance(theta, int | float):
         raise ConfigError(f"{file}: rope_theta", theta, "must be a number", "10000 is usual.")
-    found["model"]["rope_theta"] = float(theta)
-    found["moe"] |= {"expert": "swiglu", "norm_topk_prob": found["moe"].get("norm_topk_prob", False)}
-    checked: ModelConfig = from_dict(ModelConfig, found["model"], "model")
-    from_dict(MoEConfig, found["moe"], "moe")
-    found["model"]["moe_layers"] = _moe_layers(table, checked.num_layers, file)
-    return found
+    sections["model"]["rope_theta"] = float(theta)
+    sections["moe"] |= {"expert": "swiglu", "norm_topk_prob": sections["moe"].get("norm_topk_prob", False)}
+    checked: ModelConfig = from_dict(ModelConfig, sections["model"], "model")
+    from_dict(MoEConfig, sections["moe"], "moe")
+    sections["model"]["moe_layers"] = _moe_layers(table, checked.num_layers, file)
+    return sections
 
 
 def model_type_of(path: Path) -> str:
     """Return the architecture of a `config.json`, or of that in a folder.
 
     Raises:
-        ConfigError: If none.
+        ConfigError: The file names none.
     """
     file = path / CONFIG if asked(path.is_dir) else path
     table = read_json(file, "Give the config.json of a model of transformers, or its folder.")
@@ -227,8 +227,8 @@ def _moe_layers(table: Mapping[str, Any], layers: int, file: Path) -> tuple[int,
     if not isinstance(dense, list) or not all(type(each) is int for each in dense):
         why = "must be the numbers of dense layers"
         raise ConfigError(f"{file}: mlp_only_layers", dense, why, "Copy the file again.")
-    found = tuple(each for each in range(layers) if each not in dense and (each + 1) % step == 0)
-    if not found:
+    moe_layers = tuple(each for each in range(layers) if each not in dense and (each + 1) % step == 0)
+    if not moe_layers:
         why = f"leaves none of {layers} layers with experts"
         raise ConfigError(f"{file}: mlp_only_layers", dense, why, "Use a model with experts.")
-    return None if len(found) == layers else found
+    return None if len(moe_layers) == layers else moe_layers

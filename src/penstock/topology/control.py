@@ -60,8 +60,8 @@ class Control:
         votes = torch.tensor(mine, dtype=torch.float64)
         with self.naming(purpose):
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
-        found: list[float] = votes.tolist()
-        return found
+        values: list[float] = votes.tolist()
+        return values
 
     def sum_later(self, mine: Sequence[float], purpose: str) -> Callable[[], list[float]]:
         """Begin to sum over all ranks; return the function that waits for the sums and returns them.
@@ -77,8 +77,8 @@ class Control:
             assert work is not None, "this rank belongs to the group"
             with self.naming(purpose):
                 work.wait()
-            found: list[float] = sums.tolist()
-            return found
+            totals: list[float] = sums.tolist()
+            return totals
 
         return wait
 
@@ -92,9 +92,16 @@ class Control:
         return everyone
 
     def agreed(self, work: Callable[[], object], purpose: str, *, by: int | None = None) -> None:
-        """Do `work` on every rank, or on rank `by` alone; if it raises ConfigError on one, all raise it.
+        """Do `work` on every rank, or on rank `by` alone; all ranks call it.
 
         An error that not all ranks found names the first rank that did, since machines may differ.
+
+        Args:
+            purpose: What the message of a failed exchange says was done.
+            by: The only rank that works; None = all work.
+
+        Raises:
+            ConfigError: The work has raised it on any rank; all ranks raise it.
         """
         problem: ConfigError | None = None
         if by in (None, self.rank):
@@ -103,25 +110,26 @@ class Control:
             except ConfigError as error:
                 problem = error
         everyone = self.gather(problem, purpose)
-        for rank, found in enumerate(everyone):
-            if found is not None and by is None and None in everyone:
-                raise ConfigError(found.key, found.value, f"on rank {rank}, {found.why}", found.hint)
-            if found is not None:
-                raise found
+        for rank, refusal in enumerate(everyone):
+            if refusal is not None and by is None and None in everyone:
+                raise ConfigError(refusal.key, refusal.value, f"on rank {rank}, {refusal.why}", refusal.hint)
+            if refusal is not None:
+                raise refusal
 
     def collect(self, part: Tensor, ranks: Sequence[int], at: int, purpose: str) -> list[Tensor]:
-        """Return the tensors of these ranks, in this order, at rank `at`, one of these ranks; [] elsewhere.
+        """Return the tensors of these ranks, in this order, at one of them; [] elsewhere.
 
         Exactly these ranks must call it.
 
         Args:
-            part: On the CPU, of the same shape and type on all of them.
+            part: This rank's tensor, on the CPU, of the same shape and type on all of these ranks.
+            at: The rank that gets all of them.
         """
         raw = part.contiguous().reshape(-1).view(torch.uint8)  # Gloo does not support every type of numbers
-        found = [raw if rank == at else torch.empty_like(raw) for rank in ranks] if self.rank == at else []
+        buffers = [raw if rank == at else torch.empty_like(raw) for rank in ranks] if self.rank == at else []
         with self.naming(purpose):
             if self.rank == at:
-                pairs = zip(ranks, found, strict=True)
+                pairs = zip(ranks, buffers, strict=True)
                 begun = [dist.irecv(each, rank, group=self._group) for rank, each in pairs if rank != at]
             else:
                 begun = [dist.isend(raw, at, group=self._group)]
@@ -131,14 +139,14 @@ class Control:
                     work.wait()
                 else:
                     work.wait(self._limit)
-        return [each.view(part.dtype).view(part.shape) for each in found]
+        return [each.view(part.dtype).view(part.shape) for each in buffers]
 
     @contextmanager
     def waiting(self, timeout_s: float, usually_s: float, setting: str = "") -> Iterator[None]:
         """Let every exchange last `timeout_s` while entered, and `usually_s` afterwards.
 
         Args:
-            setting: Whose value `timeout_s` is, named where an exchange fails.
+            setting: The setting that has the value `timeout_s`, which is named where an exchange fails.
         """
         if self._group is None:
             yield
@@ -175,7 +183,7 @@ def find_node_size(control: Control, local_rank: int) -> int:
     All ranks must call this.
 
     Args:
-        local_rank: Of this rank in its node, as torchrun, Slurm and the emulator count them.
+        local_rank: Number of this rank in its node, as torchrun, Slurm and the emulator count them.
     """
     places = control.gather(local_rank, "finding out which ranks share a node")
     size = next((rank for rank, place in enumerate(places) if rank and place == 0), len(places))
@@ -191,14 +199,15 @@ def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:
     point.
 
     Raises:
-        CommunicationError: If that does not succeed within the timeout, with the ranks that have not come.
+        CommunicationError: That does not succeed within the timeout; the message names the ranks that have
+            not come.
     """
     default = dist.group.WORLD
     assert default is not None, "ranks have joined"
     if torch.device("cpu") in default._device_types:
         return default
-    if (known := _HOST_GROUPS.get(default)) is not None:
-        return known
+    if (cached := _HOST_GROUPS.get(default)) is not None:
+        return cached
     store, here, ranks = _get_default_store(), f"penstock/host-group-{next(_ATTEMPTS)}", range(default.size())
 
     def make() -> ProcessGroup:
@@ -219,9 +228,9 @@ def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:
         try:
             missing = within(ANSWER_S, absent)
         except RuntimeError as silent:
-            found = f"the store of the process group does not answer ({reason(silent)})"
+            why = f"the store of the process group does not answer ({reason(silent)})"
         else:
-            found = (
+            why = (
                 f"{named(missing)} did not come: every rank must call Penstock at the same point"
                 if missing
                 else f"all ranks came, and Gloo could not connect them ({reason(error)}). It uses "
@@ -231,5 +240,5 @@ def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:
         raise CommunicationError(
             f"rank {default.rank()} of {default.size()}: the default process group takes no tensors of the "
             f"CPU (backend {dist.get_backend_config()}), and no Gloo group could be made beside it within "
-            f"{timeout_s:g} s: {found}. With init_process_group(backend='cpu:gloo,cuda:nccl') none is needed."
+            f"{timeout_s:g} s: {why}. With init_process_group(backend='cpu:gloo,cuda:nccl') none is needed."
         ) from error

@@ -76,13 +76,17 @@ class GroupSizes:
 
 
 def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: str) -> GroupSizes:
-    """Return the sizes that a mesh says, with those that were asked for besides.
+    """Return the sizes of groups that a mesh says, with those that were asked for besides.
 
     All ranks call it.
 
+    Args:
+        given: This rank's mesh.
+        asked: Sizes that were asked for besides.
+        device_type: Type of the model's device, which that of the mesh has to be.
+
     Raises:
-        ConfigError: On all of them, for a mesh that is no layout of Penstock's ranks, or that contradicts a
-            size.
+        ConfigError: The mesh is no layout of Penstock's ranks, or contradicts a size; all ranks raise it.
     """
     own: dict[str, tuple[int, ...]] = {}
     purpose = "comparing device meshes"
@@ -96,8 +100,8 @@ def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: st
     sizes = {name: size for name in vars(asked) if (size := getattr(asked, name)) is not None}
     for name, ranks in every[0].items():
         if name not in (*SIZES, *DATA, *ONE):
-            known = _listed((*SIZES, *DATA))
-            raise ConfigError(KEY, shape, f"no dimension is called {name!r}", f"There are {known}.")
+            dimensions = _listed((*SIZES, *DATA))
+            raise ConfigError(KEY, shape, f"no dimension is called {name!r}", f"There are {dimensions}.")
         if name in ONE and len(ranks) > 1:
             raise ConfigError(KEY, shape, f"{name} = {len(ranks)}: {ONE[name]}", f"Use 1, and {FITTING}.")
         if name in SIZES:
@@ -105,15 +109,15 @@ def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: st
             if sizes.setdefault(key, size) != size:
                 why = f"the mesh has {size} ranks along {name}"
                 raise ConfigError(key, sizes[key], why, f"Leave {key} out, or make the mesh so.")
-    found = GroupSizes(**sizes)
-    problem = _unlike(every, found)
+    group_sizes = GroupSizes(**sizes)
+    problem = _unlike(every, group_sizes)
     # Ranks between two of `ep` that are one of `tp` share experts, too.
-    if problem and found.etp_size is None:
-        narrow = replace(found, etp_size=found.tp_size)
-        found, problem = (narrow, None) if not _unlike(every, narrow) else (found, problem)
+    if problem and group_sizes.etp_size is None:
+        narrow = replace(group_sizes, etp_size=group_sizes.tp_size)
+        group_sizes, problem = (narrow, None) if not _unlike(every, narrow) else (group_sizes, problem)
     if problem:
         raise ConfigError(KEY, shape, *problem)
-    return found
+    return group_sizes
 
 
 class RankMeshes(Mapping[str, DeviceMesh]):
@@ -123,8 +127,9 @@ class RankMeshes(Mapping[str, DeviceMesh]):
     also where one rank is alone.
 
     Attributes:
-        dense: dp x tp: ranks with samples of their own, and ranks that share attention.
-        experts: edp x ep x etp: replicas, ranks with different experts, ranks that share every expert.
+        dense: The mesh dp x tp, of ranks with samples of their own, and ranks that share attention.
+        experts: The mesh edp x ep x etp, of replicas, ranks with different experts, and ranks that share
+            every expert.
     """
 
     _made: ClassVar[WeakKeyDictionary[ProcessGroup, dict[tuple[Layout, str], Self]]] = WeakKeyDictionary()
@@ -153,8 +158,8 @@ class RankMeshes(Mapping[str, DeviceMesh]):
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         view = self._views[names if isinstance(names, str) else names[0]]
-        found: DeviceMesh = view[names]
-        return found
+        mesh: DeviceMesh = view[names]
+        return mesh
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._views)
@@ -174,7 +179,7 @@ def _ranks_by_name(given: object, control: Control, device_type: str) -> dict[st
     if not isinstance(meshes, Sequence) or not all(isinstance(each, DeviceMesh) for each in meshes):
         why = "is no DeviceMesh, no sequence of them, and no mapping of names to groups of ranks"
         raise ConfigError(KEY, type(given).__name__, why, f"Make one by init_device_mesh(..., {FITTING}).")
-    found: dict[str, tuple[int, ...]] = {}
+    by_name: dict[str, tuple[int, ...]] = {}
     for mesh in meshes:
         shape = list(mesh.shape)
         if not mesh.mesh_dim_names:
@@ -188,10 +193,10 @@ def _ranks_by_name(given: object, control: Control, device_type: str) -> dict[st
             raise ConfigError(KEY, shape, why, "Move the model, or make the mesh of the model's devices.")
         for name in _names(mesh):
             ranks = _members(name, mesh[name], control.rank)
-            if found.setdefault(name, ranks) != ranks:
+            if by_name.setdefault(name, ranks) != ranks:
                 why = f"two meshes have a dimension {name!r}, of other ranks"
                 raise ConfigError(KEY, shape, why, "Give them different names.")
-    return found
+    return by_name
 
 
 def _members(name: object, along: object, rank: int) -> tuple[int, ...]:
@@ -227,10 +232,10 @@ def _unlike(every: Sequence[Mapping[str, tuple[int, ...]]], sizes: GroupSizes) -
             if ranks != wanted if name in SIZES else not set(wanted).issuperset(ranks):
                 why, hint = RULES[kind]
                 be = "be" if name in SIZES else "be among"
-                found = (
+                problem = (
                     f"{name} of rank {rank} are the ranks {_listed(ranks)}, and must {be} {_listed(wanted)}"
                 )
-                return f"{found}: {why}", hint
+                return f"{problem}: {why}", hint
     return None
 
 

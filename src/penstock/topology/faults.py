@@ -86,8 +86,8 @@ class Activity:
     Attributes:
         failure: Why this rank ends, unless for the end of another.
         waited_in: The task or exchange in which this rank waited for others in vain.
-        lost: Why exchanges of this rank were ended from outside, since another rank no longer takes part;
-            what they were to bring is then anything.
+        lost: Why exchanges of this rank were ended from outside: another rank no longer takes part, and what
+            they were to bring is then anything.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Activity:
         """Note that a half step has been given to the device.
 
         Args:
-            is_done: Asks whether that has done it.
+            is_done: Returns whether the device has done it.
         """
         self._issued = is_done, time.monotonic()
 
@@ -176,7 +176,7 @@ class Roll:
 
     Attributes:
         silent: Ranks that do not answer.
-        answers: What the others said.
+        answers: What the others said, by rank.
         gone: Ranks that had given up, with the reason if it was their own.
     """
 
@@ -187,8 +187,8 @@ class Roll:
     @property
     def failed(self) -> dict[int, str]:
         """Ranks that failed for a reason of their own, with the reason."""
-        known = [*((rank, said["failure"]) for rank, said in self.answers.items()), *self.gone.items()]
-        return {rank: why for rank, why in sorted(known, key=lambda each: each[0]) if why}
+        failures = [*((rank, said["failure"]) for rank, said in self.answers.items()), *self.gone.items()]
+        return {rank: why for rank, why in sorted(failures, key=lambda each: each[0]) if why}
 
     @property
     def busy(self) -> dict[int, str]:
@@ -223,9 +223,10 @@ class FaultWatcher:
     However many ranks fail at once, they make one call together, and ask the store at one rate.
 
     Args:
-        store: At which these ranks have met; its keys are used by no other ranks and no earlier start.
-        held_by: The rank whose process keeps the store; None if that is another process, such as a launcher.
-        exchange_timeout_s: How long an exchange of a step may last that only this rank can end; None =
+        store: The store at which these ranks have met; its keys are used by no other ranks and no earlier
+            start.
+        held_by: The rank whose process keeps the store; None = another process, such as a launcher.
+        exchange_timeout_s: Seconds that an exchange of a step may last that only this rank can end; None =
             exchanges end by themselves, as on CPUs.
     """
 
@@ -278,15 +279,15 @@ class FaultWatcher:
         """Tell all other ranks that this one ends, and return what they do, within `ANSWER_S`."""
         self.has_given_up = True
         note = {"rank": self._rank, "failure": ACTIVITY.failure, "waited_in": ACTIVITY.waited_in}
-        found: list[Roll] = []
+        rolls: list[Roll] = []
         try:
-            within(ANSWER_S + 2 * self._poll_s, lambda: self._ask(self.store.clone(), note, found))
+            within(ANSWER_S + 2 * self._poll_s, lambda: self._ask(self.store.clone(), note, rolls))
         except RuntimeError:  # the process that keeps the store is stopped or gone
-            if not found:
+            if not rolls:
                 gone, held_by = dict(self._gone), self._held_by
                 silent = () if held_by is None or held_by in gone else (held_by,)
                 return Roll(silent, {}, gone)
-        return found[-1]
+        return rolls[-1]
 
     # ---- asking --------------------------------------------------------------------------------------------
 
@@ -359,15 +360,15 @@ class FaultWatcher:
             self._stopped.set()
             store.add("left", 1)
             return
-        mine = json.dumps({"rank": self._rank, **ACTIVITY.answer()}) + "\n"
+        answer = json.dumps({"rank": self._rank, **ACTIVITY.answer()}) + "\n"
         for rank, note in notes(store).items():
             if rank != self._rank and rank not in self._gone:
                 failure = self._gone[rank] = note["failure"]
-                told = f"rank {rank} has ended" + (f": {failure}" if failure else "")
+                message = f"rank {rank} has ended" + (f": {failure}" if failure else "")
                 for hear in HEARERS:
-                    hear(told)
-                self._lose(told)
-        store.append(f"answers/{self._heard}", mine)
+                    hear(message)
+                self._lose(message)
+        store.append(f"answers/{self._heard}", answer)
         store.add(f"answers/{self._heard}/count", 1)
 
     def _lose(self, why: str) -> None:
@@ -460,8 +461,8 @@ def reason(error: BaseException) -> str:
     A check that has failed on a device gives its reason elsewhere, which is added.
     """
     line = (str(error).strip().splitlines() or ["no reason given"])[0]
-    found = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]
-    return f"{found}. {OF_DEVICE}" if "device-side assert" in found else found
+    message = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]
+    return f"{message}. {OF_DEVICE}" if "device-side assert" in message else message
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -507,15 +508,19 @@ def leave_note(store: Store, note: Mapping[str, Any]) -> None:
 
 def notes(store: Store) -> dict[int, dict[str, Any]]:
     """Return what ranks that end have said; of several notes about a rank the first with a reason counts."""
-    found: dict[int, dict[str, Any]] = {}
+    by_rank: dict[int, dict[str, Any]] = {}
     for note in _lines(store, "ended") if store.add("ended/count", 0) else ():
-        if not found.get(note["rank"], {}).get("failure"):
-            found[note["rank"]] = note
-    return found
+        if not by_rank.get(note["rank"], {}).get("failure"):
+            by_rank[note["rank"]] = note
+    return by_rank
 
 
 def call(store: Store, world_size: int, number: int, by: str) -> None:
-    """Wake the threads of all ranks for call `number`, unless others who ask at the same time do."""
+    """Wake the threads of all ranks for call `number`, unless others who ask at the same time do.
+
+    Args:
+        by: Who calls: a rank, or what is said in its place.
+    """
     if store.add(f"callers/{number}", 1) > CALLERS:
         return
     store.set(f"call/{number}", by)
@@ -531,7 +536,13 @@ def call(store: Store, world_size: int, number: int, by: str) -> None:
 
 
 def report_killed(root: Store, rank: int, world_size: int, how: str) -> None:
-    """Tell the ranks of a job, once they have met, that one was killed and could not say so itself."""
+    """Tell the ranks of a job, once they have met, that one was killed and could not say so itself.
+
+    Args:
+        root: The launcher's store.
+        rank: The rank that was killed.
+        how: What killed it, in words.
+    """
     job = _job_of(root)
     if job is not None and rank not in notes(job):
         leave_note(job, {"rank": rank, "failure": how, "waited_in": None, "killed": True})
@@ -545,8 +556,10 @@ def silent_ranks(root: Store) -> list[int]:
 
 
 def cause(root: Store) -> tuple[int | None, str]:
-    """Return which rank failed first for a reason of its own, with the reason; or None, with what one of the
-    others waited for."""
+    """Return which rank failed first for a reason of its own, with the reason.
+
+    Where none did, return None, with what one of the others waited for.
+    """
     job = _job_of(root)
     said = {} if job is None else notes(job)
     for rank, note in said.items():

@@ -39,7 +39,7 @@ def prepare(device: torch.device, environ: MutableMapping[str, str]) -> None:
     It has effect before the first use of the device, in part before its first process group.
 
     Raises:
-        ConfigError: For one that makes lanes wait for each other.
+        ConfigError: A variable has a value that makes lanes wait for each other.
     """
     kind = device_of(device)
     kind.set_environment(environ)
@@ -84,8 +84,13 @@ def first_exchange(
 ) -> None:
     """Let the ranks of a group exchange a number, in the way that the group is for.
 
+    Args:
+        kind: What the group is of.
+        ranks: The ranks of the group.
+        timeout_s: Limit of the exchange, in seconds.
+
     Raises:
-        CommunicationError: It names the group, which is then aborted.
+        CommunicationError: The exchange did not end; the message names the group, which is then aborted.
     """
     if not device_of(device).is_gpu or len(ranks) == 1:
         return
@@ -112,7 +117,11 @@ def first_exchange(
 def named_failure(
     kind: Axes, ranks: tuple[int, ...], device: torch.device, timeout_s: float, what: str
 ) -> Iterator[None]:
-    """Turn an error of a group of GPUs into a CommunicationError that names the group."""
+    """Turn an error of a group of GPUs, inside this context, into a CommunicationError that names the group.
+
+    Args:
+        what: A clause about the group that is true of the error.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -186,8 +195,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        for name, known in (("transport", TransportName), ("reduce_scatter", Summation)):
-            check_name(f"parallel.{name}", getattr(self, name), get_args(known))  # parallelize gives it
+        for name, literal in (("transport", TransportName), ("reduce_scatter", Summation)):
+            check_name(f"parallel.{name}", getattr(self, name), get_args(literal))  # parallelize gives it
 
     @property
     def start_s(self) -> float:
@@ -212,10 +221,11 @@ class Layout:
     A rank holds its `1 / etp` part of num_experts / ep_size experts.
 
     Attributes:
+        ep_size: Ranks over which the experts of a layer are spread.
+        node_size: Consecutive ranks in one node; 0 = all, or not known to be equal everywhere.
         tp_size: Ranks that share attention.
         etp_size: Ranks that share every expert.
         tokens: What ranks that share attention have of every sample's tokens between two blocks.
-        node_size: Consecutive ranks in one node; 0 = all, or not known to be equal everywhere.
     """
 
     world_size: int
@@ -233,10 +243,11 @@ class Layout:
         """Return the layout.
 
         Args:
-            node_size: As detected; 0 = nodes differ in size, none = not detected.
+            num_experts: Experts of a layer.
+            node_size: Detected ranks in a node; 0 = nodes differ in size, None = not detected.
 
         Raises:
-            ConfigError: With the nearest valid size, for one that does not divide.
+            ConfigError: A size does not divide; the hint names the nearest valid one.
         """
         if config.ranks_per_node is not None:
             node_size = config.ranks_per_node
@@ -376,14 +387,19 @@ def lane_groups(
     All ranks must call this in the same order. It costs one connection per pair of ranks and group.
 
     Args:
-        device: Whose tensors the groups are for.
-        start_s: How long making them may take, where that is not `timeout_s`, which limits every exchange.
+        timeout_s: Limit of every exchange, in seconds.
+        kinds: Which groups.
+        device: The device whose tensors the groups are for.
+        start_s: Limit of making them, in seconds; None = `timeout_s`.
+
+    Returns:
+        The group of each kind that this rank is in.
 
     Raises:
-        RuntimeError: If the others, or the store at which ranks meet, do not answer in time, on GPUs a
+        RuntimeError: The others, or the store at which ranks meet, do not answer in time; on GPUs it is a
             CommunicationError.
     """
-    found: dict[Axes, dist.ProcessGroup] = {}
+    groups: dict[Axes, dist.ProcessGroup] = {}
     timeout, start_s = timedelta(seconds=timeout_s), start_s or timeout_s
     with left_to_the_watch(device, os.environ):
         for kind in kinds:
@@ -393,7 +409,7 @@ def lane_groups(
                     group = within(start_s + SPARE_S, make)
                 if layout.rank in ranks:
                     assert group is not None
-                    found[kind] = group
-            mine = layout.mesh.members(layout.rank, kind)
-            first_exchange(found[kind], kind, mine, device, start_s)
-    return found
+                    groups[kind] = group
+            members = layout.mesh.members(layout.rank, kind)
+            first_exchange(groups[kind], kind, members, device, start_s)
+    return groups

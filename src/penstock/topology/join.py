@@ -71,7 +71,14 @@ Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """The rank of this process, the number of processes, and who started them."""
+    """The place of this process among those that were started together.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        world_size: Number of processes.
+        local_rank: Number of this process in its node, from 0.
+        launcher: What started them.
+    """
 
     rank: int
     world_size: int
@@ -87,7 +94,7 @@ def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
     """Return this process's rank as its launcher left it in `environ`; None if it is not one of several.
 
     Raises:
-        ConfigError: If some are missing or contradict each other; it names the variable.
+        ConfigError: Variables are missing or contradict each other; it names one of them.
     """
     if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         launcher: Launcher = "penstock" if environ.get("PENSTOCK_LAUNCHED") else "torchrun"
@@ -125,7 +132,7 @@ def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, i
     """Return host and port at which the ranks that a launcher started meet.
 
     Raises:
-        ConfigError: If the launcher left none; it names the variable.
+        ConfigError: The launcher left none; it names the variable.
     """
     if info.launcher == "slurm":
         environ = {**environ, **rendezvous_env(environ)}
@@ -149,15 +156,16 @@ def join(
 ) -> None:
     """Connect this process to the others: Gloo on CPUs, and also NCCL when `device` is a GPU.
 
-    `start_s` (None: `timeout_s`) limits every wait of the rendezvous, `timeout_s` every later collective of
-    the default group. A process on its own opens no port.
+    A process on its own opens no port.
 
     Args:
-        transport: Where tensors of GPUs are staged in the host's memory, NCCL is left out.
+        timeout_s: Limit of every collective of the default group, in seconds.
+        transport: How tensors of GPUs travel; where the host's memory stages them, NCCL is left out.
+        start_s: Limit of every wait of the rendezvous, in seconds; None = `timeout_s`.
 
     Raises:
-        ConfigError: If the launcher left no address, or Gloo is to use an interface that is not there;.
-        CommunicationError: With what was found if the others cannot be met in time.
+        ConfigError: The launcher left no address, or Gloo is to use an interface that is not there.
+        CommunicationError: The others cannot be met in time; the message says what was found.
     """
     host, port = ("localhost", 0) if info == ALONE else meeting_place(info, os.environ)
     if info.launcher == "slurm":
@@ -197,8 +205,14 @@ def joined(
 ) -> ProcessInfo:
     """Return which process this is; connect it first to others that a launcher started, unless connected.
 
+    Args:
+        timeout_s: See `join`.
+        device: This process's device.
+        transport: See `join`.
+        start_s: See `join`.
+
     Raises:
-        CommunicationError: As `join` and `host_group` do.
+        CommunicationError: See `join` and `host_group`.
     """
     started = detect(os.environ) or ALONE
     if dist.is_initialized():
@@ -220,7 +234,8 @@ def leave(*, aborts: bool = False) -> None:
     Afterwards torch has as many threads, and Gloo the interface, as before this process joined.
 
     Args:
-        aborts: Exchanges that have begun are aborted, as NCCL would otherwise wait for ranks that never come.
+        aborts: Whether exchanges that have begun are aborted, as NCCL would otherwise wait for ranks that
+            never come.
     """
     watch(None)
     if dist.is_initialized() and aborts:
@@ -323,7 +338,7 @@ def name_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelta
     is expected, so no greeting or answer of an earlier start is mistaken.
 
     Raises:
-        RuntimeError: After the timeout.
+        RuntimeError: A rank has not come within the timeout.
     """
     if rank == 0:
         return _told(store, world_size, time.monotonic() + timeout.total_seconds())
@@ -400,21 +415,21 @@ def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
 
 def _found_there(host: str, port: int, error: Exception, *, serves: bool) -> str:
     """Return what is where the store should be, and what to do about it. error: why it was not opened."""
-    found = look_at(host, port)
-    if serves and found.kind != "unresolved":
-        what = "another program listens there" if found.kind == "accepts" else "this rank cannot listen there"
+    look = look_at(host, port)
+    if serves and look.kind != "unresolved":
+        what = "another program listens there" if look.kind == "accepts" else "this rank cannot listen there"
         other = "Choose another MASTER_PORT, and check that MASTER_ADDR is this machine"
         return f"{what} ({reason(error)}). {other}"
     return {
-        "unresolved": f"the name {host} does not resolve on this machine ({found.why}). Add it to /etc/hosts "
+        "unresolved": f"the name {host} does not resolve on this machine ({look.why}). Add it to /etc/hosts "
         "or DNS, or set MASTER_ADDR to an address",
         "accepts": "a program accepts connections there, and does not answer as the store of these ranks "
         "does. Choose another MASTER_PORT, or end that program",
         "refused": "no program listens there. Check that MASTER_ADDR is the host of rank 0 as seen from this "
         "one, and that rank 0 was started there and is still running",
-        "unreachable": f"nothing answers at {found.ip} ({found.why}). Check that MASTER_ADDR is the host of "
+        "unreachable": f"nothing answers at {look.ip} ({look.why}). Check that MASTER_ADDR is the host of "
         "rank 0 as seen from this one, and that no firewall closes the port",
-    }[found.kind]
+    }[look.kind]
 
 
 def _not_joined(info: ProcessInfo, timeout_s: float, host: str, port: int, why: str) -> str:

@@ -29,7 +29,7 @@ def cpu_limit(root: Path = ROOT) -> float | None:
     """Return how many processors' worth of time this process may use; None without a limit.
 
     Args:
-        root: Of the file system from which /proc and the mounted groups are read.
+        root: Root of the file system from which /proc and the mounted groups are read.
     """
     periods = _read(root, "cpu", "cpu.cfs_period_us")
     pairs = [text.split() for text in _read(root, "", "cpu.max")]
@@ -64,7 +64,7 @@ def _read(root: Path, controller: str, name: str) -> list[str]:
     own = next((PurePosixPath(path) for _, of, path in groups if controller in of.split(",")), None)
     if own is None:
         return []
-    found = list[str]()
+    texts = list[str]()
     for line in _lines(root / "proc/self/mountinfo"):
         mounted, _, kind = line.partition(" - ")
         (_, _, _, top, place, *_), (system, *_, options) = mounted.split(), kind.split()
@@ -73,8 +73,8 @@ def _read(root: Path, controller: str, name: str) -> list[str]:
         # Where a container has mounted groups of its host, its own group may be outside of what is visible.
         inside = own.relative_to(top) if own.is_relative_to(top) else PurePosixPath()
         files = [root / place.lstrip("/") / each / name for each in (inside, *inside.parents)]
-        found += [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
-    return found
+        texts += [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
+    return texts
 
 
 def _lines(file: Path) -> list[str]:
@@ -95,7 +95,9 @@ class Places:
     """What local processes can have for themselves: one each of `number` GPUs or processor cores.
 
     Attributes:
-        cores: Number in the machine, where a limit on processor time allows fewer; 0 = all may be used.
+        number: How many there are.
+        gpus: Whether they are GPUs, and not processor cores.
+        cores: Number of cores, where a limit on processor time allows fewer; 0 = all may be used.
     """
 
     number: int
@@ -147,16 +149,15 @@ def local_processes(parallel: ParallelConfig, places: Places, check: Callable[[i
     More processes than places only wait for each other, fewer leave places idle: the answer is the largest
     number from two up to that of the places (at least two) that `check` accepts, or else the smallest above.
     NCCL takes one process for each GPU: there the answer is at most their number, and on one GPU it is one.
-
-    Raises:
-        ConfigError: for more processes than GPUs, unless these may share one; for tensors that are to be
-            staged where there is no GPU.
-
-
-    Where it refuses them all, the answer is the number of places, and building the run raises the error.
+    Where `check` refuses them all, the answer is the number of places, and building the run raises the error.
 
     Args:
+        places: What processes can have for themselves.
         check: Raises ConfigError for a number of processes that cannot share something.
+
+    Raises:
+        ConfigError: There are more processes than GPUs, and these may not share one; or tensors are to be
+            staged, and there is no GPU.
     """
     if parallel.transport == "staged" and not places.gpus:
         raise nothing_to_stage("this machine shows no GPU")
@@ -193,7 +194,7 @@ def staging_device() -> torch.device:
     """Return the kind of device whose tensors are staged.
 
     Raises:
-        ConfigError: Where there is no GPU.
+        ConfigError: There is no GPU.
     """
     device = best_kind()
     if not device_of(device).is_gpu:

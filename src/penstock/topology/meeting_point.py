@@ -40,11 +40,16 @@ SPARE_S: Final = 1.0
 
 
 def within(timeout_s: float, work: Callable[[], T]) -> T:
-    """Return what `work` returns; raise what it raises, or DistStoreError where it takes longer.
+    """Return what `work` returns; raise what it raises.
+
+    Nothing ends a thread that waits inside torch: it is left behind, and does not keep the process alive.
 
     Args:
-        work: Waits for a store's server. Nothing ends a thread that waits inside torch: it is left behind,
-            and does not keep the process alive.
+        timeout_s: Limit of the work, in seconds.
+        work: What waits for a store's server.
+
+    Raises:
+        DistStoreError: The work takes longer.
     """
     outcome: Future[T] = Future()
 
@@ -64,12 +69,14 @@ def within(timeout_s: float, work: Callable[[], T]) -> T:
 
 
 def open_store(host: str, port: int, timeout_s: float, *, serves: bool = False) -> TCPStore:
-    """Return the store at an address, without waiting for other ranks; this process may serve it.
-
-    Raises RuntimeError.
+    """Return the store at an address, without waiting for other ranks.
 
     Args:
-        timeout_s: Also of every later wait for a key.
+        timeout_s: Limit in seconds, also of every later wait for a key.
+        serves: Whether this process keeps the store.
+
+    Raises:
+        RuntimeError: The store cannot be opened in time.
     """
     return within(
         timeout_s,
@@ -90,10 +97,10 @@ class Look:
     """What is at an address.
 
     Attributes:
-        kind: Its name does not resolve; a connection is refused; nothing answers; or something accepts
-            connections.
-        ip: What the name resolves to.
-        why: The system's words.
+        kind: Whether the name does not resolve, a connection is refused, nothing answers, or something
+            accepts connections.
+        ip: What the name resolves to; "" = nothing.
+        why: The system's words about a failure.
     """
 
     kind: Literal["unresolved", "refused", "unreachable", "accepts"]
@@ -124,8 +131,8 @@ def interface_names() -> list[str]:
 def address_of(interface: str) -> str:
     """Return the IPv4 address of an interface; "" if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
-        found = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-        return socket.inet_ntoa(found[20:24])
+        answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+        return socket.inet_ntoa(answer[20:24])
     return ""
 
 
@@ -140,8 +147,10 @@ def check_interface(environ: Mapping[str, str]) -> None:
 
 def listed() -> str:
     """Return this machine's interfaces with their IPv4 addresses, in words."""
-    found = {name: address_of(name) for name in interface_names()}
-    return ", ".join(f"{name} ({ip})" if ip else f"{name} (no IPv4 address)" for name, ip in found.items())
+    addresses = {name: address_of(name) for name in interface_names()}
+    return ", ".join(
+        f"{name} ({ip})" if ip else f"{name} (no IPv4 address)" for name, ip in addresses.items()
+    )
 
 
 def in_use(environ: Mapping[str, str]) -> str:
