@@ -277,19 +277,19 @@ def decided_slowly(control: Control, decide: Callable[[], T], purpose: str, time
         while (heard := control.gather(None, purpose)[0]) is None:
             pass
         return _taken(heard)
-    found: SimpleQueue[_Answer[T] | BaseException] = SimpleQueue()
+    answers: SimpleQueue[_Answer[T] | BaseException] = SimpleQueue()
 
     def think() -> None:
         try:
-            found.put(_answer(decide))
+            answers.put(_answer(decide))
         except BaseException as error:  # of any kind: it is raised where the caller waits
-            found.put(error)
+            answers.put(error)
 
     Thread(target=think, name="penstock-decision", daemon=True).start()
     answer = None
     while answer is None:
         try:
-            answer = found.get(timeout=min(timeout_s / BEATS, LONGEST_BEAT_S))
+            answer = answers.get(timeout=min(timeout_s / BEATS, LONGEST_BEAT_S))
         except Empty:
             control.gather(None, purpose)
     if isinstance(answer, BaseException):

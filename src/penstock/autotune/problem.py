@@ -96,17 +96,17 @@ def dispatches_of(problem: Problem, choice: Decision) -> list[str]:
 
     Raises ConfigError or RefusalError, as of the first dispatch, if it can run with none.
     """
-    found: list[str] = []
+    possible: list[str] = []
     refused: list[ValueError] = []
     for name in problem.dispatches:
         try:
             problem.cut(replace(choice, dispatch=name))
-            found.append(name)
+            possible.append(name)
         except (ConfigError, RefusalError) as error:
             refused.append(error)
-    if not found:
+    if not possible:
         raise refused[0]
-    return found
+    return possible
 
 
 def candidates(config: RunConfig, layout: Layout) -> list[str]:

@@ -235,14 +235,14 @@ def by_key(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
 
     What the table lacks is left out.
     """
-    found = {}
+    settings = {}
     for key, _ in leaves(cls):
         value: Any = table
         for name in key.split("."):
             value = value.get(name, MISSING) if isinstance(value, Mapping) else MISSING
         if value is not MISSING:
-            found[key] = value
-    return found
+            settings[key] = value
+    return settings
 
 
 def default_of(field: Field[Any]) -> Any:

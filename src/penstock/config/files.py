@@ -154,12 +154,12 @@ def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
 
 
 def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in table:
             raise ValueError(f"key {shorten(key)} stands twice in one object")
-        found[key] = value
-    return found
+        table[key] = value
+    return table
 
 
 # ---- settings ----------------------------------------------------------------------------------------------
@@ -184,14 +184,14 @@ def read_table(path: Path) -> dict[str, Any]:
     text = read_text(path, str(path), "Give the path of a readable TOML or YAML file.", MOST_TOML_BYTES)
     name, parse = PARSERS.get(path.suffix.lower(), ("TOML", parse_toml))
     try:
-        found = parse(text)
+        table = parse(text)
     except ValueError as error:
         hint = "Correct it; text needs quotes, and a section starts with [name]."
         hint = hint if parse is parse_toml else "Correct it."
         raise ConfigError(str(path), UNSET, f"is not valid {name}: {error}", hint) from error
-    if not isinstance(found, dict):
+    if not isinstance(table, dict):
         raise ConfigError(str(path), UNSET, "has no sections of settings", "Give it some.")
-    return {name: each for name, each in found.items() if name not in NO_SETTINGS}
+    return {name: each for name, each in table.items() if name not in NO_SETTINGS}
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -203,8 +203,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.count(".") > MOST_DOTS:
             raise ValueError(f"line {number} has more than {MOST_DOTS} dots; break it")
-    found: dict[str, Any] = _parsed(tomllib.loads, text)
-    return found
+    table: dict[str, Any] = _parsed(tomllib.loads, text)
+    return table
 
 
 def parse_yaml(text: str) -> Any:
@@ -226,22 +226,22 @@ def parse_yaml(text: str) -> Any:
             levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
             if levels > MOST_LEVELS:  # reading on would take time by the square of the levels
                 raise ValueError(DEEP)
-        found = _parsed(reader.load, text)
+        content = _parsed(reader.load, text)
     except YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    return {} if found is None else _check_plain(found)
+    return {} if content is None else _check_plain(content)
 
 
 def _check_plain(value: Any) -> Any:
     """Return a value of YAML. Raises ValueError for what YAML has and settings do not."""
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key, item in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"key {shorten(str(key))} is no text; write it in quotes")
-            _check_plain(each)
+            _check_plain(item)
     elif isinstance(value, list):
-        for each in value:
-            _check_plain(each)
+        for item in value:
+            _check_plain(item)
     elif isinstance(value, (bytes, set)):
         raise ValueError(f"it has a value of the type {type(value).__name__}, which no setting has")
     return value

@@ -110,8 +110,8 @@ def _split(cls: type, override: str) -> tuple[list[str], str]:
     key, equals, text = (part.strip() for part in override.partition("="))
     if key and equals:
         return key.split(".", DEEPEST), text
-    asked = next((leaf for leaf in leaves(cls) if leaf[0] == override.strip()), None)
-    such = example_override(cls) if asked is None else f"{asked[0]}={example(asked[1])}"
+    setting = next((leaf for leaf in leaves(cls) if leaf[0] == override.strip()), None)
+    such = example_override(cls) if setting is None else f"{setting[0]}={example(setting[1])}"
     hint = f"Write section.key=value, such as {such}."
     raise ConfigError(override, UNSET, "is not a setting with a value", hint)
 

@@ -158,7 +158,7 @@ def prepared(tp: Any, value: Any, key: str) -> Any:
             _check_text(dotted(key, name), name)
         types, table = types_of(section), rename(section, dict(value), key)
         return {
-            name: prepared(types.get(name, object), each, dotted(key, name)) for name, each in table.items()
+            name: prepared(types.get(name, object), entry, dotted(key, name)) for name, entry in table.items()
         }
     if isinstance(value, list) and get_origin(there) is tuple:
         return [prepared(inner(there), item, f"{key}[{index}]") for index, item in enumerate(value)]

@@ -113,10 +113,10 @@ def check_apart(config: DataConfig) -> None:
 def _known_by(file: Path) -> Hashable:
     """Return a key that is the same for one file under all of its names, including links of both kinds."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:  # opening it later reports what is wrong
         return file
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _tokens_of(config: DataConfig, path: str | None) -> tuple[str, int | None]:
@@ -137,8 +137,8 @@ def _is_prepared(path: str) -> bool:
 
 def to_prepare(config: DataConfig) -> list[ToPrepare]:
     """Return what must be prepared before the texts can be opened, or was prepared for an earlier run."""
-    found = (_to_prepare(config, path) for path in config.parts)
-    return [each for each in found if each is not None]
+    preparations = (_to_prepare(config, path) for path in config.parts)
+    return [each for each in preparations if each is not None]
 
 
 def _load(config: DataConfig, path: str | None, share: float) -> Corpus:

@@ -138,10 +138,10 @@ def read_record(path: Path) -> Record:
     """Read a record; raise ConfigError that begins with its path, even if a single digit is wrong."""
     table = read_json(path, HINT)
     said = table.pop(SUM, None) if isinstance(table, dict) else None
-    found = from_dict(Record, table, str(path))
-    if said != _sum_of(found):
+    record = from_dict(Record, table, str(path))
+    if said != _sum_of(record):
         raise ConfigError(str(path), UNSET, "is damaged", HINT)
-    return found
+    return record
 
 
 def is_prepared(folder: Path) -> bool:
@@ -203,8 +203,8 @@ class Tokens:
             first, end = int(self._starts[number]), min(stop, int(self._starts[number + 1]))
             pieces.append(self._read(number, (start - first) * self._width, (end - first) * self._width))
             start, number = end, number + 1
-        found: Numbers = np.frombuffer(b"".join(pieces), dtype=self.record.dtype)
-        return found
+        tokens: Numbers = np.frombuffer(b"".join(pieces), dtype=self.record.dtype)
+        return tokens
 
     def document_starts(self, start: int, stop: int) -> Offsets:
         if stop - start < 2:

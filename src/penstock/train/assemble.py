@@ -321,17 +321,17 @@ def gradient_bytes(
     with on_meta():
         parts = model_of(few, moe, layout)
     shape = shape_of([part.moe for part in parts.parts], sharing)
-    found, more = sizes_bytes(parts, parts, shape, edp=edp), model.num_layers - few.num_layers
+    few_bytes, more = sizes_bytes(parts, parts, shape, edp=edp), model.num_layers - few.num_layers
 
     def spread(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return (*sizes[:-1], *sizes[-2:-1] * more, *sizes[-1:])
 
     return GradientBytes(
-        spread(found.replicated),
-        spread(found.experts),
-        spread(found.partial),
-        tuple((form, spread(sizes)) for form, sizes in found.partial_by_form),
-        found.expert,
+        spread(few_bytes.replicated),
+        spread(few_bytes.experts),
+        spread(few_bytes.partial),
+        tuple((form, spread(sizes)) for form, sizes in few_bytes.partial_by_form),
+        few_bytes.expert,
     )
 
 
@@ -419,8 +419,8 @@ def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
     tokens = min(split_sizes(model.seq_len, layout.tp_size)) if layout.tokens == "split" else model.seq_len
     heads = (model.attention_size + model.key_value_size) // layout.tp_size
     kept = KEPT_COPIES * model.hidden_size + KEPT_HEADS * heads
-    again = config.plan.may_repeat_blocks
-    token_bytes = SMALLEST_ELEMENT_BYTES * (KEPT_RECOMPUTED * model.hidden_size if again else kept)
+    recomputes = config.plan.may_repeat_blocks
+    token_bytes = SMALLEST_ELEMENT_BYTES * (KEPT_RECOMPUTED * model.hidden_size if recomputes else kept)
     mask_bytes = batch * model.seq_len**2 * SMALLEST_ELEMENT_BYTES if config.data.separate_documents else 0
     return RankMemory(
         vocabulary_bytes=int(copies * ends),
@@ -487,6 +487,6 @@ def device_bytes(device: torch.device, control: Control) -> int:
     """
     kind = device_of(device)
     everyone = control.gather(kind.identity(device), "counting ranks on every GPU")
-    mine = everyone[control.rank]
-    own_bytes = kind.memory_bytes(device, everyone.count(mine) if mine else 1)
+    own = everyone[control.rank]
+    own_bytes = kind.memory_bytes(device, everyone.count(own) if own else 1)
     return host_bytes() if own_bytes is None else own_bytes

@@ -73,7 +73,7 @@ class Batch:
         """Return the batch on a device. The host does not wait for the copies."""
         move = partial(device_of(device).from_host, device=device)
         moved: dict[str, Any] = {
-            name: move(each) for name, each in vars(self).items() if isinstance(each, torch.Tensor)
+            name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         return replace(self, **moved)
 
@@ -182,10 +182,10 @@ class BatchStream:
         self, texts_B: Indices, numbers_B: Indices, ask: Callable[[_Part, Indices], Indices]
     ) -> Indices:
         """Return what `ask` finds for every sample in its own text, [B]."""
-        found_B = np.empty_like(numbers_B)
+        answers_B = np.empty_like(numbers_B)
         for text in np.unique(texts_B):
-            found_B[texts_B == text] = ask(self._parts[text], numbers_B[texts_B == text])
-        return found_B
+            answers_B[texts_B == text] = ask(self._parts[text], numbers_B[texts_B == text])
+        return answers_B
 
     def _cut(self, texts_B: Indices, windows_B: Indices, sample_ids_B: Indices, largest_batch: int) -> Batch:
         cut_BL = np.empty((len(windows_B), self._seq_len + 1), dtype=np.int64)
@@ -198,8 +198,8 @@ class BatchStream:
             starts_BL = np.zeros_like(cut_BL)  # where in its window every token's document begins
             for row, text, window in zip(starts_BL, texts_B, windows_B, strict=True):
                 start = int(window) * self._seq_len
-                found = self._parts[text].text.document_starts(start, start + self._seq_len + 1) - start
-                row[found] = found
+                offsets = self._parts[text].text.document_starts(start, start + self._seq_len + 1) - start
+                row[offsets] = offsets
             begins_BL = torch.from_numpy(np.maximum.accumulate(starts_BL, axis=1))
             labels_BL[begins_BL[:, 1:] == torch.arange(1, self._seq_len + 1)] = NO_LABEL
             documents_BL = begins_BL[:, :-1].contiguous()
@@ -226,11 +226,11 @@ class _Part:
         """Return the windows visited at these positions, which ascend, when epochs follow one another."""
         epochs_B, places_B = np.divmod(numbers_B, self.split.training)
         parts = []
-        for each in np.unique(epochs_B):  # a batch may end one epoch and begin the next: each is ordered once
-            if each != self._epoch:
-                self._epoch = int(each)
+        for epoch in np.unique(epochs_B):  # a batch may span epochs; each is ordered once
+            if epoch != self._epoch:
+                self._epoch = int(epoch)
                 self.order = Shuffled(self.split.training, self._seed, self._epoch)
-            parts.append(self.order.at(places_B[epochs_B == each]))
+            parts.append(self.order.at(places_B[epochs_B == epoch]))
         return self.split.training_windows(np.concatenate(parts))
 
     def held_out_windows(self, numbers_B: Indices) -> Indices:
@@ -328,10 +328,10 @@ class Source:
         described = []
         for corpus, scanned in zip(self.corpora, self.scanned, strict=True):
             text, share = corpus.text, "" if corpus.share == 1 else f"{100 * corpus.share:.3g} % "
-            words = f"{share}{corpus.source}"
+            label = f"{share}{corpus.source}"
             if scanned.seen != text.size:
-                words += f"; identified and frequencies of {text.unit} counted by {scanned.seen:,} of them"
-            described.append(words)
+                label += f"; identified and frequencies of {text.unit} counted by {scanned.seen:,} of them"
+            described.append(label)
         return "; ".join(described)
 
     @property
@@ -346,9 +346,9 @@ def check_source(config: RunConfig) -> None:
         check_one_source(config.data)
         check_apart(config.data)
         waiting = to_prepare(config.data)
-        for each in waiting:
-            _check_waiting(config, each)
-        if all(each.is_done for each in waiting):
+        for text in waiting:
+            _check_waiting(config, text)
+        if all(text.is_done for text in waiting):
             _checked_corpora(config)
     except ConfigError as error:
         raise _located(error) from None
@@ -383,9 +383,9 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
     _agree(config, control, problem, glimpse)
     scanning = [Scan(corpus.text) for corpus in corpora] if scans else []
     _take_turns(config, control, chain.from_iterable(map(_to_the_end, scanning)), "reading the training text")
-    mine = [found for each in scanning if (found := each.result) is not None]
-    digests = _agree(config, control, None, [each.digest for each in mine] or None)
-    counts = control.gather(mine if control.rank == 0 else None, "sharing what was found")
+    results = [result for scan in scanning if (result := scan.result) is not None]
+    digests = _agree(config, control, None, [scan.digest for scan in results] or None)
+    counts = control.gather(results if control.rank == 0 else None, "sharing what was found")
     scanned = counts[0]
     assert scanned is not None, "rank 0 has read the text"
     share = held_out_share(config.data.held_out_fraction)
@@ -411,15 +411,15 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
 
 def _prepare(config: RunConfig) -> Iterator[None]:
     """Prepare the texts that are not yet prepared; report progress from time to time."""
-    for each in to_prepare(config.data):
-        if each.is_done:
+    for text in to_prepare(config.data):
+        if text.is_done:
             continue
-        _check_waiting(config, each)
-        logger.info(f"preparing {each.work.source} in {each.folder}; the next run finds it there")
-        told_s = time.monotonic()
-        for progress in each.work.run(each.folder, waits=True):
-            if time.monotonic() - told_s > TOLD_EVERY_S:
-                told_s = time.monotonic()
+        _check_waiting(config, text)
+        logger.info(f"preparing {text.work.source} in {text.folder}; the next run finds it there")
+        reported_s = time.monotonic()
+        for progress in text.work.run(text.folder, waits=True):
+            if time.monotonic() - reported_s > TOLD_EVERY_S:
+                reported_s = time.monotonic()
                 done = 100 * progress.read_bytes // max(1, progress.total_bytes)
                 logger.info(f"prepared {done} %: {progress.tokens:,} tokens")
             yield
@@ -441,27 +441,27 @@ def _take_turns(config: RunConfig, control: Control, work: Iterator[None], purpo
         except (ConfigError, TextError, OSError) as error:
             problem = _as_config_error(config, error)
         turns = control.gather((problem, done), purpose)
-        for found, _ in turns:
-            if found is not None:
-                raise found
+        for failure, _ in turns:
+            if failure is not None:
+                raise failure
         ended = all(done for _, done in turns)
 
 
 def _glimpse(text: Readable) -> tuple[int, str]:
     """Return what every rank compares: the text's size, and the hash of a few pages from all over it."""
-    found, last = hashlib.sha256(), max(0, text.size - PAGE)
+    digest, last = hashlib.sha256(), max(0, text.size - PAGE)
     for page in range(GLIMPSED_PAGES):
         start = last * page // (GLIMPSED_PAGES - 1)
-        found.update(text.tokens(start, min(start + PAGE, text.size)).tobytes())
-    return text.size, found.hexdigest()
+        digest.update(text.tokens(start, min(start + PAGE, text.size)).tobytes())
+    return text.size, digest.hexdigest()
 
 
 def _agree(config: RunConfig, control: Control, problem: ConfigError | None, mine: T | None) -> T:
     """Return rank 0's value if all ranks that have one agree. Raises on all ranks what is wrong on one."""
     everyone = control.gather((problem, mine), "comparing the training text")
-    for found, _ in everyone:
-        if found is not None:
-            raise found
+    for failure, _ in everyone:
+        if failure is not None:
+            raise failure
     for rank, (_, other) in enumerate(everyone):
         if other is not None and other != everyone[0][1]:
             why = f"rank {rank} reads another text than rank 0"

@@ -168,9 +168,9 @@ class Checkpoints:
         final, purpose = self.folder / f"{PREFIX}{step:08d}", f"saving the checkpoint of step {step}"
         naming = self.naming(self.stack.model)
         state = state_of(self.stack, self.optimizer, naming) | {STEP: Part.of(torch.tensor(step))}
-        mine = first_not_finite(tensors_in(state), lambda name: MOST_SQUARED if of_model(name) else math.inf)
-        found = self._control.gather(mine, "checking that all numbers are finite")
-        for rank, name in enumerate(found):
+        own = first_not_finite(tensors_in(state), lambda name: MOST_SQUARED if of_model(name) else math.inf)
+        everyone = self._control.gather(own, "checking that all numbers are finite")
+        for rank, name in enumerate(everyone):
             if name is not None:
                 why = f"{name} on rank {rank} is not finite, or its square is not"
                 raise NotFiniteError(f"{purpose} refused: {why}")
@@ -259,10 +259,10 @@ class Checkpoints:
         comparing = "comparing the checkpoint with the model"
         everyone = {name for names in self._control.gather(list(state), comparing) for name in names}
         others = {name for name in stored.whole if name.startswith(OPTIONAL)}  # of ranks that this run lacks
-        mine = misfits(state, stored.whole, everyone | others)
-        found = next(filter(None, self._control.gather(mine, comparing)), None)
-        if found is not None:
-            why = f"checkpoint {path} was made by another model: {found}"
+        own_misfit = misfits(state, stored.whole, everyone | others)
+        misfit = next(filter(None, self._control.gather(own_misfit, comparing)), None)
+        if misfit is not None:
+            why = f"checkpoint {path} was made by another model: {misfit}"
             hint = "Train with the configuration saved beside it (config.toml), or choose another output.dir."
             raise ConfigError("train.resume", True, why, hint)
         together(self._control, purpose, lambda: stored.load(state))
@@ -315,8 +315,8 @@ def verify(path: Path, control: Control) -> Record:
 
 def read_record(path: Path, control: Control) -> Record:
     """Return the record of a checkpoint, read by rank 0, on all ranks."""
-    mine = together(control, f"reading {path}", lambda: Record.read(path), rank=0)
-    return control.gather(mine, "sharing what the checkpoint says")[0]
+    record = together(control, f"reading {path}", lambda: Record.read(path), rank=0)
+    return control.gather(record, "sharing what the checkpoint says")[0]
 
 
 def open_stored(path: Path) -> Stored:
@@ -338,8 +338,8 @@ def files_of(path: Path) -> list[str]:
     """
     if not path.is_dir():
         return []
-    if found := model_files(path):
-        return found
+    if files := model_files(path):
+        return files
     if strange := sorted(each.name for each in path.iterdir() if each.suffix in (SUFFIX, ".bin", ".pth")):
         why = f"holds {strange[0]}, and neither {ONE} nor {INDEX}, by which weights are found"
         raise ConfigError("model.config", str(path), why, COPY)
@@ -362,14 +362,14 @@ def same_files(path: Path, control: Control) -> list[str]:
     Raises:
         ConfigError: On all ranks, if one cannot read them, or has other files than rank 0.
     """
-    found: list[str] = []
-    control.agreed(lambda: found.extend(files_of(path)), READING)
-    everyone = control.gather(found, READING)
+    own_files: list[str] = []
+    control.agreed(lambda: own_files.extend(files_of(path)), READING)
+    everyone = control.gather(own_files, READING)
     for rank, files in enumerate(everyone):
         if files != everyone[0]:
             why = f"holds {everyone[0] or 'no weights'} on rank 0, and on rank {rank} {files or 'no weights'}"
             raise ConfigError("model.config", str(path), why, "Give all machines the same folder.")
-    return found
+    return own_files
 
 
 def read_weights(decoder: MoEDecoder, folder: Path) -> None:
@@ -395,8 +395,8 @@ def read_weights(decoder: MoEDecoder, folder: Path) -> None:
         held = {name: each for name, each in stored.whole.items() if of_model(name)}
         if decoder.config.tie_word_embeddings:
             held.pop(HEAD, None)
-        if (found := misfits(whole, held, whole, TYPES)) is not None:
-            why = f"is the folder of another model: {found}"
+        if (misfit := misfits(whole, held, whole, TYPES)) is not None:
+            why = f"is the folder of another model: {misfit}"
             raise ConfigError("model.config", str(folder), why, COPY)
         stored.load(state)
         if (broken := first_not_finite(tensors_in(state))) is not None:

@@ -115,7 +115,7 @@ def analyse(
     records = [record for rank in everyone for step in rank.traced for record in step]
     cost = MeasuredCost.from_records(records, _never_measured)
     timeline = simulate(plan.schedule, plan.graph, cost.on_ranks, mesh)
-    found = StepAnalysis(
+    analysis = StepAnalysis(
         steps=min(traced, len(steps)),
         measured_s=_slowest_s([list(map(span_s, rank.traced)) for rank in everyone]),
         simulated_s=timeline.iteration_s,
@@ -137,12 +137,12 @@ def analyse(
                     offset_s = max(record.end_s for record in shifted)
                 runs = {"measured": shifted, "simulated": timeline.records()}
                 write_chrome_trace(folder / "trace.json", runs)
-                mine = [record for record in timeline.records() if record.rank == 0]
-                write_comparison(folder / "tasks.csv", compare(mine, everyone[0].traced[-1]))
+                simulated = [record for record in timeline.records() if record.rank == 0]
+                write_comparison(folder / "tasks.csv", compare(simulated, everyone[0].traced[-1]))
             links = critical_path(last, plan.graph.needs, mesh)
-            _step_file(tasks, mesh, everyone, expected, links, found).save(folder)
+            _step_file(tasks, mesh, everyone, expected, links, analysis).save(folder)
     control.barrier("waiting for the files of the last steps")
-    return found
+    return analysis
 
 
 def _step_file(
@@ -276,8 +276,8 @@ class History:
     def typical(self, name: str) -> float | None:
         """Return the median of a number over the steps that have it; None if none has."""
         column = self._columns[name]
-        known = [value for value in column[WARM_UP_STEPS:] or column if not math.isnan(value)]
-        return median(known) if known else None
+        values = [value for value in column[WARM_UP_STEPS:] or column if not math.isnan(value)]
+        return median(values) if values else None
 
 
 @dataclass
@@ -345,7 +345,7 @@ def summarise(
     """
     output, layout = config.output, stack.machinery.layout
     first, applied, last = history.first, history.last_applied, history.last
-    typical = {name: known for name in TYPICAL if (known := history.typical(name)) is not None}
+    typical = {name: value for name in TYPICAL if (value := history.typical(name)) is not None}
     assert first is not None and applied is not None and last is not None, "a run without such a step fails"
     return RunSummary(
         schedule=config.schedule.name,

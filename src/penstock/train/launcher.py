@@ -60,12 +60,12 @@ class Failure:
 
     def describe(self) -> str:
         """Return one line, such as `rank 2 was killed by signal 9 (SIGKILL)`."""
-        known, number = {each.value: each.name for each in signal.Signals}, -self.returncode
+        names, number = {each.value: each.name for each in signal.Signals}, -self.returncode
         if number > 0:
-            name = known.get(number, "a real-time signal")
+            name = names.get(number, "a real-time signal")
             return f"rank {self.rank} was killed by signal {number} ({name})"
         if self.returncode - 128 in SIGNALS:
-            return f"rank {self.rank} was stopped by {known[self.returncode - 128]}"
+            return f"rank {self.rank} was stopped by {names[self.returncode - 128]}"
         return f"rank {self.rank} exited with code {self.returncode}"
 
 
@@ -229,8 +229,8 @@ class _Agent(LocalElasticAgent):
         """Let torch look only when all have ended, as it would end the others at once if one has failed."""
         self.notice_failure()
         if not self.running():
-            found: RunResult = super()._monitor_workers(worker_group)
-            return found
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
         self.heed_verdict()
         self.heed_signals()
         self.escalate()

@@ -45,8 +45,8 @@ class Terminal(logging.Handler):
 
 def show(say: Callable[[str], None]) -> None:
     """Show the package's lines by `say` from now on, in place of what has shown them before."""
-    for each in [each for each in PACKAGE.handlers if each.name == SHOWING]:
-        PACKAGE.removeHandler(each)
+    for previous in [previous for previous in PACKAGE.handlers if previous.name == SHOWING]:
+        PACKAGE.removeHandler(previous)
     handler = Terminal(say)
     handler.name = SHOWING
     PACKAGE.addHandler(handler)

@@ -274,8 +274,8 @@ def figures_of(
 
 def max_over_mean(loads: Counts | Numbers) -> Numbers:
     """Return the largest load over the mean along the last axis; 0 without loads."""
-    found: Numbers = loads.max(axis=-1) / np.maximum(loads.mean(axis=-1), 1e-9)
-    return found
+    ratio: Numbers = loads.max(axis=-1) / np.maximum(loads.mean(axis=-1), 1e-9)
+    return ratio
 
 
 def relative_entropy(loads: Counts) -> Numbers:
@@ -283,20 +283,20 @@ def relative_entropy(loads: Counts) -> Numbers:
     share = loads / np.maximum(loads.sum(axis=-1, keepdims=True), 1)
     nats = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=-1)
     most = np.log(loads.shape[-1])
-    found: Numbers = nats / most if most else np.ones_like(nats)
-    return found
+    relative: Numbers = nats / most if most else np.ones_like(nats)
+    return relative
 
 
 def rank_loads(loads_PYE: Counts, placements: Sequence[ExpertPlacement], mesh: Mesh) -> Counts:
     """Return the rows that the experts of every rank get, [P, Y]: all shards of an expert get its rows."""
-    found, holders = np.zeros(loads_PYE.shape[:2], dtype=np.int64), mesh.size(Group.EXPERT)
+    loads_PY, holders = np.zeros(loads_PYE.shape[:2], dtype=np.int64), mesh.size(Group.EXPERT)
     for members in mesh.groups(Group.EXPERT_SHARDS):
         together_YE = loads_PYE[list(members)].sum(axis=0)
         places = [mesh.place(rank, Group.EXPERT) for rank in members]
         for layer, placement in enumerate(placements):
             by_place = np.bincount(placement.owners, together_YE[layer], minlength=holders)
-            found[list(members), layer] = by_place[places].astype(np.int64)
-    return found
+            loads_PY[list(members), layer] = by_place[places].astype(np.int64)
+    return loads_PY
 
 
 def _away(
@@ -360,14 +360,14 @@ class RoutingFile:
         """Record the step; with samples this costs an exchange of all their loads."""
         listed = None
         if self._samples:
-            mine = [
+            own = [
                 (
                     np.concatenate([each.ids_B.cpu().numpy() for each in layer]),
                     np.concatenate([each.chosen_BE.cpu().numpy() for each in layer]),
                 )
                 for layer in stack.loads.of_samples
             ]
-            everyone = self._control.gather(mine, "collecting how samples were routed")
+            everyone = self._control.gather(own, "collecting how samples were routed")
             listed = [sample.tolist() for sample in _joined(everyone)]
         if self._recorder is not None:
             assert stack.statistics is not None, "a step has ended"
@@ -389,7 +389,7 @@ def _joined(everyone: Sequence[Sequence[Known]]) -> Counts:
     """
     layers = [tuple(map(np.concatenate, zip(*ranks, strict=True))) for ranks in zip(*everyone, strict=True)]
     place = {number: i for i, number in enumerate(dict.fromkeys(layers[0][0].tolist()))}
-    found = np.zeros((len(place), len(layers), layers[0][1].shape[1]), dtype=np.int64)
+    loads_BYE = np.zeros((len(place), len(layers), layers[0][1].shape[1]), dtype=np.int64)
     for layer, (ids_B, chosen_BE) in enumerate(layers):
-        np.add.at(found[:, layer], [place[number] for number in ids_B.tolist()], chosen_BE)
-    return found
+        np.add.at(loads_BYE[:, layer], [place[number] for number in ids_B.tolist()], chosen_BE)
+    return loads_BYE

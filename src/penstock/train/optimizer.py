@@ -128,14 +128,14 @@ def groups_of(named_parameters: Iterable[NamedParameter], config: OptimizerConfi
         raise ValueError("no parameter wants a gradient; call requires_grad_(True) on those to train")
     # The biases of all experts are stacked into one matrix, so the shape alone does not identify a bias.
     no_bias = {name for name, p in trained if p.ndim >= 2 and "bias" not in name.rpartition(".")[2]}
-    found = []
+    groups = []
     for decays in (True, False):
         named = [item for item in trained if (item[0] in no_bias and "embed" not in item[0]) is decays]
         # Names are given separately: AdamW takes (name, parameter) pairs, but finds none in an empty group.
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         weight_decay = config.weight_decay if decays else 0.0
-        found.append({"params": parameters, "param_names": names, "weight_decay": weight_decay})
-    return found
+        groups.append({"params": parameters, "param_names": names, "weight_decay": weight_decay})
+    return groups
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

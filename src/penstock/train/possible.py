@@ -155,19 +155,19 @@ def check_moves(placement: PlacementConfig, mode: Mode, parallel: ParallelConfig
         return
     usual = {field.name: field.default for field in fields(placement)}
     for what, settings in READ_WITH.items():
-        asked = getattr(placement, what)
-        if asked == NONE or (asked == AUTO and mode == FIXED):
-            means = "" if asked == NONE else f', which means "none" with plan.mode = {mode}'
-            why = f"changes nothing where {what} stay (placement.{what} = {asked}{means})"
+        requested = getattr(placement, what)
+        if requested == NONE or (requested == AUTO and mode == FIXED):
+            means = "" if requested == NONE else f', which means "none" with plan.mode = {mode}'
+            why = f"changes nothing where {what} stay (placement.{what} = {requested}{means})"
             for name in settings:
                 if (value := getattr(placement, name)) != usual[name]:
                     raise ConfigError(f"placement.{name}", value, why, f"Leave it out, or let {what} move.")
-        elif asked != AUTO and (parallel.ep_size or holders(ranks, parallel.etp_size)) == 1:
+        elif requested != AUTO and (parallel.ep_size or holders(ranks, parallel.etp_size)) == 1:
             why = (
                 "moves between the ranks of experts, and with parallel.ep_size = 1 every rank has all of them"
             )
             hint = "Leave it out, or spread the experts over more ranks: parallel.processes=2 runs anywhere."
-            raise ConfigError(f"placement.{what}", asked, why, hint)
+            raise ConfigError(f"placement.{what}", requested, why, hint)
 
 
 def check_movable(
@@ -180,9 +180,9 @@ def check_movable(
     """
     choice = (schedule or ScheduleConfig()).decision("flat", placement)
     for what in READ_WITH:
-        if (asked := getattr(choice, what)) != NONE and (found := _why_it_stays(what, choice, moe, parallel)):
-            why, other = found
-            raise ConfigError(f"placement.{what}", asked, why, f"Use {other}, or set placement.{what}=none.")
+        if (move := getattr(choice, what)) != NONE and (reason := _why_it_stays(what, choice, moe, parallel)):
+            why, other = reason
+            raise ConfigError(f"placement.{what}", move, why, f"Use {other}, or set placement.{what}=none.")
 
 
 def _why_it_stays(
@@ -195,9 +195,9 @@ def _why_it_stays(
         use = "moe.one_copy_per_rank=false" if moe.one_copy_per_rank else "moe.dispatch=flat"
         return f"with moe.{said} one row serves several experts and cannot be told apart by sample", use
     if moe.bound_factor is not None:
-        found = f"moe.bound_factor = {moe.bound_factor:g} every expert has the rows that earlier steps needed"
+        bound = f"moe.bound_factor = {moe.bound_factor:g} every expert has the rows that earlier steps needed"
         more = "and ranks would have other samples than then" if samples else spared
-        return f"with {found} at most, {more}", "moe.bound_factor=none"
+        return f"with {bound} at most, {more}", "moe.bound_factor=none"
     if not moe.exchanges_counts:
         limited = moe.capacity_factor is not None
         said = f"capacity_factor = {moe.capacity_factor:g}" if limited else f"gate = {moe.gate}"

@@ -61,19 +61,19 @@ class Progress:
         left = self._total_steps - metrics.step
         due = left == 0 or metrics.eval_loss is not None or (self._every and metrics.step % self._every == 0)
         if due:
-            words = describe(shown, left * shown.iteration_s)
-            logger.debug(f"step {metrics.step}/{self._total_steps}  {words}")
+            description = describe(shown, left * shown.iteration_s)
+            logger.debug(f"step {metrics.step}/{self._total_steps}  {description}")
         with self._unless_lost():
             if self._bar is not None:  # the line changes with every step
                 (task,) = self._bar.tasks
                 width = self._bar.console.width - LEAST_BAR - 2 * len(f" {task.total}")
-                words = describe(shown, left * shown.iteration_s, width)
-                self._bar.update(task.id, completed=metrics.step, description=words)
+                description = describe(shown, left * shown.iteration_s, width)
+                self._bar.update(task.id, completed=metrics.step, description=description)
             elif due and self._stream is not None:
                 head = f"step {metrics.step}/{self._total_steps}  "
                 width = terminal_width(self._stream) - len(head)
-                words = describe(shown, left * shown.iteration_s, width)
-                print(head + words, file=self._stream, flush=True)
+                description = describe(shown, left * shown.iteration_s, width)
+                print(head + description, file=self._stream, flush=True)
 
     def say(self, message: str) -> None:
         """Show a message that stays, above the line that changes."""

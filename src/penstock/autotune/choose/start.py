@@ -123,11 +123,11 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
 
     def decide() -> _Choice:
         number, solved = _fastest(problems, file, config.plan.budget)
-        found, problem = solved.found, solved.problem
-        promising = [found.best, *_to_try(found, config.plan.trials - 1)]
+        result, problem = solved.found, solved.problem
+        promising = [result.best, *_to_try(result, config.plan.trials - 1)]
         orders = [(Order.of(each.choice, each.plan), whole_s(problem, each)) for each in promising]
-        others = OtherPlan.among(problem, found.others)
-        return number, orders, others, found.searched, solved.lines, solved.said
+        others = OtherPlan.among(problem, result.others)
+        return number, orders, others, result.searched, solved.lines, solved.said
 
     decided_by = machinery.control, decide, "choosing a plan", config.parallel.timeout_s
     number, promising, others, searched, lines, said = decided_slowly(*decided_by)
@@ -276,7 +276,7 @@ class Solved:
         least = milliseconds(why.lower_bound_s + closing_s(self.problem))
         predicted = within(seconds, interval_s(self.problem, seconds))
         shares = {lane_words(lane, nodes=why.nodes): share for lane, share in why.busy.items() if share > 0}
-        busy = ", ".join(f"{words} {percent(share)}" for words, share in shares.items())
+        busy = ", ".join(f"{name} {percent(share)}" for name, share in shares.items())
         there = "" if why.budget is None else f" of {gib(why.budget.bytes)}"
         return (
             f"Plan 1   {why.best.choice.words}{why.rows}",
@@ -303,15 +303,15 @@ def find(
     ends = time_limit(clock, budget)
     memory, warning = MemoryBudget.of(file.memory_bytes), None
     try:
-        found = find_plan(problem, memory=memory, budget=budget, ends=ends)
+        result = find_plan(problem, memory=memory, budget=budget, ends=ends)
     except ConfigError as error:
         if memory is None:
             raise
         memory, warning = None, str(error)
-        found = find_plan(problem, memory=None, budget=budget, ends=ends)
+        result = find_plan(problem, memory=None, budget=budget, ends=ends)
     doubts = summary(file.doubts, intervals=file.steps is not None, remedy=remedy)
-    more, why = (*found.searched.lines, *doubts), reasons(problem, found, memory)
-    return Solved(problem=problem, found=found, why=why, more=more, warning=warning)
+    more, why = (*result.searched.lines, *doubts), reasons(problem, result, memory)
+    return Solved(problem=problem, found=result, why=why, more=more, warning=warning)
 
 
 def overruled(placement: PlacementConfig, choice: Decision, path: Path) -> list[str]:

@@ -55,7 +55,7 @@ def measure_kernels(
     """
     budget = Budget(machinery.control, budget_s, limits)
     kernels = list(_kernels(config, machinery))
-    found = []
+    models = []
     for left, kernel in zip(range(len(kernels), 0, -1), kernels, strict=True):
         sizes, share_s = [max(1, kernel.size // pieces) for pieces in PIECES], budget.left_s / left
         unlike = tuple(dict.fromkeys(sizes))
@@ -63,12 +63,12 @@ def measure_kernels(
         if not points:
             break
         line, fit = fitted((kernel.work * size, seconds) for size, seconds in points)
-        found.append(
+        models.append(
             KernelModel(
                 name=kernel.name, unit=kernel.unit, alpha_s=line.alpha_s, beta_s_per_unit=line.beta, fit=fit
             )
         )
-    return tuple(found)
+    return tuple(models)
 
 
 def rates_of(assumed: ClusterConfig, kernels: tuple[KernelModel, ...]) -> ClusterConfig:

@@ -148,11 +148,11 @@ def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: 
         nodes: Of the cluster; in a single node all links are inside it.
     """
     for lane, group in (("link", "ep"), ("intra", "ep" if nodes == 1 else "node")):
-        found = _measured(links, "all_to_all", group)
-        if found is not None:
-            others = found.ranks - 1
-            latency_s = max(found.alpha_s / others, LEAST_LATENCY_S)
-            rate = others / found.ranks / found.beta_s_per_byte
+        link = _measured(links, "all_to_all", group)
+        if link is not None:
+            others = link.ranks - 1
+            latency_s = max(link.alpha_s / others, LEAST_LATENCY_S)
+            rate = others / link.ranks / link.beta_s_per_byte
             rates = rates.measured(**{f"{lane}_latency_s": latency_s, f"{lane}_bytes_per_s": rate})
             rates = replace(rates, link_rate_of="device") if lane == "link" else rates
     shared = _shared_card_bytes_per_s(links, nodes)

@@ -105,15 +105,15 @@ class Budget:
         self.control.barrier(PURPOSE)
         for _ in range(UNTIMED):
             action()
-        mine = []
+        own_s = []
         for _ in range(blocks):
             settle()
             start_s = self.clock()
             for _ in range(IN_A_ROW):
                 action()
             settle()
-            mine.append((self.clock() - start_s) / IN_A_ROW)
-        everyone = self.control.gather((mine, self._mine_s), PURPOSE)
+            own_s.append((self.clock() - start_s) / IN_A_ROW)
+        everyone = self.control.gather((own_s, self._mine_s), PURPOSE)
         self.left_s = min(left_s for _, left_s in everyone)
         return [max(times) for times in zip(*(times for times, _ in everyone), strict=True)]
 

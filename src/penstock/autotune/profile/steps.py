@@ -82,8 +82,8 @@ class Watched:
         shares_KRT = np.empty(self.spans_KRT2.shape[:3])
         for place in np.ndindex(*shares_KRT.shape[:2]):
             spans = ((float(start), float(end)) for start, end in self.spans_KRT2[place])
-            found = shares_of(dict(zip(tasks, spans, strict=True)))
-            shares_KRT[place] = [found[task] for task in tasks]
+            by_task = shares_of(dict(zip(tasks, spans, strict=True)))
+            shares_KRT[place] = [by_task[task] for task in tasks]
         return shares_KRT
 
 
@@ -171,14 +171,14 @@ def with_steps(
         return problem.cost(each.choice, each.plan.shape)
 
     # Sightings of compute tasks, against steps without a network, are medians over ranks.
-    found: dict[Kind, list[Sighting]] = defaultdict(list)
+    sightings: dict[Kind, list[Sighting]] = defaultdict(list)
     for each in watched:
         quiet_KT = np.median(each.quiet_KRT, axis=1)
         real_KT, shares_KT = (np.median(x, axis=1) for x in (each.durations(), each.shares()))
         for number, task in _numbered(each.plan, computes=True):
             quiet_K = quiet_KT[:, number]
             if quiet_K.min() > 0:
-                found[task.op, task.phase].append(
+                sightings[task.op, task.phase].append(
                     Sighting(
                         modelled_s=float(np.median(quiet_K)),
                         ratio=float(np.median(real_KT[:, number] / quiet_K)),
@@ -186,7 +186,7 @@ def with_steps(
                     )
                 )
 
-    compute = Fits(COMPUTE, found)
+    compute = Fits(COMPUTE, sightings)
     transfers = Fits(TRANSFER, transferred(watched, step_cost, problem.workload))
     tasks = []
     for model in file.tasks:
@@ -246,24 +246,24 @@ def transferred(
         cost_of: Seconds of the tasks that ran, without contention.
         work: Of the steps, for what their tasks are.
     """
-    found: dict[Kind, list[Sighting]] = defaultdict(list)
-    for each in watched:
-        cost, sizes = cost_of(each), StepCost(each.plan.shape, work, ClusterConfig())
-        durations_KRT, shares_KRT = each.durations(), each.shares()
-        for number, task in _numbered(each.plan, computes=False):
+    sightings: dict[Kind, list[Sighting]] = defaultdict(list)
+    for steps in watched:
+        cost, sizes = cost_of(steps), StepCost(steps.plan.shape, work, ClusterConfig())
+        durations_KRT, shares_KRT = steps.durations(), steps.shares()
+        for number, task in _numbered(steps.plan, computes=False):
             modelled_s, collective = float(np.max(cost(task))), sizes.work(task).collective
             if not collective or modelled_s <= 0:
                 continue
             last_R = durations_KRT[:, :, number].argmin(axis=0)
             rounds = range(len(last_R))
-            found[_kind(collective, str(task.lane))].append(
+            sightings[_kind(collective, str(task.lane))].append(
                 Sighting(
                     modelled_s=modelled_s,
                     ratio=float(np.median(durations_KRT[last_R, rounds, number])) / modelled_s,
                     share=float(np.median(shares_KRT[last_R, rounds, number])),
                 )
             )
-    return found
+    return sightings
 
 
 def _numbered(plan: StepPlan, *, computes: bool) -> Iterator[tuple[int, Task]]:
@@ -272,8 +272,8 @@ def _numbered(plan: StepPlan, *, computes: bool) -> Iterator[tuple[int, Task]]:
 
 def _kind(collective: str, lane: str) -> Kind:
     """Return a transfer's kind: legs of dispatches, and an uneven exchange, are all-to-alls."""
-    alike = collective in DISPATCHES or collective in ("leg", "uneven_all_to_all")
-    return "all_to_all" if alike else collective, lane
+    is_exchange = collective in DISPATCHES or collective in ("leg", "uneven_all_to_all")
+    return "all_to_all" if is_exchange else collective, lane
 
 
 def with_whole_steps(

@@ -85,11 +85,11 @@ def compare(
             done = turn - config.warmup + 1
             where = f"round {done} of {config.rounds}" if done > 0 else "warm-up"
             votes = _Votes(requests, turn, lambda: clock() - begin_s, config.limit_s if rounds else math.inf)
-            found = _round(field, turn, votes, partial(lambda where, what: say(f"{where}: {what}"), where))
+            measured = _round(field, turn, votes, partial(lambda where, what: say(f"{where}: {what}"), where))
             late = votes.late
-            if found is None:
+            if measured is None:
                 break
-            rounds += [found] if turn >= config.warmup else []
+            rounds += [measured] if turn >= config.warmup else []
     if not rounds:
         raise KeyboardInterrupt
     why = f"since {config.limit_s:g} s were over (compare.limit_s)" if late else "as requested"
@@ -100,11 +100,11 @@ def compare(
     return Measurements(
         entries=field.entries,
         samples={
-            e.label: [[r.samples[e.label] for r in mine] for mine, _ in everyone] for e in field.entries
+            e.label: [[r.samples[e.label] for r in of_rank] for of_rank, _ in everyone] for e in field.entries
         },
         peaks_bytes={e.label: [held[e.label] for _, held in everyone] for e in field.entries},
-        compute_s={work: [[r.compute_s[work] for r in mine] for mine, _ in everyone] for work in works},
-        traffic={work: [[r.traffic[work] for r in mine] for mine, _ in everyone] for work in works},
+        compute_s={work: [[r.compute_s[work] for r in of_rank] for of_rank, _ in everyone] for work in works},
+        traffic={work: [[r.traffic[work] for r in of_rank] for of_rank, _ in everyone] for work in works},
         virtual=field.label,
         layout=field.layout,
         notes=notes,
@@ -236,7 +236,7 @@ def _case(entry: Entry, found: Measurements, base: Sequence[float], limit: Limit
         chunks=shape.chunks if shape else 1,
         iterations_s=tuple(iterations),
         iteration_s=Spread.of(iterations),
-        speedup=Spread.of([b / mine for b, mine in zip(base, iterations, strict=True)]),
+        speedup=Spread.of([b / iteration for b, iteration in zip(base, iterations, strict=True)]),
         limit=limit,
         busy_s={lane: median(s.busy_s[lane] for s in flat) for lane in flat[0].busy_s},
         exposed_communication_s=_worst_rank([[s.exposed_s for s in rank] for rank in samples]),
@@ -249,5 +249,5 @@ def _case(entry: Entry, found: Measurements, base: Sequence[float], limit: Limit
 
 def _worst_rank(values: Sequence[Sequence[float | None]]) -> float | None:
     """Return the largest of the ranks' medians; None if a rank has no values."""
-    known = [[value for value in rank if value is not None] for rank in values]
-    return max(median(rank) for rank in known) if all(known) else None
+    by_rank = [[value for value in rank if value is not None] for rank in values]
+    return max(median(rank) for rank in by_rank) if all(by_rank) else None

@@ -60,11 +60,11 @@ class Named:
             ConfigError: For a part that is unknown, or of a kind that the name has already.
         """
         schedule, *moves = name.split("+")
-        found = Named(schedule=schedule)
+        named = Named(schedule=schedule)
         check_name("schedules", schedule, SCHEDULES if moves else (*SCHEDULES, AUTO), "schedule")
         for move in moves:
-            found = found._with(move, name)
-        return found
+            named = named._with(move, name)
+        return named
 
     @property
     def moves(self) -> bool:
@@ -91,7 +91,7 @@ class Named:
             "dispatch": DISPATCHES,
             "shares": (SHARDED, GRADIENTS),
         }
-        known = [each for names in kinds.values() for each in names]
+        valid = [each for names in kinds.values() for each in names]
         for field_name, names in kinds.items():
             if move in names:
                 if getattr(self, field_name) not in (None, "", STAYS):
@@ -102,7 +102,7 @@ class Named:
                     raise ConfigError("schedules", name, why, "Name one of each at most.")
                 changes: dict[str, Any] = {field_name: move}
                 return replace(self, **changes)
-        hint = f"After a + use one of {', '.join(known)}."
+        hint = f"After a + use one of {', '.join(valid)}."
         raise ConfigError("schedules", name, f"nothing is moved by {move!r}", hint)
 
 

@@ -79,11 +79,11 @@ class Entry:
 
 def first_of_every_work(entries: Sequence[Entry]) -> dict[str, Entry]:
     """Return first entry of every work, in the order of entries; peers have the work of the first entry."""
-    found: dict[str, Entry] = {}
+    by_work: dict[str, Entry] = {}
     for entry in entries:
         if entry.plan is not None:
-            found.setdefault(entry.work, entry)
-    return found
+            by_work.setdefault(entry.work, entry)
+    return by_work
 
 
 @dataclass(frozen=True, kw_only=True)

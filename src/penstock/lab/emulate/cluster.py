@@ -113,15 +113,15 @@ class ClusterState:
 
 def clusters() -> tuple[ClusterState, ...]:
     """Return the record of every cluster on this machine, by name."""
-    found = []
+    states = []
     for path in sorted(folder().glob("pen*.json")):
         try:
-            found.append(from_dict(ClusterState, read_json(path, HINT, MOST_BYTES), str(path)))
+            states.append(from_dict(ClusterState, read_json(path, HINT, MOST_BYTES), str(path)))
         except ConfigError as error:
             if not path.exists():  # it was removed meanwhile
                 continue
             raise EmulationError(f"{path} is not the record of an emulated cluster: {error}") from error
-    return tuple(found)
+    return tuple(states)
 
 
 def free_name() -> str:
@@ -134,8 +134,8 @@ def folder() -> Path:
     """Return the folder of records: /run/penstock, or a temporary one where /run cannot be written."""
     place = FOLDER if os.access(FOLDER.parent, os.W_OK) else Path(tempfile.gettempdir()) / "penstock-emulate"
     place.mkdir(mode=0o700, exist_ok=True)
-    found = place.lstat()  # records name namespaces that we would remove
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+    status = place.lstat()  # records name namespaces that we would remove
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise EmulationError(f"{place} is no folder of this user. Remove it, or run as its owner.")
     return place
 
@@ -334,17 +334,17 @@ def open_cluster(name: str) -> Cluster:
             else "There are none; `penstock emulate up` makes one."
         )
         raise ConfigError("ID", name, "there is no such emulated cluster", hint)
-    found = states[name]
-    return Cluster(found.config, persistent=found.owner is None, name=name)
+    state = states[name]
+    return Cluster(state.config, persistent=state.owner is None, name=name)
 
 
 def remove_stale() -> tuple[str, ...]:
     """Remove the clusters of processes that were killed; return their names."""
-    stale = [each for each in clusters() if each.is_stale]
-    for each in stale:
-        remove(Wiring(name=each.name, shape=each.config.shape))
-        each.forget()
-    return tuple(each.name for each in stale)
+    stale = [state for state in clusters() if state.is_stale]
+    for state in stale:
+        remove(Wiring(name=state.name, shape=state.config.shape))
+        state.forget()
+    return tuple(state.name for state in stale)
 
 
 # ---- signals -----------------------------------------------------------------------------------------------
@@ -361,14 +361,14 @@ def _handled(
     before = {}
     if threading.current_thread() is threading.main_thread():
         present = {number: signal.getsignal(number) for number in SIGNALS}
-        before = {number: each for number, each in present.items() if only is None or each == only}
+        before = {number: former for number, former in present.items() if only is None or former == only}
     for number in before:
         signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, each in before.items():
-            signal.signal(number, each)
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def _exit_as_told(number: int, frame: FrameType | None) -> NoReturn:
@@ -428,7 +428,7 @@ def pids_inside(namespaces: Sequence[str]) -> list[int]:
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return what distinguishes a namespace from others; None if it does not exist (any more)."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

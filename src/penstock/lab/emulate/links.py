@@ -317,15 +317,15 @@ def set_up(port: Port, *, up: bool) -> None:
 
 def read_uplinks(wiring: Wiring) -> tuple[Uplink, ...]:
     """Return the state of every uplink. Costs two processes per node, a few milliseconds each."""
-    found = []
+    uplinks = []
     bytes_of = read_bytes(wiring)
     for node, (own, _) in enumerate(wiring.uplinks()):
         rate_bit_per_s = 8.0 * _tbf(own.namespace)[own.interface]["options"]["rate"]
         link = json.loads(command("ip", "-netns", own.namespace, "-json", "link", "show", own.interface))
         is_up = "UP" in link[0]["flags"]
         crossed = asdict(bytes_of[node])
-        found.append(Uplink(node=node, rate_bit_per_s=rate_bit_per_s, is_up=is_up, **crossed))
-    return tuple(found)
+        uplinks.append(Uplink(node=node, rate_bit_per_s=rate_bit_per_s, is_up=is_up, **crossed))
+    return tuple(uplinks)
 
 
 def read_bytes(wiring: Wiring) -> tuple[UplinkBytes, ...]:

@@ -84,13 +84,13 @@ def write_hosts(namespace: str, names: Mapping[str, str]) -> None:
     Args:
         names: By address.
     """
-    known = HOSTS.read_text(encoding="utf-8") if HOSTS.exists() else ""
+    hosts = HOSTS.read_text(encoding="utf-8") if HOSTS.exists() else ""
     named = {**names, "127.0.0.1": "localhost"}
     lines = [f"{prefix}{address} {name}" for address, name in named.items() for prefix in ("", "::ffff:")]
     with suppress(OSError):
         folder = OWN_FILES / namespace
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / HOSTS.name, "\n".join([known.rstrip(), *lines, ""]))
+        write_whole(folder / HOSTS.name, "\n".join([hosts.rstrip(), *lines, ""]))
 
 
 def remove_hosts(namespace: str) -> None:

@@ -139,12 +139,12 @@ class VirtualHandlers:
         transport.all_gather(self.buffers.loads, [1] * transport.size(task.axes), task.axes)
 
     def scatter_gradients(self, task: Task) -> None:
-        mine, sizes, transport = self._piece(task)
-        transport.all_to_all(mine, sizes, [sizes[transport.place(task.axes)]] * len(sizes), task.axes)
+        piece, sizes, transport = self._piece(task)
+        transport.all_to_all(piece, sizes, [sizes[transport.place(task.axes)]] * len(sizes), task.axes)
 
     def gather_parameters(self, task: Task) -> None:
-        mine, sizes, transport = self._piece(task)
-        transport.all_gather(mine[: sizes[transport.place(task.axes)]], sizes, task.axes)
+        piece, sizes, transport = self._piece(task)
+        transport.all_gather(piece[: sizes[transport.place(task.axes)]], sizes, task.axes)
 
     def sum_norm(self, task: Task) -> None:
         transport = self.transports.of(task.lane, task.axes)
@@ -157,8 +157,8 @@ class VirtualHandlers:
         return self.buffers.gradients[:elements], split_sizes(elements, transport.size(task.axes)), transport
 
     def reduce_gradients(self, task: Task) -> None:
-        mine, _, transport = self._piece(task)
-        transport.all_reduce(mine, task.axes)
+        piece, _, transport = self._piece(task)
+        transport.all_reduce(piece, task.axes)
 
 
 Work = Callable[[VirtualHandlers, Task], None]

@@ -86,8 +86,8 @@ class Movement:
 
     def _plans(self, number: int) -> Plans:
         """Return the plans of ranks before step `number`, from the loads of all steps before it."""
-        known = max(step for step in self._known if step <= number)
-        for step in range(known, number):
+        latest = max(step for step in self._known if step <= number)
+        for step in range(latest, number):
             self._known[step + 1] = self._after(step, self._known[step])
         for step in [step for step in self._known if 0 < step < number]:
             del self._known[step]
@@ -323,16 +323,16 @@ class VirtualStack:
         self.machinery.close()
 
     def _ready(self, number: int) -> _Prepared:
-        found = self._prepared
+        prepared = self._prepared
         movement = self.movement
-        known = found is not None and found.plan is self.plan and found.movement is movement
-        if found is None or not known or found.number != number:
+        unchanged = prepared is not None and prepared.plan is self.plan and prepared.movement is movement
+        if prepared is None or not unchanged or prepared.number != number:
             cost, host_s = self.cost(number), self._host_s.get(movement, {})
             step = RankStep.build(cost, self.plan.graph, self.machinery.layout.rank, host_s)
             self._buffers.grow(step, cost)
             handlers = VirtualHandlers(step, cost, self.machinery.transports, self._buffers)
-            found = self._prepared = _Prepared(self.plan, movement, number, handlers)
-        return found
+            prepared = self._prepared = _Prepared(self.plan, movement, number, handlers)
+        return prepared
 
 
 def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machinery) -> VirtualStack:
