@@ -54,13 +54,14 @@ FINEST: Final = 1_000_000
 class Batch:
     """What one rank computes on in one step.
 
-    `tokens_BL`       int64, tokens of the text
-    `labels_BL`       int64, for every token the one that follows it
-    `sample_ids_B`    int64, different for every sample of a run: the key of counter-based dropout. Training
-                      samples count up from 0 through the whole run, held-out samples down from -1
-    `largest_batch`   samples of the group that has the most of this batch; None if not given
-    `documents_BL`    int64, for every token the position in the sample at which its document begins; None if
-                      a sample is taken as one document
+    Attributes:
+        tokens_BL: Tokens of the text, int64.
+        labels_BL: For every token the one that follows it, int64.
+        sample_ids_B: A number that is different for every sample of a run, int64: the key of counter-based
+            dropout. Training samples count up from 0 through the whole run, held-out samples down from -1.
+        largest_batch: Samples of the group that has the most of this batch; None if not given.
+        documents_BL: For every token the position in the sample at which its document begins, int64; None if
+            a sample is taken as one document.
     """
 
     tokens_BL: torch.Tensor
@@ -107,11 +108,14 @@ class ReadAhead:
 class BatchStream:
     """The batches of the ranks of one group.
 
-    `dp_rank`, `dp_size`  index of this group among the groups that have samples of their own, and their
-    number
+    Args:
+        dp_rank: Index of this group among the groups that have samples of their own.
+        dp_size: Number of these groups.
+        held_out_fraction: Share of the windows of each text that is held out.
+        separate_documents: Whether batches say where documents begin.
 
     Raises:
-        ConfigError: When the corpus is too short for one global batch of training, or holds out nothing.
+        ConfigError: If the corpus is too short for one global batch of training, or holds out nothing.
     """
 
     def __init__(
@@ -243,8 +247,14 @@ class Split:
     """Which windows are trained on and which are held out, computed instead of listed.
 
     Of every `period` blocks `held` are held out, as far from each other as possible: block b where the
-    integer part of b * held / period is less than that of (b + 1) * held / period. A block is 32 windows, or
-    a single one where the corpus is too short to hold out a whole block of 32.
+    integer part of b * held / period is less than that of (b + 1) * held / period.
+
+    Attributes:
+        windows: Number of windows, of both kinds.
+        held: Blocks of each period that are held out.
+        period: Blocks after which the pattern repeats.
+        block: Windows in a block: 32, or a single one where the corpus is too short to hold out a whole block
+            of 32.
     """
 
     windows: int
@@ -307,9 +317,11 @@ class Source:
     """The texts of a run and the batches cut from them.
 
     Attributes:
+        corpora: The texts.
+        stream: The batches of this rank.
+        scanned: What was counted in every text, or in a sample of it.
         identity: Settings and texts on which the order of samples depends, by configuration key; two runs
             with the same identity see the same samples at the same step, on any layout.
-        scanned: What was found in every text, or in a sample of it.
     """
 
     corpora: Sequence[Corpus]
@@ -355,13 +367,15 @@ def check_source(config: RunConfig) -> None:
 
 
 def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: bool = True) -> Source:
-    """Open the texts and check them. A problem of one rank is raised alike on all ranks.
-
-    The others compare sizes and some pages.
+    """Open the texts and check them. All ranks call it together.
 
     Args:
         scans: Whether this rank prepares texts that are not yet prepared, and reads all texts once, which
-            takes seconds per gigabyte; one rank of each machine does, rank 0 among them.
+            takes seconds per gigabyte. One rank of each machine does, rank 0 among them; the others compare
+            sizes and some pages.
+
+    Raises:
+        ConfigError: On all ranks alike, for a problem of one of them.
     """
     _take_turns(config, control, _prepare(config) if scans else iter(()), "preparing the training text")
     problem, glimpse = None, None

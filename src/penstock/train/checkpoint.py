@@ -113,11 +113,13 @@ class Checkpoints:
     """The checkpoints of one run, in `folder`. All ranks must call every method together.
 
     Attributes:
+        keep: How many of the newest checkpoints are kept.
         identity: Settings that must be the same for the run to be continued, by configuration key.
         settings: All settings, kept in every checkpoint.
         tokenizer: Sha256 of what made the run's tokens, or `bytes`.
-        files: JSON files that transformers reads, for which tensors that ranks share are joined, so that each
-            checkpoint is a folder of transformers; none where it has no such model.
+        files: JSON files that make each checkpoint a folder of transformers, in which tensors that ranks
+            share are joined; empty where transformers has no such model.
+        naming: Returns how checkpoints name the tensors of a model.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class Checkpoints:
         interrupted, which leaves nothing.
 
         Args:
+            plan_settled: Whether the plan in use is final.
             papers: Writes small files into the checkpoint, on rank 0.
 
         Raises:
@@ -207,10 +210,13 @@ class Checkpoints:
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint that is being written, if any; return its folder. Raises as `poll` does.
+        """Wait for the checkpoint that is being written, if any; return its folder.
 
         The folder is gone, and that is no error, if somebody has removed it meanwhile. Warns of older ones
         that cannot be removed.
+
+        Raises:
+            CheckpointError: As `poll` does.
         """
         if not self._begun:
             return None
@@ -242,11 +248,11 @@ class Checkpoints:
         """Read a checkpoint into model and optimiser; return its number of finished steps.
 
         Args:
-            verified: `verify` has found it whole.
+            verified: Whether `verify` has found it whole already.
 
         Raises:
-            DamagedCheckpointError: If it is not as it was written (model and optimiser may hold part of it by
-                then).
+            DamagedCheckpointError: If it is not as it was written; model and optimiser may hold part of it by
+                then.
             ConfigError: If it is of another run or model.
         """
         record = read_record(path, self._control) if verified else verify(path, self._control)
@@ -295,7 +301,7 @@ def verify(path: Path, control: Control) -> Record:
     """Compare every file with its checksum, each rank a share of the files; return the record of the state.
 
     Raises:
-        DamagedCheckpointError: On all ranks.
+        DamagedCheckpointError: On all ranks, if one has found a file that is not as it was written.
     """
 
     def check() -> None:
@@ -334,7 +340,7 @@ def files_of(path: Path) -> list[str]:
     """Return the files with the weights in `model.config`; [] for a `config.json` alone.
 
     Raises:
-        ConfigError: There are weights, and not in files that can be read.
+        ConfigError: If there are weights, but not in files that can be read.
     """
     if not path.is_dir():
         return []
@@ -378,11 +384,11 @@ def read_weights(decoder: MoEDecoder, folder: Path) -> None:
     Where `folder` is a `config.json`, or holds nothing else, the decoder stays as it is.
 
     Args:
-        decoder: On this rank, on any layout.
-        folder: As `save_pretrained` or a run writes a Qwen3-MoE.
+        decoder: This rank's part, in any layout.
+        folder: A Qwen3-MoE as `save_pretrained` or a run writes it.
 
     Raises:
-        ConfigError: Of `model.config`, if the folder holds the weights of another model, or damaged ones.
+        ConfigError: About `model.config`, if the folder holds the weights of another model, or damaged ones.
     """
     if not (files := files_of(folder)):
         return

@@ -149,7 +149,7 @@ class RunConfig:
         """Return the run, checked for this number of ranks, with a preset's sizes where the user set none.
 
         A preset's number of experts depends on the number of ranks. A key whose value is not its default
-        wins.
+        takes precedence over the preset.
         """
         run = self._with_preset(world_size)._with_config()
         check_shares(run.model, run.moe, run.parallel, world_size)

@@ -70,7 +70,7 @@ def show_unless_told(stream: TextIO, *, shown: bool, width: Callable[[str], str]
 
     Args:
         shown: Whether this rank prints.
-        width: Folds a line.
+        width: Folds a line to the width of the terminal.
     """
     handlers = (*PACKAGE.handlers, *logging.root.handlers)
     if shown and all(isinstance(each, logging.NullHandler | Terminal) for each in handlers):

@@ -54,8 +54,10 @@ def measured(
     """Return the record of a stack's last step, whose statistics are on the host; all ranks call it.
 
     Args:
-        loss: What was minimised.
-        records: Of this rank.
+        records: This rank's records of the step.
+        loss: The loss that was minimised, balance terms included.
+        rate: The learning rate.
+        norm: The norm of the gradients before clipping.
         accepted: Whether the step has changed parameters.
     """
     statistics, device = stack.statistics, stack.machinery.device
@@ -184,7 +186,12 @@ Numbers = npt.NDArray[np.float64]
 
 
 class RowsOfReplicas(NamedTuple):
-    """Rows that every rank computes, including those of its replicas, and rows that another node computes."""
+    """How rows are spread where experts have replicas.
+
+    Attributes:
+        rows_PY: Rows that every rank computes, by MoE layer, those of its replicas included.
+        away_Y: Rows that another node computes, by MoE layer.
+    """
 
     rows_PY: Numbers
     away_Y: Numbers
@@ -200,7 +207,9 @@ class RowsOfReplicas(NamedTuple):
         """Return the rows of ranks that share experts with `rank`; zeros for others, whose replicas differ.
 
         Args:
-            replications: Of these ranks, by MoE layer.
+            loads_PYE: The step's loads on all ranks.
+            replications: Replicas of the ranks that share experts, by MoE layer.
+            node_size: Consecutive ranks in one node; 0 = unknown.
         """
         node_P, holders = np.array(_nodes(mesh, node_size)), mesh.size(Group.EXPERT)
         rows_PY, away_Y = np.zeros(loads_PYE.shape[:2]), np.zeros(loads_PYE.shape[1])
@@ -213,8 +222,12 @@ class RowsOfReplicas(NamedTuple):
         return RowsOfReplicas(rows_PY, away_Y)
 
     def share(self, mesh: Mesh, rank: int) -> tuple[Numbers, Numbers]:
-        """Return what `rank` tells all others: its own rows, [Y], and, if it is the first of its group, the
-        group's rows that cross nodes, [Y]."""
+        """Return what `rank` tells all others.
+
+        Returns:
+            Its own rows, [Y], and, if it is the first of its group, the group's rows that cross nodes, [Y];
+                else zeros.
+        """
         first = mesh.members(rank, Group.EXPERT_SHARDS)[0] == rank
         return self.rows_PY[rank], self.away_Y * first
 
@@ -223,7 +236,7 @@ class RowsOfReplicas(NamedTuple):
         """Return the rows of all groups.
 
         Args:
-            shares: By rank.
+            shares: What `share` returns on every rank, by rank.
         """
         rows, away = zip(*shares, strict=True)
         return RowsOfReplicas(np.stack(rows), np.sum(away, axis=0))
@@ -240,19 +253,23 @@ def figures_of(
 ) -> dict[str, tuple[float, ...] | None]:
     """Return figures of one step, each by MoE layer, named as in `StepMetrics`.
 
-    expert_load_max_over_mean, rank_load_max_over_mean: the busiest expert's or rank's rows over the mean; 1 =
-    balance. expert_load_entropy: of the experts' shares, over that of equal ones: 1 = balance, 0 = one expert
-    has all. rank_rows_max_over_mean: of what ranks compute, rows of their replicas included.
-    rows_crossing_nodes: the share of rows that another node computes; None with one node. loads_in_common:
-    with the step before, as `overlap` defines it; None where there is none.
-
     Args:
-        loads_PYE: Of the step.
-        placements: By MoE layer.
-        mesh: Of all ranks.
+        loads_PYE: Loads of the step.
+        placements: Owners of the experts, by MoE layer.
+        mesh: The mesh of all ranks.
         node_size: Consecutive ranks in one node; 0 = unknown.
-        replica_rows: Of all expert groups; None = no replicas.
-        before_PYE: The loads of the step before, if there was one.
+        replica_rows: Rows of all expert groups; None = no replicas.
+        before_PYE: Loads of the step before, if there was one.
+
+    Returns:
+        expert_load_max_over_mean, rank_load_max_over_mean: The busiest expert's or rank's rows over the mean;
+            1 = balance.
+        expert_load_entropy: The entropy of the experts' shares over that of equal ones; 1 = balance, 0 = one
+            expert has all.
+        rank_rows_max_over_mean: The busiest rank's rows over the mean where rows of replicas are included.
+        rows_crossing_nodes: The share of rows that another node computes; None with one node.
+        loads_in_common: What loads have in common with the step before, as `overlap` defines it; None without
+            such a step.
     """
     loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
     owned_PY = rank_loads(loads, placements, mesh)
@@ -330,8 +347,8 @@ class RoutingFile:
 
     Samples' loads are gathered outside the step.
 
-    Attributes:
-        done: Steps done before; records of later steps are dropped.
+    Args:
+        done: Number of steps done before; records of later steps are dropped.
     """
 
     def __init__(self, config: RunConfig, control: Control, layout: Layout, done: int) -> None:

@@ -124,14 +124,15 @@ class MetricsLog(Protocol):
 class JsonLines(LineFile):
     """Appends each step to `metrics.jsonl` in `folder`.
 
-    `resume_step` is the number of steps already done: 0 starts a new record. Lines of later steps, left by a
-    run that was killed after its last checkpoint, are dropped, so that no step appears twice.
-
     A line is JSON, and in the file before `write` returns. A number that is not finite is written as null,
     since JSON cannot express it.
 
+    Args:
+        resume_step: Number of steps done before; 0 starts a new record. Lines of later steps, left by a run
+            that was killed after its last checkpoint, are dropped, so that no step appears twice.
+
     Raises:
-        ConfigError: About the file for a record that cannot be continued.
+        ConfigError: About the file, if its record cannot be continued.
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
@@ -186,8 +187,8 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     A last line that a killed run left without its end is dropped.
 
     Raises:
-        ConfigError: Naming file and line for any other line that is not a step, or is none after the step
-            before it.
+        ConfigError: Naming file and line, for any other line that is not a step, or whose step does not come
+            after the one before.
     """
     with open_regular(path, str(path), "Move it away.") as file:
         lines = file.read().split(b"\n")
@@ -254,9 +255,10 @@ PLACES: Final = {
 
 
 class TensorBoard:
-    """Writes TensorBoard events; events of steps after `resume_step`, left by a killed run, are hidden.
+    """Writes TensorBoard events.
 
-    Attributes:
+    Args:
+        resume_step: Number of steps done before; events of later steps, left by a killed run, are hidden.
         layers: Numbers of the MoE layers, in the order in which metrics have them.
     """
 
@@ -299,9 +301,10 @@ class WeightsAndBiases:
     Every step is one entry, placed by its number `step`: steps that were repeated after a resumption stand
     where they belong.
 
-    Attributes:
-        run: Of the package wandb.
+    Args:
+        run: A run of the package wandb.
         image: Converts a picture into what wandb displays.
+        layers: Numbers of the MoE layers, in the order in which metrics have them.
     """
 
     def __init__(self, run: Any, image: Callable[[Picture], Any], layers: Sequence[int]) -> None:
@@ -320,7 +323,7 @@ def open_logs(config: RunConfig, layers: Sequence[int], first: int) -> Iterator[
 
     Args:
         layers: Numbers of the MoE layers.
-        first: Steps that were done before.
+        first: Number of steps that were done before.
 
     Raises:
         ConfigError: If one of them cannot be opened.

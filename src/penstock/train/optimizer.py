@@ -103,7 +103,7 @@ def build_adamw(named_parameters: Iterable[NamedParameter], config: OptimizerCon
     """Return AdamW over the parameters that require a gradient: group 0 with weight decay, group 1 without.
 
     Raises:
-        ValueError: When no parameter requires a gradient.
+        ValueError: If no parameter requires a gradient.
     """
     return torch.optim.AdamW(
         groups_of(named_parameters, config),
@@ -121,7 +121,7 @@ def groups_of(named_parameters: Iterable[NamedParameter], config: OptimizerConfi
     depend on how the model registers them. Names are kept in each group's `param_names`.
 
     Raises:
-        ValueError: When no parameter requires a gradient.
+        ValueError: If no parameter requires a gradient.
     """
     trained = sorted((item for item in named_parameters if item[1].requires_grad), key=itemgetter(0))
     if not trained:
@@ -178,7 +178,7 @@ class Update:
         """Compute gradients; return their norm before clipping, float64.
 
         Args:
-            step: Counted from 1.
+            step: Number of the step, counted from 1.
         """
         loss.backward()
         with self.stack.machinery.control.naming(f"the gradient norm of step {step}"):

@@ -37,10 +37,10 @@ def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, r
     """Raise IndivisibleError, with the nearest valid size, for a size that does not divide what it cuts.
 
     Args:
-        ranks: Total number; sizes of groups that these cannot form are not proposed.
+        ranks: Number of all ranks; sizes of groups that they cannot form are not proposed.
 
     Raises:
-        ConfigError: For more ranks than a sample has tokens.
+        ConfigError: If there are more ranks than a sample has tokens.
     """
     if model.of_transformers:
         family = FAMILIES[model.model_type]
@@ -103,9 +103,9 @@ def check_sections(
 
     Args:
         path: The model's `config.json` or its folder.
-        sections: What the file decides.
-        model: With the file's settings laid under the user's.
-        moe: Likewise.
+        sections: The settings that the file decides, by section.
+        model: The user's section [model], laid over the file's settings.
+        moe: The user's section [moe], laid over the file's settings.
     """
     for name, section in (("model", model), ("moe", moe)):
         for field in fields(section):
@@ -127,7 +127,7 @@ def moving_in(model_type: str, placement: PlacementConfig, data: DataConfig) -> 
     """Return the section for models of this family, where experts that cannot move stay.
 
     Raises:
-        ConfigError: For a feature of a run that they do not have.
+        ConfigError: If a run uses a feature that they do not have.
     """
     family = FAMILIES[model_type]
     if data.separate_documents and not family.separates_documents:
@@ -148,8 +148,8 @@ def check_moves(placement: PlacementConfig, mode: Mode, parallel: ParallelConfig
     """Raise ConfigError for a move without effect, or a setting of a move that is not made.
 
     Args:
-        mode: Of the plan; a plan file itself determines what moves.
-        ranks: Total number.
+        mode: How the plan is found; a plan file itself determines what moves.
+        ranks: Number of all ranks.
     """
     if mode == REPLAY:
         return
@@ -176,7 +176,7 @@ def check_movable(
     """Raise ConfigError for a move that a step of this schedule, routing and layout cannot make.
 
     Args:
-        schedule: None where a search chooses one with which samples and experts can move.
+        schedule: The given schedule; None where a search chooses one with which samples and experts can move.
     """
     choice = (schedule or ScheduleConfig()).decision("flat", placement)
     for what in READ_WITH:

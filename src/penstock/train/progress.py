@@ -33,10 +33,14 @@ class Progress:
 
         ━━━━━━━━━━━━━━━━━━━━╺━━━━━ 160/200 loss 1.871  12,345 tokens/s  network hidden 93 %  eta 0:01:12
 
-    Elsewhere, such as in a log file, it is a line every `every` steps (0 = never), at every evaluation and at
-    the end. `quiet` shows nothing. `total_steps` counts from the very first step, also in a run that resumes.
+    Elsewhere, such as in a log file, it is a line every `every` steps, at every evaluation and at the end.
     Where nothing more can be shown (a terminal is closed, a pipe has no reader, a disk is full), the run goes
     on and nothing is shown.
+
+    Args:
+        total_steps: Steps of the run, counted from the very first one, also in a run that resumes.
+        every: Steps from one line to the next; 0 = none but those of evaluations and the end.
+        quiet: Whether to show nothing.
     """
 
     def __init__(self, total_steps: int, *, every: int = 10, quiet: bool = False) -> None:
@@ -108,8 +112,10 @@ class Progress:
 def describe(metrics: StepMetrics, eta_s: float, width: int = sys.maxsize) -> str:
     """Return the step on one line: loss, speed, share of hidden communication if there is any, time left.
 
-    Where that is longer than `width`, the communication is left out first, then the speed, then the time
-    left.
+    Args:
+        eta_s: Seconds that are left.
+        width: Characters that fit. Where the line is longer, the communication is left out first, then the
+            speed, then the time left.
     """
     parts = [f"loss {metrics.loss:.3f}"]
     if metrics.eval_loss is not None:

@@ -95,7 +95,8 @@ def check_sizes_given(settings: Mapping[str, Any], path: Path) -> None:
     """Raise ConfigError if a checkpoint's settings lack a size of the model.
 
     Args:
-        path: Of the checkpoint.
+        settings: All settings of the checkpoint.
+        path: Its folder.
     """
     for section, names in SIZES.items():
         table = settings.get(section)

@@ -49,7 +49,7 @@ def read_run(folder: Path) -> FinishedRun:
     """Read a run's folder.
 
     Raises:
-        ConfigError: Naming it, for a folder without a run or a damaged file.
+        ConfigError: Naming the folder, if it holds no run, or a damaged file.
     """
     if not asked(folder.is_dir):
         why = "is not a folder" if asked(folder.exists) else "there is no such folder"

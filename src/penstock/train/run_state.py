@@ -58,12 +58,12 @@ class Splitting(Protocol):
     """How tensors of parameters' shapes are named in checkpoints."""
 
     def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[Named]:
-        """Return what belongs to a parameter, of one shape with it: the optimiser's state, say.
+        """Return the parts of a parameter, or of a tensor of its shape such as a state of the optimiser.
 
         Args:
-            name: Of the parameter in the model.
+            name: Name of the parameter in the model.
             tensor: The parameter, or a tensor of its shape.
-            suffix: Of the name, for a state of the parameter.
+            suffix: What the names of the parts end in, for a state of the parameter.
         """
         ...
 
@@ -168,8 +168,12 @@ def learnt(stack: PipelinedStack) -> State:
 
 
 def generator_name(place: int, *, on_device: bool = False) -> str:
-    """Return the name of a random generator, the host's or that of a GPU, of the ranks at a place among those
-    that have other samples: ranks that share attention draw alike."""
+    """Return the name of a random generator of the ranks at a place.
+
+    Args:
+        place: Index among the ranks that have other samples: ranks that share attention draw alike.
+        on_device: Whether the generator is that of a GPU; else it is the host's.
+    """
     return f"{GENERATOR}{place}.device" if on_device else f"{GENERATOR}{place}"
 
 
@@ -182,7 +186,7 @@ def set_generators(state: State, stack: PipelinedStack) -> None:
     """Give this rank's generators the states that were loaded.
 
     Raises:
-        DamagedError: If they are none.
+        DamagedError: If they are no states of generators.
     """
     place, device = stack.machinery.layout.dp_rank, stack.machinery.device
     host, on_device = generator_name(place), generator_name(place, on_device=True)
@@ -221,9 +225,12 @@ def steps_of(stack: PipelinedStack) -> dict[str, Any]:
 
 
 def take_steps(stack: PipelinedStack, plans: Plans | None, known: Known | None) -> tuple[bool, bool]:
-    """Host and bound as `read_steps` says, each if all ranks have read the same; return which. All call it.
+    """Host and bound as `read_steps` says, each if all ranks have read the same. All ranks call it.
 
     A rank that has read something else would wait for others in another exchange.
+
+    Returns:
+        Whether the replicas, and whether the bounds, are those that were read.
     """
     digest = hashlib.sha256()
     for kind, rows in (known or {}).items():
@@ -246,7 +253,7 @@ def read_steps(stack: PipelinedStack, steps: Mapping[str, Any] | None) -> tuple[
     """Return what `steps_of` has returned for this rank; None for what is missing or does not fit the run.
 
     Raises:
-        DamagedError: For anything else.
+        DamagedError: If `steps_of` returns nothing of this kind.
     """
     try:
         return _read_replicas(stack, (steps or {}).get("replicas")), _read_bounds(

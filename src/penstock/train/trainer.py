@@ -67,8 +67,9 @@ OnStep = Callable[[int, StepStatistics], None]
 class Trainer:
     """Trains what a configuration describes, on this rank of a group that has joined already.
 
-    Attributes:
+    Args:
         make_pilot: Makes the pilot, which decides by which plan steps run.
+        quiet: Whether to show no progress.
         make_model: Builds the model.
         on_step: Called before a step's checkpoint is written; the output folder exists by then.
         log: Gets its file in the output folder, when that is there.
