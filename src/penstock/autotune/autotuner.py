@@ -54,8 +54,10 @@ class Autotuner:
 
     All ranks make their autotuners together, which may measure the cluster.
 
+    Args:
+        resumption: A checkpoint whose plan is continued if that fits; None for a run that starts afresh.
+
     Attributes:
-        resumption: A checkpoint whose plan is continued if that fits.
         planned: The plan in use.
     """
 
@@ -148,8 +150,8 @@ class Autotuner:
         Not to be called after the last step: nothing would run by its decision.
 
         Args:
-            slowest_s: Of the step on the slowest rank.
-            records: Of this rank.
+            slowest_s: Seconds of the step on the slowest rank.
+            records: This rank's records of the step.
         """
         self._steps += 1
         if self._trials is not None:

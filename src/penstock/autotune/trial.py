@@ -49,8 +49,8 @@ class Turn:
     """A plan in a trial.
 
     Attributes:
-        times_s: Of its steps on the slowest rank.
-        records: Of its steps on this rank.
+        times_s: Seconds of its steps on the slowest rank.
+        records: This rank's records of its steps.
     """
 
     planned: Planned

@@ -37,7 +37,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """A change of the step time since the plan was adopted. Medians, in seconds."""
+    """A change of the step time since the plan was adopted.
+
+    Attributes:
+        before_s: Median of the baseline.
+        now_s: Median of the last steps.
+    """
 
     before_s: float
     now_s: float
@@ -119,10 +124,10 @@ class Diagnosis:
     """Ratios of task durations, now over before.
 
     Attributes:
-        transfers: By lane, for lanes on which anything is sent; a collective counts with its shortest
+        transfers: Ratios by lane, for lanes on which anything is sent; a collective counts with its shortest
             duration over ranks, since the rest is waiting.
-        compute: By rank.
-        threshold: Smaller differences are noise.
+        compute: Ratios by rank.
+        threshold: Smaller changes are noise.
     """
 
     transfers: Mapping[Lane, float]
@@ -165,7 +170,8 @@ def diagnose(
     """Compare records of the same plan and return the changes.
 
     Args:
-        before, now: By rank, of some steps each.
+        before, now: Records of some steps each, by rank.
+        threshold: Smaller changes are noise.
         silent: Groups of one rank, in which nothing is sent.
     """
     transfers = {}
@@ -231,8 +237,10 @@ class Verdict:
     """The decision of rank 0.
 
     Attributes:
+        order: The plan to run.
         why: The explanation of the plan.
         line: The change in words.
+        others: The next best plans.
     """
 
     order: Order
@@ -249,7 +257,7 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
     ratio of its task durations.
 
     Args:
-        config: With the dispatch in use, which stays, since the model was built for it.
+        config: The run with the dispatch in use, which stays, since the model was built for it.
     """
     assert planned.file is not None, "a cluster that was measured before"
     file = planned.file

@@ -39,9 +39,10 @@ class Setting:
     """A setting in words.
 
     Attributes:
-        kind: Of its values.
-        default: As TOML.
-        meaning: Markdown with links.
+        key: Its dotted key.
+        kind: What values it has.
+        default: Its default, as TOML.
+        meaning: What it means, in Markdown with links.
     """
 
     key: str
@@ -70,6 +71,7 @@ def described(cls: type, prefix: str = "", base: object = None) -> Iterator[Sett
     """Yield every setting below `cls` in the order of its sections.
 
     Args:
+        prefix: Dotted key of `cls`; "" = the top level.
         base: A section with other defaults.
     """
     for field in settable(cls):

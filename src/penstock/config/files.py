@@ -52,8 +52,10 @@ def is_missing(path: Path) -> bool:
 
 
 def check_no_link(path: Path, hint: str) -> None:
-    """Raise ConfigError about a link in the place of a file that Penstock writes itself: it may lead to what
-    is not to be read or shown."""
+    """Raise ConfigError about a link in the place of a file that Penstock writes itself.
+
+    It may lead to what is not to be read or shown.
+    """
     if asked(path.is_symlink):
         raise ConfigError(str(path), UNSET, "is a link, and a run leaves none", hint)
 
@@ -76,8 +78,11 @@ def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> Bina
 
     Its kind is checked after it was opened, and opening does not wait for the writer of a pipe.
 
+    Args:
+        value: What the setting says, for messages.
+
     Raises:
-        ConfigError: About `key` if it cannot be read as a file.
+        ConfigError: About `key`, if it cannot be read as a file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
@@ -100,7 +105,7 @@ def read_text(path: Path, key: str, hint: str, most_bytes: int) -> str:
     """Return the UTF-8 text in a file of at most `most_bytes`, without a leading byte order mark.
 
     Raises:
-        ConfigError: About `key`.
+        ConfigError: About `key`, if there is no such file, or no such text in it.
     """
     with open_regular(path, key, hint) as file:
         try:
@@ -121,7 +126,8 @@ def read_json(path: Path, hint: str, most_bytes: int = MOST_JSON_BYTES, *, stric
     """Return the content of a JSON file; errors begin with the path.
 
     Args:
-        strict: By the rules of `parse_json`; else the last of equal keys counts, as in other libraries.
+        strict: Whether the rules of `parse_json` hold; else the last of equal keys counts, as in other
+            libraries.
     """
     text = read_text(path, str(path), hint, most_bytes)
     try:
@@ -137,7 +143,7 @@ def parse_json(text: str | bytes) -> Any:
     bounds of the setting that they are for, whose message names the key.
 
     Raises:
-        ValueError: With a clause that says what is wrong.
+        ValueError: If it is none, with a clause that says what is wrong.
     """
     return _parsed(partial(json.loads, object_pairs_hook=_object), text)
 
@@ -198,7 +204,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Return the table in a TOML text.
 
     Raises:
-        ValueError: With a clause that says what is wrong.
+        ValueError: If it is none, with a clause that says what is wrong.
     """
     for number, line in enumerate(text.split("\n"), start=1):
         if line.count(".") > MOST_DOTS:
@@ -211,7 +217,7 @@ def parse_yaml(text: str) -> Any:
     """Return the content of a YAML 1.2 text without aliases, of which a few lines can make gigabytes.
 
     Raises:
-        ValueError: With a clause that says what is wrong.
+        ValueError: If it is none, with a clause that says what is wrong.
     """
     from ruamel.yaml import YAML  # takes a while, and most files are TOML
     from ruamel.yaml.error import YAMLError

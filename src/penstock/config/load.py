@@ -51,8 +51,8 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     one of `NOT_TEXT`; of two overrides of one key the later counts.
 
     Raises:
-        ConfigError: With the full dotted key for anything that does not fit; its `others` hold what else does
-            not.
+        ConfigError: With its full dotted key, for the first thing that does not fit; `others` holds what else
+            does not.
     """
     table: dict[str, Any] = {}
     for _, layer in _layers(cls, path, overrides):
@@ -89,7 +89,7 @@ def to_toml(config: object) -> str:
     A field that is None is left out where that is its default anyway, and written as "none" elsewhere.
 
     Raises:
-        ConfigError: For text that would be read back as None.
+        ConfigError: If a text would be read back as None.
     """
     return "\n".join(_lines(config, "", None)).strip("\n") + "\n"
 

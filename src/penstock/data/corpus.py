@@ -38,9 +38,10 @@ STANDARD_LIBRARY_LEFT_OUT = frozenset(
 class Corpus:
     """One text to train on, which stays where it is.
 
-    `text`    its tokens
-    `source`  a description of its origin: the place, the number of files and of bytes or tokens
-    `share`   of all samples, where there are several texts
+    Attributes:
+        text: Its tokens.
+        source: A description of its origin: the place, the number of files and of bytes or tokens.
+        share: Its share of all samples, where there are several texts.
     """
 
     text: Readable
@@ -65,10 +66,10 @@ def load_corpora(config: DataConfig) -> list[Corpus]:
     """Open the texts that `config` names, the files of each one after another in a fixed order.
 
     Raises:
-        ConfigError: On `path` when it does not exist, holds no text file or too little text, or when any of
-            its files cannot be read or has yet to be prepared; on `tokenizer` where prepared tokens were made
-            with another tokenizer; on `mixture` where texts have different tokenizers, end documents with
-            different tokens, or share a file.
+        ConfigError: About `path`, if it does not exist, holds no text file or too little text, or if any of
+            its files cannot be read or has yet to be prepared; about `tokenizer`, if prepared tokens were
+            made with another tokenizer; about `mixture`, if texts have different tokenizers, end documents
+            with different tokens, or share a file.
     """
     check_one_source(config)
     check_apart(config)

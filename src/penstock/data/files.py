@@ -40,8 +40,8 @@ class Files:
         path: The setting that named the files, for messages.
 
     Raises:
-        ConfigError: About `path` for anything that is not a regular file or cannot be read.
-        TextError: When a file has changed since.
+        ConfigError: About `path`, if anything is not a regular file or cannot be read.
+        TextError: If a file has changed since.
     """
 
     def __init__(self, path: str | None, files: Sequence[Path]) -> None:
@@ -114,8 +114,8 @@ def parquet_of(path: str) -> Path:
             several.
 
     Raises:
-        ConfigError: About `path`: the package is missing, the form is another, or there is no such dataset,
-            configuration or split that can be reached.
+        ConfigError: About `path`, if the package is missing, the form is another, or there is no such
+            dataset, configuration or split that can be reached.
     """
     name, _, query = path.removeprefix(PREFIX).partition("?")
     chosen = parse_qs(query, keep_blank_values=True)
@@ -158,8 +158,11 @@ def files_of(path: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def place_of(path: str) -> Path:
-    """Return the place of a text, its home folder expanded or loaded from the hub; raise ConfigError about
-    `path`."""
+    """Return the place of a text: its path with the home folder expanded, or the file loaded from the hub.
+
+    Raises:
+        ConfigError: About `path`, if there is no such user, or the hub does not give it.
+    """
     return parquet_of(path) if is_on_hub(path) else expanded(path, "path", HINT)
 
 
@@ -176,7 +179,12 @@ def is_folder(path: str, place: Path) -> bool:
 def files_below(
     path: str | None, folder: Path, suffixes: tuple[str, ...], left_out: frozenset[str] = frozenset()
 ) -> list[Path]:
-    """Return files below `folder` ending in `suffixes`, by relative path; links to folders are ignored."""
+    """Return files below `folder` ending in `suffixes`, by relative path; links to folders are ignored.
+
+    Args:
+        path: The setting that named the folder, for messages.
+        left_out: Names of folders that are passed over.
+    """
 
     def refuse(error: OSError) -> NoReturn:  # Path.rglob would silently skip an unreadable folder
         raise _unreadable(path, error) from error

@@ -108,8 +108,9 @@ class Progress:
     """How far a preparation is.
 
     Attributes:
-        read_bytes: Of the inputs, of `total_bytes`.
-        tokens, documents: Written so far.
+        read_bytes: Bytes of the inputs that were read.
+        total_bytes: Bytes of all inputs.
+        tokens, documents: Numbers of those that were written.
     """
 
     read_bytes: int
@@ -123,9 +124,9 @@ class Preparation:
     """Some files, and how they become tokens.
 
     Attributes:
-        field: Of files that have fields, the one with the text.
-        shard_tokens: A shard is closed when it has this number of tokens.
-        source: A description of the inputs.
+        source: A description of the files.
+        field: Name of the field with the text, in files that have fields.
+        shard_tokens: Number of tokens with which a shard is closed.
     """
 
     files: tuple[Path, ...]
@@ -151,14 +152,15 @@ class Preparation:
     def run(self, folder: Path, *, waits: bool = False) -> Iterator[Progress]:
         """Write the folder, or what is missing in it; a whole folder made from the same files stays as it is.
 
-        Yields from time to time.
-
         Args:
-            waits: For another process that writes there, instead of refusing.
+            waits: Whether to wait for another process that writes there, instead of refusing.
+
+        Yields:
+            How far it is, from time to time.
 
         Raises:
-            ConfigError: About `--out` for a folder that holds something else.
-            TextError: About an input.
+            ConfigError: About `--out`, if the folder holds something else.
+            TextError: If an input cannot be used, or has changed meanwhile.
         """
         made_from = self.made_from
         folder.mkdir(parents=True, exist_ok=True)

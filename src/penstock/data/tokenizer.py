@@ -27,9 +27,9 @@ class Tokenizer(Protocol):
     """Turns text into tokens.
 
     Attributes:
-        vocabulary: Every token is below it.
+        vocabulary: Size of the vocabulary; every token is below it.
         end: The token that ends a document, which no text contains.
-        digest: Identifies the tokenizer.
+        digest: What identifies the tokenizer.
     """
 
     vocabulary: int
@@ -56,9 +56,12 @@ class FileTokenizer:
     Texts that spell a special token are tokenized as any other text; where a vocabulary can express such a
     text only by the token that ends a document, that token is left out.
 
+    Args:
+        end: Name of the token that ends a document; None = the first of `ENDS` that is in the vocabulary.
+
     Raises:
-        ConfigError: About `tokenizer`, or about `end_of_document` if none is given and none of `ENDS` is in
-            the vocabulary.
+        ConfigError: About `tokenizer`, if it cannot be used; about `end_of_document`, if the vocabulary has
+            no such token.
     """
 
     def __init__(self, path: str, end: str | None) -> None:
@@ -79,7 +82,7 @@ class FileTokenizer:
         """Tokenize texts.
 
         Raises:
-            TextError: Where that fails, or a text contains an ordinary end token.
+            TextError: If that fails, or a text contains an ordinary end token.
         """
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -102,8 +105,11 @@ def read_tokenizer(path: str) -> tuple[tokenizers.Tokenizer, str]:
 
     Texts that spell a special token are tokenized as any other text.
 
+    Args:
+        path: The file, or the folder in which it lies.
+
     Raises:
-        ConfigError: About `tokenizer`.
+        ConfigError: About `tokenizer`, if it cannot be used.
     """
     hint = "Give the tokenizer.json of a tokenizer, or none to train on bytes."
     file = expanded(path, "tokenizer", hint)
@@ -126,7 +132,7 @@ def open_tokenizer(path: str | None, end: str | None = None) -> Tokenizer:
         end: Name of the token that ends a document; None = the usual one.
 
     Raises:
-        ConfigError: If it is unknown.
+        ConfigError: If the tokenizer cannot be used, or has no such token.
     """
     if path is not None:
         return FileTokenizer(path, end)

@@ -48,8 +48,8 @@ class Shard:
     """One file of tokens.
 
     Attributes:
-        tokens: Their number.
-        sha256: Of the tokens.
+        tokens: Number of tokens.
+        sha256: Sha256 of the tokens.
     """
 
     tokens: Count
@@ -77,8 +77,10 @@ class Record:
     Attributes:
         made_from: Digest of settings and inputs.
         source: A description of the inputs.
-        tokenizer: Its sha256, or `bytes`.
-        end: The token that ends a document; every token is below `vocabulary`.
+        tokenizer: Sha256 of the tokenizer, or `bytes`.
+        vocabulary: Size of the vocabulary; every token is below it.
+        end: The token that ends a document.
+        documents: Number of documents.
         position: Where reading continues.
     """
 
@@ -172,8 +174,11 @@ class Tokens:
 
     Takes a byte of memory per `BLOCK_BYTES`.
 
+    Args:
+        path: The setting that named the folder, for messages.
+
     Raises:
-        ConfigError: About `path` where the folder is not whole or a shard differs in size from its record.
+        ConfigError: About `path`, if the folder is not whole or a shard differs in size from its record.
     """
 
     def __init__(self, path: str | None, folder: Path) -> None:

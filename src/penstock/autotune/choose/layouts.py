@@ -74,7 +74,7 @@ def check_some_layout(config: RunConfig, processes: int, node_size: int, there_b
     """Raise ConfigError unless in some layout of these local processes everything divides and may fit.
 
     Args:
-        node_size: Ranks of a node.
+        node_size: Number of ranks in a node.
         there_bytes: Memory of all processes together; None = not known.
     """
     last: ConfigError | None = None
@@ -95,10 +95,10 @@ def least_memory(config: RunConfig, world_size: int) -> RankMemory:
     """Return the memory that a rank needs in the layout that needs least, wherever its ranks are.
 
     Args:
-        config: As `resolved`.
+        config: A `resolved` configuration.
 
     Raises:
-        ConfigError: Unless there is a layout in which everything divides.
+        ConfigError: If there is no layout in which everything divides.
     """
     possible = _layouts(config, world_size, 0, world_size)
     return min((memory_of(each.config, each.layout) for each in possible), key=lambda need: need.total_bytes)
@@ -115,10 +115,11 @@ def run_layouts(
     It ends by the clock, with what is ranked by then.
 
     Args:
+        memory: What every rank has for training; None = not known.
         given: Decisions that every plan has, by name.
 
     Raises:
-        ConfigError: If none fits.
+        ConfigError: If no layout fits.
     """
     return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory, given)
 
@@ -298,12 +299,13 @@ def run_subject(
 
     Args:
         path: A file of settings; or the config.json of a model of transformers, or its folder, with defaults
-            for the rest. Section [schedule] of a file is for runs that do not search. What `overrides` set of
-            it holds in every plan.
-        layout: Instead of plan.layout.
+            for the rest. Section [schedule] of a file is for runs that do not search.
+        overrides: Settings `key=value`. Those of section [schedule] hold in every plan.
+        layout: What counts instead of `plan.layout`; None = that.
+        memory: What every rank has for training; None = not known.
 
     Raises:
-        ConfigError: For overrides that would have no effect.
+        ConfigError: If an override would have no effect.
     """
     keys = [override.partition("=")[0].strip() for override in overrides]
     check_source(overrides)

@@ -242,10 +242,10 @@ class Solved:
     """A problem with the best plan that was found.
 
     Attributes:
-        why: The reasons for it.
-        more: Lines after these.
-        warning: That no plan fits into memory by its estimate. The best one is still taken, since the run
-            will show whether it fits.
+        why: The reasons for the plan.
+        more: Lines of the explanation after these.
+        warning: Why, by its estimate, no plan fits into memory; None if one does. The best plan is still
+            taken, since the run will show whether it fits.
     """
 
     problem: Problem
@@ -294,11 +294,12 @@ def find(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Solved:
-    """Return the best plan and the reasons for it. Callers have its warning said.
+    """Return the best plan and the reasons for it; callers print its warning.
 
     Args:
-        remedy: Of measurements that contradict each other.
-        clock: By which the search ends after `SEARCH_S`, with the best plan by then.
+        budget: Effort of the search, relative to the usual one.
+        remedy: What can be done about measurements that contradict each other.
+        clock: Seconds by which the search ends after `SEARCH_S`, with the best plan by then.
     """
     ends = time_limit(clock, budget)
     memory, warning = MemoryBudget.of(file.memory_bytes), None

@@ -50,7 +50,9 @@ class Probe:
     """One collective in one kind of group.
 
     Attributes:
-        make: Returns an exchange of this number of float32 elements.
+        members: The ranks of the group.
+        make: Returns an exchange of a number of float32 elements.
+        op: The op of a leg of a dispatch; "" for a collective.
         used: Whether plans rest on it.
     """
 
@@ -83,9 +85,10 @@ def measure_links(
     measured once.
 
     Args:
-        dispatches: Names of hierarchical ones whose legs are measured, too.
-        used_only: Leave out what no plan rests on.
-        limits: As of `Budget`.
+        dispatches: Names of hierarchical dispatches whose legs are measured, too.
+        budget_s: Seconds for all links together.
+        used_only: Whether to leave out what no plan rests on.
+        limits: What else ends measuring; None = nothing.
     """
     if machinery.layout.world_size == 1:
         return ()
@@ -197,7 +200,10 @@ def exchanges(transport: Transport, group: Axes, rank: int, device: torch.device
     """Return the collectives of a group as exchanges of its transport.
 
     Args:
-        rank: This rank's place in it.
+        rank: This rank's place in the group.
+
+    Returns:
+        By name of the collective, what makes an exchange of a number of float32 elements.
     """
     size = transport.size(group)
 

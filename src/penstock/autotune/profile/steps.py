@@ -43,7 +43,8 @@ class RanStep:
     """One step on this rank.
 
     Attributes:
-        spans_T2: When every task of the plan's graph started and ended, seconds.
+        iteration_s: Seconds of the whole step.
+        spans_T2: Seconds at which every task of the plan's graph started and ended.
     """
 
     iteration_s: float
@@ -60,9 +61,9 @@ class Watched:
     """The steps of one plan on all ranks.
 
     Attributes:
-        spans_KRT2: Seconds, by rank, round, task and end.
-        quiet_KRT: Durations of the same tasks in steps without a network.
-        iterations_R: The slowest rank's, by round.
+        spans_KRT2: Seconds at which tasks started and ended, [rank, round, task, end].
+        quiet_KRT: Durations of the same tasks in steps without a network, seconds.
+        iterations_R: Seconds of every round's step on the slowest rank.
     """
 
     plan: StepPlan
@@ -88,10 +89,10 @@ class Watched:
 
 
 def worth_running(plans: Sequence[tuple[str, StepPlan]]) -> list[int]:
-    """Return which plans show most: the first, and of every schedule the plan with the most tasks.
+    """Return the places of the plans that show most: the first, and per schedule that with the most tasks.
 
     Args:
-        plans: With the names of their schedules.
+        plans: The plans, each with the name of its schedule.
     """
     largest: dict[str, int] = {}
     for place, (name, plan) in enumerate(plans):
@@ -110,8 +111,9 @@ class RealSteps:
         """Take the plans to run.
 
         Args:
-            run, run_quietly: One step of a plan with and without a network; None = computation, which is
-                slept, takes as long with it.
+            run: Runs one step of a plan over the network.
+            run_quietly: Runs one without a network; None where computation is slept, and takes as long with a
+                network.
         """
         self._plans, self._run, self._run_quietly, self._control = plans, run, run_quietly, control
         self._noted: list[list[tuple[RanStep, RanStep]]] = [[] for _ in plans]
@@ -120,7 +122,8 @@ class RealSteps:
         """Run one step of every plan, and one without a network; all ranks together.
 
         Args:
-            late: Whether time is up, as all ranks agree; no other plan follows then.
+            late: Returns whether time is up, as all ranks agree; no other plan follows then.
+            counts: Whether the steps are noted.
         """
         for (plan, _), noted in zip(self._plans, self._noted, strict=True):
             if late():
@@ -163,7 +166,7 @@ def with_steps(
     """Return the file with what real steps tell about its tasks, its transfers, and whole steps.
 
     Args:
-        problem_of: The step that ran, on such a cluster.
+        problem_of: Returns the step that ran, on the cluster of a file.
     """
     problem = alone(problem_of(file))
 
@@ -238,13 +241,13 @@ class Fits:
 def transferred(
     watched: Sequence[Watched], cost_of: Callable[[Watched], Cost], work: Workload
 ) -> dict[Kind, list[Sighting]]:
-    """Compare every transfer on the rank that came last with its line.
+    """Compare every transfer on the rank that came last with its line; return sightings by kind of transfer.
 
     The other ranks wait for that one, and see more than the transfer.
 
     Args:
-        cost_of: Seconds of the tasks that ran, without contention.
-        work: Of the steps, for what their tasks are.
+        cost_of: Returns the seconds of the tasks that ran, without contention.
+        work: The sizes of the steps, for what their tasks are.
     """
     sightings: dict[Kind, list[Sighting]] = defaultdict(list)
     for steps in watched:
@@ -282,7 +285,7 @@ def with_whole_steps(
     """Return the file with what whole steps tell beyond their tasks, replacing what earlier ones told.
 
     Args:
-        expected_s: Predicted by such a file, for every plan.
+        expected_s: Seconds that this file predicts for every plan.
     """
     pairs = zip(watched, expected_s, strict=True)
     steps = fit_steps([[float(seconds) / one_s for seconds in each.iterations_R] for each, one_s in pairs])

@@ -63,13 +63,12 @@ def measure_tasks(
     """Return the file with its compute tasks measured, and what real steps tell about tasks and links.
 
     Tasks are lines over the work by the file's rates, of ranks of slowness 1. The result is the same on all
-    ranks, which must call this together.
-
-    Where the budget is `late` the file has what was measured by then, and says so among its doubts.
+    ranks, which must call this together. Where the budget is `late` the file has what was measured by then,
+    and says so among its doubts.
 
     Args:
         schedules: How steps are cut; none = in several ways, so that the lines hold for any.
-        limits: As of `Budget`.
+        limits: What else ends measuring; None = nothing.
     """
     budget = Budget(machinery.control, budget_s, limits)
     sample = sample_of(config)

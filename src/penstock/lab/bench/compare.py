@@ -24,14 +24,15 @@ from penstock.train.stopping import StopRequests
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Everything that was measured, equal on every rank: samples[label][rank][round].
+    """Everything that was measured, equal on every rank.
 
     Attributes:
+        samples: Steps of an entry, [label][rank][round].
         peaks_bytes: Memory of one step, [label][rank].
         compute_s: The computation alone, by the entries' work (`Entry.work`), [work][rank][round].
         traffic: Bytes that an entry of this work sends in a step, [work][rank][round][receiving rank].
-        layout: Which ranks share what, in words; "" if every rank has its own.
         virtual: What virtual devices these were; None if computation was done.
+        layout: Which ranks share what, in words; "" if every rank has its own.
         notes: Last lines of the table.
     """
 
@@ -69,9 +70,10 @@ def compare(
 
     Args:
         say: Called with what runs now.
+        clock: The clock, in seconds, of that limit.
 
     Raises:
-        KeyboardInterrupt: On all ranks without a complete round.
+        KeyboardInterrupt: On all ranks, if no round was complete.
     """
     begin_s = clock()
     late = False
@@ -160,7 +162,11 @@ def summarise(
 ) -> BenchResult:
     """Summarise measurements without measuring anything: the same input gives the same result.
 
-    Rates: None = not known.
+    Args:
+        nodes: Number of nodes.
+        devices: Number of devices in each node.
+        inter_rate_bit_per_s: Rate of a node's uplink; None = not known.
+        intra_rate_bit_per_s: Rate of a device's link to its node; None = not known.
     """
     rates = inter_rate_bit_per_s, intra_rate_bit_per_s
     limits = {work: _limit(found, work, nodes, devices, *rates) for work in found.compute_s}
@@ -206,7 +212,9 @@ def busiest_device_bytes(traffic: Sequence[Mapping[int, int]]) -> int:
 def busiest_uplink_bytes(traffic: Sequence[Mapping[int, int]], nodes: int, devices: int) -> int:
     """Return bytes over the busiest node's uplink in its busier direction.
 
-    traffic[rank][peer]: bytes sent.
+    Args:
+        traffic: Bytes sent, [rank][receiving rank].
+        devices: Number of devices in each node.
     """
     sent, received = [0] * nodes, [0] * nodes
     for rank, peers in enumerate(traffic):

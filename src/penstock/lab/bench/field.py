@@ -103,7 +103,9 @@ class RealField:
         Where peers take part, `sequential` also runs on Gloo's own all-to-all: every rival has both columns.
 
         Args:
-            candidates: By the name of the entry.
+            candidates: Plans by the name of the entry.
+            notes: Last lines of the table.
+            peers: Names of other systems.
         """
         self.label: str | None = None
         self.layout = layout_words(stacks.layout)

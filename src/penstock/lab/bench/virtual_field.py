@@ -53,7 +53,7 @@ class Slept:
     """Iterations of one virtual device by one plan.
 
     Attributes:
-        closing_s: Seconds to clip and update.
+        closing_s: Seconds of clipping and update.
     """
 
     stack: VirtualStack
@@ -221,8 +221,7 @@ def with_virtual_steps(
     All ranks call it together and get the same file.
 
     Args:
-        budget_s: Seconds of these steps, of which `BUDGET_S` are used at most and some steps are run in any
-            case.
+        budget_s: Seconds of these steps; at most `BUDGET_S` are used, and some steps are run in any case.
     """
     recorded = virtual.routing == "recorded"  # recorded routing is that of all layers
     model = config.model if recorded else two_layers(config.model)

@@ -158,8 +158,10 @@ class Cluster:
     """Namespaces joined by rate-limited links, one for each rank.
 
     As a context manager it is up inside the block and removed after it, also after an exception and the
-    signals of `penstock.stops`. After `kill -9` the next `up` of any process, or `remove_stale`, removes
-    it. A `persistent` cluster belongs to no process and stays until `down`.
+    signals of `penstock.stops`. After `kill -9` the next `up` of any process, or `remove_stale`, removes it.
+
+    Attributes:
+        persistent: Whether it belongs to no process and stays until `down`.
     """
 
     def __init__(self, config: EmulateConfig, *, persistent: bool = False, name: str | None = None) -> None:
@@ -182,7 +184,10 @@ class Cluster:
     def up(self) -> None:
         """Create the cluster, after removing what other processes left behind. Nothing remains if it fails.
 
-        Costs about 10 ms per rank and 20 ms per node. Raises `EmulationUnavailable` where it cannot work.
+        Costs about 10 ms per rank and 20 ms per node.
+
+        Raises:
+            EmulationUnavailable: If this machine or user cannot emulate a cluster.
         """
         check_available()
         remove_stale()
@@ -236,8 +241,10 @@ class Cluster:
         return self.wiring.address(rank)
 
     def listen_address(self, rank: int) -> str:
-        """Return the address at which a server of `rank` listens for all ranks, and for itself at 127.0.0.1:
-        every interface of its namespace, which cannot be reached from outside of the cluster."""
+        """Return the address at which a server of `rank` listens for all ranks, and for itself at 127.0.0.1.
+
+        That is every interface of its namespace, which cannot be reached from outside of the cluster.
+        """
         self.wiring.rank(rank)
         return "0.0.0.0"
 
@@ -281,7 +288,13 @@ class Cluster:
     def set_rate(
         self, *, inter: float | None = None, intra: float | None = None, node: int | None = None
     ) -> None:
-        """Change rates (bit/s) at once, for one node or for all; a rate that is not given stays as it is."""
+        """Change rates at once.
+
+        Args:
+            inter: Rate of uplinks, bit/s; None = as it is.
+            intra: Rate of devices' own links, bit/s; None = as it is.
+            node: The node whose links change; None = all nodes.
+        """
         if inter is not None:
             check_rate(inter, "inter")
             links.set_rate(self._uplink_ports(node), inter)
@@ -324,7 +337,7 @@ def open_cluster(name: str) -> Cluster:
     """Return an existing cluster, of any process.
 
     Raises:
-        ConfigError: Naming the existing ones.
+        ConfigError: If there is no such cluster, naming those that exist.
     """
     states = {each.name: each for each in clusters()}
     if name not in states:

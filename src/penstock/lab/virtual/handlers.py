@@ -31,8 +31,9 @@ class RankStep:
     """The tasks of one rank in one step, computed before it begins.
 
     Attributes:
-        seconds: Of computation, of the host's work, and of copies by tasks that move nothing.
-        counts: int64, sent and to be received.
+        seconds: Seconds of computation, of the host's work, and of copies by tasks that move nothing.
+        moves: What tasks send and receive.
+        counts: Numbers of rows that tasks send and receive in exchanges of counts, int64.
     """
 
     seconds: Mapping[Task, float]
@@ -44,7 +45,7 @@ class RankStep:
         """Look up everything in the cost; takes milliseconds, which a step should not pay.
 
         Args:
-            host_s: Of the host's tasks, by op.
+            host_s: Seconds of the host's tasks, by op.
         """
         counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
         moves = {t: cost.move(t, rank) for t in graph.tasks if t.op in MOVES}

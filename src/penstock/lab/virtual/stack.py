@@ -48,7 +48,7 @@ class Movement:
 
     Attributes:
         cluster: The cost of links and experts for planners of replicas.
-        slack: By MoE layer, see ExpertMoving.
+        slack: The slack of every MoE layer, see `ExpertMoving`.
     """
 
     shape: StepShape
@@ -68,10 +68,13 @@ class Movement:
         return None if self.is_none else self._placed(number, self._plans(number))
 
     def host_s(self) -> tuple[float, float]:
-        """Return this machine's processor seconds to find homes and plan replicas; 0 for what does not move.
+        """Return this machine's processor seconds to find homes and plan replicas.
 
-        Homes are those of a microbatch in one layer, replicas those of a rank's share of the layers.
         Processor time counts, because virtual ranks share the processor.
+
+        Returns:
+            Seconds to find the homes of a microbatch in one layer, and to plan the replicas of a rank's share
+                of the layers; 0 for what does not move.
         """
         homes_s = plan_s = 0.0
         if self.shape.moves_samples:
@@ -174,9 +177,9 @@ class VirtualStack:
     """One virtual device: real lanes, executor and transport; nothing is computed. `plan` may be exchanged.
 
     Attributes:
-        workload: With the sizes of the gradients to move.
+        workload: The sizes of a step, with those of the gradients to move.
         cluster: The rates of the devices that are imitated.
-        routing: Must be the same on all ranks.
+        routing: How tokens are routed; must be the same on all ranks.
         placement: How samples and replicas are placed by plans that move them.
     """
 
@@ -214,10 +217,11 @@ class VirtualStack:
         """Use `plan` from the next step on.
 
         Args:
-            placement: How it moves samples and replicas; None = as in the plan before.
+            placement: How the plan moves samples and replicas; None = as the plan before.
 
         Raises:
             ScheduleMismatchError: If the ranks' orders differ.
+            ValueError: If the batch has fewer samples than the plan has microbatches.
         """
         pieces, batch = plan.shape.microbatches, self.workload.batch
         if batch < pieces:
