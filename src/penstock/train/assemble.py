@@ -198,7 +198,11 @@ def _given(config: RunConfig) -> Decision:
 def model_of(
     model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeLayer | None = None
 ) -> MoEDecoder:
-    """Return a rank's part of the model, not initialised."""
+    """Return a rank's part of the model, not initialised.
+
+    Args:
+        make_moe: Makes MoE layers that `moe` cannot describe.
+    """
     return MoEDecoder(
         model,
         moe,
@@ -212,7 +216,12 @@ def model_of(
 
 
 def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: GradientBytes) -> StepPlan:
-    """Return the plan made from section [cluster], before anything has been measured."""
+    """Return the plan made from section [cluster], before anything has been measured.
+
+    Args:
+        shape: The uncut shape of a step.
+        gradients: Bytes of the layers' reduced gradients.
+    """
     sizes = workload(config, layout, gradients)
     return plan_step(_given(config), shape, gradients, lambda cut: StepCost(cut, sizes, config.cluster))
 

@@ -301,7 +301,7 @@ def verify(path: Path, control: Control) -> Record:
     """Compare every file with its checksum, each rank a share of the files; return the record of the state.
 
     Raises:
-        DamagedCheckpointError: On all ranks, if one has found a file that is not as it was written.
+        DamagedCheckpointError: On all ranks, if a file is not as it was written.
     """
 
     def check() -> None:

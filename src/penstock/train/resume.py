@@ -178,7 +178,12 @@ def find_resumption(config: RunConfig, control: Control) -> Resumption | None:
 
 
 def restore(config: RunConfig, control: Control, checkpoints: Checkpoints, resumption: Resumption) -> int:
-    """Load the checkpoint, or an older one if it turns out to be damaged; return the steps already done."""
+    """Load the checkpoint, or an older one if it turns out to be damaged; return the steps already done.
+
+    Args:
+        checkpoints: The checkpoints of this run, which hold the stack to load into.
+        resumption: The checkpoint to load, with older ones.
+    """
     while True:
         try:
             done = checkpoints.load(resumption.path, verified=True)

@@ -140,7 +140,13 @@ def updated(optimizer: torch.optim.Optimizer, model: nn.Module, splitting: Split
 
 
 def state_part(name: str, key: str, tensor: Tensor, splitting: Splitting) -> State:
-    """Return what this rank has of a tensor of an optimiser's state, which belongs to a parameter."""
+    """Return what this rank has of a tensor of an optimiser's state, which belongs to a parameter.
+
+    Args:
+        name: Name of the parameter in the model.
+        key: Name of the state, as the optimiser calls it.
+        splitting: How tensors of the parameter's shape are named.
+    """
     if not tensor.dim():
         return {f"{OPTIMIZER}{name}.{key}": Part.of(tensor)}
     named = splitting.split(name, tensor, f".{key}")

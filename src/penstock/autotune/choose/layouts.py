@@ -59,7 +59,7 @@ def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
     """Return the run in which ranks share as in `sizes`, with the same samples per step.
 
     Raises:
-        IndivisibleError: Where the samples cannot be divided among the groups of ranks.
+        IndivisibleError: If the samples cannot be divided among the groups of ranks.
     """
     parallel, data = config.parallel, config.data
     samples = data.batch_per_device * sizes.tp_size

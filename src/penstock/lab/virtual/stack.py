@@ -309,7 +309,7 @@ class VirtualStack:
         Returns when this rank has done all of its tasks.
 
         Raises:
-            TaskError: Naming the task that failed.
+            TaskError: If a task fails, naming it.
         """
         handlers = self._ready(number).handlers
         rank, lanes = self.machinery.layout.rank, self.machinery.lanes
