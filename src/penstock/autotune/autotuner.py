@@ -54,8 +54,10 @@ class Autotuner:
 
     All ranks make their autotuners together, which may measure the cluster.
 
+    Args:
+        resumption: A checkpoint whose plan is continued if that fits; None for a run that starts afresh.
+
     Attributes:
-        resumption: A checkpoint whose plan is continued if that fits.
         planned: The plan in use.
     """
 
@@ -148,8 +150,8 @@ class Autotuner:
         Not to be called after the last step: nothing would run by its decision.
 
         Args:
-            slowest_s: Of the step on the slowest rank.
-            records: Of this rank.
+            slowest_s: Seconds of the step on the slowest rank.
+            records: This rank's records of the step.
         """
         self._steps += 1
         if self._trials is not None:
@@ -282,12 +284,12 @@ class Autotuner:
         drift = self._watch.note(slowest_s)
         if self._watch.learnt:
             # The steps with which later ones are compared are known: name the ranks that compute slowly.
-            mine = typical_seconds(record for step in self._before for record in step)
-            everyone = self._stack.machinery.control.gather(mine, "comparing how fast ranks compute")
-            found = stragglers(everyone)
-            slow = tuple(each.rank for each in found)
-            if slow != self._slow and found:
-                logger.info("; ".join(each.words for each in found))
+            own = typical_seconds(record for step in self._before for record in step)
+            everyone = self._stack.machinery.control.gather(own, "comparing how fast ranks compute")
+            lagging = stragglers(everyone)
+            slow = tuple(each.rank for each in lagging)
+            if slow != self._slow and lagging:
+                logger.info("; ".join(each.words for each in lagging))
             self._slow = slow
         return drift is not None and self._answer(drift)
 
@@ -296,8 +298,8 @@ class Autotuner:
         before, now = milliseconds(drift.before_s), milliseconds(drift.now_s)
         logger.info(f"the step time has changed from {before} to {now}")
         control, silent = self._stack.machinery.control, self._stack.machinery.layout.mesh.silent
-        mine = [r for step in self._before for r in step], [r for step in self._recent for r in step]
-        everyone = control.gather(mine, "collecting durations")
+        own = [r for step in self._before for r in step], [r for step in self._recent for r in step]
+        everyone = control.gather(own, "collecting durations")
         steps_before, steps_now = ([rank[i] for rank in everyone] for i in (0, 1))
         plan = self._config.plan
         find = partial(diagnose, steps_before, steps_now, plan.drift_threshold, silent)

@@ -49,7 +49,7 @@ class Learnt:
     Attributes:
         misses: Measured over predicted seconds per step, by schedule that was tried.
         others: The next best plans, those that were tried first.
-        won: How the plan did that was tried and kept.
+        won: The plan that was tried and kept, with its seconds per step; None without a trial.
         lost: Trials of moving that were lost, whatever the plan in use.
     """
 
@@ -79,11 +79,13 @@ class Planned:
     """A plan in use and the problem that it solves; the same on all ranks.
 
     Attributes:
-        file: The cluster's, if a file describes it.
+        file: The file that describes the cluster, if one does.
         lines: The explanation of the choice.
         to_try: Other plans that may turn out to be faster, the most promising first.
-        number: By which messages refer to the plan.
-        plans: Count of numbers given.
+        searched: What the search has done; None without a search.
+        number: The number by which messages refer to the plan.
+        plans: How many numbers have been given.
+        learnt: What the run remembers of other plans.
     """
 
     problem: Problem
@@ -129,8 +131,10 @@ class Planned:
 
     @property
     def predicted_words(self) -> str:
-        """Text such as `: 812.0 ms per step predicted`, its update included; "" where nothing was
-        measured from which to predict."""
+        """Text such as `: 812.0 ms per step predicted`, the update included.
+
+        It is "" where nothing was measured from which to predict.
+        """
         if self.file is None:
             return ""
         seconds = within(self.predicted_s, interval_s(self.problem, self.predicted_s))
@@ -207,7 +211,11 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A plan as it is sent between ranks: small, since the graph of its step is built where it arrives."""
+    """A plan as it is sent between ranks: small, since the graph of its step is built where it arrives.
+
+    Attributes:
+        text: The order of tasks, as `Schedule.text` writes it.
+    """
 
     choice: Decision
     shape: StepShape
@@ -265,31 +273,31 @@ def decided_slowly(control: Control, decide: Callable[[], T], purpose: str, time
     A thread of rank 0 decides, so that the others hear of it however long a single thought takes.
 
     Args:
-        control: Of all ranks, which call this together.
-        decide: Is called on rank 0.
-        purpose: In words, for errors.
+        control: The control of all ranks, which call this together.
+        decide: Called on rank 0 alone.
+        purpose: What the decision is for, in words, for errors.
         timeout_s: How long ranks wait for each other.
 
     Raises:
-        ConfigError: What prevents the decision, on all ranks.
+        ConfigError: On all ranks, if `decide` raises it.
     """
     if control.rank > 0:
         while (heard := control.gather(None, purpose)[0]) is None:
             pass
         return _taken(heard)
-    found: SimpleQueue[_Answer[T] | BaseException] = SimpleQueue()
+    answers: SimpleQueue[_Answer[T] | BaseException] = SimpleQueue()
 
     def think() -> None:
         try:
-            found.put(_answer(decide))
+            answers.put(_answer(decide))
         except BaseException as error:  # of any kind: it is raised where the caller waits
-            found.put(error)
+            answers.put(error)
 
     Thread(target=think, name="penstock-decision", daemon=True).start()
     answer = None
     while answer is None:
         try:
-            answer = found.get(timeout=min(timeout_s / BEATS, LONGEST_BEAT_S))
+            answer = answers.get(timeout=min(timeout_s / BEATS, LONGEST_BEAT_S))
         except Empty:
             control.gather(None, purpose)
     if isinstance(answer, BaseException):

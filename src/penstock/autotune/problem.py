@@ -52,7 +52,7 @@ def run_problem(
     """Return the step of this run on the cluster that `file` describes, in the run's precision.
 
     Args:
-        slowness: See Problem; None = as in the file, if the file is of as many ranks.
+        slowness: The slowness of every rank, see `Problem`; None = as in the file, if it is of as many ranks.
     """
     if slowness is None:
         slowness = file.slowness if file.ranks == layout.world_size else ()
@@ -94,26 +94,28 @@ def given_choice(config: RunConfig, problem: Problem) -> Decision:
 def dispatches_of(problem: Problem, choice: Decision) -> list[str]:
     """Return the dispatches with which a given choice can run.
 
-    Raises ConfigError or RefusalError, as of the first dispatch, if it can run with none.
+    Raises:
+        ConfigError: If it can run with none, for the reason of the first.
+        RefusalError: Likewise.
     """
-    found: list[str] = []
+    possible: list[str] = []
     refused: list[ValueError] = []
     for name in problem.dispatches:
         try:
             problem.cut(replace(choice, dispatch=name))
-            found.append(name)
+            possible.append(name)
         except (ConfigError, RefusalError) as error:
             refused.append(error)
-    if not found:
+    if not possible:
         raise refused[0]
-    return found
+    return possible
 
 
 def candidates(config: RunConfig, layout: Layout) -> list[str]:
     """Return the dispatches that these ranks can run, and that the configuration leaves open.
 
     Raises:
-        ConfigError: If it names a dispatch that they cannot run.
+        ConfigError: If the configuration names a dispatch that they cannot run.
     """
     moe = config.moe
     if moe.dispatch == "auto":
@@ -170,12 +172,13 @@ def check_shared(moe: MoEConfig, parallel: ParallelConfig) -> None:
 def check_compatible(config: RunConfig, layout: Layout, *, computes: bool = True) -> None:
     """Raise ConfigError or RefusalError for settings with which these ranks could not build a step.
 
+    What a rank builds is built here, too: an MoE layer without memory for its weights, and the graph of a
+    step, in no particular order. A plan file is checked whole.
+
     Args:
-        config: resolved.
-        layout: With the ranks of a node.
-        computes: Whether ranks have layers; virtual devices have none. What a rank builds is built here, too:
-            an MoE layer without memory for its weights, and the graph of a step, in no particular order. A
-            plan file is checked whole.
+        config: A `resolved` configuration.
+        layout: The layout of the run, with the ranks of a node.
+        computes: Whether ranks have layers; virtual devices have none.
     """
     if config.plan.mode == AUTO:
         check_shared(config.moe, config.parallel)

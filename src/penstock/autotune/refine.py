@@ -32,12 +32,15 @@ from penstock.words import counted, mib, milliseconds
 def refine(
     stack: PipelinedStack, planned: Planned, records: Sequence[TaskRecord]
 ) -> tuple[Planned, dict[Kind, float]]:
-    """Let a stack run the same graph, ordered by the same rule with measured durations; return these, too.
+    """Let a stack run the same graph, ordered by the same rule with measured durations.
 
     Results do not change, only waiting does.
 
     Args:
-        records: Of this rank; all ranks exchange theirs, so that all use the same order.
+        records: This rank's records; all ranks exchange theirs, so that all use the same order.
+
+    Returns:
+        The plan in its new order, and the measured seconds by kind of task.
     """
     choice, even = planned.choice, planned.seeing(None).problem  # ranks order it by themselves
     everyone = stack.machinery.control.gather(list(records), "exchanging measured durations")
@@ -58,13 +61,17 @@ def sized(problem: Problem, choice: Decision, kinds: dict[Kind, float]) -> StepP
     """Plan the choice, ordered by the measured times of all tasks but those that its size of chunks changes.
 
     Args:
-        kinds: Measured seconds; those of reductions hold for another size and do not count.
+        kinds: Measured seconds by kind of task; those of reductions hold for another size and do not count.
     """
     return plan_step(choice, problem.uncut(choice), problem.gradients, _costs(problem, choice, kinds))
 
 
 def best_simulated(problem: Problem, choice: Decision, sizes: SizeRange, kinds: dict[Kind, float]) -> int:
-    """Return the size with the shortest simulated step, with which a search had better begin."""
+    """Return the size with the shortest simulated step, with which a search had better begin.
+
+    Args:
+        kinds: Measured seconds by kind of task, as for `sized`.
+    """
 
     def simulated_s(size_bytes: int) -> float:
         plan = sized(problem, replace(choice, all_reduce_chunk_bytes=size_bytes), kinds)
@@ -86,6 +93,12 @@ class Tuning:
     `turn` is called by all ranks together: at the beginning, and whenever `note` says that a sample is
     complete. It returns the plan to run from then on. After `TUNING_S`, the sum of what all ranks know of
     steps, a sample ends as soon as one step counts, and is the last.
+
+    Args:
+        kinds: Measured seconds by kind of task.
+
+    Attributes:
+        best: The best sample; None until the search has ended.
     """
 
     def __init__(

@@ -49,8 +49,8 @@ class Turn:
     """A plan in a trial.
 
     Attributes:
-        times_s: Of its steps on the slowest rank.
-        records: Of its steps on this rank.
+        times_s: Seconds of its steps on the slowest rank.
+        records: This rank's records of its steps.
     """
 
     planned: Planned
@@ -154,11 +154,11 @@ class Trials(Trial):
     def __init__(self, planned: Planned) -> None:
         first, plans = replace(planned, to_try=()), planned.plans + len(planned.to_try)
         to_try = [
-            replace(first, choice=each.choice, plan=each.plan, number=number, plans=plans)
-            for number, each in enumerate(planned.to_try, planned.number + 1)
+            replace(first, choice=candidate.choice, plan=candidate.plan, number=number, plans=plans)
+            for number, candidate in enumerate(planned.to_try, planned.number + 1)
         ]
         super().__init__([replace(first, plans=plans), *to_try])
-        self._predicted_s = [planned.predicted_s, *(each.predicted_s for each in planned.to_try)]
+        self._predicted_s = [planned.predicted_s, *(candidate.predicted_s for candidate in planned.to_try)]
 
     @property
     def done(self) -> bool:
@@ -202,8 +202,8 @@ class Trials(Trial):
     def _verdict(self) -> str:
         kept = self._ranked[0]
         # The first one was said when it was chosen.
-        words = "" if kept is self._turns[0] else f": {kept.planned.choice.words}"
-        return f"keeping {kept.planned.name}{words}{self._untried}"
+        description = "" if kept is self._turns[0] else f": {kept.planned.choice.words}"
+        return f"keeping {kept.planned.name}{description}{self._untried}"
 
     @property
     def _untried(self) -> str:
@@ -246,15 +246,15 @@ class TriedMoves(Trial):
         """
         faster, slower = map(self._observed, self._ranked)
         choices = slower.planned.choice, faster.planned.choice
-        known = tuple(each for each in planned.learnt.lost if not each.settles(*choices))
+        lost = tuple(each for each in planned.learnt.lost if not each.settles(*choices))
         still = choices[0].samples == choices[0].experts == "none"
         if planned.choice == self._turns[0].planned.choice and still:
-            return planned.learning((), known)
-        mine = [record for step in slower.records[DROPPED_STEPS:] for record in step]
-        everyone = control.gather(mine, "exchanging durations of the slower plan")
+            return planned.learning((), lost)
+        own = [record for step in slower.records[DROPPED_STEPS:] for record in step]
+        everyone = control.gather(own, "exchanging durations of the slower plan")
         records = [record for rank in everyone for record in rank]
         moves, trial = decided(control, lambda: _correction(slower, faster, records), "learning from a trial")
-        return planned.learning(moves, (*known, trial))
+        return planned.learning(moves, (*lost, trial))
 
     def _observed(self, turn: Turn) -> Turn:
         """Return a turn whose plan is priced by the routing that was observed, whatever it moves."""
@@ -270,8 +270,8 @@ def _correction(
     """Return the price of the slower plan's own transfers, and by how much predictions err even so."""
     times = _prolonged(slower.planned, faster.planned, records)
     slower_s, faster_s = (
-        prolonged_s(each.problem, each.choice, each.plan, times) + closing_s(each.problem)
-        for each in (slower.planned, faster.planned)
+        prolonged_s(planned.problem, planned.choice, planned.plan, times) + closing_s(planned.problem)
+        for planned in (slower.planned, faster.planned)
     )
     trial = LostTrial.of(
         slower.planned.choice,
@@ -280,8 +280,8 @@ def _correction(
         measured=slower.seconds / faster.seconds,
     )
     file = slower.planned.file
-    known = {move.op: move.in_steps for move in (file.moves if file else ())}
-    now = known | {op: ratio * known.get(op, 1.0) for op, ratio in times.items()}
+    before = {move.op: move.in_steps for move in (file.moves if file else ())}
+    now = before | {op: ratio * before.get(op, 1.0) for op, ratio in times.items()}
     return tuple(MoveModel(op=op, in_steps=factor) for op, factor in now.items()), trial
 
 
@@ -297,10 +297,10 @@ def _prolonged(planned: Planned, other: Planned, records: Sequence[TaskRecord]) 
         if task.axes and task.op not in shared:
             own.setdefault(task.op, []).append(task)
     times = predicted_timeline(planned.problem, planned.choice, planned.plan).times if own else {}
-    measured, found = MeasuredCost.from_records(records, lambda _: 0.0), {}
+    measured, ratios = MeasuredCost.from_records(records, lambda _: 0.0), {}
     for op, tasks in own.items():
         took_s = sum(map(measured, tasks))
         expected_s = sum(float((times[task].end - times[task].start).min()) for task in tasks)
         if took_s > 0 and expected_s > 0:
-            found[op] = took_s / expected_s
-    return found
+            ratios[op] = took_s / expected_s
+    return ratios

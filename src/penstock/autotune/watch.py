@@ -37,7 +37,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """A change of the step time since the plan was adopted. Medians, in seconds."""
+    """A change of the step time since the plan was adopted.
+
+    Attributes:
+        before_s: Median of the baseline.
+        now_s: Median of the last steps.
+    """
 
     before_s: float
     now_s: float
@@ -119,10 +124,10 @@ class Diagnosis:
     """Ratios of task durations, now over before.
 
     Attributes:
-        transfers: By lane, for lanes on which anything is sent; a collective counts with its shortest
+        transfers: Ratios by lane, for lanes on which anything is sent; a collective counts with its shortest
             duration over ranks, since the rest is waiting.
-        compute: By rank.
-        threshold: Smaller differences are noise.
+        compute: Ratios by rank.
+        threshold: Smaller changes are noise.
     """
 
     transfers: Mapping[Lane, float]
@@ -165,7 +170,8 @@ def diagnose(
     """Compare records of the same plan and return the changes.
 
     Args:
-        before, now: By rank, of some steps each.
+        before, now: Records of some steps each, by rank.
+        threshold: Smaller changes are noise.
         silent: Groups of one rank, in which nothing is sent.
     """
     transfers = {}
@@ -185,11 +191,11 @@ def diagnose(
 
 def _shortest(records: Iterable[TaskRecord]) -> dict[Kind, float]:
     """Return, by kind of transfer, the shortest duration over ranks, as the median over tasks and steps."""
-    each: dict[tuple[int, Task], float] = {}
+    shortest_s: dict[tuple[int, Task], float] = {}
     for record in records:
         key = record.step, record.task
-        each[key] = min(record.duration_s, each.get(key, record.duration_s))
-    return _medians((task, seconds) for (_, task), seconds in each.items())
+        shortest_s[key] = min(record.duration_s, shortest_s.get(key, record.duration_s))
+    return _medians((task, seconds) for (_, task), seconds in shortest_s.items())
 
 
 def _computed(records: Iterable[TaskRecord]) -> dict[Kind, float]:
@@ -231,8 +237,10 @@ class Verdict:
     """The decision of rank 0.
 
     Attributes:
+        order: The plan to run.
         why: The explanation of the plan.
         line: The change in words.
+        others: The next best plans.
     """
 
     order: Order
@@ -249,7 +257,7 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
     ratio of its task durations.
 
     Args:
-        config: With the dispatch in use, which stays, since the model was built for it.
+        config: The run with the dispatch in use, which stays, since the model was built for it.
     """
     assert planned.file is not None, "a cluster that was measured before"
     file = planned.file
@@ -277,8 +285,8 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
     if verdict.order.choice != now.choice:
         now = replace(now, problem=problem)
     learnt = replace(now.learnt, others=verdict.others, won=None)
-    found = now.another(verdict.order)
-    return replace(found, lines=verdict.why, searched=verdict.searched, learnt=learnt)
+    chosen = now.another(verdict.order)
+    return replace(chosen, lines=verdict.why, searched=verdict.searched, learnt=learnt)
 
 
 def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
@@ -287,11 +295,11 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
     A link that was not measured again stays.
     """
     before = {(link.collective, link.group, link.op): link for link in file.links}
-    again = []
+    updated = []
     for link in links:
-        known = before.pop((link.collective, link.group, link.op), link)
-        again.append(replace(link, in_steps=known.in_steps, contended=known.contended))
-    links = (*again, *before.values())
+        earlier = before.pop((link.collective, link.group, link.op), link)
+        updated.append(replace(link, in_steps=earlier.in_steps, contended=earlier.contended))
+    links = (*updated, *before.values())
     return replace(file, links=links, rates=rates_with_links(file.rates, links, file.nodes))
 
 
@@ -304,8 +312,8 @@ def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagn
     problem = now.seeing(None).problem
     old = evaluate(problem, staying(problem, now.choice))
     solved = find(problem, file, config.plan.budget).warned()
-    found = solved.found
-    new = min((found.best, *found.others), key=now.expected_s)
+    result = solved.found
+    new = min((result.best, *result.others), key=now.expected_s)
     changes = now.expected_s(new) < WORTH * now.expected_s(old)
     kept = old if old.choice == now.choice else evaluate(now.problem, now.choice)
     best, other = (new, old) if changes else (kept, new)
@@ -321,8 +329,8 @@ def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagn
         line = f"{diagnosis.text}: changing to plan {now.plans + 1}: {best.choice.words} ({predicted})"
     else:
         line = f"{diagnosis.text}: keeping {now.name} in a new order ({predicted})"
-    why = solved.lines if best is found.best else (line,) if changes else now.lines
+    why = solved.lines if best is result.best else (line,) if changes else now.lines
     order = Order.of(best.choice, best.plan)
-    rest = [each for each in (other, found.best, *found.others) if each.choice != best.choice]
+    rest = [each for each in (other, result.best, *result.others) if each.choice != best.choice]
     others = OtherPlan.among(now.problem, rest)
-    return Verdict(order=order, why=why, line=line, searched=found.searched, others=others)
+    return Verdict(order=order, why=why, line=line, searched=result.searched, others=others)

@@ -59,7 +59,7 @@ class Within(Bound):
     """A number from `low` to `high`.
 
     Attributes:
-        reason: Why not beyond, as an independent clause.
+        reason: Why a number may not lie beyond, as an independent clause.
         above, below: Whether `low` or `high` itself is excluded.
         hint: What to use instead; "" = the nearest.
     """
@@ -105,7 +105,12 @@ class Within(Bound):
 
 @dataclass(frozen=True)
 class Items(Bound):
-    """The range of the number of items in a list."""
+    """The range of the number of items in a list.
+
+    Attributes:
+        most, least: The largest and the smallest number.
+        reason: Why there may not be more, as an independent clause.
+    """
 
     most: int
     reason: str
@@ -125,7 +130,12 @@ class Items(Bound):
 
 @dataclass(frozen=True)
 class Text(Bound):
-    """The largest number of characters of a text or a path, which is never empty."""
+    """The largest number of characters of a text or a path, which is never empty.
+
+    Attributes:
+        most: The largest number.
+        reason: Why there may not be more, as an independent clause.
+    """
 
     most: int
     reason: str
@@ -235,14 +245,14 @@ def by_key(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
 
     What the table lacks is left out.
     """
-    found = {}
+    settings = {}
     for key, _ in leaves(cls):
         value: Any = table
         for name in key.split("."):
             value = value.get(name, MISSING) if isinstance(value, Mapping) else MISSING
         if value is not MISSING:
-            found[key] = value
-    return found
+            settings[key] = value
+    return settings
 
 
 def default_of(field: Field[Any]) -> Any:

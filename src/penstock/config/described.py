@@ -39,9 +39,10 @@ class Setting:
     """A setting in words.
 
     Attributes:
-        kind: Of its values.
-        default: As TOML.
-        meaning: Markdown with links.
+        key: Its dotted key.
+        kind: What values it has.
+        default: Its default, as TOML.
+        meaning: What it means, in Markdown with links.
     """
 
     key: str
@@ -53,7 +54,7 @@ class Setting:
 @cache
 def docs_of(cls: type) -> Mapping[str, str]:
     """Return the text below each field of a section, those of its bases among them."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if is_dataclass(base) and isinstance(base, type):
             (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -62,14 +63,15 @@ def docs_of(cls: type) -> Mapping[str, str]:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                     below = text.value if isinstance(text, ast.Expr) else None
                     if isinstance(below, ast.Constant) and isinstance(below.value, str):
-                        found[field.target.id] = " ".join(below.value.split())
-    return found
+                        docs[field.target.id] = " ".join(below.value.split())
+    return docs
 
 
 def described(cls: type, prefix: str = "", base: object = None) -> Iterator[Setting]:
     """Yield every setting below `cls` in the order of its sections.
 
     Args:
+        prefix: Dotted key of `cls`; "" = the top level.
         base: A section with other defaults.
     """
     for field in settable(cls):
@@ -84,9 +86,9 @@ def described(cls: type, prefix: str = "", base: object = None) -> Iterator[Sett
             some = (
                 next((each for each in get_args(tp) if each is not type(None)), tp) if may_be_none(tp) else tp
             )
-            words = [mark.words for mark in getattr(some, "__metadata__", ()) if isinstance(mark, Within)]
+            ranges = [mark.words for mark in getattr(some, "__metadata__", ()) if isinstance(mark, Within)]
             kind, optional, _ = kind_of(tp).partition(", or none")
-            yield Setting(key=key, kind=" ".join((kind, *words)) + optional, default=shown, meaning=meaning)
+            yield Setting(key=key, kind=" ".join((kind, *ranges)) + optional, default=shown, meaning=meaning)
 
 
 def _toml(value: Any) -> str:
@@ -97,12 +99,12 @@ def _toml(value: Any) -> str:
 def help_text(cls: type, section: str = "", width: int = 100) -> str:
     """Return every setting below a section of `cls`, or below all, for a terminal."""
     lines = []
-    for each in described(cls):
-        if f"{each.key}.".startswith(f"{section}." if section else ""):
-            default = f" (default: {each.default})" if each.default else ""
-            lines += textwrap.wrap(f"{each.key}: {each.kind}{default}", width, subsequent_indent="    ")
+    for setting in described(cls):
+        if f"{setting.key}.".startswith(f"{section}." if section else ""):
+            default = f" (default: {setting.default})" if setting.default else ""
+            lines += textwrap.wrap(f"{setting.key}: {setting.kind}{default}", width, subsequent_indent="    ")
             lines += textwrap.wrap(
-                MORE.sub("", each.meaning), width, initial_indent="    ", subsequent_indent="    "
+                MORE.sub("", setting.meaning), width, initial_indent="    ", subsequent_indent="    "
             )
     return "\n".join(lines)
 
@@ -115,8 +117,8 @@ def page(cls: type) -> str:
         assert section is not None
         lines += [f"## {field.name}", "", "| key | values | default | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{each.key}` | {each.kind} | {each.default} | {each.meaning} |".replace("<", "&lt;")
-            for each in described(section, field.name)
+            f"| `{item.key}` | {item.kind} | {item.default} | {item.meaning} |".replace("<", "&lt;")
+            for item in described(section, field.name)
         ]
         lines.append("")
     return "\n".join(lines)
@@ -125,10 +127,10 @@ def page(cls: type) -> str:
 def json_schema(cls: type) -> dict[str, Any]:
     """Return the JSON schema of a file of settings, with what every setting means."""
     schema: dict[str, Any] = adapter(cls).json_schema()
-    words = {name: docs_of(section) for name, section in _sections(cls)}
+    docs = {name: docs_of(section) for name, section in _sections(cls)}
     for name, table in schema.get("$defs", {}).items():
         for key, value in table.get("properties", {}).items():
-            if text := words.get(name, {}).get(key):
+            if text := docs.get(name, {}).get(key):
                 value["description"] = MORE.sub("", text)
             if {"type": "null"} in value.get("anyOf", ()):
                 value["anyOf"][value["anyOf"].index({"type": "null"})] = {"const": "none"}

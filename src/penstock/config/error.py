@@ -27,7 +27,7 @@ class ConfigError(ValueError):
     """A setting that cannot be used: its key, its value, why not, and what to do about it.
 
     Attributes:
-        others: What else was found wrong beside it.
+        others: Other errors that were found beside it.
     """
 
     def __init__(self, key: str, value: object, why: str, hint: str = "") -> None:
@@ -54,7 +54,7 @@ def check_name(key: str, value: str, known: Iterable[object], what: str = "", ot
     """Raise ConfigError about `key` unless `value` is among `known`.
 
     Args:
-        what: Their kind; "" = the key name.
+        what: What kind of thing these are; "" = the last part of the key.
         otherwise: A sentence on what else can be given.
     """
     names = list(map(str, known))

@@ -52,8 +52,10 @@ def is_missing(path: Path) -> bool:
 
 
 def check_no_link(path: Path, hint: str) -> None:
-    """Raise ConfigError about a link in the place of a file that Penstock writes itself: it may lead to what
-    is not to be read or shown."""
+    """Raise ConfigError about a link in the place of a file that Penstock writes itself.
+
+    It may lead to what is not to be read or shown.
+    """
     if asked(path.is_symlink):
         raise ConfigError(str(path), UNSET, "is a link, and a run leaves none", hint)
 
@@ -76,8 +78,11 @@ def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> Bina
 
     Its kind is checked after it was opened, and opening does not wait for the writer of a pipe.
 
+    Args:
+        value: What the setting says, for messages.
+
     Raises:
-        ConfigError: About `key` if it cannot be read as a file.
+        ConfigError: About `key`, if it cannot be read as a file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
@@ -100,7 +105,7 @@ def read_text(path: Path, key: str, hint: str, most_bytes: int) -> str:
     """Return the UTF-8 text in a file of at most `most_bytes`, without a leading byte order mark.
 
     Raises:
-        ConfigError: About `key`.
+        ConfigError: About `key`, if there is no such file, or no such text in it.
     """
     with open_regular(path, key, hint) as file:
         try:
@@ -121,7 +126,8 @@ def read_json(path: Path, hint: str, most_bytes: int = MOST_JSON_BYTES, *, stric
     """Return the content of a JSON file; errors begin with the path.
 
     Args:
-        strict: By the rules of `parse_json`; else the last of equal keys counts, as in other libraries.
+        strict: Whether the rules of `parse_json` hold; else the last of equal keys counts, as in other
+            libraries.
     """
     text = read_text(path, str(path), hint, most_bytes)
     try:
@@ -137,7 +143,7 @@ def parse_json(text: str | bytes) -> Any:
     bounds of the setting that they are for, whose message names the key.
 
     Raises:
-        ValueError: With a clause that says what is wrong.
+        ValueError: If it is none, with a clause that says what is wrong.
     """
     return _parsed(partial(json.loads, object_pairs_hook=_object), text)
 
@@ -154,12 +160,12 @@ def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
 
 
 def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in table:
             raise ValueError(f"key {shorten(key)} stands twice in one object")
-        found[key] = value
-    return found
+        table[key] = value
+    return table
 
 
 # ---- settings ----------------------------------------------------------------------------------------------
@@ -184,34 +190,34 @@ def read_table(path: Path) -> dict[str, Any]:
     text = read_text(path, str(path), "Give the path of a readable TOML or YAML file.", MOST_TOML_BYTES)
     name, parse = PARSERS.get(path.suffix.lower(), ("TOML", parse_toml))
     try:
-        found = parse(text)
+        table = parse(text)
     except ValueError as error:
         hint = "Correct it; text needs quotes, and a section starts with [name]."
         hint = hint if parse is parse_toml else "Correct it."
         raise ConfigError(str(path), UNSET, f"is not valid {name}: {error}", hint) from error
-    if not isinstance(found, dict):
+    if not isinstance(table, dict):
         raise ConfigError(str(path), UNSET, "has no sections of settings", "Give it some.")
-    return {name: each for name, each in found.items() if name not in NO_SETTINGS}
+    return {name: each for name, each in table.items() if name not in NO_SETTINGS}
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the table in a TOML text.
 
     Raises:
-        ValueError: With a clause that says what is wrong.
+        ValueError: If it is none, with a clause that says what is wrong.
     """
     for number, line in enumerate(text.split("\n"), start=1):
         if line.count(".") > MOST_DOTS:
             raise ValueError(f"line {number} has more than {MOST_DOTS} dots; break it")
-    found: dict[str, Any] = _parsed(tomllib.loads, text)
-    return found
+    table: dict[str, Any] = _parsed(tomllib.loads, text)
+    return table
 
 
 def parse_yaml(text: str) -> Any:
     """Return the content of a YAML 1.2 text without aliases, of which a few lines can make gigabytes.
 
     Raises:
-        ValueError: With a clause that says what is wrong.
+        ValueError: If it is none, with a clause that says what is wrong.
     """
     from ruamel.yaml import YAML  # takes a while, and most files are TOML
     from ruamel.yaml.error import YAMLError
@@ -226,22 +232,22 @@ def parse_yaml(text: str) -> Any:
             levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
             if levels > MOST_LEVELS:  # reading on would take time by the square of the levels
                 raise ValueError(DEEP)
-        found = _parsed(reader.load, text)
+        content = _parsed(reader.load, text)
     except YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    return {} if found is None else _check_plain(found)
+    return {} if content is None else _check_plain(content)
 
 
 def _check_plain(value: Any) -> Any:
     """Return a value of YAML. Raises ValueError for what YAML has and settings do not."""
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key, item in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"key {shorten(str(key))} is no text; write it in quotes")
-            _check_plain(each)
+            _check_plain(item)
     elif isinstance(value, list):
-        for each in value:
-            _check_plain(each)
+        for item in value:
+            _check_plain(item)
     elif isinstance(value, (bytes, set)):
         raise ValueError(f"it has a value of the type {type(value).__name__}, which no setting has")
     return value

@@ -51,8 +51,8 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     one of `NOT_TEXT`; of two overrides of one key the later counts.
 
     Raises:
-        ConfigError: With the full dotted key for anything that does not fit; its `others` hold what else does
-            not.
+        ConfigError: With its full dotted key, for the first thing that does not fit; `others` holds what else
+            does not.
     """
     table: dict[str, Any] = {}
     for _, layer in _layers(cls, path, overrides):
@@ -89,7 +89,7 @@ def to_toml(config: object) -> str:
     A field that is None is left out where that is its default anyway, and written as "none" elsewhere.
 
     Raises:
-        ConfigError: For text that would be read back as None.
+        ConfigError: If a text would be read back as None.
     """
     return "\n".join(_lines(config, "", None)).strip("\n") + "\n"
 
@@ -110,8 +110,8 @@ def _split(cls: type, override: str) -> tuple[list[str], str]:
     key, equals, text = (part.strip() for part in override.partition("="))
     if key and equals:
         return key.split(".", DEEPEST), text
-    asked = next((leaf for leaf in leaves(cls) if leaf[0] == override.strip()), None)
-    such = example_override(cls) if asked is None else f"{asked[0]}={example(asked[1])}"
+    setting = next((leaf for leaf in leaves(cls) if leaf[0] == override.strip()), None)
+    such = example_override(cls) if setting is None else f"{setting[0]}={example(setting[1])}"
     hint = f"Write section.key=value, such as {such}."
     raise ConfigError(override, UNSET, "is not a setting with a value", hint)
 

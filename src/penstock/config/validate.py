@@ -69,7 +69,7 @@ def rename(cls: type, table: dict[str, Any], section: str) -> dict[str, Any]:
     """Rename the settings in `table` to their own names, with a hint for each, and return `table`.
 
     Raises:
-        ConfigError: For a setting that occurs in it under two names.
+        ConfigError: If a setting occurs in it under two names.
     """
     for name in [name for name in table if own_name(cls, name) != name]:
         own = own_name(cls, name)
@@ -93,7 +93,11 @@ UNKNOWN: Final = "unexpected_keyword_argument"
 
 
 def validated(tp: Any, table: object, key: str) -> Any:
-    """Return the `tp` that `table` describes, which came from `prepared`; `key` is its own dotted key.
+    """Return the `tp` that a table describes.
+
+    Args:
+        table: What `prepared` has returned.
+        key: The table's own dotted key.
 
     Raises:
         ConfigError: For the first thing that does not fit, with all others in its `others`.
@@ -116,7 +120,7 @@ def check_bounds(section: Any) -> None:
     """Check every field of a dataclass against its type and bounds.
 
     Raises:
-        ConfigError: It names the field.
+        ConfigError: Naming the field that does not fit.
     """
     cls: type = type(section)
     try:
@@ -147,8 +151,12 @@ def _fields_of(cls: type) -> SchemaValidator:
 def prepared(tp: Any, value: Any, key: str) -> Any:
     """Return a value of a file or the command line as JSON has it: own names, null for the word none.
 
+    Args:
+        tp: The type of the setting or section.
+        key: Its dotted key.
+
     Raises:
-        ConfigError: For a text that no file can hold, and for a setting under two names.
+        ConfigError: If no file can hold a text, or a setting has two names.
     """
     if value is None or (isinstance(value, str) and value.lower() == "none" and may_be_none(tp)):
         return None
@@ -158,7 +166,7 @@ def prepared(tp: Any, value: Any, key: str) -> Any:
             _check_text(dotted(key, name), name)
         types, table = types_of(section), rename(section, dict(value), key)
         return {
-            name: prepared(types.get(name, object), each, dotted(key, name)) for name, each in table.items()
+            name: prepared(types.get(name, object), entry, dotted(key, name)) for name, entry in table.items()
         }
     if isinstance(value, list) and get_origin(there) is tuple:
         return [prepared(inner(there), item, f"{key}[{index}]") for index, item in enumerate(value)]

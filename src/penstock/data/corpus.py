@@ -38,9 +38,10 @@ STANDARD_LIBRARY_LEFT_OUT = frozenset(
 class Corpus:
     """One text to train on, which stays where it is.
 
-    `text`    its tokens
-    `source`  a description of its origin: the place, the number of files and of bytes or tokens
-    `share`   of all samples, where there are several texts
+    Attributes:
+        text: Its tokens.
+        source: A description of its origin: the place, the number of files and of bytes or tokens.
+        share: Its share of all samples, where there are several texts.
     """
 
     text: Readable
@@ -65,10 +66,10 @@ def load_corpora(config: DataConfig) -> list[Corpus]:
     """Open the texts that `config` names, the files of each one after another in a fixed order.
 
     Raises:
-        ConfigError: On `path` when it does not exist, holds no text file or too little text, or when any of
-            its files cannot be read or has yet to be prepared; on `tokenizer` where prepared tokens were made
-            with another tokenizer; on `mixture` where texts have different tokenizers, end documents with
-            different tokens, or share a file.
+        ConfigError: About `path`, if it does not exist, holds no text file or too little text, or if any of
+            its files cannot be read or has yet to be prepared; about `tokenizer`, if prepared tokens were
+            made with another tokenizer; about `mixture`, if texts have different tokenizers, end documents
+            with different tokens, or share a file.
     """
     check_one_source(config)
     check_apart(config)
@@ -113,10 +114,10 @@ def check_apart(config: DataConfig) -> None:
 def _known_by(file: Path) -> Hashable:
     """Return a key that is the same for one file under all of its names, including links of both kinds."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:  # opening it later reports what is wrong
         return file
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _tokens_of(config: DataConfig, path: str | None) -> tuple[str, int | None]:
@@ -137,8 +138,8 @@ def _is_prepared(path: str) -> bool:
 
 def to_prepare(config: DataConfig) -> list[ToPrepare]:
     """Return what must be prepared before the texts can be opened, or was prepared for an earlier run."""
-    found = (_to_prepare(config, path) for path in config.parts)
-    return [each for each in found if each is not None]
+    preparations = (_to_prepare(config, path) for path in config.parts)
+    return [each for each in preparations if each is not None]
 
 
 def _load(config: DataConfig, path: str | None, share: float) -> Corpus:

@@ -55,8 +55,11 @@ def is_table(file: Path, kinds: Sequence[str] = TABLES) -> bool:
 def pieces(files: Sequence[Path], field: str, start: Position) -> Iterator[Piece]:
     """Yield all documents from `start` on.
 
+    Args:
+        field: Name of the field with the text, in files that have fields.
+
     Raises:
-        TextError: With file and place, about unusable content.
+        TextError: For content that cannot be used, naming file and place.
     """
     for number in range(start.file, len(files)):
         file, at = files[number], start.at if number == start.file else 0

@@ -40,8 +40,8 @@ class Files:
         path: The setting that named the files, for messages.
 
     Raises:
-        ConfigError: About `path` for anything that is not a regular file or cannot be read.
-        TextError: When a file has changed since.
+        ConfigError: About `path`, if anything is not a regular file or cannot be read.
+        TextError: If a file has changed since.
     """
 
     def __init__(self, path: str | None, files: Sequence[Path]) -> None:
@@ -56,17 +56,17 @@ class Files:
 
     def read(self, number: int, start: int, stop: int) -> bytes:
         """Return the bytes from `start` to `stop` of a file."""
-        found, file = [], self.files[number]
+        pieces, file = [], self.files[number]
         try:
             descriptor = self._descriptor(number)
             while start < stop and _state(descriptor) == self._states[number]:
-                found.append(os.pread(descriptor, stop - start, start))
-                start += len(found[-1])
+                pieces.append(os.pread(descriptor, stop - start, start))
+                start += len(pieces[-1])
         except (OSError, ConfigError) as error:
             raise TextError(f"cannot read {file} any more: {error}") from error
         if start < stop:
             raise TextError(f"{file} has changed since the run began; leave it alone while a run reads it")
-        return b"".join(found)
+        return b"".join(pieces)
 
     def __del__(self) -> None:
         for descriptor in self._open.values():
@@ -89,8 +89,8 @@ class Files:
 
 def _state(descriptor: int) -> tuple[int, int]:
     """Return what changes when a file is written to: its size and the time of the last change."""
-    found = os.fstat(descriptor)
-    return found.st_size, found.st_mtime_ns
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 PREFIX: Final = "hf://datasets/"
@@ -114,8 +114,8 @@ def parquet_of(path: str) -> Path:
             several.
 
     Raises:
-        ConfigError: About `path`: the package is missing, the form is another, or there is no such dataset,
-            configuration or split that can be reached.
+        ConfigError: About `path`, if the package is missing, the form is another, or there is no such
+            dataset, configuration or split that can be reached.
     """
     name, _, query = path.removeprefix(PREFIX).partition("?")
     chosen = parse_qs(query, keep_blank_values=True)
@@ -127,15 +127,15 @@ def parquet_of(path: str) -> Path:
 
     config, split = chosen.get("config", [None])[-1], chosen.get("split", ["train"])[-1]
     try:
-        found = datasets.load_dataset(name, config, split=split)
+        dataset = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         why = f"the hub does not give it ({' '.join(str(error).split())[:300]})"
         raise ConfigError("path", path, why, f"Write {FORM}; offline, what was loaded before.") from error
-    file = Path(datasets.config.HF_DATASETS_CACHE, "penstock", f"{found._fingerprint}.parquet")
+    file = Path(datasets.config.HF_DATASETS_CACHE, "penstock", f"{dataset._fingerprint}.parquet")
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as draft:
-            found.to_parquet(draft)
+            dataset.to_parquet(draft)
     return file
 
 
@@ -158,8 +158,11 @@ def files_of(path: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def place_of(path: str) -> Path:
-    """Return the place of a text, its home folder expanded or loaded from the hub; raise ConfigError about
-    `path`."""
+    """Return the place of a text: its path with the home folder expanded, or the file loaded from the hub.
+
+    Raises:
+        ConfigError: About `path`, if there is no such user, or the hub does not give it.
+    """
     return parquet_of(path) if is_on_hub(path) else expanded(path, "path", HINT)
 
 
@@ -176,17 +179,22 @@ def is_folder(path: str, place: Path) -> bool:
 def files_below(
     path: str | None, folder: Path, suffixes: tuple[str, ...], left_out: frozenset[str] = frozenset()
 ) -> list[Path]:
-    """Return files below `folder` ending in `suffixes`, by relative path; links to folders are ignored."""
+    """Return files below `folder` ending in `suffixes`, by relative path; links to folders are ignored.
+
+    Args:
+        path: The setting that named the folder, for messages.
+        left_out: Names of folders that are passed over.
+    """
 
     def refuse(error: OSError) -> NoReturn:  # Path.rglob would silently skip an unreadable folder
         raise _unreadable(path, error) from error
 
-    found: list[Path] = []
+    files: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if name not in left_out]
-        found += [Path(parent, name) for name in names if name.endswith(suffixes)]
+        files += [Path(parent, name) for name in names if name.endswith(suffixes)]
     # File systems list their entries in different orders; this order is the same on all machines.
-    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+    return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def _unreadable(path: str | None, error: OSError) -> ConfigError:

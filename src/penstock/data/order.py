@@ -44,10 +44,10 @@ class Shuffled:
         """Return the numbers at these places, each below `count`."""
         if self.is_listed:
             return self._list[places].astype(np.int64)
-        found = self._encrypt(places.astype(np.uint64))
-        while (outside := found >= self.count).any():
-            found[outside] = self._encrypt(found[outside])
-        return found.astype(np.int64)
+        numbers = self._encrypt(places.astype(np.uint64))
+        while (outside := numbers >= self.count).any():
+            numbers[outside] = self._encrypt(numbers[outside])
+        return numbers.astype(np.int64)
 
     @cached_property
     def _list(self) -> npt.NDArray[np.int32]:

@@ -108,8 +108,9 @@ class Progress:
     """How far a preparation is.
 
     Attributes:
-        read_bytes: Of the inputs, of `total_bytes`.
-        tokens, documents: Written so far.
+        read_bytes: Bytes of the inputs that were read.
+        total_bytes: Bytes of all inputs.
+        tokens, documents: Numbers of those that were written.
     """
 
     read_bytes: int
@@ -123,9 +124,9 @@ class Preparation:
     """Some files, and how they become tokens.
 
     Attributes:
-        field: Of files that have fields, the one with the text.
-        shard_tokens: A shard is closed when it has this number of tokens.
-        source: A description of the inputs.
+        source: A description of the files.
+        field: Name of the field with the text, in files that have fields.
+        shard_tokens: Number of tokens with which a shard is closed.
     """
 
     files: tuple[Path, ...]
@@ -144,26 +145,27 @@ class Preparation:
         """Digest of everything on which the tokens depend; files by name, size and time of last change."""
         facts = [self.field, self.tokenizer.digest, self.tokenizer.end, self.shard_tokens]
         for file in self.files:
-            found = file.stat()
-            facts += [str(file.resolve()), found.st_size, found.st_mtime_ns]
+            status = file.stat()
+            facts += [str(file.resolve()), status.st_size, status.st_mtime_ns]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def run(self, folder: Path, *, waits: bool = False) -> Iterator[Progress]:
         """Write the folder, or what is missing in it; a whole folder made from the same files stays as it is.
 
-        Yields from time to time.
-
         Args:
-            waits: For another process that writes there, instead of refusing.
+            waits: Whether to wait for another process that writes there, instead of refusing.
+
+        Yields:
+            How far it is, from time to time.
 
         Raises:
-            ConfigError: About `--out` for a folder that holds something else.
-            TextError: About an input.
+            ConfigError: About `--out`, if the folder holds something else.
+            TextError: If an input cannot be used, or has changed meanwhile.
         """
         made_from = self.made_from
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder) as mine:
-            while not mine():
+        with _locked(folder) as has_lock:
+            while not has_lock():
                 if not waits:
                     raise _refused(folder, "another process is writing there", "Wait until it has ended.")
                 yield Progress(read_bytes=0, total_bytes=self._total_bytes, tokens=0, documents=0)
@@ -189,11 +191,11 @@ class Preparation:
         """Return the record from which to continue; None where the folder is whole."""
         for name in (WHOLE, UNFINISHED):
             if (folder / name).exists():
-                found = read_record(folder / name)
-                if found.made_from != made_from:
+                earlier = read_record(folder / name)
+                if earlier.made_from != made_from:
                     why = "holds tokens of other files or settings, or a file has changed since"
                     raise _refused(folder, why, "Choose another folder, or delete this one.")
-                return None if name == WHOLE else found
+                return None if name == WHOLE else earlier
         if any(each.name != LOCK and not DRAFT.fullmatch(each.name) for each in folder.iterdir()):
             raise _refused(folder, "is not empty", "Choose a new folder.")
         record = Record(

@@ -39,10 +39,10 @@ class Readable(Protocol):
 
     Attributes:
         size: Number of tokens.
-        vocabulary: Every token is below it.
+        vocabulary: Size of the vocabulary; every token is below it.
         unit: What a token is, in words.
-        tokenizer: Its sha256, or `bytes`.
-        digest: Identifies the tokens without reading them; None if they must be read for it.
+        tokenizer: Sha256 of the tokenizer, or `bytes`.
+        digest: What identifies the tokens without reading them; None if they must be read for it.
     """
 
     @property
@@ -74,7 +74,7 @@ class Text:
 
     Raises the errors of `Files`.
 
-    Attributes:
+    Args:
         path: The setting that named the files, for messages.
     """
 
@@ -117,8 +117,8 @@ class Scanned:
     """The result of a scan.
 
     Attributes:
-        digest: Sha256, of the whole text or of its size and a sample; or the digest of a prepared text.
-        counts: Of every token of the vocabulary.
+        digest: Sha256 of the whole text, or of its size and a sample; or the digest of a prepared text.
+        counts: Number of occurrences of every token of the vocabulary.
         seen: Number of tokens that were read.
     """
 

@@ -27,9 +27,9 @@ class Tokenizer(Protocol):
     """Turns text into tokens.
 
     Attributes:
-        vocabulary: Every token is below it.
+        vocabulary: Size of the vocabulary; every token is below it.
         end: The token that ends a document, which no text contains.
-        digest: Identifies the tokenizer.
+        digest: What identifies the tokenizer.
     """
 
     vocabulary: int
@@ -56,22 +56,25 @@ class FileTokenizer:
     Texts that spell a special token are tokenized as any other text; where a vocabulary can express such a
     text only by the token that ends a document, that token is left out.
 
+    Args:
+        end: Name of the token that ends a document; None = the first of `ENDS` that is in the vocabulary.
+
     Raises:
-        ConfigError: About `tokenizer`, or about `end_of_document` if none is given and none of `ENDS` is in
-            the vocabulary.
+        ConfigError: About `tokenizer`, if it cannot be used; about `end_of_document`, if the vocabulary has
+            no such token.
     """
 
     def __init__(self, path: str, end: str | None) -> None:
         self._path = path
         self._tokenizer, self.digest = read_tokenizer(path)
-        known = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocabulary = max(known.values(), default=0) + 1
-        name = end if end is not None else next((each for each in ENDS if each in known), None)
-        if name is None or name not in known:
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocabulary = max(ids.values(), default=0) + 1
+        name = end if end is not None else next((each for each in ENDS if each in ids), None)
+        if name is None or name not in ids:
             why = f"{path} has no such token" if name else f"{path} has none of {', '.join(ENDS)}"
             hint = "Name the token that ends a document in data.end_of_document (--end-of-document)."
             raise ConfigError("end_of_document", end, why, hint)
-        self.end, self._name = known[name], name
+        self.end, self._name = ids[name], name
         added = self._tokenizer.get_added_tokens_decoder().get(self.end)
         self._is_special = added is not None and added.special
 
@@ -79,13 +82,13 @@ class FileTokenizer:
         """Tokenize texts.
 
         Raises:
-            TextError: Where that fails, or a text contains an ordinary end token.
+            TextError: If that fails, or a text contains an ordinary end token.
         """
         try:
-            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # its own errors are bare `Exception`
             raise TextError(f"{self._path} cannot tokenize a text ({error})") from error
-        return [self._without_end(each.ids) for each in found]
+        return [self._without_end(each.ids) for each in encodings]
 
     def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
         if self.end not in ids:
@@ -102,8 +105,11 @@ def read_tokenizer(path: str) -> tuple[tokenizers.Tokenizer, str]:
 
     Texts that spell a special token are tokenized as any other text.
 
+    Args:
+        path: The file, or the folder in which it lies.
+
     Raises:
-        ConfigError: About `tokenizer`.
+        ConfigError: About `tokenizer`, if it cannot be used.
     """
     hint = "Give the tokenizer.json of a tokenizer, or none to train on bytes."
     file = expanded(path, "tokenizer", hint)
@@ -112,11 +118,11 @@ def read_tokenizer(path: str) -> tuple[tokenizers.Tokenizer, str]:
         data = opened.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise ConfigError("tokenizer", path, "is larger than 1 GiB", hint)
-    found = _loaded(path, data)
-    found.encode_special_tokens = True
-    found.no_truncation()
-    found.no_padding()
-    return found, hashlib.sha256(data).hexdigest()
+    tokenizer = _loaded(path, data)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, hashlib.sha256(data).hexdigest()
 
 
 def open_tokenizer(path: str | None, end: str | None = None) -> Tokenizer:
@@ -126,7 +132,7 @@ def open_tokenizer(path: str | None, end: str | None = None) -> Tokenizer:
         end: Name of the token that ends a document; None = the usual one.
 
     Raises:
-        ConfigError: If it is unknown.
+        ConfigError: If the tokenizer cannot be used, or has no such token.
     """
     if path is not None:
         return FileTokenizer(path, end)
@@ -140,8 +146,8 @@ def as_array(
     tokenizer: Tokenizer, text: Sequence[int], dtype: np.dtype[np.unsignedinteger], *, ends: bool
 ) -> npt.NDArray[np.unsignedinteger]:
     """Return the tokens of a text, followed, if `ends`, by the token that ends a document."""
-    found = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asarray(text, dtype)
-    return np.append(found, np.asarray([tokenizer.end], dtype)) if ends else found
+    tokens = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asarray(text, dtype)
+    return np.append(tokens, np.asarray([tokenizer.end], dtype)) if ends else tokens
 
 
 def _loaded(path: str, data: bytes) -> tokenizers.Tokenizer:

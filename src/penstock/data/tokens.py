@@ -48,8 +48,8 @@ class Shard:
     """One file of tokens.
 
     Attributes:
-        tokens: Their number.
-        sha256: Of the tokens.
+        tokens: Number of tokens.
+        sha256: Sha256 of the tokens.
     """
 
     tokens: Count
@@ -77,8 +77,10 @@ class Record:
     Attributes:
         made_from: Digest of settings and inputs.
         source: A description of the inputs.
-        tokenizer: Its sha256, or `bytes`.
-        end: The token that ends a document; every token is below `vocabulary`.
+        tokenizer: Sha256 of the tokenizer, or `bytes`.
+        vocabulary: Size of the vocabulary; every token is below it.
+        end: The token that ends a document.
+        documents: Number of documents.
         position: Where reading continues.
     """
 
@@ -138,10 +140,10 @@ def read_record(path: Path) -> Record:
     """Read a record; raise ConfigError that begins with its path, even if a single digit is wrong."""
     table = read_json(path, HINT)
     said = table.pop(SUM, None) if isinstance(table, dict) else None
-    found = from_dict(Record, table, str(path))
-    if said != _sum_of(found):
+    record = from_dict(Record, table, str(path))
+    if said != _sum_of(record):
         raise ConfigError(str(path), UNSET, "is damaged", HINT)
-    return found
+    return record
 
 
 def is_prepared(folder: Path) -> bool:
@@ -172,8 +174,11 @@ class Tokens:
 
     Takes a byte of memory per `BLOCK_BYTES`.
 
+    Args:
+        path: The setting that named the folder, for messages.
+
     Raises:
-        ConfigError: About `path` where the folder is not whole or a shard differs in size from its record.
+        ConfigError: About `path`, if the folder is not whole or a shard differs in size from its record.
     """
 
     def __init__(self, path: str | None, folder: Path) -> None:
@@ -203,8 +208,8 @@ class Tokens:
             first, end = int(self._starts[number]), min(stop, int(self._starts[number + 1]))
             pieces.append(self._read(number, (start - first) * self._width, (end - first) * self._width))
             start, number = end, number + 1
-        found: Numbers = np.frombuffer(b"".join(pieces), dtype=self.record.dtype)
-        return found
+        tokens: Numbers = np.frombuffer(b"".join(pieces), dtype=self.record.dtype)
+        return tokens
 
     def document_starts(self, start: int, stop: int) -> Offsets:
         if stop - start < 2:

@@ -51,8 +51,8 @@ def build_machinery(
     """Build transport, lanes and groups for this rank. Every rank must call it at the same point.
 
     Raises:
-        CommunicationError: If another rank does not.
-        ConfigError: If ranks cannot exchange tensors so.
+        CommunicationError: If another rank does not call it.
+        ConfigError: If ranks cannot exchange tensors by `parallel.transport`.
     """
     control = Control(layout.rank, layout.world_size)
     check_devices(device, control, parallel.transport)
@@ -108,10 +108,12 @@ def build_stack(
     """Build the model of `config` on this rank, initialised from its seed, with its first plan.
 
     Args:
-        begins: With the weights in `model.config`, if it has any; else with drawn ones alone.
+        dtype: Type of the parameters.
         make_moe: Makes MoE layers that `config.moe` cannot describe.
         plan: The first plan; None = the one that section [schedule] describes.
         moving: How replicas are planned where experts move; None = with the costs of section [cluster].
+        begins: Whether the model begins with the weights in `model.config`, if it has any; else with random
+            ones.
     """
     layout = machinery.layout
     model = model_of(config.model, config.moe, layout, make_moe)
@@ -140,7 +142,13 @@ def stack_of_run(
     moving: ExpertMoving | None,
     samples: SampleMoving,
 ) -> Stack:
-    """Return the stack of a run's model, as the run's sections say; see `build_stack`."""
+    """Return the stack of a run's model, as the run's sections say.
+
+    Args:
+        kind: The class of the stack.
+        plan, moving: As for `build_stack`.
+        samples: How the stack moves samples.
+    """
     layout = machinery.layout
     return kind(
         model,
@@ -162,7 +170,7 @@ def expert_moving(
     """Return how the replicas of the next step are planned; None where experts stay.
 
     Args:
-        cost: Of a step of any cut.
+        cost: The cost of a step, cut in any way.
         plan: The plan whose order tells how much of the replicas' transfer is hidden; None = Eq 8 tells it.
     """
     if choice.experts == "none":
@@ -190,7 +198,11 @@ def _given(config: RunConfig) -> Decision:
 def model_of(
     model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeLayer | None = None
 ) -> MoEDecoder:
-    """Return a rank's part of the model, not initialised."""
+    """Return a rank's part of the model, not initialised.
+
+    Args:
+        make_moe: Makes MoE layers that `moe` cannot describe.
+    """
     return MoEDecoder(
         model,
         moe,
@@ -204,7 +216,12 @@ def model_of(
 
 
 def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: GradientBytes) -> StepPlan:
-    """Return the plan made from section [cluster], before anything has been measured."""
+    """Return the plan made from section [cluster], before anything has been measured.
+
+    Args:
+        shape: The uncut shape of a step.
+        gradients: Bytes of the layers' reduced gradients.
+    """
     sizes = workload(config, layout, gradients)
     return plan_step(_given(config), shape, gradients, lambda cut: StepCost(cut, sizes, config.cluster))
 
@@ -213,7 +230,7 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes | None 
     """Return the sizes of a step on one rank, for the cost model.
 
     Args:
-        gradients: None = computed.
+        gradients: Bytes of the layers' reduced gradients; None = computed from the model.
     """
     model, moe = config.model, config.moe
     if gradients is None:
@@ -305,10 +322,13 @@ def build_optimizer(stack: PipelinedStack, config: OptimizerConfig) -> torch.opt
 def gradient_bytes(
     model: ModelConfig, moe: MoEConfig, layout: Layout, *, sharded: bool = False
 ) -> GradientBytes:
-    """Return the bytes of every layer's reduced gradients, by kind; if sharded, of all updated ones.
+    """Return the bytes of every layer's reduced gradients, by kind.
 
     They are read from the real model, built without memory for its weights, and with few of the layers that
     are alike.
+
+    Args:
+        sharded: Whether to return the bytes of all gradients that are updated, reduced or not.
     """
     edp, sharing = sharded or layout.edp_size > 1, sharing_of(layout, moe.aux_loss_group)
     if model.config is not None and model.of_transformers:
@@ -321,17 +341,17 @@ def gradient_bytes(
     with on_meta():
         parts = model_of(few, moe, layout)
     shape = shape_of([part.moe for part in parts.parts], sharing)
-    found, more = sizes_bytes(parts, parts, shape, edp=edp), model.num_layers - few.num_layers
+    few_bytes, more = sizes_bytes(parts, parts, shape, edp=edp), model.num_layers - few.num_layers
 
     def spread(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return (*sizes[:-1], *sizes[-2:-1] * more, *sizes[-1:])
 
     return GradientBytes(
-        spread(found.replicated),
-        spread(found.experts),
-        spread(found.partial),
-        tuple((form, spread(sizes)) for form, sizes in found.partial_by_form),
-        found.expert,
+        spread(few_bytes.replicated),
+        spread(few_bytes.experts),
+        spread(few_bytes.partial),
+        tuple((form, spread(sizes)) for form, sizes in few_bytes.partial_by_form),
+        few_bytes.expert,
     )
 
 
@@ -383,7 +403,11 @@ class RankMemory:
     """Least bytes that one rank needs, by the setting with which they grow.
 
     Attributes:
-        masks_bytes: Where documents are separate, attention keeps in every block which tokens of a sample see
+        vocabulary_bytes: Weights, gradients and optimizer state of embedding and output.
+        layers_bytes: Those of the layers, without experts.
+        experts_bytes: Those of the experts.
+        activations_bytes: What a step keeps for its backward pass.
+        masks_bytes: Masks of separate documents: attention keeps in every block which tokens of a sample see
             each other, one number for each pair of tokens.
     """
 
@@ -404,10 +428,10 @@ class RankMemory:
 
 
 def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
-    """Estimate the memory of one rank, in milliseconds for any size. Scratch memory is not counted.
+    """Estimate the memory of one rank, without scratch memory; takes milliseconds for any size.
 
     Args:
-        config: `resolved`.
+        config: A `resolved` configuration.
     """
     model, moe, batch = config.model, config.moe, config.data.batch_per_device
     shared_copies = config.optimizer.shared_copies
@@ -419,8 +443,8 @@ def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
     tokens = min(split_sizes(model.seq_len, layout.tp_size)) if layout.tokens == "split" else model.seq_len
     heads = (model.attention_size + model.key_value_size) // layout.tp_size
     kept = KEPT_COPIES * model.hidden_size + KEPT_HEADS * heads
-    again = config.plan.may_repeat_blocks
-    token_bytes = SMALLEST_ELEMENT_BYTES * (KEPT_RECOMPUTED * model.hidden_size if again else kept)
+    recomputes = config.plan.may_repeat_blocks
+    token_bytes = SMALLEST_ELEMENT_BYTES * (KEPT_RECOMPUTED * model.hidden_size if recomputes else kept)
     mask_bytes = batch * model.seq_len**2 * SMALLEST_ELEMENT_BYTES if config.data.separate_documents else 0
     return RankMemory(
         vocabulary_bytes=int(copies * ends),
@@ -435,7 +459,9 @@ def check_run(config: RunConfig, layout: Layout, *, there_bytes: int, sharing: i
     """Raise ConfigError, naming the setting that takes most, if `sharing` ranks exceed `there_bytes`.
 
     Args:
-        config: `resolved`.
+        config: A `resolved` configuration.
+        there_bytes: Memory of the device, or the machine, on which these ranks run.
+        sharing: Number of ranks that share it.
     """
     need = memory_of(config, layout)
     if sharing * need.total_bytes <= there_bytes:
@@ -483,10 +509,10 @@ def host_bytes() -> int:
 def device_bytes(device: torch.device, control: Control) -> int:
     """Return what this rank may have of the memory of its device, in bytes. All ranks call it together.
 
-    Of a GPU that is what is free, or this rank's part of it; of a machine all.
+    Of a GPU that is what is free, or this rank's part of it; of a machine it is everything.
     """
     kind = device_of(device)
     everyone = control.gather(kind.identity(device), "counting ranks on every GPU")
-    mine = everyone[control.rank]
-    own_bytes = kind.memory_bytes(device, everyone.count(mine) if mine else 1)
+    own = everyone[control.rank]
+    own_bytes = kind.memory_bytes(device, everyone.count(own) if own else 1)
     return host_bytes() if own_bytes is None else own_bytes

@@ -54,13 +54,14 @@ FINEST: Final = 1_000_000
 class Batch:
     """What one rank computes on in one step.
 
-    `tokens_BL`       int64, tokens of the text
-    `labels_BL`       int64, for every token the one that follows it
-    `sample_ids_B`    int64, different for every sample of a run: the key of counter-based dropout. Training
-                      samples count up from 0 through the whole run, held-out samples down from -1
-    `largest_batch`   samples of the group that has the most of this batch; None if not given
-    `documents_BL`    int64, for every token the position in the sample at which its document begins; None if
-                      a sample is taken as one document
+    Attributes:
+        tokens_BL: Tokens of the text, int64.
+        labels_BL: For every token the one that follows it, int64.
+        sample_ids_B: A number that is different for every sample of a run, int64: the key of counter-based
+            dropout. Training samples count up from 0 through the whole run, held-out samples down from -1.
+        largest_batch: Samples of the group that has the most of this batch; None if not given.
+        documents_BL: For every token the position in the sample at which its document begins, int64; None if
+            a sample is taken as one document.
     """
 
     tokens_BL: torch.Tensor
@@ -73,7 +74,7 @@ class Batch:
         """Return the batch on a device. The host does not wait for the copies."""
         move = partial(device_of(device).from_host, device=device)
         moved: dict[str, Any] = {
-            name: move(each) for name, each in vars(self).items() if isinstance(each, torch.Tensor)
+            name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         return replace(self, **moved)
 
@@ -107,11 +108,14 @@ class ReadAhead:
 class BatchStream:
     """The batches of the ranks of one group.
 
-    `dp_rank`, `dp_size`  index of this group among the groups that have samples of their own, and their
-    number
+    Args:
+        dp_rank: Index of this group among the groups that have samples of their own.
+        dp_size: Number of these groups.
+        held_out_fraction: Share of the windows of each text that is held out.
+        separate_documents: Whether batches say where documents begin.
 
     Raises:
-        ConfigError: When the corpus is too short for one global batch of training, or holds out nothing.
+        ConfigError: If the corpus is too short for one global batch of training, or holds out nothing.
     """
 
     def __init__(
@@ -182,10 +186,10 @@ class BatchStream:
         self, texts_B: Indices, numbers_B: Indices, ask: Callable[[_Part, Indices], Indices]
     ) -> Indices:
         """Return what `ask` finds for every sample in its own text, [B]."""
-        found_B = np.empty_like(numbers_B)
+        answers_B = np.empty_like(numbers_B)
         for text in np.unique(texts_B):
-            found_B[texts_B == text] = ask(self._parts[text], numbers_B[texts_B == text])
-        return found_B
+            answers_B[texts_B == text] = ask(self._parts[text], numbers_B[texts_B == text])
+        return answers_B
 
     def _cut(self, texts_B: Indices, windows_B: Indices, sample_ids_B: Indices, largest_batch: int) -> Batch:
         cut_BL = np.empty((len(windows_B), self._seq_len + 1), dtype=np.int64)
@@ -198,8 +202,8 @@ class BatchStream:
             starts_BL = np.zeros_like(cut_BL)  # where in its window every token's document begins
             for row, text, window in zip(starts_BL, texts_B, windows_B, strict=True):
                 start = int(window) * self._seq_len
-                found = self._parts[text].text.document_starts(start, start + self._seq_len + 1) - start
-                row[found] = found
+                offsets = self._parts[text].text.document_starts(start, start + self._seq_len + 1) - start
+                row[offsets] = offsets
             begins_BL = torch.from_numpy(np.maximum.accumulate(starts_BL, axis=1))
             labels_BL[begins_BL[:, 1:] == torch.arange(1, self._seq_len + 1)] = NO_LABEL
             documents_BL = begins_BL[:, :-1].contiguous()
@@ -226,11 +230,11 @@ class _Part:
         """Return the windows visited at these positions, which ascend, when epochs follow one another."""
         epochs_B, places_B = np.divmod(numbers_B, self.split.training)
         parts = []
-        for each in np.unique(epochs_B):  # a batch may end one epoch and begin the next: each is ordered once
-            if each != self._epoch:
-                self._epoch = int(each)
+        for epoch in np.unique(epochs_B):  # a batch may span epochs; each is ordered once
+            if epoch != self._epoch:
+                self._epoch = int(epoch)
                 self.order = Shuffled(self.split.training, self._seed, self._epoch)
-            parts.append(self.order.at(places_B[epochs_B == each]))
+            parts.append(self.order.at(places_B[epochs_B == epoch]))
         return self.split.training_windows(np.concatenate(parts))
 
     def held_out_windows(self, numbers_B: Indices) -> Indices:
@@ -243,8 +247,14 @@ class Split:
     """Which windows are trained on and which are held out, computed instead of listed.
 
     Of every `period` blocks `held` are held out, as far from each other as possible: block b where the
-    integer part of b * held / period is less than that of (b + 1) * held / period. A block is 32 windows, or
-    a single one where the corpus is too short to hold out a whole block of 32.
+    integer part of b * held / period is less than that of (b + 1) * held / period.
+
+    Attributes:
+        windows: Number of windows, of both kinds.
+        held: Blocks of each period that are held out.
+        period: Blocks after which the pattern repeats.
+        block: Windows in a block: 32, or a single one where the corpus is too short to hold out a whole block
+            of 32.
     """
 
     windows: int
@@ -307,9 +317,11 @@ class Source:
     """The texts of a run and the batches cut from them.
 
     Attributes:
+        corpora: The texts.
+        stream: The batches of this rank.
+        scanned: What was counted in every text, or in a sample of it.
         identity: Settings and texts on which the order of samples depends, by configuration key; two runs
             with the same identity see the same samples at the same step, on any layout.
-        scanned: What was found in every text, or in a sample of it.
     """
 
     corpora: Sequence[Corpus]
@@ -328,10 +340,10 @@ class Source:
         described = []
         for corpus, scanned in zip(self.corpora, self.scanned, strict=True):
             text, share = corpus.text, "" if corpus.share == 1 else f"{100 * corpus.share:.3g} % "
-            words = f"{share}{corpus.source}"
+            label = f"{share}{corpus.source}"
             if scanned.seen != text.size:
-                words += f"; identified and frequencies of {text.unit} counted by {scanned.seen:,} of them"
-            described.append(words)
+                label += f"; identified and frequencies of {text.unit} counted by {scanned.seen:,} of them"
+            described.append(label)
         return "; ".join(described)
 
     @property
@@ -346,22 +358,24 @@ def check_source(config: RunConfig) -> None:
         check_one_source(config.data)
         check_apart(config.data)
         waiting = to_prepare(config.data)
-        for each in waiting:
-            _check_waiting(config, each)
-        if all(each.is_done for each in waiting):
+        for text in waiting:
+            _check_waiting(config, text)
+        if all(text.is_done for text in waiting):
             _checked_corpora(config)
     except ConfigError as error:
         raise _located(error) from None
 
 
 def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: bool = True) -> Source:
-    """Open the texts and check them. A problem of one rank is raised alike on all ranks.
-
-    The others compare sizes and some pages.
+    """Open the texts and check them. All ranks call it together.
 
     Args:
         scans: Whether this rank prepares texts that are not yet prepared, and reads all texts once, which
-            takes seconds per gigabyte; one rank of each machine does, rank 0 among them.
+            takes seconds per gigabyte. One rank of each machine does, rank 0 among them; the others compare
+            sizes and some pages.
+
+    Raises:
+        ConfigError: On all ranks alike, for a problem of one of them.
     """
     _take_turns(config, control, _prepare(config) if scans else iter(()), "preparing the training text")
     problem, glimpse = None, None
@@ -383,9 +397,9 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
     _agree(config, control, problem, glimpse)
     scanning = [Scan(corpus.text) for corpus in corpora] if scans else []
     _take_turns(config, control, chain.from_iterable(map(_to_the_end, scanning)), "reading the training text")
-    mine = [found for each in scanning if (found := each.result) is not None]
-    digests = _agree(config, control, None, [each.digest for each in mine] or None)
-    counts = control.gather(mine if control.rank == 0 else None, "sharing what was found")
+    results = [result for scan in scanning if (result := scan.result) is not None]
+    digests = _agree(config, control, None, [scan.digest for scan in results] or None)
+    counts = control.gather(results if control.rank == 0 else None, "sharing what was found")
     scanned = counts[0]
     assert scanned is not None, "rank 0 has read the text"
     share = held_out_share(config.data.held_out_fraction)
@@ -411,15 +425,15 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
 
 def _prepare(config: RunConfig) -> Iterator[None]:
     """Prepare the texts that are not yet prepared; report progress from time to time."""
-    for each in to_prepare(config.data):
-        if each.is_done:
+    for text in to_prepare(config.data):
+        if text.is_done:
             continue
-        _check_waiting(config, each)
-        logger.info(f"preparing {each.work.source} in {each.folder}; the next run finds it there")
-        told_s = time.monotonic()
-        for progress in each.work.run(each.folder, waits=True):
-            if time.monotonic() - told_s > TOLD_EVERY_S:
-                told_s = time.monotonic()
+        _check_waiting(config, text)
+        logger.info(f"preparing {text.work.source} in {text.folder}; the next run finds it there")
+        reported_s = time.monotonic()
+        for progress in text.work.run(text.folder, waits=True):
+            if time.monotonic() - reported_s > TOLD_EVERY_S:
+                reported_s = time.monotonic()
                 done = 100 * progress.read_bytes // max(1, progress.total_bytes)
                 logger.info(f"prepared {done} %: {progress.tokens:,} tokens")
             yield
@@ -441,27 +455,27 @@ def _take_turns(config: RunConfig, control: Control, work: Iterator[None], purpo
         except (ConfigError, TextError, OSError) as error:
             problem = _as_config_error(config, error)
         turns = control.gather((problem, done), purpose)
-        for found, _ in turns:
-            if found is not None:
-                raise found
+        for failure, _ in turns:
+            if failure is not None:
+                raise failure
         ended = all(done for _, done in turns)
 
 
 def _glimpse(text: Readable) -> tuple[int, str]:
     """Return what every rank compares: the text's size, and the hash of a few pages from all over it."""
-    found, last = hashlib.sha256(), max(0, text.size - PAGE)
+    digest, last = hashlib.sha256(), max(0, text.size - PAGE)
     for page in range(GLIMPSED_PAGES):
         start = last * page // (GLIMPSED_PAGES - 1)
-        found.update(text.tokens(start, min(start + PAGE, text.size)).tobytes())
-    return text.size, found.hexdigest()
+        digest.update(text.tokens(start, min(start + PAGE, text.size)).tobytes())
+    return text.size, digest.hexdigest()
 
 
 def _agree(config: RunConfig, control: Control, problem: ConfigError | None, mine: T | None) -> T:
     """Return rank 0's value if all ranks that have one agree. Raises on all ranks what is wrong on one."""
     everyone = control.gather((problem, mine), "comparing the training text")
-    for found, _ in everyone:
-        if found is not None:
-            raise found
+    for failure, _ in everyone:
+        if failure is not None:
+            raise failure
     for rank, (_, other) in enumerate(everyone):
         if other is not None and other != everyone[0][1]:
             why = f"rank {rank} reads another text than rank 0"

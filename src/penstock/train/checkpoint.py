@@ -113,11 +113,13 @@ class Checkpoints:
     """The checkpoints of one run, in `folder`. All ranks must call every method together.
 
     Attributes:
+        keep: How many of the newest checkpoints are kept.
         identity: Settings that must be the same for the run to be continued, by configuration key.
         settings: All settings, kept in every checkpoint.
         tokenizer: Sha256 of what made the run's tokens, or `bytes`.
-        files: JSON files that transformers reads, for which tensors that ranks share are joined, so that each
-            checkpoint is a folder of transformers; none where it has no such model.
+        files: JSON files that make each checkpoint a folder of transformers, in which tensors that ranks
+            share are joined; empty where transformers has no such model.
+        naming: Returns how checkpoints name the tensors of a model.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class Checkpoints:
         interrupted, which leaves nothing.
 
         Args:
+            plan_settled: Whether the plan in use is final.
             papers: Writes small files into the checkpoint, on rank 0.
 
         Raises:
@@ -168,9 +171,9 @@ class Checkpoints:
         final, purpose = self.folder / f"{PREFIX}{step:08d}", f"saving the checkpoint of step {step}"
         naming = self.naming(self.stack.model)
         state = state_of(self.stack, self.optimizer, naming) | {STEP: Part.of(torch.tensor(step))}
-        mine = first_not_finite(tensors_in(state), lambda name: MOST_SQUARED if of_model(name) else math.inf)
-        found = self._control.gather(mine, "checking that all numbers are finite")
-        for rank, name in enumerate(found):
+        own = first_not_finite(tensors_in(state), lambda name: MOST_SQUARED if of_model(name) else math.inf)
+        everyone = self._control.gather(own, "checking that all numbers are finite")
+        for rank, name in enumerate(everyone):
             if name is not None:
                 why = f"{name} on rank {rank} is not finite, or its square is not"
                 raise NotFiniteError(f"{purpose} refused: {why}")
@@ -207,10 +210,13 @@ class Checkpoints:
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint that is being written, if any; return its folder. Raises as `poll` does.
+        """Wait for the checkpoint that is being written, if any; return its folder.
 
         The folder is gone, and that is no error, if somebody has removed it meanwhile. Warns of older ones
         that cannot be removed.
+
+        Raises:
+            CheckpointError: As `poll` does.
         """
         if not self._begun:
             return None
@@ -242,11 +248,11 @@ class Checkpoints:
         """Read a checkpoint into model and optimiser; return its number of finished steps.
 
         Args:
-            verified: `verify` has found it whole.
+            verified: Whether `verify` has found it whole already.
 
         Raises:
-            DamagedCheckpointError: If it is not as it was written (model and optimiser may hold part of it by
-                then).
+            DamagedCheckpointError: If it is not as it was written; model and optimiser may hold part of it by
+                then.
             ConfigError: If it is of another run or model.
         """
         record = read_record(path, self._control) if verified else verify(path, self._control)
@@ -259,10 +265,10 @@ class Checkpoints:
         comparing = "comparing the checkpoint with the model"
         everyone = {name for names in self._control.gather(list(state), comparing) for name in names}
         others = {name for name in stored.whole if name.startswith(OPTIONAL)}  # of ranks that this run lacks
-        mine = misfits(state, stored.whole, everyone | others)
-        found = next(filter(None, self._control.gather(mine, comparing)), None)
-        if found is not None:
-            why = f"checkpoint {path} was made by another model: {found}"
+        own_misfit = misfits(state, stored.whole, everyone | others)
+        misfit = next(filter(None, self._control.gather(own_misfit, comparing)), None)
+        if misfit is not None:
+            why = f"checkpoint {path} was made by another model: {misfit}"
             hint = "Train with the configuration saved beside it (config.toml), or choose another output.dir."
             raise ConfigError("train.resume", True, why, hint)
         together(self._control, purpose, lambda: stored.load(state))
@@ -295,7 +301,7 @@ def verify(path: Path, control: Control) -> Record:
     """Compare every file with its checksum, each rank a share of the files; return the record of the state.
 
     Raises:
-        DamagedCheckpointError: On all ranks.
+        DamagedCheckpointError: On all ranks, if a file is not as it was written.
     """
 
     def check() -> None:
@@ -315,8 +321,8 @@ def verify(path: Path, control: Control) -> Record:
 
 def read_record(path: Path, control: Control) -> Record:
     """Return the record of a checkpoint, read by rank 0, on all ranks."""
-    mine = together(control, f"reading {path}", lambda: Record.read(path), rank=0)
-    return control.gather(mine, "sharing what the checkpoint says")[0]
+    record = together(control, f"reading {path}", lambda: Record.read(path), rank=0)
+    return control.gather(record, "sharing what the checkpoint says")[0]
 
 
 def open_stored(path: Path) -> Stored:
@@ -334,12 +340,12 @@ def files_of(path: Path) -> list[str]:
     """Return the files with the weights in `model.config`; [] for a `config.json` alone.
 
     Raises:
-        ConfigError: There are weights, and not in files that can be read.
+        ConfigError: If there are weights, but not in files that can be read.
     """
     if not path.is_dir():
         return []
-    if found := model_files(path):
-        return found
+    if files := model_files(path):
+        return files
     if strange := sorted(each.name for each in path.iterdir() if each.suffix in (SUFFIX, ".bin", ".pth")):
         why = f"holds {strange[0]}, and neither {ONE} nor {INDEX}, by which weights are found"
         raise ConfigError("model.config", str(path), why, COPY)
@@ -362,14 +368,14 @@ def same_files(path: Path, control: Control) -> list[str]:
     Raises:
         ConfigError: On all ranks, if one cannot read them, or has other files than rank 0.
     """
-    found: list[str] = []
-    control.agreed(lambda: found.extend(files_of(path)), READING)
-    everyone = control.gather(found, READING)
+    own_files: list[str] = []
+    control.agreed(lambda: own_files.extend(files_of(path)), READING)
+    everyone = control.gather(own_files, READING)
     for rank, files in enumerate(everyone):
         if files != everyone[0]:
             why = f"holds {everyone[0] or 'no weights'} on rank 0, and on rank {rank} {files or 'no weights'}"
             raise ConfigError("model.config", str(path), why, "Give all machines the same folder.")
-    return found
+    return own_files
 
 
 def read_weights(decoder: MoEDecoder, folder: Path) -> None:
@@ -378,11 +384,11 @@ def read_weights(decoder: MoEDecoder, folder: Path) -> None:
     Where `folder` is a `config.json`, or holds nothing else, the decoder stays as it is.
 
     Args:
-        decoder: On this rank, on any layout.
-        folder: As `save_pretrained` or a run writes a Qwen3-MoE.
+        decoder: This rank's part, in any layout.
+        folder: A Qwen3-MoE as `save_pretrained` or a run writes it.
 
     Raises:
-        ConfigError: Of `model.config`, if the folder holds the weights of another model, or damaged ones.
+        ConfigError: About `model.config`, if the folder holds the weights of another model, or damaged ones.
     """
     if not (files := files_of(folder)):
         return
@@ -395,8 +401,8 @@ def read_weights(decoder: MoEDecoder, folder: Path) -> None:
         held = {name: each for name, each in stored.whole.items() if of_model(name)}
         if decoder.config.tie_word_embeddings:
             held.pop(HEAD, None)
-        if (found := misfits(whole, held, whole, TYPES)) is not None:
-            why = f"is the folder of another model: {found}"
+        if (misfit := misfits(whole, held, whole, TYPES)) is not None:
+            why = f"is the folder of another model: {misfit}"
             raise ConfigError("model.config", str(folder), why, COPY)
         stored.load(state)
         if (broken := first_not_finite(tensors_in(state))) is not None:

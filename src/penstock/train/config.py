@@ -149,15 +149,15 @@ class RunConfig:
         """Return the run, checked for this number of ranks, with a preset's sizes where the user set none.
 
         A preset's number of experts depends on the number of ranks. A key whose value is not its default
-        wins.
+        takes precedence over the preset.
         """
-        found = self._with_preset(world_size)._with_config()
-        check_shares(found.model, found.moe, found.parallel, world_size)
-        check_moves(found.placement, found.plan.mode, found.parallel, world_size)
-        if found.plan.mode != REPLAY:
-            given = found.schedule if found.plan.mode == FIXED else None
-            check_movable(found.placement, given, found.moe, found.parallel)
-        return found
+        run = self._with_preset(world_size)._with_config()
+        check_shares(run.model, run.moe, run.parallel, world_size)
+        check_moves(run.placement, run.plan.mode, run.parallel, world_size)
+        if run.plan.mode != REPLAY:
+            given = run.schedule if run.plan.mode == FIXED else None
+            check_movable(run.placement, given, run.moe, run.parallel)
+        return run
 
     def computing_in(self, usual: Precision) -> RunConfig:
         """Return the run with its own precision, or the `usual` one where it leaves that to the device."""
@@ -244,10 +244,10 @@ def resolved_for_all(config: RunConfig, control: Control) -> RunConfig:
     """
     check_same_settings(config, control)
     control.agreed(lambda: config.resolved(control.world_size), "reading the settings")
-    found = config.resolved(control.world_size)
-    if found.model.config is not None:  # files of the same name may differ between machines
-        check_same_settings(found, control)
-    return found
+    resolved = config.resolved(control.world_size)
+    if resolved.model.config is not None:  # files of the same name may differ between machines
+        check_same_settings(resolved, control)
+    return resolved
 
 
 def check_same_settings(config: RunConfig, control: Control) -> None:
@@ -255,14 +255,14 @@ def check_same_settings(config: RunConfig, control: Control) -> None:
 
     Costs one exchange of 64 bytes when all agree.
     """
-    mine = {key: value for key, value in by_key(RunConfig, to_dict(config)).items() if key not in OF_A_RANK}
+    own = {key: value for key, value in by_key(RunConfig, to_dict(config)).items() if key not in OF_A_RANK}
     if config.data.mixture:  # the paths of texts, too, may differ between machines
-        mine[MIXTURE] = [weight for _, weight in config.data.mixture]
-    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+        own[MIXTURE] = [weight for _, weight in config.data.mixture]
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
     purpose = "comparing settings"
     if len(set(control.gather(digest, purpose))) == 1:
         return
-    first, *others = control.gather(mine, purpose)
+    first, *others = control.gather(own, purpose)
     for rank, other in enumerate(others, start=1):
         different = [key for key in first | other if first.get(key, NOTHING) != other.get(key, NOTHING)]
         if different:

@@ -45,14 +45,14 @@ DIGITS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class StepAnalysis:
-    """Analysis of the last steps of all ranks. Seconds.
+    """Analysis of the last steps of all ranks.
 
     Attributes:
-        steps: Number of those that were traced.
-        measured_s: The median of these on the slowest rank, from its first task to its last.
-        simulated_s: The simulated time of the same tasks with their median durations.
-        bound_s: What no order of these tasks can beat, the busiest lane or the critical path. A collective
-            counts with its shortest duration over ranks: the rest is waiting for each other.
+        steps: Number of steps that were analysed.
+        measured_s: Their median duration on the slowest rank, from its first task to its last.
+        simulated_s: Simulated duration of a step of the same tasks with their median durations.
+        bound_s: Seconds that no order of these tasks can beat: the busiest lane or the critical path. A
+            collective counts with its shortest duration over ranks: the rest is waiting for each other.
         stragglers: Ranks that computed slowly.
     """
 
@@ -100,14 +100,14 @@ def analyse(
 ) -> StepAnalysis:
     """Compare this run's last steps with the simulator; all ranks call it and get the same result.
 
-    Rank 0 writes `step.json`; if it `traces`, also `trace.json` (all ranks, measured, below that simulated)
-    and `tasks.csv` (its own last step, task by task, predicted and measured).
-
     Args:
         steps: This rank's records, step by step, all under the plan in use now.
         traced: How many of them, the last ones, are compared task by task.
-        forecast: Returns what was expected of a step; asked by rank 0 alone.
-        writing: A context around the writing, which handles an OSError.
+        forecast: Returns what was expected of a step; called by rank 0 alone.
+        folder: Where rank 0 writes `step.json`.
+        traces: Whether it also writes `trace.json` (all ranks, measured, below that simulated) and
+            `tasks.csv` (its own last step, task by task, predicted and measured).
+        writing: Makes the context in which files are written, which handles an OSError.
     """
     control, plan, mesh = stack.machinery.control, stack.plan, stack.machinery.layout.mesh
     tasks = list(plan.graph.tasks)
@@ -115,7 +115,7 @@ def analyse(
     records = [record for rank in everyone for step in rank.traced for record in step]
     cost = MeasuredCost.from_records(records, _never_measured)
     timeline = simulate(plan.schedule, plan.graph, cost.on_ranks, mesh)
-    found = StepAnalysis(
+    analysis = StepAnalysis(
         steps=min(traced, len(steps)),
         measured_s=_slowest_s([list(map(span_s, rank.traced)) for rank in everyone]),
         simulated_s=timeline.iteration_s,
@@ -137,12 +137,12 @@ def analyse(
                     offset_s = max(record.end_s for record in shifted)
                 runs = {"measured": shifted, "simulated": timeline.records()}
                 write_chrome_trace(folder / "trace.json", runs)
-                mine = [record for record in timeline.records() if record.rank == 0]
-                write_comparison(folder / "tasks.csv", compare(mine, everyone[0].traced[-1]))
+                simulated = [record for record in timeline.records() if record.rank == 0]
+                write_comparison(folder / "tasks.csv", compare(simulated, everyone[0].traced[-1]))
             links = critical_path(last, plan.graph.needs, mesh)
-            _step_file(tasks, mesh, everyone, expected, links, found).save(folder)
+            _step_file(tasks, mesh, everyone, expected, links, analysis).save(folder)
     control.barrier("waiting for the files of the last steps")
-    return found
+    return analysis
 
 
 def _step_file(
@@ -247,8 +247,10 @@ class History:
     """The steps of one start: eight bytes per step for every number whose median is wanted.
 
     Attributes:
-        first, last_applied: Of the steps that were not skipped; None as long as there is none.
-        last: Of all steps.
+        first, last_applied: The first and the last step that was not skipped; None as long as there is none.
+        last: The last step; None as long as there is none.
+        skipped: Number of skipped steps.
+        tokens: Number of tokens in all steps.
     """
 
     def __init__(self) -> None:
@@ -276,8 +278,8 @@ class History:
     def typical(self, name: str) -> float | None:
         """Return the median of a number over the steps that have it; None if none has."""
         column = self._columns[name]
-        known = [value for value in column[WARM_UP_STEPS:] or column if not math.isnan(value)]
-        return median(known) if known else None
+        values = [value for value in column[WARM_UP_STEPS:] or column if not math.isnan(value)]
+        return median(values) if values else None
 
 
 @dataclass
@@ -304,7 +306,7 @@ class LoadBook:
         """Return what an earlier start kept of steps up to `done`.
 
         Raises:
-            ConfigError: For a damaged file.
+            ConfigError: If its file is damaged.
         """
         book, path = LoadBook(), folder / NUMBERS
         if done and path.exists():
@@ -340,12 +342,14 @@ def summarise(
     """Return the summary of one start, of which a step was not skipped: medians, first and last losses.
 
     Args:
-        whole_s: From the first step to the last checkpoint.
-        peak: What utilisation is held against, as text.
+        checkpoint: The last checkpoint, if there is one.
+        loads: The picture of loads, if there is one.
+        whole_s: Seconds from the first step to the last checkpoint.
+        peak: In words, the peak of the devices to which utilisation refers; None if it is unknown.
     """
     output, layout = config.output, stack.machinery.layout
     first, applied, last = history.first, history.last_applied, history.last
-    typical = {name: known for name in TYPICAL if (known := history.typical(name)) is not None}
+    typical = {name: value for name in TYPICAL if (value := history.typical(name)) is not None}
     assert first is not None and applied is not None and last is not None, "a run without such a step fails"
     return RunSummary(
         schedule=config.schedule.name,

@@ -60,23 +60,27 @@ class Failure:
 
     def describe(self) -> str:
         """Return one line, such as `rank 2 was killed by signal 9 (SIGKILL)`."""
-        known, number = {each.value: each.name for each in signal.Signals}, -self.returncode
+        names, number = {each.value: each.name for each in signal.Signals}, -self.returncode
         if number > 0:
-            name = known.get(number, "a real-time signal")
+            name = names.get(number, "a real-time signal")
             return f"rank {self.rank} was killed by signal {number} ({name})"
         if self.returncode - 128 in SIGNALS:
-            return f"rank {self.rank} was stopped by {known[self.returncode - 128]}"
+            return f"rank {self.rank} was stopped by {names[self.returncode - 128]}"
         return f"rank {self.rank} exited with code {self.returncode}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOutcome:
-    """How every rank ended, in rank order, and why.
+    """How every rank ended, and why.
 
-    `stopped` are the ranks that the launcher had to signal, so that their exit codes are not their own;
-    `interrupted_by` is the first signal that ended the whole run. `silent` maps each rank that did not answer
-    the others to whether a signal had stopped it. `cause` is the rank that failed for a reason of its own,
-    with the reason, or what others waited for, as the ranks have said.
+    Attributes:
+        exit_codes: Of all ranks, in their order.
+        first_failure: The first rank that failed by itself; None if none did.
+        stopped: Ranks that the launcher had to signal, so that their exit codes are not their own.
+        interrupted_by: The first signal that ended the whole run; None without one.
+        silent: For each rank that did not answer the others, whether a signal had stopped it.
+        cause: The rank that failed for a reason of its own, with the reason; or None, with what others waited
+            for, as the ranks have said.
     """
 
     exit_codes: tuple[int, ...]
@@ -149,16 +153,17 @@ def launch(
 ) -> LaunchOutcome:
     """Run `command` as ranks 0 to `processes` - 1 on this machine and wait until all have ended.
 
-    The ranks inherit stdout, stderr and the environment, and run at `place` (None: beside this process).
-    `grace_s` is how long ranks may continue after one has failed or the run was interrupted.
+    The ranks inherit stdout, stderr and the environment.
 
     Args:
+        grace_s: How long ranks may continue after one has failed or the run was interrupted.
+        place: Where the ranks run; None = beside this process.
         hears: Whether the command lets signals through by `penstock.stops`; until then they wait, so that
             none ends Python's own start with a traceback.
         ended: Called when all ranks have ended, while signals still interrupt nothing.
 
     Raises:
-        ValueError: For fewer than one process.
+        ValueError: If `processes` is less than one.
         OSError: If the command cannot be started; no rank is left running, whatever happens.
     """
     if processes < 1:
@@ -229,8 +234,8 @@ class _Agent(LocalElasticAgent):
         """Let torch look only when all have ended, as it would end the others at once if one has failed."""
         self.notice_failure()
         if not self.running():
-            found: RunResult = super()._monitor_workers(worker_group)
-            return found
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
         self.heed_verdict()
         self.heed_signals()
         self.escalate()

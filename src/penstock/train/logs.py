@@ -45,8 +45,8 @@ class Terminal(logging.Handler):
 
 def show(say: Callable[[str], None]) -> None:
     """Show the package's lines by `say` from now on, in place of what has shown them before."""
-    for each in [each for each in PACKAGE.handlers if each.name == SHOWING]:
-        PACKAGE.removeHandler(each)
+    for previous in [previous for previous in PACKAGE.handlers if previous.name == SHOWING]:
+        PACKAGE.removeHandler(previous)
     handler = Terminal(say)
     handler.name = SHOWING
     PACKAGE.addHandler(handler)
@@ -70,7 +70,7 @@ def show_unless_told(stream: TextIO, *, shown: bool, width: Callable[[str], str]
 
     Args:
         shown: Whether this rank prints.
-        width: Folds a line.
+        width: Folds a line to the width of the terminal.
     """
     handlers = (*PACKAGE.handlers, *logging.root.handlers)
     if shown and all(isinstance(each, logging.NullHandler | Terminal) for each in handlers):

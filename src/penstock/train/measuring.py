@@ -54,8 +54,10 @@ def measured(
     """Return the record of a stack's last step, whose statistics are on the host; all ranks call it.
 
     Args:
-        loss: What was minimised.
-        records: Of this rank.
+        records: This rank's records of the step.
+        loss: The loss that was minimised, balance terms included.
+        rate: The learning rate.
+        norm: The norm of the gradients before clipping.
         accepted: Whether the step has changed parameters.
     """
     statistics, device = stack.statistics, stack.machinery.device
@@ -184,7 +186,12 @@ Numbers = npt.NDArray[np.float64]
 
 
 class RowsOfReplicas(NamedTuple):
-    """Rows that every rank computes, including those of its replicas, and rows that another node computes."""
+    """How rows are spread where experts have replicas.
+
+    Attributes:
+        rows_PY: Rows that every rank computes, by MoE layer, those of its replicas included.
+        away_Y: Rows that another node computes, by MoE layer.
+    """
 
     rows_PY: Numbers
     away_Y: Numbers
@@ -200,7 +207,9 @@ class RowsOfReplicas(NamedTuple):
         """Return the rows of ranks that share experts with `rank`; zeros for others, whose replicas differ.
 
         Args:
-            replications: Of these ranks, by MoE layer.
+            loads_PYE: The step's loads on all ranks.
+            replications: Replicas of the ranks that share experts, by MoE layer.
+            node_size: Consecutive ranks in one node; 0 = unknown.
         """
         node_P, holders = np.array(_nodes(mesh, node_size)), mesh.size(Group.EXPERT)
         rows_PY, away_Y = np.zeros(loads_PYE.shape[:2]), np.zeros(loads_PYE.shape[1])
@@ -213,8 +222,12 @@ class RowsOfReplicas(NamedTuple):
         return RowsOfReplicas(rows_PY, away_Y)
 
     def share(self, mesh: Mesh, rank: int) -> tuple[Numbers, Numbers]:
-        """Return what `rank` tells all others: its own rows, [Y], and, if it is the first of its group, the
-        group's rows that cross nodes, [Y]."""
+        """Return what `rank` tells all others.
+
+        Returns:
+            Its own rows, [Y], and, if it is the first of its group, the group's rows that cross nodes, [Y];
+                else zeros.
+        """
         first = mesh.members(rank, Group.EXPERT_SHARDS)[0] == rank
         return self.rows_PY[rank], self.away_Y * first
 
@@ -223,7 +236,7 @@ class RowsOfReplicas(NamedTuple):
         """Return the rows of all groups.
 
         Args:
-            shares: By rank.
+            shares: What `share` returns on every rank, by rank.
         """
         rows, away = zip(*shares, strict=True)
         return RowsOfReplicas(np.stack(rows), np.sum(away, axis=0))
@@ -240,19 +253,23 @@ def figures_of(
 ) -> dict[str, tuple[float, ...] | None]:
     """Return figures of one step, each by MoE layer, named as in `StepMetrics`.
 
-    expert_load_max_over_mean, rank_load_max_over_mean: the busiest expert's or rank's rows over the mean; 1 =
-    balance. expert_load_entropy: of the experts' shares, over that of equal ones: 1 = balance, 0 = one expert
-    has all. rank_rows_max_over_mean: of what ranks compute, rows of their replicas included.
-    rows_crossing_nodes: the share of rows that another node computes; None with one node. loads_in_common:
-    with the step before, as `overlap` defines it; None where there is none.
-
     Args:
-        loads_PYE: Of the step.
-        placements: By MoE layer.
-        mesh: Of all ranks.
+        loads_PYE: Loads of the step.
+        placements: Owners of the experts, by MoE layer.
+        mesh: The mesh of all ranks.
         node_size: Consecutive ranks in one node; 0 = unknown.
-        replica_rows: Of all expert groups; None = no replicas.
-        before_PYE: The loads of the step before, if there was one.
+        replica_rows: Rows of all expert groups; None = no replicas.
+        before_PYE: Loads of the step before, if there was one.
+
+    Returns:
+        expert_load_max_over_mean, rank_load_max_over_mean: The busiest expert's or rank's rows over the mean;
+            1 = balance.
+        expert_load_entropy: The entropy of the experts' shares over that of equal ones; 1 = balance, 0 = one
+            expert has all.
+        rank_rows_max_over_mean: The busiest rank's rows over the mean where rows of replicas are included.
+        rows_crossing_nodes: The share of rows that another node computes; None with one node.
+        loads_in_common: What loads have in common with the step before, as `overlap` defines it; None without
+            such a step.
     """
     loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
     owned_PY = rank_loads(loads, placements, mesh)
@@ -274,8 +291,8 @@ def figures_of(
 
 def max_over_mean(loads: Counts | Numbers) -> Numbers:
     """Return the largest load over the mean along the last axis; 0 without loads."""
-    found: Numbers = loads.max(axis=-1) / np.maximum(loads.mean(axis=-1), 1e-9)
-    return found
+    ratio: Numbers = loads.max(axis=-1) / np.maximum(loads.mean(axis=-1), 1e-9)
+    return ratio
 
 
 def relative_entropy(loads: Counts) -> Numbers:
@@ -283,20 +300,20 @@ def relative_entropy(loads: Counts) -> Numbers:
     share = loads / np.maximum(loads.sum(axis=-1, keepdims=True), 1)
     nats = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=-1)
     most = np.log(loads.shape[-1])
-    found: Numbers = nats / most if most else np.ones_like(nats)
-    return found
+    relative: Numbers = nats / most if most else np.ones_like(nats)
+    return relative
 
 
 def rank_loads(loads_PYE: Counts, placements: Sequence[ExpertPlacement], mesh: Mesh) -> Counts:
     """Return the rows that the experts of every rank get, [P, Y]: all shards of an expert get its rows."""
-    found, holders = np.zeros(loads_PYE.shape[:2], dtype=np.int64), mesh.size(Group.EXPERT)
+    loads_PY, holders = np.zeros(loads_PYE.shape[:2], dtype=np.int64), mesh.size(Group.EXPERT)
     for members in mesh.groups(Group.EXPERT_SHARDS):
         together_YE = loads_PYE[list(members)].sum(axis=0)
         places = [mesh.place(rank, Group.EXPERT) for rank in members]
         for layer, placement in enumerate(placements):
             by_place = np.bincount(placement.owners, together_YE[layer], minlength=holders)
-            found[list(members), layer] = by_place[places].astype(np.int64)
-    return found
+            loads_PY[list(members), layer] = by_place[places].astype(np.int64)
+    return loads_PY
 
 
 def _away(
@@ -330,8 +347,8 @@ class RoutingFile:
 
     Samples' loads are gathered outside the step.
 
-    Attributes:
-        done: Steps done before; records of later steps are dropped.
+    Args:
+        done: Number of steps done before; records of later steps are dropped.
     """
 
     def __init__(self, config: RunConfig, control: Control, layout: Layout, done: int) -> None:
@@ -360,14 +377,14 @@ class RoutingFile:
         """Record the step; with samples this costs an exchange of all their loads."""
         listed = None
         if self._samples:
-            mine = [
+            own = [
                 (
                     np.concatenate([each.ids_B.cpu().numpy() for each in layer]),
                     np.concatenate([each.chosen_BE.cpu().numpy() for each in layer]),
                 )
                 for layer in stack.loads.of_samples
             ]
-            everyone = self._control.gather(mine, "collecting how samples were routed")
+            everyone = self._control.gather(own, "collecting how samples were routed")
             listed = [sample.tolist() for sample in _joined(everyone)]
         if self._recorder is not None:
             assert stack.statistics is not None, "a step has ended"
@@ -389,7 +406,7 @@ def _joined(everyone: Sequence[Sequence[Known]]) -> Counts:
     """
     layers = [tuple(map(np.concatenate, zip(*ranks, strict=True))) for ranks in zip(*everyone, strict=True)]
     place = {number: i for i, number in enumerate(dict.fromkeys(layers[0][0].tolist()))}
-    found = np.zeros((len(place), len(layers), layers[0][1].shape[1]), dtype=np.int64)
+    loads_BYE = np.zeros((len(place), len(layers), layers[0][1].shape[1]), dtype=np.int64)
     for layer, (ids_B, chosen_BE) in enumerate(layers):
-        np.add.at(found[:, layer], [place[number] for number in ids_B.tolist()], chosen_BE)
-    return found
+        np.add.at(loads_BYE[:, layer], [place[number] for number in ids_B.tolist()], chosen_BE)
+    return loads_BYE

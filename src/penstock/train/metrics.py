@@ -124,14 +124,15 @@ class MetricsLog(Protocol):
 class JsonLines(LineFile):
     """Appends each step to `metrics.jsonl` in `folder`.
 
-    `resume_step` is the number of steps already done: 0 starts a new record. Lines of later steps, left by a
-    run that was killed after its last checkpoint, are dropped, so that no step appears twice.
-
     A line is JSON, and in the file before `write` returns. A number that is not finite is written as null,
     since JSON cannot express it.
 
+    Args:
+        resume_step: Number of steps done before; 0 starts a new record. Lines of later steps, left by a run
+            that was killed after its last checkpoint, are dropped, so that no step appears twice.
+
     Raises:
-        ConfigError: About the file for a record that cannot be continued.
+        ConfigError: About the file, if its record cannot be continued.
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
@@ -186,25 +187,25 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     A last line that a killed run left without its end is dropped.
 
     Raises:
-        ConfigError: Naming file and line for any other line that is not a step, or is none after the step
-            before it.
+        ConfigError: Naming file and line, for any other line that is not a step, or whose step does not come
+            after the one before.
     """
     with open_regular(path, str(path), "Move it away.") as file:
         lines = file.read().split(b"\n")
     # A whole line ends with a newline, so what follows the last newline is nothing, or a line cut short.
-    found = []
+    steps = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = parse_json(line)
-            found.append(StepMetrics(**{key: _from_json(key, value) for key, value in record.items()}))
+            steps.append(StepMetrics(**{key: _from_json(key, value) for key, value in record.items()}))
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             why = f"not a training step ({error})"
             raise ConfigError(f"{path}, line {number}", UNSET, why, WHAT_TO_DO) from error
-    for number, (before, after) in enumerate(pairwise(found), start=2):
+    for number, (before, after) in enumerate(pairwise(steps), start=2):
         if after.step <= before.step:
             why = f"is step {after.step} after step {before.step}, and steps count up"
             raise ConfigError(f"{path}, line {number}", UNSET, why, WHAT_TO_DO)
-    return found
+    return steps
 
 
 def _from_json(key: str, value: Any) -> Any:
@@ -254,9 +255,10 @@ PLACES: Final = {
 
 
 class TensorBoard:
-    """Writes TensorBoard events; events of steps after `resume_step`, left by a killed run, are hidden.
+    """Writes TensorBoard events.
 
-    Attributes:
+    Args:
+        resume_step: Number of steps done before; events of later steps, left by a killed run, are hidden.
         layers: Numbers of the MoE layers, in the order in which metrics have them.
     """
 
@@ -299,9 +301,10 @@ class WeightsAndBiases:
     Every step is one entry, placed by its number `step`: steps that were repeated after a resumption stand
     where they belong.
 
-    Attributes:
-        run: Of the package wandb.
+    Args:
+        run: A run of the package wandb.
         image: Converts a picture into what wandb displays.
+        layers: Numbers of the MoE layers, in the order in which metrics have them.
     """
 
     def __init__(self, run: Any, image: Callable[[Picture], Any], layers: Sequence[int]) -> None:
@@ -320,7 +323,7 @@ def open_logs(config: RunConfig, layers: Sequence[int], first: int) -> Iterator[
 
     Args:
         layers: Numbers of the MoE layers.
-        first: Steps that were done before.
+        first: Number of steps that were done before.
 
     Raises:
         ConfigError: If one of them cannot be opened.
@@ -332,23 +335,23 @@ def open_logs(config: RunConfig, layers: Sequence[int], first: int) -> Iterator[
     if config.metrics.wandb:
         import wandb
 
-        asked, folder = config.metrics, config.output.dir
+        settings, folder = config.metrics, config.output.dir
         try:
             run = wandb.init(
-                project=asked.wandb_project,
-                entity=asked.wandb_entity,
-                name=asked.wandb_name or folder.name,
-                tags=asked.wandb_tags or None,
+                project=settings.wandb_project,
+                entity=settings.wandb_entity,
+                name=settings.wandb_name or folder.name,
+                tags=settings.wandb_tags or None,
                 id=_id_in(folder, resumes=first > 0),
                 dir=str(folder),
                 resume="allow",
-                mode="offline" if asked.wandb == "offline" else "online",
+                mode="offline" if settings.wandb == "offline" else "online",
                 config=to_dict(config),
                 settings=wandb.Settings(silent=True),
             )
         except wandb.Error as error:
             hint = "Run `wandb login` first, or use metrics.wandb=offline."
-            raise ConfigError("metrics.wandb", asked.wandb, f"was refused: {error}", hint) from error
+            raise ConfigError("metrics.wandb", settings.wandb, f"was refused: {error}", hint) from error
         run.define_metric("*", step_metric="step")
         yield WeightsAndBiases(run, wandb.Image, layers)
 
@@ -367,9 +370,9 @@ def _id_in(folder: Path, *, resumes: bool) -> str:
     if resumes and not is_missing(path):
         check_no_link(path, HINT)
         return read_text(path, str(path), HINT, MOST_ID_BYTES).strip()
-    found = secrets.token_hex(4)
-    write_whole(path, found + "\n")
-    return found
+    run_id = secrets.token_hex(4)
+    write_whole(path, run_id + "\n")
+    return run_id
 
 
 def curves(metrics: StepMetrics, layers: Sequence[int]) -> Mapping[str, float]:
@@ -378,7 +381,7 @@ def curves(metrics: StepMetrics, layers: Sequence[int]) -> Mapping[str, float]:
     Args:
         layers: Numbers of the MoE layers.
     """
-    found: dict[str, float | None] = {
+    by_name: dict[str, float | None] = {
         "loss/train": metrics.loss,
         "loss/eval": metrics.eval_loss,
         "loss/total": metrics.total_loss,
@@ -388,10 +391,10 @@ def curves(metrics: StepMetrics, layers: Sequence[int]) -> Mapping[str, float]:
         "memory/peak_bytes": metrics.peak_memory_bytes,
     }
     for place, names in PLACES.items():
-        found |= {f"{place}/{name}": getattr(metrics, name) for name in names}
+        by_name |= {f"{place}/{name}": getattr(metrics, name) for name in names}
     for name in BY_LAYER:
         values = getattr(metrics, name)
         if values:
-            found[f"moe/{name}"] = fmean(values)
-            found |= {f"layers/{name}/L{layer}": v for layer, v in zip(layers, values, strict=True)}
-    return {name: value for name, value in found.items() if value is not None}
+            by_name[f"moe/{name}"] = fmean(values)
+            by_name |= {f"layers/{name}/L{layer}": v for layer, v in zip(layers, values, strict=True)}
+    return {name: value for name, value in by_name.items() if value is not None}

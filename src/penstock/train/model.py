@@ -25,12 +25,12 @@ class RunModel:
     """The model of a run.
 
     Attributes:
-        stack: Runs its steps.
-        naming: How checkpoints name the tensors of the model.
-        files: The JSON files of a checkpoint that make it a folder of transformers, for the sha256 of the
-            tokenizer of the run's text.
-        repeats_late: Whether a step may be found after its backward pass to have to run again, which spares a
-            GPU's host a wait.
+        stack: The stack that runs its steps.
+        naming: Returns how checkpoints name the tensors of the model.
+        files: Returns, for the sha256 of the tokenizer of the run's text, the JSON files of a checkpoint that
+            make it a folder of transformers.
+        repeats_late: Whether a step may be found only after its backward pass to have to run again, which
+            spares a GPU's host a wait.
     """
 
     stack: PipelinedStack
@@ -51,7 +51,11 @@ def decoder_of(
     moving: ExpertMoving | None,
     begins: bool,
 ) -> RunModel:
-    """Return Penstock's own decoder as the model of a run."""
+    """Return Penstock's own decoder as the model of a run.
+
+    Args:
+        plan, moving, begins: As for `build_stack`.
+    """
 
     def files(tokenizer: str | None) -> Files:
         if lack_of(config.moe) is not None:

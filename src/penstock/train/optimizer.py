@@ -103,7 +103,7 @@ def build_adamw(named_parameters: Iterable[NamedParameter], config: OptimizerCon
     """Return AdamW over the parameters that require a gradient: group 0 with weight decay, group 1 without.
 
     Raises:
-        ValueError: When no parameter requires a gradient.
+        ValueError: If no parameter requires a gradient.
     """
     return torch.optim.AdamW(
         groups_of(named_parameters, config),
@@ -121,21 +121,21 @@ def groups_of(named_parameters: Iterable[NamedParameter], config: OptimizerConfi
     depend on how the model registers them. Names are kept in each group's `param_names`.
 
     Raises:
-        ValueError: When no parameter requires a gradient.
+        ValueError: If no parameter requires a gradient.
     """
     trained = sorted((item for item in named_parameters if item[1].requires_grad), key=itemgetter(0))
     if not trained:
         raise ValueError("no parameter wants a gradient; call requires_grad_(True) on those to train")
     # The biases of all experts are stacked into one matrix, so the shape alone does not identify a bias.
     no_bias = {name for name, p in trained if p.ndim >= 2 and "bias" not in name.rpartition(".")[2]}
-    found = []
+    groups = []
     for decays in (True, False):
         named = [item for item in trained if (item[0] in no_bias and "embed" not in item[0]) is decays]
         # Names are given separately: AdamW takes (name, parameter) pairs, but finds none in an empty group.
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         weight_decay = config.weight_decay if decays else 0.0
-        found.append({"params": parameters, "param_names": names, "weight_decay": weight_decay})
-    return found
+        groups.append({"params": parameters, "param_names": names, "weight_decay": weight_decay})
+    return groups
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -178,7 +178,7 @@ class Update:
         """Compute gradients; return their norm before clipping, float64.
 
         Args:
-            step: Counted from 1.
+            step: Number of the step, counted from 1.
         """
         loss.backward()
         with self.stack.machinery.control.naming(f"the gradient norm of step {step}"):

@@ -41,7 +41,7 @@ def check_output(path: Path, *, keep: bool) -> None:
     """Raise ConfigError if a run could not write to the folder `path` now, or make it; leave nothing behind.
 
     Args:
-        keep: Whether it continues the run that is there.
+        keep: Whether the run continues the one in the folder.
     """
     there = path
     try:
@@ -91,8 +91,11 @@ class OutputFolder:
     A new run finds no other run in it: what an earlier run left is moved aside, as a whole, to `path.1`,
     `path.2`, ... A run that continues finds the folder as it is.
 
+    Args:
+        keep: Whether the run continues the one in the folder.
+
     Attributes:
-        records: What the run goes on writing in it.
+        records: Files and folders that the run goes on writing in it.
     """
 
     def __init__(self, path: Path, *, keep: bool) -> None:
@@ -154,7 +157,7 @@ class OutputFolder:
         """Make again what is lost, with all that was recorded; an earlier run there is moved aside.
 
         Raises:
-            ConfigError: Where another run has taken the folder.
+            ConfigError: If another run has taken the folder.
         """
         assert self._lock is not None, "it is entered"
         if not leads_to(self.path / LOCK, self._lock):

@@ -41,6 +41,7 @@ class Forecast:
 
     Attributes:
         source: What the forecast is made from, in words.
+        timeline: The simulated step.
     """
 
     source: str
@@ -88,8 +89,8 @@ class Pilot(Protocol):
         """Adopt another plan if it is better; return whether it did. All ranks call it after the same steps.
 
         Args:
-            slowest_s: How long the step took on the slowest rank.
-            records: Of this rank; on a GPU [] for a step that was not timed.
+            slowest_s: Seconds of the step on the slowest rank.
+            records: This rank's records of the step; on a GPU [] for a step that was not timed.
         """
 
     def save(self, folder: Path) -> None:
@@ -101,7 +102,7 @@ class Ranks:
     """The ranks that have met, before it is known which ranks share what.
 
     Attributes:
-        node_size: See `Layout`.
+        node_size: Consecutive ranks in one node, see `Layout`.
     """
 
     control: Control

@@ -37,10 +37,10 @@ def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, r
     """Raise IndivisibleError, with the nearest valid size, for a size that does not divide what it cuts.
 
     Args:
-        ranks: Total number; sizes of groups that these cannot form are not proposed.
+        ranks: Number of all ranks; sizes of groups that they cannot form are not proposed.
 
     Raises:
-        ConfigError: For more ranks than a sample has tokens.
+        ConfigError: If there are more ranks than a sample has tokens.
     """
     if model.of_transformers:
         family = FAMILIES[model.model_type]
@@ -103,9 +103,9 @@ def check_sections(
 
     Args:
         path: The model's `config.json` or its folder.
-        sections: What the file decides.
-        model: With the file's settings laid under the user's.
-        moe: Likewise.
+        sections: The settings that the file decides, by section.
+        model: The user's section [model], laid over the file's settings.
+        moe: The user's section [moe], laid over the file's settings.
     """
     for name, section in (("model", model), ("moe", moe)):
         for field in fields(section):
@@ -127,7 +127,7 @@ def moving_in(model_type: str, placement: PlacementConfig, data: DataConfig) -> 
     """Return the section for models of this family, where experts that cannot move stay.
 
     Raises:
-        ConfigError: For a feature of a run that they do not have.
+        ConfigError: If a run uses a feature that they do not have.
     """
     family = FAMILIES[model_type]
     if data.separate_documents and not family.separates_documents:
@@ -148,26 +148,26 @@ def check_moves(placement: PlacementConfig, mode: Mode, parallel: ParallelConfig
     """Raise ConfigError for a move without effect, or a setting of a move that is not made.
 
     Args:
-        mode: Of the plan; a plan file itself determines what moves.
-        ranks: Total number.
+        mode: How the plan is found; a plan file itself determines what moves.
+        ranks: Number of all ranks.
     """
     if mode == REPLAY:
         return
     usual = {field.name: field.default for field in fields(placement)}
     for what, settings in READ_WITH.items():
-        asked = getattr(placement, what)
-        if asked == NONE or (asked == AUTO and mode == FIXED):
-            means = "" if asked == NONE else f', which means "none" with plan.mode = {mode}'
-            why = f"changes nothing where {what} stay (placement.{what} = {asked}{means})"
+        requested = getattr(placement, what)
+        if requested == NONE or (requested == AUTO and mode == FIXED):
+            means = "" if requested == NONE else f', which means "none" with plan.mode = {mode}'
+            why = f"changes nothing where {what} stay (placement.{what} = {requested}{means})"
             for name in settings:
                 if (value := getattr(placement, name)) != usual[name]:
                     raise ConfigError(f"placement.{name}", value, why, f"Leave it out, or let {what} move.")
-        elif asked != AUTO and (parallel.ep_size or holders(ranks, parallel.etp_size)) == 1:
+        elif requested != AUTO and (parallel.ep_size or holders(ranks, parallel.etp_size)) == 1:
             why = (
                 "moves between the ranks of experts, and with parallel.ep_size = 1 every rank has all of them"
             )
             hint = "Leave it out, or spread the experts over more ranks: parallel.processes=2 runs anywhere."
-            raise ConfigError(f"placement.{what}", asked, why, hint)
+            raise ConfigError(f"placement.{what}", requested, why, hint)
 
 
 def check_movable(
@@ -176,13 +176,13 @@ def check_movable(
     """Raise ConfigError for a move that a step of this schedule, routing and layout cannot make.
 
     Args:
-        schedule: None where a search chooses one with which samples and experts can move.
+        schedule: The given schedule; None where a search chooses one with which samples and experts can move.
     """
     choice = (schedule or ScheduleConfig()).decision("flat", placement)
     for what in READ_WITH:
-        if (asked := getattr(choice, what)) != NONE and (found := _why_it_stays(what, choice, moe, parallel)):
-            why, other = found
-            raise ConfigError(f"placement.{what}", asked, why, f"Use {other}, or set placement.{what}=none.")
+        if (move := getattr(choice, what)) != NONE and (reason := _why_it_stays(what, choice, moe, parallel)):
+            why, other = reason
+            raise ConfigError(f"placement.{what}", move, why, f"Use {other}, or set placement.{what}=none.")
 
 
 def _why_it_stays(
@@ -195,9 +195,9 @@ def _why_it_stays(
         use = "moe.one_copy_per_rank=false" if moe.one_copy_per_rank else "moe.dispatch=flat"
         return f"with moe.{said} one row serves several experts and cannot be told apart by sample", use
     if moe.bound_factor is not None:
-        found = f"moe.bound_factor = {moe.bound_factor:g} every expert has the rows that earlier steps needed"
+        bound = f"moe.bound_factor = {moe.bound_factor:g} every expert has the rows that earlier steps needed"
         more = "and ranks would have other samples than then" if samples else spared
-        return f"with {found} at most, {more}", "moe.bound_factor=none"
+        return f"with {bound} at most, {more}", "moe.bound_factor=none"
     if not moe.exchanges_counts:
         limited = moe.capacity_factor is not None
         said = f"capacity_factor = {moe.capacity_factor:g}" if limited else f"gate = {moe.gate}"

@@ -33,10 +33,14 @@ class Progress:
 
         ━━━━━━━━━━━━━━━━━━━━╺━━━━━ 160/200 loss 1.871  12,345 tokens/s  network hidden 93 %  eta 0:01:12
 
-    Elsewhere, such as in a log file, it is a line every `every` steps (0 = never), at every evaluation and at
-    the end. `quiet` shows nothing. `total_steps` counts from the very first step, also in a run that resumes.
+    Elsewhere, such as in a log file, it is a line every `every` steps, at every evaluation and at the end.
     Where nothing more can be shown (a terminal is closed, a pipe has no reader, a disk is full), the run goes
     on and nothing is shown.
+
+    Args:
+        total_steps: Steps of the run, counted from the very first one, also in a run that resumes.
+        every: Steps from one line to the next; 0 = none but those of evaluations and the end.
+        quiet: Whether to show nothing.
     """
 
     def __init__(self, total_steps: int, *, every: int = 10, quiet: bool = False) -> None:
@@ -61,19 +65,19 @@ class Progress:
         left = self._total_steps - metrics.step
         due = left == 0 or metrics.eval_loss is not None or (self._every and metrics.step % self._every == 0)
         if due:
-            words = describe(shown, left * shown.iteration_s)
-            logger.debug(f"step {metrics.step}/{self._total_steps}  {words}")
+            description = describe(shown, left * shown.iteration_s)
+            logger.debug(f"step {metrics.step}/{self._total_steps}  {description}")
         with self._unless_lost():
             if self._bar is not None:  # the line changes with every step
                 (task,) = self._bar.tasks
                 width = self._bar.console.width - LEAST_BAR - 2 * len(f" {task.total}")
-                words = describe(shown, left * shown.iteration_s, width)
-                self._bar.update(task.id, completed=metrics.step, description=words)
+                description = describe(shown, left * shown.iteration_s, width)
+                self._bar.update(task.id, completed=metrics.step, description=description)
             elif due and self._stream is not None:
                 head = f"step {metrics.step}/{self._total_steps}  "
                 width = terminal_width(self._stream) - len(head)
-                words = describe(shown, left * shown.iteration_s, width)
-                print(head + words, file=self._stream, flush=True)
+                description = describe(shown, left * shown.iteration_s, width)
+                print(head + description, file=self._stream, flush=True)
 
     def say(self, message: str) -> None:
         """Show a message that stays, above the line that changes."""
@@ -108,8 +112,10 @@ class Progress:
 def describe(metrics: StepMetrics, eta_s: float, width: int = sys.maxsize) -> str:
     """Return the step on one line: loss, speed, share of hidden communication if there is any, time left.
 
-    Where that is longer than `width`, the communication is left out first, then the speed, then the time
-    left.
+    Args:
+        eta_s: Seconds that are left.
+        width: Characters that fit. Where the line is longer, the communication is left out first, then the
+            speed, then the time left.
     """
     parts = [f"loss {metrics.loss:.3f}"]
     if metrics.eval_loss is not None:

@@ -95,7 +95,8 @@ def check_sizes_given(settings: Mapping[str, Any], path: Path) -> None:
     """Raise ConfigError if a checkpoint's settings lack a size of the model.
 
     Args:
-        path: Of the checkpoint.
+        settings: All settings of the checkpoint.
+        path: Its folder.
     """
     for section, names in SIZES.items():
         table = settings.get(section)
@@ -166,18 +167,23 @@ def find_resumption(config: RunConfig, control: Control) -> Resumption | None:
     if config.train.resume is False:
         return None
     # What rank 0 sees counts: another rank may see a folder a moment earlier or later.
-    mine, purpose = list[Path](), "looking for checkpoints"
-    control.agreed(lambda: mine.extend(_saved(config)), purpose, by=0)
-    found = control.gather(mine, purpose)[0]
-    if not found:
+    own_paths, purpose = list[Path](), "looking for checkpoints"
+    control.agreed(lambda: own_paths.extend(_saved(config)), purpose, by=0)
+    paths = control.gather(own_paths, purpose)[0]
+    if not paths:
         require_checkpoint(config)
         logger.info(f"{checkpoints_folder(config)} contains no checkpoint: starting from the beginning")
         return None
-    return _newest_whole(config, control, tuple(reversed(found)), ())
+    return _newest_whole(config, control, tuple(reversed(paths)), ())
 
 
 def restore(config: RunConfig, control: Control, checkpoints: Checkpoints, resumption: Resumption) -> int:
-    """Load the checkpoint, or an older one if it turns out to be damaged; return the steps already done."""
+    """Load the checkpoint, or an older one if it turns out to be damaged; return the steps already done.
+
+    Args:
+        checkpoints: The checkpoints of this run, which hold the stack to load into.
+        resumption: The checkpoint to load, with older ones.
+    """
     while True:
         try:
             done = checkpoints.load(resumption.path, verified=True)
@@ -213,11 +219,11 @@ def _newest_whole(
             raise ConfigError("train.steps", steps, why, f"Use more than {done}.")
         if record.settings is not None:
             check_model(config, record.settings, path)
-            found = changes(config, record.settings)
+            differences = changes(config, record.settings)
             if record.processes != control.world_size:
-                found.append(f"processes {record.processes} -> {control.world_size}")
-            if found:
-                logger.info(f"changed since {path.name}: {'; '.join(found)}")
+                differences.append(f"processes {record.processes} -> {control.world_size}")
+            if differences:
+                logger.info(f"changed since {path.name}: {'; '.join(differences)}")
         return Resumption(path=path, record=record, older=candidates[number + 1 :], damaged=damaged)
     folder = checkpoints_folder(config)
     why = f"none of the checkpoints in {folder} can be used ({', '.join(path.name for path in damaged)})"

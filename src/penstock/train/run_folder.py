@@ -49,7 +49,7 @@ def read_run(folder: Path) -> FinishedRun:
     """Read a run's folder.
 
     Raises:
-        ConfigError: Naming it, for a folder without a run or a damaged file.
+        ConfigError: Naming the folder, if it holds no run, or a damaged file.
     """
     if not asked(folder.is_dir):
         why = "is not a folder" if asked(folder.exists) else "there is no such folder"
@@ -106,9 +106,9 @@ def _steps(folder: Path) -> list[StepMetrics]:
         raise ConfigError("RUN", str(folder), why, "Give the output.dir of a run, such as runs/tiny.")
     steps = read_metrics(path)
     for name in BY_LAYER:
-        found = {each.step: len(values) for each in steps if (values := getattr(each, name)) is not None}
-        for step, layers in found.items():
-            first, wanted = next(iter(found.items()))
+        counts = {each.step: len(values) for each in steps if (values := getattr(each, name)) is not None}
+        for step, layers in counts.items():
+            first, wanted = next(iter(counts.items()))
             if layers != wanted:
                 why = f"{name} has {layers} numbers (one per MoE layer) in step {step}, "
                 why += f"{wanted} in step {first}"

@@ -58,12 +58,12 @@ class Splitting(Protocol):
     """How tensors of parameters' shapes are named in checkpoints."""
 
     def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[Named]:
-        """Return what belongs to a parameter, of one shape with it: the optimiser's state, say.
+        """Return the parts of a parameter, or of a tensor of its shape such as a state of the optimiser.
 
         Args:
-            name: Of the parameter in the model.
+            name: Name of the parameter in the model.
             tensor: The parameter, or a tensor of its shape.
-            suffix: Of the name, for a state of the parameter.
+            suffix: What the names of the parts end in, for a state of the parameter.
         """
         ...
 
@@ -86,8 +86,8 @@ class DecoderNaming:
         model, kept = self._model, self._model.state_dict().keys()
         buffers = [named for named in model.named_buffers() if named[0] in kept]  # others are not worth it
         for name, tensor in chain(buffers, model.named_parameters()):
-            for each, part, sharding in self.split(name, tensor.detach()):
-                there, transposed = in_files(each)
+            for part_name, part, sharding in self.split(name, tensor.detach()):
+                there, transposed = in_files(part_name)
                 if transposed:
                     yield there, part.t(), None if sharding is None else sharding.transposed
                 else:
@@ -126,7 +126,7 @@ def updated(optimizer: torch.optim.Optimizer, model: nn.Module, splitting: Split
         share = held[1]
         state[f"{OPTIMIZER}{name}.step"] = Part.of(optimizer.updates.steps[parameter])
         for key, numbers in share.states.items():
-            for each, part, sharding in splitting.split(name, parameter.data, f".{key}"):
+            for part_name, part, sharding in splitting.split(name, parameter.data, f".{key}"):
                 assert part.is_contiguous(), "experts are stacked"
                 begin = int(part.storage_offset() - parameter.data.storage_offset())
                 runs = [(0, numbers[:0])]  # of the type of the state, also where this rank has none of it
@@ -135,12 +135,18 @@ def updated(optimizer: torch.optim.Optimizer, model: nn.Module, splitting: Split
                     if first < last:
                         values = share.state(key, piece, run)[first - run.first : last - run.first]
                         runs.append((first - begin, values))
-                state[f"{OPTIMIZER}{each}"] = Part.of_runs(runs, part, sharding)
+                state[f"{OPTIMIZER}{part_name}"] = Part.of_runs(runs, part, sharding)
     return state
 
 
 def state_part(name: str, key: str, tensor: Tensor, splitting: Splitting) -> State:
-    """Return what this rank has of a tensor of an optimiser's state, which belongs to a parameter."""
+    """Return what this rank has of a tensor of an optimiser's state, which belongs to a parameter.
+
+    Args:
+        name: Name of the parameter in the model.
+        key: Name of the state, as the optimiser calls it.
+        splitting: How tensors of the parameter's shape are named.
+    """
     if not tensor.dim():
         return {f"{OPTIMIZER}{name}.{key}": Part.of(tensor)}
     named = splitting.split(name, tensor, f".{key}")
@@ -168,8 +174,12 @@ def learnt(stack: PipelinedStack) -> State:
 
 
 def generator_name(place: int, *, on_device: bool = False) -> str:
-    """Return the name of a random generator, the host's or that of a GPU, of the ranks at a place among those
-    that have other samples: ranks that share attention draw alike."""
+    """Return the name of a random generator of the ranks at a place.
+
+    Args:
+        place: Index among the ranks that have other samples: ranks that share attention draw alike.
+        on_device: Whether the generator is that of a GPU; else it is the host's.
+    """
     return f"{GENERATOR}{place}.device" if on_device else f"{GENERATOR}{place}"
 
 
@@ -182,7 +192,7 @@ def set_generators(state: State, stack: PipelinedStack) -> None:
     """Give this rank's generators the states that were loaded.
 
     Raises:
-        DamagedError: If they are none.
+        DamagedError: If they are no states of generators.
     """
     place, device = stack.machinery.layout.dp_rank, stack.machinery.device
     host, on_device = generator_name(place), generator_name(place, on_device=True)
@@ -215,21 +225,24 @@ def steps_of(stack: PipelinedStack) -> dict[str, Any]:
             {**kind._asdict(), "wanted": [wanted_X.tolist() for wanted_X in history.wanted_X]}
             for kind, history in stack.bounds.histories.items()
         ]
-    found = {"replicas": _replicas(stack), "bounds": bounds}
-    texts = {key: json.dumps(each, default=int, allow_nan=False) for key, each in found.items()}
+    values = {"replicas": _replicas(stack), "bounds": bounds}
+    texts = {key: json.dumps(each, default=int, allow_nan=False) for key, each in values.items()}
     return {key: json.loads(text) for key, text in texts.items() if len(text) < MOST_BYTES}
 
 
 def take_steps(stack: PipelinedStack, plans: Plans | None, known: Known | None) -> tuple[bool, bool]:
-    """Host and bound as `read_steps` says, each if all ranks have read the same; return which. All call it.
+    """Host and bound as `read_steps` says, each if all ranks have read the same. All ranks call it.
 
     A rank that has read something else would wait for others in another exchange.
+
+    Returns:
+        Whether the replicas, and whether the bounds, are those that were read.
     """
     digest = hashlib.sha256()
     for kind, rows in (known or {}).items():
         digest.update(repr(kind).encode() + b"".join(row.tobytes() for row in rows))
-    told = (plans is not None, f"{known is None} {digest.hexdigest()}")
-    everyone = stack.machinery.control.gather(told, "agreeing what the next step knows")
+    own = (plans is not None, f"{known is None} {digest.hexdigest()}")
+    everyone = stack.machinery.control.gather(own, "agreeing what the next step knows")
     same = all(each for each, _ in everyone)
     bounds = known is not None and len({each for _, each in everyone}) == 1
     if same and plans is not None:
@@ -246,7 +259,7 @@ def read_steps(stack: PipelinedStack, steps: Mapping[str, Any] | None) -> tuple[
     """Return what `steps_of` has returned for this rank; None for what is missing or does not fit the run.
 
     Raises:
-        DamagedError: For anything else.
+        DamagedError: If `steps_of` returns nothing of this kind.
     """
     try:
         return _read_replicas(stack, (steps or {}).get("replicas")), _read_bounds(
@@ -264,8 +277,8 @@ def _replicas(stack: PipelinedStack) -> list[Mapping[str, Any]]:
         {"owners": replication.placement.digest, **plain_of(replication), "in_use": in_use}
         for replication, in_use in zip(plans.made, plans.in_use, strict=True)
     ]
-    mine = {"age_steps": plans.age_steps, "layers": layers}
-    everyone = stack.machinery.control.gather((as_at_first, mine), "gathering which replicas ranks hold")
+    own = {"age_steps": plans.age_steps, "layers": layers}
+    everyone = stack.machinery.control.gather((as_at_first, own), "gathering which replicas ranks hold")
     if all(at_first for at_first, _ in everyone):
         return []
     return [everyone[ranks[0]][1] for ranks in layout.mesh.groups(Group.EXPERT_SHARDS)]
@@ -294,12 +307,12 @@ def _read_bounds(stack: PipelinedStack, passes: list[Any] | None) -> Known | Non
     if not isinstance(stack.bounds, RowBounds) or passes is None:
         return None
     positions = sum(order.num_experts for order in stack.bounds.orders)
-    found: dict[Passes, list[Counts]] = {}
-    for each in passes:
-        kind, wanted = Passes(each["microbatches"], each["training"]), each["wanted"][-STEPS_KEPT:]
+    by_kind: dict[Passes, list[Counts]] = {}
+    for entry in passes:
+        kind, wanted = Passes(entry["microbatches"], entry["training"]), entry["wanted"][-STEPS_KEPT:]
         if type(kind.microbatches) is not int or type(kind.training) is not bool:
             raise TypeError(f"no steps are of {kind}")
         if not all(type(count) is int and 0 <= count < MOST_ROWS for row in wanted for count in row):
             raise TypeError("there are numbers of rows that no step has")
-        found[kind] = [np.array(row, dtype=np.int64) for row in wanted]
-    return found if all(len(row) == positions for rows in found.values() for row in rows) else None
+        by_kind[kind] = [np.array(row, dtype=np.int64) for row in wanted]
+    return by_kind if all(len(row) == positions for rows in by_kind.values() for row in rows) else None

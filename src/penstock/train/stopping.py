@@ -17,7 +17,8 @@ class Vote(NamedTuple):
     """What all ranks learn after a step.
 
     Attributes:
-        slowest_s: Duration of the step on the slowest rank.
+        stop: Whether any rank was asked to stop.
+        slowest_s: Seconds of the step on the slowest rank.
         lost: Whether what the run has written is gone.
     """
 
@@ -33,9 +34,11 @@ class SignalLog:
     later signal counts only `SAME_REQUEST_S` after the first. Only Python's main thread handles signals; in
     another thread they are left as they are.
 
+    Args:
+        once: Whether a second signal acts as it did before.
+
     Attributes:
         received: The signals, in the order of arrival.
-        once: Whether a second one acts as it did before.
     """
 
     def __init__(self, *, once: bool = False) -> None:
@@ -85,6 +88,10 @@ class StopRequests(SignalLog):
         """Return whether any rank was asked to stop, and what else all must know after a step.
 
         It costs one all-reduce of 24 bytes: every rank learns the same.
+
+        Args:
+            iteration_s: Seconds of the step on this rank.
+            lost: Whether this rank has lost what the run has written.
         """
         purpose = f"agreeing whether to stop after step {step}"
         stop, slowest_s, gone = self._control.largest((float(self.asked), iteration_s, float(lost)), purpose)

@@ -67,8 +67,9 @@ OnStep = Callable[[int, StepStatistics], None]
 class Trainer:
     """Trains what a configuration describes, on this rank of a group that has joined already.
 
-    Attributes:
+    Args:
         make_pilot: Makes the pilot, which decides by which plan steps run.
+        quiet: Whether to show no progress.
         make_model: Builds the model.
         on_step: Called before a step's checkpoint is written; the output folder exists by then.
         log: Gets its file in the output folder, when that is there.
@@ -277,9 +278,9 @@ class Trainer:
         train = self.config.train
         if last or _due(metrics.step, train.eval_every):
             batches = self.source.stream.held_out_batches(train.eval_batches)
-            found = evaluate(self.stack, batches)
+            evaluation = evaluate(self.stack, batches)
             self._check_peers()
-            metrics = replace(metrics, eval_loss=found.loss, eval_noise=found.noise)
+            metrics = replace(metrics, eval_loss=evaluation.loss, eval_noise=evaluation.noise)
         self.history.add(metrics)
         self.progress.update(metrics)
         if self.writer is not None:
@@ -346,12 +347,12 @@ class Trainer:
         """
         if not self.leader:
             return
-        asked, runs = (
-            replace(each, parallel=replace(each.parallel, processes=self.layout.world_size))
-            for each in (self._asked, self.config)
+        requested, runs = (
+            replace(config, parallel=replace(config.parallel, processes=self.layout.world_size))
+            for config in (self._asked, self.config)
         )
-        text = to_toml(asked)
-        if chosen := "".join(f"# {change}\n" for change in changes(runs, to_dict(asked))):
+        text = to_toml(requested)
+        if chosen := "".join(f"# {change}\n" for change in changes(runs, to_dict(requested))):
             text = f"# Chosen by this run, where the settings below say otherwise:\n{chosen}\n{text}"
         with written(self.config.output.dir):
             keep_config(self.config.output.dir, text, done)

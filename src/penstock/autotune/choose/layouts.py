@@ -59,7 +59,7 @@ def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
     """Return the run in which ranks share as in `sizes`, with the same samples per step.
 
     Raises:
-        IndivisibleError: Where the samples cannot be divided among the groups of ranks.
+        IndivisibleError: If the samples cannot be divided among the groups of ranks.
     """
     parallel, data = config.parallel, config.data
     samples = data.batch_per_device * sizes.tp_size
@@ -74,15 +74,15 @@ def check_some_layout(config: RunConfig, processes: int, node_size: int, there_b
     """Raise ConfigError unless in some layout of these local processes everything divides and may fit.
 
     Args:
-        node_size: Ranks of a node.
+        node_size: Number of ranks in a node.
         there_bytes: Memory of all processes together; None = not known.
     """
     last: ConfigError | None = None
-    for each in _layouts(config, processes, 0, node_size):
+    for candidate in _layouts(config, processes, 0, node_size):
         if there_bytes is None:
             return
         try:
-            check_run(each.config, each.layout, there_bytes=there_bytes, sharing=processes)
+            check_run(candidate.config, candidate.layout, there_bytes=there_bytes, sharing=processes)
         except ConfigError as error:
             last = error
         else:
@@ -95,10 +95,10 @@ def least_memory(config: RunConfig, world_size: int) -> RankMemory:
     """Return the memory that a rank needs in the layout that needs least, wherever its ranks are.
 
     Args:
-        config: As `resolved`.
+        config: A `resolved` configuration.
 
     Raises:
-        ConfigError: Unless there is a layout in which everything divides.
+        ConfigError: If there is no layout in which everything divides.
     """
     possible = _layouts(config, world_size, 0, world_size)
     return min((memory_of(each.config, each.layout) for each in possible), key=lambda need: need.total_bytes)
@@ -115,10 +115,11 @@ def run_layouts(
     It ends by the clock, with what is ranked by then.
 
     Args:
+        memory: What every rank has for training; None = not known.
         given: Decisions that every plan has, by name.
 
     Raises:
-        ConfigError: If none fits.
+        ConfigError: If no layout fits.
     """
     return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory, given)
 
@@ -178,8 +179,8 @@ def _chosen(config: RunConfig, ranks: Ranks) -> LayoutSizes:
         def file_of(sizes: LayoutSizes) -> ClusterFile:
             return files[sizes.shares]
 
-        found = _ranked(config, control.world_size, ranks.node_size, file_of, memory)
-        return found.best.sizes, found.lines
+        ranked = _ranked(config, control.world_size, ranks.node_size, file_of, memory)
+        return ranked.best.sizes, ranked.lines
 
     sizes, lines = decided_slowly(control, decide, "choosing a layout", config.parallel.timeout_s)
     logger.info("\n".join(lines))
@@ -224,20 +225,20 @@ class _Possible:
 
 def _layouts(config: RunConfig, world_size: int, rank: int, node_size: int) -> list[_Possible]:
     """Return all possible layouts. Raises ConfigError, with the reason, if there are none."""
-    found, refused = list[_Possible](), list[ConfigError]()
+    possible, refused = list[_Possible](), list[ConfigError]()
     for sizes in _tried(config, world_size, node_size):
         try:
-            found.append(_possible(config, sizes, world_size, rank, node_size))
+            possible.append(_possible(config, sizes, world_size, rank, node_size))
         except IndivisibleError:
             continue
         except ConfigError as error:
             refused.append(error)
-    if refused and not found:
+    if refused and not possible:
         raise refused[0]
-    if not found:
+    if not possible:
         why = f"no layout of {world_size} ranks divides heads, widths, experts and samples"
         raise ConfigError("plan.layout", AUTO, why, "Set plan.layout=given to see what does not divide.")
-    return found
+    return possible
 
 
 def _tried(config: RunConfig, world_size: int, node_size: int) -> Iterator[LayoutSizes]:
@@ -247,12 +248,12 @@ def _tried(config: RunConfig, world_size: int, node_size: int) -> Iterator[Layou
 
 def _possible(config: RunConfig, sizes: LayoutSizes, world_size: int, rank: int, node_size: int) -> _Possible:
     """Return the run with this layout. Raises IndivisibleError or ConfigError for what cannot be shared."""
-    found = with_layout(config, sizes)
-    check_shares(found.model, found.moe, found.parallel, world_size)
-    check_shared(found.moe, found.parallel)
-    layout = Layout.build(found.parallel, world_size, rank, found.moe.num_experts, node_size)
-    candidates(found, layout)
-    return _Possible(sizes=sizes, config=found, layout=layout)
+    run = with_layout(config, sizes)
+    check_shares(run.model, run.moe, run.parallel, world_size)
+    check_shared(run.moe, run.parallel)
+    layout = Layout.build(run.parallel, world_size, rank, run.moe.num_experts, node_size)
+    candidates(run, layout)
+    return _Possible(sizes=sizes, config=run, layout=layout)
 
 
 def _ranked(
@@ -265,8 +266,8 @@ def _ranked(
 ) -> FoundLayouts:
     def problem_of(sizes: LayoutSizes) -> Problem:
         file = file_of(sizes)
-        each = _possible(config, sizes, world_size, 0, node_size)
-        return forced(run_problem(each.config, each.layout, file), given)
+        candidate = _possible(config, sizes, world_size, 0, node_size)
+        return forced(run_problem(candidate.config, candidate.layout, file), given)
 
     tried, ends = _tried(config, world_size, node_size), time_limit(time.monotonic, config.plan.budget)
     return rank_layouts(tried, problem_of, memory, ends=ends)
@@ -298,12 +299,13 @@ def run_subject(
 
     Args:
         path: A file of settings; or the config.json of a model of transformers, or its folder, with defaults
-            for the rest. Section [schedule] of a file is for runs that do not search. What `overrides` set of
-            it holds in every plan.
-        layout: Instead of plan.layout.
+            for the rest. Section [schedule] of a file is for runs that do not search.
+        overrides: Settings `key=value`. Those of section [schedule] hold in every plan.
+        layout: What counts instead of `plan.layout`; None = that.
+        memory: What every rank has for training; None = not known.
 
     Raises:
-        ConfigError: For overrides that would have no effect.
+        ConfigError: If an override would have no effect.
     """
     keys = [override.partition("=")[0].strip() for override in overrides]
     check_source(overrides)
@@ -328,9 +330,9 @@ def run_subject(
         of_user = replace(config, parallel=replace(config.parallel, ep_size=widest))
     if (layout or config.plan.layout) != AUTO:
         return subject(of_user)
-    found = run_layouts(config, file, memory, decided)
-    best = with_layout(config, found.best.sizes)
-    return subject(best, *found.lines).beside(lambda: subject(of_user))
+    ranked = run_layouts(config, file, memory, decided)
+    best = with_layout(config, ranked.best.sizes)
+    return subject(best, *ranked.lines).beside(lambda: subject(of_user))
 
 
 def has_settings(path: Path) -> bool:
@@ -370,13 +372,13 @@ def given_decisions(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:
     """Return the decisions that these settings of section [schedule] make, by name."""
     schedule = config.schedule
     names = [key.removeprefix("schedule.") for key in keys if key.startswith("schedule.") and key != OF_A_RUN]
-    found: dict[str, Any] = {}
+    decisions: dict[str, Any] = {}
     for name in names:
         if name.startswith("more"):
-            found |= dict(schedule.more)
+            decisions |= dict(schedule.more)
         elif getattr(schedule, name) is not None:  # none leaves it open
-            found["schedule" if name == "name" else name] = getattr(schedule, name)
-    return found
+            decisions["schedule" if name == "name" else name] = getattr(schedule, name)
+    return decisions
 
 
 def check_source(overrides: Sequence[str]) -> None:

@@ -86,9 +86,9 @@ class Weighing:
             hook.remove()
         everyone = self._stack.machinery.control.gather(self._steps, "gathering what samples chose")
         before, now = ([steps[number] for steps in everyone] for number in range(OBSERVED_STEPS))
-        found = [self._assembled(each) for each in (before, now)]
+        loads = [self._assembled(each) for each in (before, now)]
         # None where some group had no samples.
-        evidence = None if found[0] is None or found[1] is None else Evidence(found[0], found[1])
+        evidence = None if loads[0] is None or loads[1] is None else Evidence(loads[0], loads[1])
         problem = planned.problem
         if evidence is None or evidence.now_DBYE.shape[1] != problem.batch:
             return planned
@@ -148,12 +148,12 @@ def _weighed(planned: Planned, adopts: bool) -> tuple[tuple[str, ...], Order | N
         needed_bytes = estimate_memory(problem, planned.choice).total_bytes
         memory = MemoryBudget(bytes=max(memory.bytes, needed_bytes))
     over = time_limit(time.monotonic)  # all ranks wait, and what moves would bring is no need
-    found = weigh(problem, [planned.choice], memory, OBSERVED, planned.learnt.lost, over)
-    wanted = replace(found.best.choice, priority=planned.choice.priority)
-    if not adopts or _moves(wanted) == _moves(planned.choice) or _stays(planned, found):
-        return found.lines, None
+    weighed = weigh(problem, [planned.choice], memory, OBSERVED, planned.learnt.lost, over)
+    wanted = replace(weighed.best.choice, priority=planned.choice.priority)
+    if not adopts or _moves(wanted) == _moves(planned.choice) or _stays(planned, weighed):
+        return weighed.lines, None
     best = evaluate(problem, wanted)
-    return found.lines, Order.of(best.choice, best.plan)
+    return weighed.lines, Order.of(best.choice, best.plan)
 
 
 def _stays(planned: Planned, found: Weighed) -> bool:

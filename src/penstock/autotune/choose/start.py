@@ -123,11 +123,11 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
 
     def decide() -> _Choice:
         number, solved = _fastest(problems, file, config.plan.budget)
-        found, problem = solved.found, solved.problem
-        promising = [found.best, *_to_try(found, config.plan.trials - 1)]
+        result, problem = solved.found, solved.problem
+        promising = [result.best, *_to_try(result, config.plan.trials - 1)]
         orders = [(Order.of(each.choice, each.plan), whole_s(problem, each)) for each in promising]
-        others = OtherPlan.among(problem, found.others)
-        return number, orders, others, found.searched, solved.lines, solved.said
+        others = OtherPlan.among(problem, result.others)
+        return number, orders, others, result.searched, solved.lines, solved.said
 
     decided_by = machinery.control, decide, "choosing a plan", config.parallel.timeout_s
     number, promising, others, searched, lines, said = decided_slowly(*decided_by)
@@ -242,10 +242,10 @@ class Solved:
     """A problem with the best plan that was found.
 
     Attributes:
-        why: The reasons for it.
-        more: Lines after these.
-        warning: That no plan fits into memory by its estimate. The best one is still taken, since the run
-            will show whether it fits.
+        why: The reasons for the plan.
+        more: Lines of the explanation after these.
+        warning: Why, by its estimate, no plan fits into memory; None if one does. The best plan is still
+            taken, since the run will show whether it fits.
     """
 
     problem: Problem
@@ -276,7 +276,7 @@ class Solved:
         least = milliseconds(why.lower_bound_s + closing_s(self.problem))
         predicted = within(seconds, interval_s(self.problem, seconds))
         shares = {lane_words(lane, nodes=why.nodes): share for lane, share in why.busy.items() if share > 0}
-        busy = ", ".join(f"{words} {percent(share)}" for words, share in shares.items())
+        busy = ", ".join(f"{name} {percent(share)}" for name, share in shares.items())
         there = "" if why.budget is None else f" of {gib(why.budget.bytes)}"
         return (
             f"Plan 1   {why.best.choice.words}{why.rows}",
@@ -294,24 +294,25 @@ def find(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Solved:
-    """Return the best plan and the reasons for it. Callers have its warning said.
+    """Return the best plan and the reasons for it; callers print its warning.
 
     Args:
-        remedy: Of measurements that contradict each other.
-        clock: By which the search ends after `SEARCH_S`, with the best plan by then.
+        budget: Effort of the search, relative to the usual one.
+        remedy: What can be done about measurements that contradict each other.
+        clock: Seconds by which the search ends after `SEARCH_S`, with the best plan by then.
     """
     ends = time_limit(clock, budget)
     memory, warning = MemoryBudget.of(file.memory_bytes), None
     try:
-        found = find_plan(problem, memory=memory, budget=budget, ends=ends)
+        result = find_plan(problem, memory=memory, budget=budget, ends=ends)
     except ConfigError as error:
         if memory is None:
             raise
         memory, warning = None, str(error)
-        found = find_plan(problem, memory=None, budget=budget, ends=ends)
+        result = find_plan(problem, memory=None, budget=budget, ends=ends)
     doubts = summary(file.doubts, intervals=file.steps is not None, remedy=remedy)
-    more, why = (*found.searched.lines, *doubts), reasons(problem, found, memory)
-    return Solved(problem=problem, found=found, why=why, more=more, warning=warning)
+    more, why = (*result.searched.lines, *doubts), reasons(problem, result, memory)
+    return Solved(problem=problem, found=result, why=why, more=more, warning=warning)
 
 
 def overruled(placement: PlacementConfig, choice: Decision, path: Path) -> list[str]:

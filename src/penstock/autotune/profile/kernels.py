@@ -33,9 +33,10 @@ class Kernel:
     """One kind of computation.
 
     Attributes:
-        size: Whole batch.
-        work: Operations or bytes, each.
-        make: Timed action.
+        unit: What the work is counted in.
+        size: Size of the computation on a whole batch.
+        work: Operations or bytes for each of this size.
+        make: Returns the computation at some size, which is timed.
     """
 
     name: str
@@ -51,11 +52,12 @@ def measure_kernels(
     """Measure kernels, with the same result on all ranks, which call it together; as many as the time allows.
 
     Args:
-        limits: As of `Budget`.
+        budget_s: Seconds for all kernels together.
+        limits: What else ends measuring; None = nothing.
     """
     budget = Budget(machinery.control, budget_s, limits)
     kernels = list(_kernels(config, machinery))
-    found = []
+    models = []
     for left, kernel in zip(range(len(kernels), 0, -1), kernels, strict=True):
         sizes, share_s = [max(1, kernel.size // pieces) for pieces in PIECES], budget.left_s / left
         unlike = tuple(dict.fromkeys(sizes))
@@ -63,12 +65,12 @@ def measure_kernels(
         if not points:
             break
         line, fit = fitted((kernel.work * size, seconds) for size, seconds in points)
-        found.append(
+        models.append(
             KernelModel(
                 name=kernel.name, unit=kernel.unit, alpha_s=line.alpha_s, beta_s_per_unit=line.beta, fit=fit
             )
         )
-    return tuple(found)
+    return tuple(models)
 
 
 def rates_of(assumed: ClusterConfig, kernels: tuple[KernelModel, ...]) -> ClusterConfig:
@@ -168,10 +170,11 @@ def measure_updates(
 ) -> tuple[TaskModel, ...]:
     """Return models of the updates of all kinds of gradients; none where the budget is `late`.
 
-    They keep their values, and have no gradient afterwards. All ranks call this together and get the same.
+    All ranks call this together and get the same. The parameters keep their values, and have no gradient
+    afterwards.
 
     Args:
-        parameters: Of a few layers as a run has them; their number counts beside their bytes.
+        parameters: Parameters of a few layers as a run has them; their number counts beside their bytes.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:

@@ -50,7 +50,9 @@ class Probe:
     """One collective in one kind of group.
 
     Attributes:
-        make: Returns an exchange of this number of float32 elements.
+        members: The ranks of the group.
+        make: Returns an exchange of a number of float32 elements.
+        op: The op of a leg of a dispatch; "" for a collective.
         used: Whether plans rest on it.
     """
 
@@ -83,9 +85,10 @@ def measure_links(
     measured once.
 
     Args:
-        dispatches: Names of hierarchical ones whose legs are measured, too.
-        used_only: Leave out what no plan rests on.
-        limits: As of `Budget`.
+        dispatches: Names of hierarchical dispatches whose legs are measured, too.
+        budget_s: Seconds for all links together.
+        used_only: Whether to leave out what no plan rests on.
+        limits: What else ends measuring; None = nothing.
     """
     if machinery.layout.world_size == 1:
         return ()
@@ -93,22 +96,22 @@ def measure_links(
     probes = [probe for probe in probes if probe.used or not used_only]
     budget = Budget(machinery.control, budget_s, limits)
     waiting = {each.wire: USED_WEIGHT if each.used else WEIGHT for each in reversed(probes)}
-    known: dict[tuple[object, ...], LinkModel] = {}
-    found = []
+    by_wire: dict[tuple[object, ...], LinkModel] = {}
+    links = []
     for probe in probes:
-        if probe.wire not in known:
+        if probe.wire not in by_wire:
             if budget.late:
                 continue
             weight = waiting.pop(probe.wire)
             share_s = budget.left_s * weight / (weight + sum(waiting.values()))
-            done = len(known) + 1
+            done = len(by_wire) + 1
             ranks = counted(len(probe.members), "rank")
             logger.debug(
                 f"link {done} of {done + len(waiting)}: {probe.collective} {probe.op}".rstrip() + f", {ranks}"
             )
-            known[probe.wire] = _measure(probe, budget, share_s, machinery.device)
-        found.append(replace(known[probe.wire], group=Group.name(probe.group)))
-    return machinery.control.gather(tuple(found), "comparing measured links")[0]
+            by_wire[probe.wire] = _measure(probe, budget, share_s, machinery.device)
+        links.append(replace(by_wire[probe.wire], group=Group.name(probe.group)))
+    return machinery.control.gather(tuple(links), "comparing measured links")[0]
 
 
 def _measure(probe: Probe, budget: Budget, share_s: float, device: torch.device) -> LinkModel:
@@ -197,7 +200,10 @@ def exchanges(transport: Transport, group: Axes, rank: int, device: torch.device
     """Return the collectives of a group as exchanges of its transport.
 
     Args:
-        rank: This rank's place in it.
+        rank: This rank's place in the group.
+
+    Returns:
+        By name of the collective, what makes an exchange of a number of float32 elements.
     """
     size = transport.size(group)
 
@@ -218,8 +224,8 @@ def exchanges(transport: Transport, group: Axes, rank: int, device: torch.device
         return exchange(splits, [splits[rank]] * size)
 
     def all_gather(elements: int) -> Action:
-        mine, splits = zeros(elements // size), [elements // size] * size
-        return lambda: _drop(transport.all_gather(mine, splits, group))
+        own, splits = zeros(elements // size), [elements // size] * size
+        return lambda: _drop(transport.all_gather(own, splits, group))
 
     def reduce_scatter(elements: int) -> Action:
         rows, splits = zeros(elements // size * size), [elements // size] * size
@@ -262,22 +268,22 @@ def make_pair(machinery: Machinery, elements: int) -> Action:
     axes = Group.EXPERT_SHARDS if layout.etp_size > 1 else Group.EXPERT
     between, inside = transports.of(Lane.INTER, axes), transports.of(Lane.INTRA, Group.TENSOR)
     size = between.size(axes)
-    each = max(1, elements // SLICES // size)
-    rows = torch.zeros(each * size, device=machinery.device)
+    share = max(1, elements // SLICES // size)
+    rows = torch.zeros(share * size, device=machinery.device)
     home: dict[Name, Tensor] = {}
 
     def combine(context: Any, task: Task, inputs: Inputs) -> Outputs:
         """Exchange the partial outputs of all shards of an expert, and add them where they arrive."""
         del context, inputs
-        found = between.all_to_all(rows, [each] * size, [each] * size, axes)
-        home[task.name] = found.view(-1, layout.etp_size, each).sum(1).flatten()
+        partials = between.all_to_all(rows, [share] * size, [share] * size, axes)
+        home[task.name] = partials.view(-1, layout.etp_size, share).sum(1).flatten()
         return {"rows": home[task.name]}
 
     def gather(context: Any, task: Task, inputs: Inputs) -> Outputs:
         del context, inputs
-        mine = home.pop(task.name._replace(op=Op.COMBINE))
-        inside.all_gather(mine, [len(mine)] * layout.tp_size, Group.TENSOR)
-        return {"rows": mine}
+        own = home.pop(task.name._replace(op=Op.COMBINE))
+        inside.all_gather(own, [len(own)] * layout.tp_size, Group.TENSOR)
+        return {"rows": own}
 
     nothing = {"reads": (), "writes": (), "frees": (), "shared": ()}
     sent, gathered = list[Call](), list[Call]()

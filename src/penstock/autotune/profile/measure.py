@@ -46,6 +46,8 @@ def profile_run(
     All ranks must call this together, and nothing else may use the machinery meanwhile.
 
     Args:
+        budget_s: Seconds for everything together.
+        name: The name of the cluster.
         limits: Whether this rank is asked to end as soon as it has the least that a file needs, and the clock
             by which measuring ends even where this least takes too long; the file then lists this among its
             doubts.
@@ -82,10 +84,9 @@ def profile_layout(
 ) -> ClusterFile:
     """Measure what layouts are compared by: as `profile_run`, and after a first layout links and tasks only.
 
-    Tasks are lines over their work by that file's rates, so that both files can complete each other.
-
     Args:
-        first: The file of another layout.
+        first: The file of the first layout, if there was one. Tasks are lines over their work by its rates,
+            so that both files can complete each other.
     """
     if first is None:
         return profile_run(config, machinery, budget_s=budget_s)
@@ -100,8 +101,8 @@ def profile_schedules(
     """Measure only that on which predictions of these schedules rest; otherwise as `profile_run`.
 
     Args:
-        budget_s: For compute tasks, at the sizes that the schedules cut; links take as long before, and at
-            most `LINKS_S`.
+        budget_s: Seconds for compute tasks, at the sizes that the schedules cut; links take as long before,
+            and at most `LINKS_S`.
     """
     limits = Limits()
     file = profile_links(config, machinery, budget_s=min(LINKS_S, budget_s), limits=limits)
@@ -122,8 +123,9 @@ def profile_links(
     All ranks call it together and get the same file.
 
     Args:
-        dispatches: Whose legs are measured in addition to those that the configuration leaves open.
-        used_only: Leave out links on which no plan rests.
+        dispatches: Dispatches whose legs are measured in addition to those that the configuration leaves
+            open.
+        used_only: Whether to leave out links on which no plan rests.
     """
     limits = limits or Limits()
     layout = machinery.layout
@@ -145,14 +147,14 @@ def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: 
     """Return the rates with latency and bandwidth between two ranks that explain the measured all-to-alls.
 
     Args:
-        nodes: Of the cluster; in a single node all links are inside it.
+        nodes: Number of nodes; in a single one all links are inside it.
     """
     for lane, group in (("link", "ep"), ("intra", "ep" if nodes == 1 else "node")):
-        found = _measured(links, "all_to_all", group)
-        if found is not None:
-            others = found.ranks - 1
-            latency_s = max(found.alpha_s / others, LEAST_LATENCY_S)
-            rate = others / found.ranks / found.beta_s_per_byte
+        link = _measured(links, "all_to_all", group)
+        if link is not None:
+            others = link.ranks - 1
+            latency_s = max(link.alpha_s / others, LEAST_LATENCY_S)
+            rate = others / link.ranks / link.beta_s_per_byte
             rates = rates.measured(**{f"{lane}_latency_s": latency_s, f"{lane}_bytes_per_s": rate})
             rates = replace(rates, link_rate_of="device") if lane == "link" else rates
     shared = _shared_card_bytes_per_s(links, nodes)

@@ -50,9 +50,9 @@ class Limits:
     """What ends a measurement, besides its budget.
 
     Attributes:
-        stopped: Whether this rank is to measure no more than it must.
-        clock: By which budgets are kept.
-        overran: Noted by a budget that was so much exceeded that not even the least was measured.
+        stopped: Returns whether this rank is to measure no more than it must.
+        clock: The clock, in seconds, by which budgets are kept.
+        overran: Whether a budget was so much exceeded that not even the least was measured; budgets note it.
     """
 
     stopped: Callable[[], bool] = bool
@@ -105,15 +105,15 @@ class Budget:
         self.control.barrier(PURPOSE)
         for _ in range(UNTIMED):
             action()
-        mine = []
+        own_s = []
         for _ in range(blocks):
             settle()
             start_s = self.clock()
             for _ in range(IN_A_ROW):
                 action()
             settle()
-            mine.append((self.clock() - start_s) / IN_A_ROW)
-        everyone = self.control.gather((mine, self._mine_s), PURPOSE)
+            own_s.append((self.clock() - start_s) / IN_A_ROW)
+        everyone = self.control.gather((own_s, self._mine_s), PURPOSE)
         self.left_s = min(left_s for _, left_s in everyone)
         return [max(times) for times in zip(*(times for times, _ in everyone), strict=True)]
 
@@ -172,12 +172,12 @@ def measure_sizes(
 ) -> list[tuple[int, float]]:
     """Return (size, typical seconds) of `make(size)` for as many of `sizes` as fit, but at least `least`.
 
-    There are fewer, or none, where the budget is `late`.
-
-    Time that remains goes to the point with the widest confidence interval until all are narrow.
+    There are fewer, or none, where the budget is `late`. Time that remains goes to the point with the widest
+    confidence interval until all are narrow.
 
     Args:
-        sizes: In the order of how much they tell.
+        make: Returns the action of a size.
+        sizes: The sizes, in the order of how much they tell.
         share_s: Seconds into which they must fit.
         longest_s: Sizes whose action would take longer are left out.
     """

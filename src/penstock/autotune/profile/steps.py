@@ -43,7 +43,8 @@ class RanStep:
     """One step on this rank.
 
     Attributes:
-        spans_T2: When every task of the plan's graph started and ended, seconds.
+        iteration_s: Seconds of the whole step.
+        spans_T2: Seconds at which every task of the plan's graph started and ended.
     """
 
     iteration_s: float
@@ -60,9 +61,9 @@ class Watched:
     """The steps of one plan on all ranks.
 
     Attributes:
-        spans_KRT2: Seconds, by rank, round, task and end.
-        quiet_KRT: Durations of the same tasks in steps without a network.
-        iterations_R: The slowest rank's, by round.
+        spans_KRT2: Seconds at which tasks started and ended, [rank, round, task, end].
+        quiet_KRT: Durations of the same tasks in steps without a network, seconds.
+        iterations_R: Seconds of every round's step on the slowest rank.
     """
 
     plan: StepPlan
@@ -82,16 +83,16 @@ class Watched:
         shares_KRT = np.empty(self.spans_KRT2.shape[:3])
         for place in np.ndindex(*shares_KRT.shape[:2]):
             spans = ((float(start), float(end)) for start, end in self.spans_KRT2[place])
-            found = shares_of(dict(zip(tasks, spans, strict=True)))
-            shares_KRT[place] = [found[task] for task in tasks]
+            by_task = shares_of(dict(zip(tasks, spans, strict=True)))
+            shares_KRT[place] = [by_task[task] for task in tasks]
         return shares_KRT
 
 
 def worth_running(plans: Sequence[tuple[str, StepPlan]]) -> list[int]:
-    """Return which plans show most: the first, and of every schedule the plan with the most tasks.
+    """Return the places of the plans that show most: the first, and per schedule that with the most tasks.
 
     Args:
-        plans: With the names of their schedules.
+        plans: The plans, each with the name of its schedule.
     """
     largest: dict[str, int] = {}
     for place, (name, plan) in enumerate(plans):
@@ -110,8 +111,9 @@ class RealSteps:
         """Take the plans to run.
 
         Args:
-            run, run_quietly: One step of a plan with and without a network; None = computation, which is
-                slept, takes as long with it.
+            run: Runs one step of a plan over the network.
+            run_quietly: Runs one without a network; None where computation is slept, and takes as long with a
+                network.
         """
         self._plans, self._run, self._run_quietly, self._control = plans, run, run_quietly, control
         self._noted: list[list[tuple[RanStep, RanStep]]] = [[] for _ in plans]
@@ -120,7 +122,8 @@ class RealSteps:
         """Run one step of every plan, and one without a network; all ranks together.
 
         Args:
-            late: Whether time is up, as all ranks agree; no other plan follows then.
+            late: Returns whether time is up, as all ranks agree; no other plan follows then.
+            counts: Whether the steps are noted.
         """
         for (plan, _), noted in zip(self._plans, self._noted, strict=True):
             if late():
@@ -163,7 +166,7 @@ def with_steps(
     """Return the file with what real steps tell about its tasks, its transfers, and whole steps.
 
     Args:
-        problem_of: The step that ran, on such a cluster.
+        problem_of: Returns the step that ran, on the cluster of a file.
     """
     problem = alone(problem_of(file))
 
@@ -171,14 +174,14 @@ def with_steps(
         return problem.cost(each.choice, each.plan.shape)
 
     # Sightings of compute tasks, against steps without a network, are medians over ranks.
-    found: dict[Kind, list[Sighting]] = defaultdict(list)
+    sightings: dict[Kind, list[Sighting]] = defaultdict(list)
     for each in watched:
         quiet_KT = np.median(each.quiet_KRT, axis=1)
         real_KT, shares_KT = (np.median(x, axis=1) for x in (each.durations(), each.shares()))
         for number, task in _numbered(each.plan, computes=True):
             quiet_K = quiet_KT[:, number]
             if quiet_K.min() > 0:
-                found[task.op, task.phase].append(
+                sightings[task.op, task.phase].append(
                     Sighting(
                         modelled_s=float(np.median(quiet_K)),
                         ratio=float(np.median(real_KT[:, number] / quiet_K)),
@@ -186,7 +189,7 @@ def with_steps(
                     )
                 )
 
-    compute = Fits(COMPUTE, found)
+    compute = Fits(COMPUTE, sightings)
     transfers = Fits(TRANSFER, transferred(watched, step_cost, problem.workload))
     tasks = []
     for model in file.tasks:
@@ -238,32 +241,32 @@ class Fits:
 def transferred(
     watched: Sequence[Watched], cost_of: Callable[[Watched], Cost], work: Workload
 ) -> dict[Kind, list[Sighting]]:
-    """Compare every transfer on the rank that came last with its line.
+    """Compare every transfer on the rank that came last with its line; return sightings by kind of transfer.
 
     The other ranks wait for that one, and see more than the transfer.
 
     Args:
-        cost_of: Seconds of the tasks that ran, without contention.
-        work: Of the steps, for what their tasks are.
+        cost_of: Returns the seconds of the tasks that ran, without contention.
+        work: The sizes of the steps, for what their tasks are.
     """
-    found: dict[Kind, list[Sighting]] = defaultdict(list)
-    for each in watched:
-        cost, sizes = cost_of(each), StepCost(each.plan.shape, work, ClusterConfig())
-        durations_KRT, shares_KRT = each.durations(), each.shares()
-        for number, task in _numbered(each.plan, computes=False):
+    sightings: dict[Kind, list[Sighting]] = defaultdict(list)
+    for steps in watched:
+        cost, sizes = cost_of(steps), StepCost(steps.plan.shape, work, ClusterConfig())
+        durations_KRT, shares_KRT = steps.durations(), steps.shares()
+        for number, task in _numbered(steps.plan, computes=False):
             modelled_s, collective = float(np.max(cost(task))), sizes.work(task).collective
             if not collective or modelled_s <= 0:
                 continue
             last_R = durations_KRT[:, :, number].argmin(axis=0)
             rounds = range(len(last_R))
-            found[_kind(collective, str(task.lane))].append(
+            sightings[_kind(collective, str(task.lane))].append(
                 Sighting(
                     modelled_s=modelled_s,
                     ratio=float(np.median(durations_KRT[last_R, rounds, number])) / modelled_s,
                     share=float(np.median(shares_KRT[last_R, rounds, number])),
                 )
             )
-    return found
+    return sightings
 
 
 def _numbered(plan: StepPlan, *, computes: bool) -> Iterator[tuple[int, Task]]:
@@ -272,8 +275,8 @@ def _numbered(plan: StepPlan, *, computes: bool) -> Iterator[tuple[int, Task]]:
 
 def _kind(collective: str, lane: str) -> Kind:
     """Return a transfer's kind: legs of dispatches, and an uneven exchange, are all-to-alls."""
-    alike = collective in DISPATCHES or collective in ("leg", "uneven_all_to_all")
-    return "all_to_all" if alike else collective, lane
+    is_exchange = collective in DISPATCHES or collective in ("leg", "uneven_all_to_all")
+    return "all_to_all" if is_exchange else collective, lane
 
 
 def with_whole_steps(
@@ -282,7 +285,7 @@ def with_whole_steps(
     """Return the file with what whole steps tell beyond their tasks, replacing what earlier ones told.
 
     Args:
-        expected_s: Predicted by such a file, for every plan.
+        expected_s: Seconds that this file predicts for every plan.
     """
     pairs = zip(watched, expected_s, strict=True)
     steps = fit_steps([[float(seconds) / one_s for seconds in each.iterations_R] for each, one_s in pairs])

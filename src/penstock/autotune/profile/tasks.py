@@ -63,13 +63,12 @@ def measure_tasks(
     """Return the file with its compute tasks measured, and what real steps tell about tasks and links.
 
     Tasks are lines over the work by the file's rates, of ranks of slowness 1. The result is the same on all
-    ranks, which must call this together.
-
-    Where the budget is `late` the file has what was measured by then, and says so among its doubts.
+    ranks, which must call this together. Where the budget is `late` the file has what was measured by then,
+    and says so among its doubts.
 
     Args:
         schedules: How steps are cut; none = in several ways, so that the lines hold for any.
-        limits: As of `Budget`.
+        limits: What else ends measuring; None = nothing.
     """
     budget = Budget(machinery.control, budget_s, limits)
     sample = sample_of(config)
@@ -88,7 +87,7 @@ def measure_tasks(
     overheads = [task.alpha_s for task in tasks if task.alpha_s > 0]
     rates = file.rates.measured(task_overhead_s=min(overheads)) if overheads else file.rates
     scatter = [seconds.std(axis=(0, 1)) / seconds.mean(axis=(0, 1)) for seconds in alone]
-    found = replace(
+    measured = replace(
         file,
         rates=_with_issuing(rates, stack.machinery.lanes.issued_s),
         tasks=tasks,
@@ -97,10 +96,10 @@ def measure_tasks(
         measured=here(machinery.device),
     )
     if runs.real is not None and (steps := runs.real.gathered()):
-        found = with_steps(found, steps, lambda file: run_problem(sample, machinery.layout, file))
+        measured = with_steps(measured, steps, lambda file: run_problem(sample, machinery.layout, file))
     if budget.limits.overran:
-        found = replace(found, doubts=(OVERRAN, *found.doubts))
-    return machinery.control.gather(found, "comparing measured tasks")[0]
+        measured = replace(measured, doubts=(OVERRAN, *measured.doubts))
+    return machinery.control.gather(measured, "comparing measured tasks")[0]
 
 
 def _with_issuing(rates: ClusterConfig, issued_s: Mapping[Task, float]) -> ClusterConfig:
@@ -114,7 +113,7 @@ def _with_issuing(rates: ClusterConfig, issued_s: Mapping[Task, float]) -> Clust
         by_op[task.op].append(seconds)
     if not by_op:
         return rates
-    line = fit_line([(OPS[op].launches, median_low(found)) for op, found in by_op.items()])
+    line = fit_line([(OPS[op].launches, median_low(durations)) for op, durations in by_op.items()])
     return rates.measured(issue_task_s=line.alpha_s, issue_kernel_s=line.beta)
 
 
@@ -197,26 +196,26 @@ class _Runs:
         enough where the budget is used up, or measuring is stopped; plans that have not run at all when it is
         `late` are forgotten.
         """
-        mine: list[list[list[float]]] = [[] for _ in self.plans]
+        own: list[list[list[float]]] = [[] for _ in self.plans]
         for number in range(rounds):
             if number >= LEAST_ROUNDS and budget.agree() <= 0:
                 break
             logger.debug(f"steps of two layers, round {number + 1} of {rounds}")
-            for plan, tasks, found in zip(self.plans, self.tasks, mine, strict=True):
-                if mine[0] and budget.agree_late():
+            for plan, tasks, of_plan in zip(self.plans, self.tasks, own, strict=True):
+                if own[0] and budget.agree_late():
                     break
                 _, records = self.step(plan, self.stack)
                 durations = {record.task: record.duration_s for record in records}
-                found.append([durations[task] for task in tasks])
+                of_plan.append([durations[task] for task in tasks])
             if self.real is not None:
                 self.real.round(budget.agree_late)
             if budget.late:
                 break
-        ran = [place for place, found in enumerate(mine) if found]
+        ran = [place for place, of_plan in enumerate(own) if of_plan]
         self.tasks, self.plans = [self.tasks[n] for n in ran], [self.plans[n] for n in ran]
-        noted = [np.array(mine[place]) for place in ran]
+        noted = [np.array(own[place]) for place in ran]
         everyone = self.control.gather(noted, "exchanging measured durations")
-        return [np.stack(found) for found in zip(*everyone, strict=True)]
+        return [np.stack(of_plan) for of_plan in zip(*everyone, strict=True)]
 
     def _real_steps(self, choices: Sequence[Decision]) -> RealSteps | None:
         """Return steps over the network; None if nothing is sent, or on GPUs: their lanes share no cores."""
@@ -265,12 +264,12 @@ def _alike(
     tasks: Sequence[Task], cost: StepCost, rates: ClusterConfig
 ) -> Mapping[tuple[int, str, Phase, float], tuple[list[int], float]]:
     """Return numbers of tasks by layer, op, phase and size, with their work in seconds by the rates."""
-    found: dict[tuple[int, str, Phase, float], tuple[list[int], float]] = {}
+    groups: dict[tuple[int, str, Phase, float], tuple[list[int], float]] = {}
     for number, task in enumerate(tasks):
         nominal_s = rates.nominal_s(*cost.forward_work(task))
         key = (task.layer, task.op, task.phase, nominal_s)
-        found.setdefault(key, ([], nominal_s))[0].append(number)
-    return found
+        groups.setdefault(key, ([], nominal_s))[0].append(number)
+    return groups
 
 
 def _apart(times: list[Seconds]) -> tuple[tuple[float, ...], list[Seconds]]:

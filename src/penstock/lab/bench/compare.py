@@ -24,14 +24,15 @@ from penstock.train.stopping import StopRequests
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Everything that was measured, equal on every rank: samples[label][rank][round].
+    """Everything that was measured, equal on every rank.
 
     Attributes:
+        samples: Steps of an entry, [label][rank][round].
         peaks_bytes: Memory of one step, [label][rank].
         compute_s: The computation alone, by the entries' work (`Entry.work`), [work][rank][round].
         traffic: Bytes that an entry of this work sends in a step, [work][rank][round][receiving rank].
-        layout: Which ranks share what, in words; "" if every rank has its own.
         virtual: What virtual devices these were; None if computation was done.
+        layout: Which ranks share what, in words; "" if every rank has its own.
         notes: Last lines of the table.
     """
 
@@ -69,9 +70,10 @@ def compare(
 
     Args:
         say: Called with what runs now.
+        clock: The clock, in seconds, of that limit.
 
     Raises:
-        KeyboardInterrupt: On all ranks without a complete round.
+        KeyboardInterrupt: On all ranks, if no round was complete.
     """
     begin_s = clock()
     late = False
@@ -85,11 +87,11 @@ def compare(
             done = turn - config.warmup + 1
             where = f"round {done} of {config.rounds}" if done > 0 else "warm-up"
             votes = _Votes(requests, turn, lambda: clock() - begin_s, config.limit_s if rounds else math.inf)
-            found = _round(field, turn, votes, partial(lambda where, what: say(f"{where}: {what}"), where))
+            measured = _round(field, turn, votes, partial(lambda where, what: say(f"{where}: {what}"), where))
             late = votes.late
-            if found is None:
+            if measured is None:
                 break
-            rounds += [found] if turn >= config.warmup else []
+            rounds += [measured] if turn >= config.warmup else []
     if not rounds:
         raise KeyboardInterrupt
     why = f"since {config.limit_s:g} s were over (compare.limit_s)" if late else "as requested"
@@ -100,11 +102,11 @@ def compare(
     return Measurements(
         entries=field.entries,
         samples={
-            e.label: [[r.samples[e.label] for r in mine] for mine, _ in everyone] for e in field.entries
+            e.label: [[r.samples[e.label] for r in of_rank] for of_rank, _ in everyone] for e in field.entries
         },
         peaks_bytes={e.label: [held[e.label] for _, held in everyone] for e in field.entries},
-        compute_s={work: [[r.compute_s[work] for r in mine] for mine, _ in everyone] for work in works},
-        traffic={work: [[r.traffic[work] for r in mine] for mine, _ in everyone] for work in works},
+        compute_s={work: [[r.compute_s[work] for r in of_rank] for of_rank, _ in everyone] for work in works},
+        traffic={work: [[r.traffic[work] for r in of_rank] for of_rank, _ in everyone] for work in works},
         virtual=field.label,
         layout=field.layout,
         notes=notes,
@@ -160,7 +162,11 @@ def summarise(
 ) -> BenchResult:
     """Summarise measurements without measuring anything: the same input gives the same result.
 
-    Rates: None = not known.
+    Args:
+        nodes: Number of nodes.
+        devices: Number of devices in each node.
+        inter_rate_bit_per_s: Rate of a node's uplink; None = not known.
+        intra_rate_bit_per_s: Rate of a device's link to its node; None = not known.
     """
     rates = inter_rate_bit_per_s, intra_rate_bit_per_s
     limits = {work: _limit(found, work, nodes, devices, *rates) for work in found.compute_s}
@@ -206,7 +212,9 @@ def busiest_device_bytes(traffic: Sequence[Mapping[int, int]]) -> int:
 def busiest_uplink_bytes(traffic: Sequence[Mapping[int, int]], nodes: int, devices: int) -> int:
     """Return bytes over the busiest node's uplink in its busier direction.
 
-    traffic[rank][peer]: bytes sent.
+    Args:
+        traffic: Bytes sent, [rank][receiving rank].
+        devices: Number of devices in each node.
     """
     sent, received = [0] * nodes, [0] * nodes
     for rank, peers in enumerate(traffic):
@@ -236,7 +244,7 @@ def _case(entry: Entry, found: Measurements, base: Sequence[float], limit: Limit
         chunks=shape.chunks if shape else 1,
         iterations_s=tuple(iterations),
         iteration_s=Spread.of(iterations),
-        speedup=Spread.of([b / mine for b, mine in zip(base, iterations, strict=True)]),
+        speedup=Spread.of([b / iteration for b, iteration in zip(base, iterations, strict=True)]),
         limit=limit,
         busy_s={lane: median(s.busy_s[lane] for s in flat) for lane in flat[0].busy_s},
         exposed_communication_s=_worst_rank([[s.exposed_s for s in rank] for rank in samples]),
@@ -249,5 +257,5 @@ def _case(entry: Entry, found: Measurements, base: Sequence[float], limit: Limit
 
 def _worst_rank(values: Sequence[Sequence[float | None]]) -> float | None:
     """Return the largest of the ranks' medians; None if a rank has no values."""
-    known = [[value for value in rank if value is not None] for rank in values]
-    return max(median(rank) for rank in known) if all(known) else None
+    by_rank = [[value for value in rank if value is not None] for rank in values]
+    return max(median(rank) for rank in by_rank) if all(by_rank) else None

@@ -41,9 +41,9 @@ class Named:
     """One contender by its name.
 
     Attributes:
-        samples, experts: As section [placement] calls them.
-        dispatch: None = as section [moe] says.
-        shares: The parts of the update that ranks share; "" = nothing.
+        samples, experts: How these move, as section [placement] calls it.
+        dispatch: Name of the dispatch; None = as section [moe] says.
+        shares: What ranks share of the update, as a stage of ZeRO; "" = nothing.
     """
 
     schedule: str
@@ -57,14 +57,14 @@ class Named:
         """Parse a name.
 
         Raises:
-            ConfigError: For a part that is unknown, or of a kind that the name has already.
+            ConfigError: If a part of it is unknown, or of a kind that the name has already.
         """
         schedule, *moves = name.split("+")
-        found = Named(schedule=schedule)
+        named = Named(schedule=schedule)
         check_name("schedules", schedule, SCHEDULES if moves else (*SCHEDULES, AUTO), "schedule")
         for move in moves:
-            found = found._with(move, name)
-        return found
+            named = named._with(move, name)
+        return named
 
     @property
     def moves(self) -> bool:
@@ -91,7 +91,7 @@ class Named:
             "dispatch": DISPATCHES,
             "shares": (SHARDED, GRADIENTS),
         }
-        known = [each for names in kinds.values() for each in names]
+        valid = [each for names in kinds.values() for each in names]
         for field_name, names in kinds.items():
             if move in names:
                 if getattr(self, field_name) not in (None, "", STAYS):
@@ -102,7 +102,7 @@ class Named:
                     raise ConfigError("schedules", name, why, "Name one of each at most.")
                 changes: dict[str, Any] = {field_name: move}
                 return replace(self, **changes)
-        hint = f"After a + use one of {', '.join(known)}."
+        hint = f"After a + use one of {', '.join(valid)}."
         raise ConfigError("schedules", name, f"nothing is moved by {move!r}", hint)
 
 
@@ -128,8 +128,8 @@ class CompareConfig:
         warmup: Steps before them.
         limit_s: Seconds after which rounds end, with those that are complete by then, one at least.
         batch_per_device: Samples per rank and step.
-        seed: Of weights and data.
-        tune: Predict every schedule with several numbers of pieces and compare it at its best.
+        seed: Seed of weights and data.
+        tune: Whether to predict every schedule with several numbers of pieces and compare it at its best.
         profile_s: Seconds to measure links and tasks for, before a plan is sought (`--plan`). For given
             schedules links take at most this long and at most 4 s, then tasks as well and at most 20 s, or
             steps of virtual devices and at most 10 s.

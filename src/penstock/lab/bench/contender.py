@@ -45,9 +45,9 @@ class Entry:
     """One row of the comparison.
 
     Attributes:
-        plan: None for a peer.
-        simulated_s: None where nothing is predicted.
-        interval_s: In which it is expected, None = unknown.
+        plan: The plan of its steps; None for a peer.
+        simulated_s: Predicted seconds of an iteration; None where nothing is predicted.
+        interval_s: Seconds between which it is expected; None = unknown.
     """
 
     name: str
@@ -79,11 +79,11 @@ class Entry:
 
 def first_of_every_work(entries: Sequence[Entry]) -> dict[str, Entry]:
     """Return first entry of every work, in the order of entries; peers have the work of the first entry."""
-    found: dict[str, Entry] = {}
+    by_work: dict[str, Entry] = {}
     for entry in entries:
         if entry.plan is not None:
-            found.setdefault(entry.work, entry)
-    return found
+            by_work.setdefault(entry.work, entry)
+    return by_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,11 @@ class Sample:
     """One step on one rank.
 
     Attributes:
-        busy_s: By lane. Empty or None for a peer, which has no tasks to measure.
+        iteration_s: Seconds of the whole step.
+        busy_s: Seconds of tasks, by lane; empty for a peer, which has no tasks to measure.
+        exposed_s: Seconds of communication that no computation hides; None for a peer.
+        overhead_s: Seconds in which the compute lane stood still although its next task was ready; None for a
+            peer.
     """
 
     iteration_s: float

@@ -103,7 +103,9 @@ class RealField:
         Where peers take part, `sequential` also runs on Gloo's own all-to-all: every rival has both columns.
 
         Args:
-            candidates: By the name of the entry.
+            candidates: Plans by the name of the entry.
+            notes: Last lines of the table.
+            peers: Names of other systems.
         """
         self.label: str | None = None
         self.layout = layout_words(stacks.layout)
@@ -168,13 +170,13 @@ def schedules_field(config: BenchConfig, layout: Layout, say: Callable[[str], No
         # All predicted from one profile: the schedules, and the plan that the joint search chooses.
         problem = _profiled(stacks)
         say(SEARCHING)
-        found = chosen(problem, stacks.machinery.control, stacks.config.parallel.timeout_s)
+        result = chosen(problem, stacks.machinery.control, stacks.config.parallel.timeout_s)
         tried = predicted(stacks, problem)
         best = {
-            name: fastest(tried[name]) if name in tried else Iteration(problem=problem, candidate=found.best)
+            name: fastest(tried[name]) if name in tried else Iteration(problem=problem, candidate=result.best)
             for name in stacks.config.compare.schedules
         }
-        notes = (*reasons(problem, found).lines, *_doubts(problem))
+        notes = (*reasons(problem, result).lines, *_doubts(problem))
         return RealField(stacks, best, notes=notes, peers=stacks.config.compare.peers)
     say("measuring the cluster for the predictions")
     problem = profiled_for(stacks)
@@ -256,9 +258,9 @@ def planned_field(config: BenchConfig, layout: Layout, say: Callable[[str], None
     stacks = Stacks(config, layout)
     problem = _profiled(stacks)
     say(SEARCHING)
-    found = chosen(problem, stacks.machinery.control, config.parallel.timeout_s)
+    result = chosen(problem, stacks.machinery.control, config.parallel.timeout_s)
     published = planners(problem)
-    plans = {name: evaluate(problem, published[name](problem)) for name in BESIDE} | {PLANNED: found.best}
+    plans = {name: evaluate(problem, published[name](problem)) for name in BESIDE} | {PLANNED: result.best}
     iterations = {name: Iteration(problem=problem, candidate=plan) for name, plan in plans.items()}
-    notes = (*reasons(problem, found).lines, *_doubts(problem))
+    notes = (*reasons(problem, result).lines, *_doubts(problem))
     return RealField(stacks, iterations, notes=notes)

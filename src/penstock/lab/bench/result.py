@@ -33,10 +33,11 @@ class Limit:
     """Time below which no schedule of the same work can be.
 
     Attributes:
-        compute_s: The same computation on all ranks at once, nothing sent.
-        wire_bytes: Of the busiest node's uplink in its busier direction, one step.
-        device_bytes: Of the busiest device's own link, which also carries the traffic inside its node.
-        wire_s, device_s: These over the rates of the links; None where not known.
+        compute_s: Seconds of the same computation on all ranks at once, nothing sent.
+        wire_bytes: Bytes of one step over the busiest node's uplink in its busier direction.
+        device_bytes: Bytes over the busiest device's own link, which also carries the traffic inside its
+            node.
+        wire_s, device_s: Seconds of these bytes at the rates of the links; None where not known.
     """
 
     compute_s: float
@@ -58,21 +59,24 @@ class CaseResult:
     Values that a peer cannot give, because it has no tasks, are None; so is a prediction that was not made.
 
     Attributes:
-        schedule: Its name.
-        transport: Whose all-to-all.
+        schedule: Name of the schedule or peer.
+        transport: Whose all-to-all it uses.
         label: Both, unique in a comparison.
-        iteration_s: Forward, backward, gradient synchronisation, clipping and update, the slowest rank of
-            each round.
-        speedup: Round by round against the first schedule of the run.
-        limit: Of its work, which differs between forms of the MoE part where ranks share attention or
+        iterations_s: Seconds of every round on its slowest rank.
+        iteration_s: Seconds of forward, backward, gradient synchronisation, clipping and update on the
+            slowest rank of each round.
+        speedup: Ratio to the first schedule of the run, round by round.
+        limit: Limit of its work, which differs between forms of the MoE part where ranks share attention or
             experts.
-        overlap_efficiency: limit_s / iteration_s_median.
-        exposed_communication_s: On the slowest rank.
+        busy_s: Median seconds of tasks, by lane.
+        overlap_efficiency: The limit's seconds over the median of `iteration_s`.
+        exposed_communication_s: Seconds of communication that no computation hides, on the slowest rank.
         beyond_share: Share of the iteration by which it exceeds the computation alone of its work.
-        overhead_s: Time in which the compute lane stood still although its next task was ready.
+        overhead_s: Seconds in which the compute lane stood still although its next task was ready.
         peak_memory_bytes: Highest resident memory of any rank above what it held before its step.
-        simulated_s: Predicted from costs that were measured separately from this schedule's own run.
-        simulated_interval_s: In which it is expected, from real steps of the profile; None = unknown.
+        simulated_s: Seconds predicted from costs that were measured separately from this schedule's own run.
+        simulated_interval_s: Seconds between which it is expected, from real steps of the profile; None =
+            unknown.
     """
 
     schedule: str
@@ -141,10 +145,10 @@ class BenchResult:
     """A whole comparison.
 
     Attributes:
-        limit: Of the first case; others have their own where their work differs.
-        layout: Which ranks share what, in words; "" if every rank has its own attention and experts.
         virtual: Label of devices that slept for as long as the cost model says, instead of computing, while
             bytes were real; None for real computation.
+        limit: Limit of the first case; others have their own where their work differs.
+        layout: Which ranks share what, in words; "" if every rank has its own attention and experts.
         notes: Lines for people, such as why a plan was chosen.
     """
 
@@ -218,7 +222,8 @@ def render(result: BenchResult, width: int | None = None) -> str:
     """Render what was compared, the limit, and one row per schedule.
 
     Args:
-        width: Of the terminal; a wider table is printed in parts, one below the other. None = for a document.
+        width: Columns of the terminal; a wider table is printed in parts, one below the other. None = no
+            limit, as for a document.
     """
     rows = [HEAD, *(_row(case) for case in result.cases)]
     if result.works_differ:

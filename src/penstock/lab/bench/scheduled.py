@@ -107,12 +107,10 @@ class Stacks:
         return replace(self.run_config, optimizer=Named.of(name).optimizer(self.run_config.optimizer))
 
     def scheduled(self, plan: StepPlan, *, sends: bool = True) -> Scheduled:
-        """Return iterations by a plan.
-
-        All ranks must call it.
+        """Return iterations by a plan. All ranks must call it.
 
         Args:
-            sends: With a network.
+            sends: Whether they use the network.
         """
         if (updating := plan.shape.updating) is None:
             return self.of_stack(self.of(plan, sends=sends), plan)
@@ -136,7 +134,7 @@ class Stacks:
         form therefore has a stack, and no stack is prepared again during a comparison.
 
         Args:
-            sends: With a network.
+            sends: Whether it uses the network.
         """
         first = self.real if sends else self.silent
         if plan.shape.sharing.is_none:

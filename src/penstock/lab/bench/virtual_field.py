@@ -53,7 +53,7 @@ class Slept:
     """Iterations of one virtual device by one plan.
 
     Attributes:
-        closing_s: Seconds to clip and update.
+        closing_s: Seconds of clipping and update.
     """
 
     stack: VirtualStack
@@ -95,9 +95,9 @@ class VirtualField:
         self._stack = build_virtual(self._config, config.virtual, machinery)
         say("measuring links, and what traffic costs virtual steps")
         names = config.compare.schedules
-        found = [Named.of(name).dispatch for name in names if name != AUTO]
-        found += candidates(self._open, self._layout) if AUTO in names else []  # a search chooses among these
-        dispatches = tuple(dict.fromkeys(name for name in found if name is not None))
+        named = [Named.of(name).dispatch for name in names if name != AUTO]
+        named += candidates(self._open, self._layout) if AUTO in names else []  # a search chooses among these
+        dispatches = tuple(dict.fromkeys(name for name in named if name is not None))
         budget_s = config.compare.profile_s
         links = profile_links(self._config, machinery, dispatches, budget_s=min(LINKS_S, budget_s))
         self._links = with_virtual_steps(self._config, config.virtual, machinery, links, budget_s)
@@ -129,10 +129,10 @@ class VirtualField:
             # The joint search, of all dispatches, on links as measured and devices as imitated; it assumes
             # even routing, except for memory.
             problem = self._problem(self._open)
-            found = chosen(problem, self.control, self._bench.parallel.timeout_s)
-            self.notes += reasons(problem, found).lines
-            self._memory_bytes[AUTO] = found.best.memory_bytes
-            return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
+            result = chosen(problem, self.control, self._bench.parallel.timeout_s)
+            self.notes += reasons(problem, result).lines
+            self._memory_bytes[AUTO] = result.best.memory_bytes
+            return self._predicted(AUTO, self._stack.adopt(result.best.plan, self._placement(AUTO)))
         tried = [(self._first_plan(name, each), each) for each in variants(self._bench, name)]
         apart = {plan.shape: (plan, each) for plan, each in tried}
         ordered = [(self._ordered(name, plan), each) for plan, each in apart.values()]
@@ -221,8 +221,7 @@ def with_virtual_steps(
     All ranks call it together and get the same file.
 
     Args:
-        budget_s: Seconds of these steps, of which `BUDGET_S` are used at most and some steps are run in any
-            case.
+        budget_s: Seconds of these steps; at most `BUDGET_S` are used, and some steps are run in any case.
     """
     recorded = virtual.routing == "recorded"  # recorded routing is that of all layers
     model = config.model if recorded else two_layers(config.model)
@@ -245,8 +244,8 @@ def with_virtual_steps(
         steps.round(lambda: False, counts=number > 0)
     watched = steps.gathered()
     seen = transferred(watched, lambda each: _cost(stack, each.plan, file), stack.workload)
-    found = Fits(TRANSFER, {kind: [replace(x, share=0.0) for x in each] for kind, each in seen.items()})
-    file = with_transfers(replace(file, doubts=tuple(found.doubts)), found)
+    fits = Fits(TRANSFER, {kind: [replace(x, share=0.0) for x in each] for kind, each in seen.items()})
+    file = with_transfers(replace(file, doubts=tuple(fits.doubts)), fits)
     meets = stack.machinery.layout.mesh
     expected = [
         iteration_s(each.plan.schedule, each.plan.graph, _cost(stack, each.plan, file), meets)

@@ -157,12 +157,12 @@ def _compare(
             field = VirtualField(config, layout, say)
         else:
             field = schedules_field(config, layout, say)
-        found = compare(field, config.compare, say)
+        measurements = compare(field, config.compare, say)
     field.close()
     if emulate is None:
-        return summarise(found, nodes=1, devices=layout.world_size, inter_rate_bit_per_s=None)
+        return summarise(measurements, nodes=1, devices=layout.world_size, inter_rate_bit_per_s=None)
     return summarise(
-        found,
+        measurements,
         nodes=emulate.nodes,
         devices=emulate.devices,
         inter_rate_bit_per_s=emulate.inter_rate_bit_per_s,

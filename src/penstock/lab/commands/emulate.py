@@ -189,12 +189,12 @@ def _down(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     check_available()
-    found, lines = [], []
+    entries, lines = [], []
     for state in clusters():
         cluster = open_cluster(state.name)
         # The links of a stale cluster may be incomplete: there is nothing to ask the kernel.
         uplinks = () if state.is_stale else cluster.uplinks()
-        found.append(
+        entries.append(
             {
                 "id": cluster.name,
                 **asdict(cluster.config),
@@ -202,12 +202,12 @@ def _list(options: argparse.Namespace) -> int:
                 "stale": state.is_stale,
             }
         )
-        found[-1]["uplinks"] = list(map(asdict, uplinks))
+        entries[-1]["uplinks"] = list(map(asdict, uplinks))
         belongs = "until `down`"
         if state.owner is not None:
             belongs = f"of process {state.owner.pid}{', which is gone' if state.is_stale else ''}"
         lines += [f"{state.name}: {_describe(state.config)}, {belongs}", *_uplink_lines(uplinks)]
-    return _print(options, {"clusters": found}, lines or ["no emulated clusters"])
+    return _print(options, {"clusters": entries}, lines or ["no emulated clusters"])
 
 
 def _exec(options: argparse.Namespace) -> int:
@@ -262,8 +262,8 @@ def _print(options: argparse.Namespace, found: dict[str, Any], lines: Iterable[s
 
 def _print_uplinks(options: argparse.Namespace, cluster: Cluster) -> int:
     uplinks = cluster.uplinks()
-    found = {"id": cluster.name, "uplinks": list(map(asdict, uplinks))}
-    return _print(options, found, [f"{cluster.name}:", *_uplink_lines(uplinks)])
+    entry = {"id": cluster.name, "uplinks": list(map(asdict, uplinks))}
+    return _print(options, entry, [f"{cluster.name}:", *_uplink_lines(uplinks)])
 
 
 def _uplink_lines(uplinks: Iterable[Uplink]) -> list[str]:

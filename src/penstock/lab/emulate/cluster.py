@@ -113,15 +113,15 @@ class ClusterState:
 
 def clusters() -> tuple[ClusterState, ...]:
     """Return the record of every cluster on this machine, by name."""
-    found = []
+    states = []
     for path in sorted(folder().glob("pen*.json")):
         try:
-            found.append(from_dict(ClusterState, read_json(path, HINT, MOST_BYTES), str(path)))
+            states.append(from_dict(ClusterState, read_json(path, HINT, MOST_BYTES), str(path)))
         except ConfigError as error:
             if not path.exists():  # it was removed meanwhile
                 continue
             raise EmulationError(f"{path} is not the record of an emulated cluster: {error}") from error
-    return tuple(found)
+    return tuple(states)
 
 
 def free_name() -> str:
@@ -134,8 +134,8 @@ def folder() -> Path:
     """Return the folder of records: /run/penstock, or a temporary one where /run cannot be written."""
     place = FOLDER if os.access(FOLDER.parent, os.W_OK) else Path(tempfile.gettempdir()) / "penstock-emulate"
     place.mkdir(mode=0o700, exist_ok=True)
-    found = place.lstat()  # records name namespaces that we would remove
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+    status = place.lstat()  # records name namespaces that we would remove
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise EmulationError(f"{place} is no folder of this user. Remove it, or run as its owner.")
     return place
 
@@ -158,8 +158,10 @@ class Cluster:
     """Namespaces joined by rate-limited links, one for each rank.
 
     As a context manager it is up inside the block and removed after it, also after an exception and the
-    signals of `penstock.stops`. After `kill -9` the next `up` of any process, or `remove_stale`, removes
-    it. A `persistent` cluster belongs to no process and stays until `down`.
+    signals of `penstock.stops`. After `kill -9` the next `up` of any process, or `remove_stale`, removes it.
+
+    Attributes:
+        persistent: Whether it belongs to no process and stays until `down`.
     """
 
     def __init__(self, config: EmulateConfig, *, persistent: bool = False, name: str | None = None) -> None:
@@ -182,7 +184,10 @@ class Cluster:
     def up(self) -> None:
         """Create the cluster, after removing what other processes left behind. Nothing remains if it fails.
 
-        Costs about 10 ms per rank and 20 ms per node. Raises `EmulationUnavailable` where it cannot work.
+        Costs about 10 ms per rank and 20 ms per node.
+
+        Raises:
+            EmulationUnavailable: If this machine or user cannot emulate a cluster.
         """
         check_available()
         remove_stale()
@@ -236,8 +241,10 @@ class Cluster:
         return self.wiring.address(rank)
 
     def listen_address(self, rank: int) -> str:
-        """Return the address at which a server of `rank` listens for all ranks, and for itself at 127.0.0.1:
-        every interface of its namespace, which cannot be reached from outside of the cluster."""
+        """Return the address at which a server of `rank` listens for all ranks, and for itself at 127.0.0.1.
+
+        That is every interface of its namespace, which cannot be reached from outside of the cluster.
+        """
         self.wiring.rank(rank)
         return "0.0.0.0"
 
@@ -281,7 +288,13 @@ class Cluster:
     def set_rate(
         self, *, inter: float | None = None, intra: float | None = None, node: int | None = None
     ) -> None:
-        """Change rates (bit/s) at once, for one node or for all; a rate that is not given stays as it is."""
+        """Change rates at once.
+
+        Args:
+            inter: Rate of uplinks, bit/s; None = as it is.
+            intra: Rate of devices' own links, bit/s; None = as it is.
+            node: The node whose links change; None = all nodes.
+        """
         if inter is not None:
             check_rate(inter, "inter")
             links.set_rate(self._uplink_ports(node), inter)
@@ -324,7 +337,7 @@ def open_cluster(name: str) -> Cluster:
     """Return an existing cluster, of any process.
 
     Raises:
-        ConfigError: Naming the existing ones.
+        ConfigError: If there is no such cluster, naming those that exist.
     """
     states = {each.name: each for each in clusters()}
     if name not in states:
@@ -334,17 +347,17 @@ def open_cluster(name: str) -> Cluster:
             else "There are none; `penstock emulate up` makes one."
         )
         raise ConfigError("ID", name, "there is no such emulated cluster", hint)
-    found = states[name]
-    return Cluster(found.config, persistent=found.owner is None, name=name)
+    state = states[name]
+    return Cluster(state.config, persistent=state.owner is None, name=name)
 
 
 def remove_stale() -> tuple[str, ...]:
     """Remove the clusters of processes that were killed; return their names."""
-    stale = [each for each in clusters() if each.is_stale]
-    for each in stale:
-        remove(Wiring(name=each.name, shape=each.config.shape))
-        each.forget()
-    return tuple(each.name for each in stale)
+    stale = [state for state in clusters() if state.is_stale]
+    for state in stale:
+        remove(Wiring(name=state.name, shape=state.config.shape))
+        state.forget()
+    return tuple(state.name for state in stale)
 
 
 # ---- signals -----------------------------------------------------------------------------------------------
@@ -361,14 +374,14 @@ def _handled(
     before = {}
     if threading.current_thread() is threading.main_thread():
         present = {number: signal.getsignal(number) for number in SIGNALS}
-        before = {number: each for number, each in present.items() if only is None or each == only}
+        before = {number: former for number, former in present.items() if only is None or former == only}
     for number in before:
         signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, each in before.items():
-            signal.signal(number, each)
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def _exit_as_told(number: int, frame: FrameType | None) -> NoReturn:
@@ -428,7 +441,7 @@ def pids_inside(namespaces: Sequence[str]) -> list[int]:
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return what distinguishes a namespace from others; None if it does not exist (any more)."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

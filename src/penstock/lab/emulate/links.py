@@ -70,10 +70,12 @@ class EmulateConfig:
     """A cluster to emulate.
 
     Attributes:
-        inter_rate_bit_per_s: Of a node's one uplink, in each direction; its devices share it, as they share a
-            network card.
-        intra_rate_bit_per_s: Of each device's link to its node, in each direction. Up to 5 Gbit/s a link has
-            exactly its rate; beyond, the processors of this machine may be the limit.
+        nodes: Number of nodes.
+        devices: Number of devices in each node.
+        inter_rate_bit_per_s: Rate of a node's one uplink, in each direction; its devices share it, as they
+            share a network card.
+        intra_rate_bit_per_s: Rate of each device's link to its node, in each direction. Up to 5 Gbit/s a link
+            has exactly its rate; beyond, the processors of this machine may be the limit.
         mtu_bytes: The largest packet, without its Ethernet header; 9000 are the jumbo frames of cluster
             networks, of which headers take 0.7 %, 1500 is the default of a link (4.4 %).
     """
@@ -107,7 +109,7 @@ def parse_shape(text: str, key: str = "shape") -> Shape:
     """Return the shape of `2x4`: two nodes of four devices.
 
     Raises:
-        ConfigError: About `key`.
+        ConfigError: About `key`, if the text is no shape.
     """
     match = re.fullmatch(r"\s*(\d{1,6})\s*[xX]\s*(\d{1,6})\s*", text, re.ASCII)
     if match is None:
@@ -119,7 +121,7 @@ def parse_rate(text: str, key: str = "rate") -> float:
     """Return the bits per second of `700mbit`, in decimal units.
 
     Raises:
-        ConfigError: About `key`.
+        ConfigError: About `key`, if the text is no rate.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)\s*", text.lower(), re.ASCII)
     if match is None:
@@ -193,7 +195,7 @@ class Wiring:
         """Return the namespace of a device.
 
         Raises:
-            ValueError: For a rank that does not exist.
+            ValueError: If there is no such rank.
         """
         if not 0 <= rank < self.shape.ranks:
             raise ValueError(f"rank {rank}: {self.shape} has ranks 0 to {self.shape.ranks - 1}")
@@ -297,9 +299,10 @@ def _join_bridge(port: Port) -> tuple[str, ...]:
 
 
 def set_rate(ports: Iterable[Port], rate_bit_per_s: float, *, verb: str = "change") -> None:
-    """Limit what leaves through each port; `verb` is `add` for a port that has no limit yet.
+    """Limit what leaves through each port; costs one process per namespace.
 
-    `change` keeps queued packets and the counters; one process per namespace.
+    Args:
+        verb: `add` for ports that have no limit yet; `change` keeps queued packets and the counters.
     """
     bucket = max(LEAST_BURST_BYTES, round(rate_bit_per_s / 8 * BURST_S))
     shape = f"root tbf rate {round(rate_bit_per_s)}bit burst {bucket} latency {QUEUE_MS}ms"
@@ -317,15 +320,15 @@ def set_up(port: Port, *, up: bool) -> None:
 
 def read_uplinks(wiring: Wiring) -> tuple[Uplink, ...]:
     """Return the state of every uplink. Costs two processes per node, a few milliseconds each."""
-    found = []
+    uplinks = []
     bytes_of = read_bytes(wiring)
     for node, (own, _) in enumerate(wiring.uplinks()):
         rate_bit_per_s = 8.0 * _tbf(own.namespace)[own.interface]["options"]["rate"]
         link = json.loads(command("ip", "-netns", own.namespace, "-json", "link", "show", own.interface))
         is_up = "UP" in link[0]["flags"]
         crossed = asdict(bytes_of[node])
-        found.append(Uplink(node=node, rate_bit_per_s=rate_bit_per_s, is_up=is_up, **crossed))
-    return tuple(found)
+        uplinks.append(Uplink(node=node, rate_bit_per_s=rate_bit_per_s, is_up=is_up, **crossed))
+    return tuple(uplinks)
 
 
 def read_bytes(wiring: Wiring) -> tuple[UplinkBytes, ...]:

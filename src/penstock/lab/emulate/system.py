@@ -40,7 +40,10 @@ class EmulationUnavailable(EmulationError):  # noqa: N818 - the name says what i
 
 
 def command(*argv: str, lines: Iterable[str] = ()) -> str:
-    """Return the output of a command given `lines` on stdin.
+    """Return the output of a command.
+
+    Args:
+        lines: Its standard input.
 
     Raises:
         EmulationError: If it fails or hangs.
@@ -82,15 +85,15 @@ def write_hosts(namespace: str, names: Mapping[str, str]) -> None:
     server can be reached from inside. Where /etc cannot be written, no names are given.
 
     Args:
-        names: By address.
+        names: The names, by address.
     """
-    known = HOSTS.read_text(encoding="utf-8") if HOSTS.exists() else ""
+    hosts = HOSTS.read_text(encoding="utf-8") if HOSTS.exists() else ""
     named = {**names, "127.0.0.1": "localhost"}
     lines = [f"{prefix}{address} {name}" for address, name in named.items() for prefix in ("", "::ffff:")]
     with suppress(OSError):
         folder = OWN_FILES / namespace
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / HOSTS.name, "\n".join([known.rstrip(), *lines, ""]))
+        write_whole(folder / HOSTS.name, "\n".join([hosts.rstrip(), *lines, ""]))
 
 
 def remove_hosts(namespace: str) -> None:
@@ -152,10 +155,13 @@ def silence_ipv6() -> None:
 
 @cache
 def check_available() -> None:
-    """Return if clusters can be emulated here, else raise `EmulationUnavailable` that says what to do.
+    """Check that clusters can be emulated here.
 
     The kernel has the last word: a shaped link is made in a namespace without a name. Costs about 10 ms the
     first time.
+
+    Raises:
+        EmulationUnavailable: If they cannot; the message says what to do.
     """
     if sys.platform != "linux":
         raise EmulationUnavailable(f"emulated clusters are made of Linux namespaces; this is {sys.platform}")

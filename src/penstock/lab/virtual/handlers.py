@@ -31,8 +31,9 @@ class RankStep:
     """The tasks of one rank in one step, computed before it begins.
 
     Attributes:
-        seconds: Of computation, of the host's work, and of copies by tasks that move nothing.
-        counts: int64, sent and to be received.
+        seconds: Seconds of computation, of the host's work, and of copies by tasks that move nothing.
+        moves: What tasks send and receive.
+        counts: Numbers of rows that tasks send and receive in exchanges of counts, int64.
     """
 
     seconds: Mapping[Task, float]
@@ -44,7 +45,7 @@ class RankStep:
         """Look up everything in the cost; takes milliseconds, which a step should not pay.
 
         Args:
-            host_s: Of the host's tasks, by op.
+            host_s: Seconds of the host's tasks, by op.
         """
         counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
         moves = {t: cost.move(t, rank) for t in graph.tasks if t.op in MOVES}
@@ -139,12 +140,12 @@ class VirtualHandlers:
         transport.all_gather(self.buffers.loads, [1] * transport.size(task.axes), task.axes)
 
     def scatter_gradients(self, task: Task) -> None:
-        mine, sizes, transport = self._piece(task)
-        transport.all_to_all(mine, sizes, [sizes[transport.place(task.axes)]] * len(sizes), task.axes)
+        piece, sizes, transport = self._piece(task)
+        transport.all_to_all(piece, sizes, [sizes[transport.place(task.axes)]] * len(sizes), task.axes)
 
     def gather_parameters(self, task: Task) -> None:
-        mine, sizes, transport = self._piece(task)
-        transport.all_gather(mine[: sizes[transport.place(task.axes)]], sizes, task.axes)
+        piece, sizes, transport = self._piece(task)
+        transport.all_gather(piece[: sizes[transport.place(task.axes)]], sizes, task.axes)
 
     def sum_norm(self, task: Task) -> None:
         transport = self.transports.of(task.lane, task.axes)
@@ -157,8 +158,8 @@ class VirtualHandlers:
         return self.buffers.gradients[:elements], split_sizes(elements, transport.size(task.axes)), transport
 
     def reduce_gradients(self, task: Task) -> None:
-        mine, _, transport = self._piece(task)
-        transport.all_reduce(mine, task.axes)
+        piece, _, transport = self._piece(task)
+        transport.all_reduce(piece, task.axes)
 
 
 Work = Callable[[VirtualHandlers, Task], None]

@@ -48,7 +48,7 @@ class Movement:
 
     Attributes:
         cluster: The cost of links and experts for planners of replicas.
-        slack: By MoE layer, see ExpertMoving.
+        slack: The slack of every MoE layer, see `ExpertMoving`.
     """
 
     shape: StepShape
@@ -68,10 +68,13 @@ class Movement:
         return None if self.is_none else self._placed(number, self._plans(number))
 
     def host_s(self) -> tuple[float, float]:
-        """Return this machine's processor seconds to find homes and plan replicas; 0 for what does not move.
+        """Return this machine's processor seconds to find homes and plan replicas.
 
-        Homes are those of a microbatch in one layer, replicas those of a rank's share of the layers.
         Processor time counts, because virtual ranks share the processor.
+
+        Returns:
+            Seconds to find the homes of a microbatch in one layer, and to plan the replicas of a rank's share
+                of the layers; 0 for what does not move.
         """
         homes_s = plan_s = 0.0
         if self.shape.moves_samples:
@@ -86,8 +89,8 @@ class Movement:
 
     def _plans(self, number: int) -> Plans:
         """Return the plans of ranks before step `number`, from the loads of all steps before it."""
-        known = max(step for step in self._known if step <= number)
-        for step in range(known, number):
+        latest = max(step for step in self._known if step <= number)
+        for step in range(latest, number):
             self._known[step + 1] = self._after(step, self._known[step])
         for step in [step for step in self._known if 0 < step < number]:
             del self._known[step]
@@ -174,9 +177,9 @@ class VirtualStack:
     """One virtual device: real lanes, executor and transport; nothing is computed. `plan` may be exchanged.
 
     Attributes:
-        workload: With the sizes of the gradients to move.
+        workload: The sizes of a step, with those of the gradients to move.
         cluster: The rates of the devices that are imitated.
-        routing: Must be the same on all ranks.
+        routing: How tokens are routed; must be the same on all ranks.
         placement: How samples and replicas are placed by plans that move them.
     """
 
@@ -214,10 +217,11 @@ class VirtualStack:
         """Use `plan` from the next step on.
 
         Args:
-            placement: How it moves samples and replicas; None = as in the plan before.
+            placement: How the plan moves samples and replicas; None = as the plan before.
 
         Raises:
             ScheduleMismatchError: If the ranks' orders differ.
+            ValueError: If the batch has fewer samples than the plan has microbatches.
         """
         pieces, batch = plan.shape.microbatches, self.workload.batch
         if batch < pieces:
@@ -305,7 +309,7 @@ class VirtualStack:
         Returns when this rank has done all of its tasks.
 
         Raises:
-            TaskError: Naming the task that failed.
+            TaskError: If a task fails, naming it.
         """
         handlers = self._ready(number).handlers
         rank, lanes = self.machinery.layout.rank, self.machinery.lanes
@@ -323,16 +327,16 @@ class VirtualStack:
         self.machinery.close()
 
     def _ready(self, number: int) -> _Prepared:
-        found = self._prepared
+        prepared = self._prepared
         movement = self.movement
-        known = found is not None and found.plan is self.plan and found.movement is movement
-        if found is None or not known or found.number != number:
+        unchanged = prepared is not None and prepared.plan is self.plan and prepared.movement is movement
+        if prepared is None or not unchanged or prepared.number != number:
             cost, host_s = self.cost(number), self._host_s.get(movement, {})
             step = RankStep.build(cost, self.plan.graph, self.machinery.layout.rank, host_s)
             self._buffers.grow(step, cost)
             handlers = VirtualHandlers(step, cost, self.machinery.transports, self._buffers)
-            found = self._prepared = _Prepared(self.plan, movement, number, handlers)
-        return found
+            prepared = self._prepared = _Prepared(self.plan, movement, number, handlers)
+        return prepared
 
 
 def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machinery) -> VirtualStack:
