@@ -110,15 +110,15 @@ def take_signals() -> None:
 def _unless_stopped(measure: Callable[[], R], stop: Stop) -> R:
     """What was measured; KeyboardInterrupt if it was cut short, whatever a rank sees of others that ended."""
     try:
-        found = measure()
+        result = measure()
     except Exception:
         if stop.asked:
             stop.end()
         raise
     if stop.asked:
-        PROGRESS.keep(lambda: found)
+        PROGRESS.keep(lambda: result)
         stop.end()
-    return found
+    return result
 
 
 def run_alone(
@@ -137,14 +137,14 @@ def run_alone(
         PROGRESS.begin(parser.prog.rpartition(".")[2], shown=True)
         with Stop(partial(print_result, render=render, plain=options.json), speaks=True) as stop:
             try:
-                found = _unless_stopped(lambda: measure(options), stop)
+                result = _unless_stopped(lambda: measure(options), stop)
             except KeyboardInterrupt:
                 stop.tell()
                 return INTERRUPTED
             except ProgramFailedError as error:
                 print(f"{parser.prog}: {error}", file=sys.stderr)
                 return 1
-        return print_result(found, render, options.json)
+        return print_result(result, render, options.json)
 
     take_signals()
     sys.exit(exit_code(command))

@@ -93,13 +93,13 @@ def put_section(document: str, section: Section, later: Sequence[str]) -> str:
     later: titles of the sections that come after it.
     """
     parts = re.split(r"^(?=## )", document, flags=re.MULTILINE)
-    found = {part.partition("\n")[0].removeprefix("## "): number for number, part in enumerate(parts)}
+    places = {part.partition("\n")[0].removeprefix("## "): number for number, part in enumerate(parts)}
     text = f"{_section(section)}\n\n"
-    if section.title in found:
-        parts[found[section.title]] = text
+    if section.title in places:
+        parts[places[section.title]] = text
     else:
         ends = (ANSWERED.partition("\n")[0].removeprefix("## "), LAST)
-        parts.insert(min(found[title] for title in (*later, *ends) if title in found), text)
+        parts.insert(min(places[title] for title in (*later, *ends) if title in places), text)
     return "".join(parts)
 
 

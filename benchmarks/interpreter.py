@@ -83,20 +83,20 @@ def measure_interpreter(layout: Layout, config: BenchConfig, rounds: int = ROUND
 
     with quiet_process():
         calls = {name: partial(timed, way) for name, way in ways.items()}
-        found = result(in_turns(calls, rounds, result=result))
+        summary = result(in_turns(calls, rounds, result=result))
     stack.close()
-    return found
+    return summary
 
 
 def _summarise(
     ranks: int, tasks: int, step: list[float], plain: list[float] | None = None
 ) -> InterpreterResult:
-    found = InterpreterResult(ranks=ranks, tasks=tasks, rounds=len(step), step_s=Band.of(step))
+    summary = InterpreterResult(ranks=ranks, tasks=tasks, rounds=len(step), step_s=Band.of(step))
     if plain is None:
-        return found
+        return summary
     between = [(a - b) / tasks for a, b in zip(step, plain, strict=True)]
     ends = {"plain_s": Band.of(plain), "ratio": Band.of_ratios(step, plain), "per_task_s": Band.of(between)}
-    return InterpreterResult(ranks=ranks, tasks=tasks, rounds=len(step), step_s=found.step_s, **ends)
+    return InterpreterResult(ranks=ranks, tasks=tasks, rounds=len(step), step_s=summary.step_s, **ends)
 
 
 def sample_tokens(seed: int) -> Tensor:
@@ -120,9 +120,9 @@ def plain_step(model: MoEDecoder, tokens_BL: Tensor) -> None:
             residual_BLM, x_TM = block.attend(h_BLM, keys)
             assert block.moe is not None
             h_BLM = block.add(residual_BLM, block.moe(x_TM), keys)
-            found = block.moe.losses
-            assert found is not None
-            losses.append(CONFIG.moe.aux_loss_coeff * found.balance + CONFIG.moe.z_loss_coeff * found.z)
+            aux = block.moe.losses
+            assert aux is not None
+            losses.append(CONFIG.moe.aux_loss_coeff * aux.balance + CONFIG.moe.z_loss_coeff * aux.z)
         cross_entropy = model.head(h_BLM, part_BL) / part_BL.numel()
         ((cross_entropy + sum(losses)) / MICROBATCHES).backward()
 

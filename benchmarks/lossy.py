@@ -71,8 +71,8 @@ class LossyResult:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> LossyResult:
-        found = plain["lossy"]
-        return LossyResult(steps=found["steps"], cases=tuple(LossyCase(**case) for case in found["cases"]))
+        lossy = plain["lossy"]
+        return LossyResult(steps=lossy["steps"], cases=tuple(LossyCase(**case) for case in lossy["cases"]))
 
 
 def measure(steps: int) -> LossyResult:

@@ -92,8 +92,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def _version(release: str) -> str:
     """`6.1.90` of `6.1.90-something`."""
-    found = re.match(r"\d+(\.\d+)*", release)
-    return found[0] if found else release
+    match = re.match(r"\d+(\.\d+)*", release)
+    return match[0] if match else release
 
 
 def _field(path: Path, name: str) -> str | None:

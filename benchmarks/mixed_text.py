@@ -77,13 +77,13 @@ def _catalogue(path: Path) -> Iterator[str]:
 
 def _joined(parts: Iterable[str]) -> str:
     """The first parts, KIND_BYTES characters or all."""
-    found, size = [], 0
+    pieces, size = [], 0
     for part in parts:
-        found.append(part[: KIND_BYTES - size])
-        size += len(found[-1])
+        pieces.append(part[: KIND_BYTES - size])
+        size += len(pieces[-1])
         if size >= KIND_BYTES:
             break
-    return "\n".join(found)
+    return "\n".join(pieces)
 
 
 def write_texts(folder: Path) -> tuple[str, ...]:

@@ -116,10 +116,10 @@ def measure_one_device(sizes: Sizes, rounds: int = ROUNDS) -> OneDevice:
             Row(
                 family=family,
                 way=way,
-                step_s=Band.of(each),
-                ratio=Band.of_ratios(each, times_s[PEER]),
+                step_s=Band.of(way_s),
+                ratio=Band.of_ratios(way_s, times_s[PEER]),
             )
-            for way, each in times_s.items()
+            for way, way_s in times_s.items()
         ]
     name = device_of(device).identity(device) or "processor"
     return OneDevice(device=name, sizes=sizes, rounds=rounds, rows=tuple(rows))

@@ -70,12 +70,12 @@ def write_page(results: Mapping[str, Result], title: str = "Penstock benchmarks"
 
 
 def _overview(runs: Sequence[RunView], palette: Mapping[str, str]) -> dict[str, Figure]:
-    found = {}
+    figures = {}
     if (ordered := by_rate(runs)) and lines(ordered):
-        found["overview-rates"] = rates_figure(ordered, palette)
+        figures["overview-rates"] = rates_figure(ordered, palette)
     if any(case.simulated_s for run in runs for case in run.cases):
-        found["overview-prediction"] = prediction_figure(runs, palette)
-    return found
+        figures["overview-prediction"] = prediction_figure(runs, palette)
+    return figures
 
 
 # ---- figures -----------------------------------------------------------------------------------------------
@@ -139,8 +139,8 @@ def _bar(run: RunView, case: CaseView, colour: str) -> Figure:
 
 def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
     """Overlap efficiency against the rate between nodes. runs: by rising rate."""
-    found = lines(runs)
-    ticks = sorted({rate for line in found.values() for rate in line})
+    by_case = lines(runs)
+    ticks = sorted({rate for line in by_case.values() for rate in line})
     layout = _layout(
         height=440,
         title=_title("Overlap efficiency by link rate", f"physical limit / iteration on {runs[0].shape}"),
@@ -154,7 +154,7 @@ def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
         yaxis={"title": {"text": "efficiency"}, "tickformat": ".1f"},
         shapes=[_limit_line(y=1.0)],
     )
-    return {"data": [_line(line, palette) for line in found.values()], "layout": layout}
+    return {"data": [_line(line, palette) for line in by_case.values()], "layout": layout}
 
 
 def _line(line: Mapping[float, tuple[RunView, CaseView]], palette: Mapping[str, str]) -> Figure:

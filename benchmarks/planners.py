@@ -147,20 +147,20 @@ def _simulated(planner: str, slots: int, ratio: float, drift: float, steps: int)
     name, exact = planner.removesuffix(EXACT), planner.endswith(EXACT)
     problems = [expert_problem(RANKS, slots, ratio, each, exact=exact) for each in loads]
     none = [_step(problem, Replication.none(problem.placement, slots)) for problem in problems[1:]]
-    found = none if planner == NONE else [_served(name, *pair) for pair in pairwise(problems)]
-    total_s = float(np.mean([step.time.total_s for step in found]))
+    served = none if planner == NONE else [_served(name, *pair) for pair in pairwise(problems)]
+    total_s = float(np.mean([step.time.total_s for step in served]))
     return Planned(
         planner=planner,
         replica_slots=slots,
         ratio=ratio,
         drift=drift,
         overlap=float(np.mean([overlap(before, after) for before, after in pairwise(loads)])),
-        deviation=float(np.mean([step.load.computed.std() / step.load.computed.mean() for step in found])),
-        imbalance=float(np.mean([step.load.imbalance for step in found])),
+        deviation=float(np.mean([step.load.computed.std() / step.load.computed.mean() for step in served])),
+        imbalance=float(np.mean([step.load.imbalance for step in served])),
         layer_ms=1e3 * total_s,
         speedup=float(np.mean([step.time.total_s for step in none])) / total_s,
         of_even=seconds_of(costs(RANKS, ratio), _even()).total_s / total_s,
-        dropped=float(np.mean([step.dropped for step in found])),
+        dropped=float(np.mean([step.dropped for step in served])),
     )
 
 
@@ -243,13 +243,13 @@ def _planner_rows(planners: Sequence[Planned]) -> list[list[str]]:
 def _ratio_rows(rows: Sequence[Planned]) -> list[list[str]]:
     by_ratio, names, last = _grouped(rows, lambda row: row.ratio), _names(rows), _best(rows)
     head = ["link / device", "none ms", *names, f"{last}: max / mean", f"{last}: of forced balance"]
-    found = []
-    for ratio, each in by_ratio.items():
-        best = each[last]
+    lines = []
+    for ratio, by_planner in by_ratio.items():
+        best = by_planner[last]
         ends = [f"{best.imbalance:.2f}", f"{100 * best.of_even:.0f} %"]
-        speedups = [f"{each[name].speedup:.2f}x" for name in names]
-        found.append([f"{ratio:g}", f"{each[NONE].layer_ms:.1f}", *speedups, *ends])
-    return [head, *found]
+        speedups = [f"{by_planner[name].speedup:.2f}x" for name in names]
+        lines.append([f"{ratio:g}", f"{by_planner[NONE].layer_ms:.1f}", *speedups, *ends])
+    return [head, *lines]
 
 
 def _names(rows: Sequence[Planned]) -> list[str]:
@@ -279,11 +279,11 @@ def _where_it_pays(rows: Sequence[Planned]) -> list[str]:
 def _drift_rows(rows: Sequence[Planned]) -> list[list[str]]:
     names = _names(rows)
     head = ["drift", "rows in common", *names]
-    found = []
-    for drift, each in _grouped(rows, lambda row: row.drift).items():
-        common = f"{100 * each[PLANNED].overlap:.0f} %"
-        found.append([f"{drift:g}", common, *(_kept(each[name]) for name in names)])
-    return [head, *found]
+    lines = []
+    for drift, by_planner in _grouped(rows, lambda row: row.drift).items():
+        common = f"{100 * by_planner[PLANNED].overlap:.0f} %"
+        lines.append([f"{drift:g}", common, *(_kept(by_planner[name]) for name in names)])
+    return [head, *lines]
 
 
 def _kept(row: Planned) -> str:
@@ -292,10 +292,10 @@ def _kept(row: Planned) -> str:
 
 def _grouped(rows: Sequence[Planned], key: Callable[[Planned], float]) -> dict[float, dict[str, Planned]]:
     """By a number, then by planner."""
-    found: dict[float, dict[str, Planned]] = {}
+    groups: dict[float, dict[str, Planned]] = {}
     for row in rows:
-        found.setdefault(key(row), {})[row.label] = row
-    return found
+        groups.setdefault(key(row), {})[row.label] = row
+    return groups
 
 
 if __name__ == "__main__":

@@ -148,18 +148,18 @@ def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
     """Overlap efficiency against the rate between nodes, a line for each case. runs: by rising rate."""
     figure = _figure(5.0)
     axes = figure.add_axes((0.085, 0.125, 0.635, 0.705))
-    found = lines(runs)
+    by_case = lines(runs)
     ends: list[tuple[float, str, str]] = []
-    for number, line in enumerate(found.values()):
+    for number, line in enumerate(by_case.values()):
         points = [line[rate] for rate in sorted(line)]
-        last, aside = points[-1][1], 1 + 0.012 * (number - (len(found) - 1) / 2)
+        last, aside = points[-1][1], 1 + 0.012 * (number - (len(by_case) - 1) / 2)
         _line(axes, [rate * aside for rate in sorted(line)], points, palette[last.schedule])
         ends.append((last.efficiency, last.title, palette[last.schedule]))
-    ticks = sorted({rate for line in found.values() for rate in line})
+    ticks = sorted({rate for line in by_case.values() for rate in line})
     _rate_axes(axes, ticks)
     ends_of_whiskers = [
         limit.limit_s / time_s
-        for line in found.values()
+        for line in by_case.values()
         for limit, case in line.values()
         for time_s in (case.low_s, case.high_s)
     ]

@@ -59,9 +59,9 @@ class PredictionsResult:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> PredictionsResult:
-        found = plain["predictions"]
-        rows = (Prediction(**{**row, "interval_s": tuple(row["interval_s"])}) for row in found["rows"])
-        return PredictionsResult(virtual=found["virtual"], rows=tuple(rows))
+        section = plain["predictions"]
+        rows = (Prediction(**{**row, "interval_s": tuple(row["interval_s"])}) for row in section["rows"])
+        return PredictionsResult(virtual=section["virtual"], rows=tuple(rows))
 
 
 def measure_predictions(

@@ -58,10 +58,10 @@ def in_rows(
 
     rows: what to say, and what to call. result: of some of them, as the whole benchmark returns it.
     """
-    found: list[T] = []
+    results: list[T] = []
     for number, (what, measure) in enumerate(rows, 1):
         PROGRESS.row(f"{what}, {number} of {len(rows)}")
-        found.append(measure())
-        PROGRESS.keep(partial(result, tuple(found)))
+        results.append(measure())
+        PROGRESS.keep(partial(result, tuple(results)))
     PROGRESS.row("")
-    return tuple(found)
+    return tuple(results)

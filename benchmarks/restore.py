@@ -29,8 +29,8 @@ def restore(plain: Mapping[str, Any]) -> BenchResult:
 
 
 def _limit(plain: Mapping[str, Any]) -> Limit:
-    known = {field.name: plain[field.name] for field in fields(Limit) if field.name in plain}
-    return Limit(**known)
+    values = {field.name: plain[field.name] for field in fields(Limit) if field.name in plain}
+    return Limit(**values)
 
 
 def _ends(interval: Sequence[float] | None) -> tuple[float, float] | None:
@@ -41,11 +41,11 @@ def _ends(interval: Sequence[float] | None) -> tuple[float, float] | None:
 def _case(plain: Mapping[str, Any], limit: Limit) -> CaseResult:
     """In JSON `speedup` is the median alone, since that is what people look for."""
     apart = ("limit", "simulated_interval_s")
-    found = {field.name: plain[field.name] for field in fields(CaseResult) if field.name not in apart}
-    found["simulated_interval_s"] = _ends(plain.get("simulated_interval_s"))
-    found["limit"] = _limit(plain["limit"]) if "limit" in plain else limit
+    values = {field.name: plain[field.name] for field in fields(CaseResult) if field.name not in apart}
+    values["simulated_interval_s"] = _ends(plain.get("simulated_interval_s"))
+    values["limit"] = _limit(plain["limit"]) if "limit" in plain else limit
     low, high = plain["speedup_interval"]
-    found["speedup"] = Spread(median=plain["speedup"], low=low, high=high)
-    found["iteration_s"] = Spread(**plain["iteration_s"])
-    found["iterations_s"] = tuple(plain["iterations_s"])
-    return CaseResult(**found)
+    values["speedup"] = Spread(median=plain["speedup"], low=low, high=high)
+    values["iteration_s"] = Spread(**plain["iteration_s"])
+    values["iterations_s"] = tuple(plain["iterations_s"])
+    return CaseResult(**values)

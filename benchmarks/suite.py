@@ -114,8 +114,8 @@ def _run_each(runs: Sequence[Run], out: TextIO, keep: Callable[[Sequence[Outcome
 def _put(found: Sequence[Outcome], folder: Path) -> None:
     results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
     outcomes = [replace(outcome, measured=Machine.here().words) for outcome in found]
-    known = {each["name"]: each for each in [*results["runs"], *map(_plain, outcomes)]}
-    results["runs"] = [known[run.name] for run in SUITE if run.name in known]
+    by_name = {each["name"]: each for each in [*results["runs"], *map(_plain, outcomes)]}
+    results["runs"] = [by_name[run.name] for run in SUITE if run.name in by_name]
     _put_sections(outcomes, draw(_drawn(results["runs"]), folder / FOLDER), folder)
     (folder / RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
@@ -190,10 +190,10 @@ def _last_words(process: subprocess.Popen[str]) -> tuple[str, str]:
 def _parse(stdout: str) -> Mapping[str, Any] | None:
     """The one JSON object on stdout; None if something else is there."""
     try:
-        found = json.loads(stdout)
+        plain = json.loads(stdout)
     except json.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) else None
+    return plain if isinstance(plain, dict) else None
 
 
 def _last_line(stderr: str) -> str:

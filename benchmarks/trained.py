@@ -99,8 +99,8 @@ class _Turn:
 
     def mean(self, key: str) -> float:
         """Over the counted steps and all layers; of steps that say nothing, 0."""
-        found = [fmean(step[key]) for step in self.steps[WARM_UP:] if step.get(key)]
-        return fmean(found) if found else 0.0
+        means = [fmean(step[key]) for step in self.steps[WARM_UP:] if step.get(key)]
+        return fmean(means) if means else 0.0
 
 
 def measure() -> TrainedResult:
@@ -121,10 +121,10 @@ def _on_link(folder: Path, learnt: Path, rate: float) -> list[TrainedCase]:
     emulate = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=rate)
     turns: dict[str, list[_Turn]] = {name: [] for name in CONTENDERS}
     for _ in range(ROUNDS):
-        for name, found in turns.items():
-            found.append(_continue(folder, learnt, emulate, name))
+        for name, taken in turns.items():
+            taken.append(_continue(folder, learnt, emulate, name))
     base = [turn.iteration_s for turn in turns[CONTENDERS[0]]]
-    return [_summary(name, rate, found, base) for name, found in turns.items()]
+    return [_summary(name, rate, taken, base) for name, taken in turns.items()]
 
 
 def _summary(name: str, rate: float, turns: Sequence[_Turn], base: Sequence[float]) -> TrainedCase:

@@ -165,12 +165,12 @@ def lines(runs: Sequence[RunView]) -> dict[tuple[str, str, str], dict[float, tup
 
     Where two runs have the same rate, the first counts: it holds fewer cases, so less time passed in it.
     """
-    found: dict[tuple[str, str, str], dict[float, tuple[RunView, CaseView]]] = {}
+    by_case: dict[tuple[str, str, str], dict[float, tuple[RunView, CaseView]]] = {}
     for run in runs:
         for case in run.cases:
-            line = found.setdefault(case.identity, {})
+            line = by_case.setdefault(case.identity, {})
             line.setdefault(run.inter_rate_bit_per_s or 0.0, (run, case))
-    return {identity: line for identity, line in found.items() if len(line) > 1}
+    return {identity: line for identity, line in by_case.items() if len(line) > 1}
 
 
 def colours(runs: Iterable[RunView]) -> dict[str, str]:

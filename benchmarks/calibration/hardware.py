@@ -71,9 +71,9 @@ class Hardware:
     @property
     def sheet(self) -> Device:
         """The device's data sheet."""
-        found = find_device(self.device)
-        assert found is not None, self.device
-        return found
+        device = find_device(self.device)
+        assert device is not None, self.device
+        return device
 
     def wholes(self) -> dict[str, float]:
         """Return what shares are of, by rate."""

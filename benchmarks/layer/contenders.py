@@ -45,14 +45,14 @@ Step = Callable[[Tensor], Tensor]
 def require_transformers() -> str:
     """The version of transformers; `ConfigError` that says how to install it if it is not usable."""
     try:
-        found = metadata.version("transformers")
+        installed = metadata.version("transformers")
     except metadata.PackageNotFoundError:
         why = "the comparison needs it, and it is not installed"
         raise ConfigError("package", "transformers", why, f"Run {INSTALL}.") from None
-    if found.split(".")[0] != MAJOR:
-        why = f"the comparison needs version {MAJOR}, and {found} is installed"
+    if installed.split(".")[0] != MAJOR:
+        why = f"the comparison needs version {MAJOR}, and {installed} is installed"
         raise ConfigError("package", "transformers", why, f"Run {INSTALL}.")
-    return found
+    return installed
 
 
 class ExpertLoop(nn.Module):
@@ -139,9 +139,9 @@ def draw_weights(module: nn.Module, seed: int) -> None:
 
 def check_agreement(contenders: Mapping[str, nn.Module], x_TM: Tensor, grad_TM: Tensor) -> None:
     """Raises `RuntimeError` if an output or a gradient of x differs from the first contender's."""
-    found = {name: outcome(contender, x_TM, grad_TM) for name, contender in contenders.items()}
-    first, wanted = next(iter(found.items()))
-    for name, tensors in found.items():
+    outcomes = {name: outcome(contender, x_TM, grad_TM) for name, contender in contenders.items()}
+    first, wanted = next(iter(outcomes.items()))
+    for name, tensors in outcomes.items():
         for what, ours, theirs in zip(("output", "gradient of the input"), wanted, tensors, strict=True):
             distance = float((ours - theirs).abs().max() / ours.abs().max())
             if not distance <= TOLERANCE:

@@ -76,12 +76,12 @@ class LayerCase:
     def from_dict(plain: Mapping[str, Any]) -> LayerCase:
         contenders = tuple(
             ContenderResult(
-                name=each["name"],
-                rounds=each["rounds"],
-                step_s=Band(**each["step_s"]),
-                to_penstock=Band(**each["to_penstock"]),
+                name=row["name"],
+                rounds=row["rounds"],
+                step_s=Band(**row["step_s"]),
+                to_penstock=Band(**row["to_penstock"]),
             )
-            for each in plain["contenders"]
+            for row in plain["contenders"]
         )
         return LayerCase(size=LayerSize(**plain["size"]), contenders=contenders)
 
@@ -102,8 +102,8 @@ class LayerResult:
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> LayerResult:
         """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
-        found = dict(plain["layers"])
-        return LayerResult(**found | {"cases": tuple(map(LayerCase.from_dict, found["cases"]))})
+        section = dict(plain["layers"])
+        return LayerResult(**section | {"cases": tuple(map(LayerCase.from_dict, section["cases"]))})
 
 
 def measure_layers(*, sizes: Sequence[LayerSize] = SIZES, rounds: int = ROUNDS) -> LayerResult:
@@ -130,11 +130,11 @@ def _measure(size: LayerSize, rounds: int) -> LayerCase:
     check_agreement(contenders, x_TM, grad_TM)
     ways = {name: partial(step, each, x_TM, grad_TM) for name, each in contenders.items()}
     hopeless = _hopeless({name: way() for name, way in ways.items()})
-    found = _compare({name: way for name, way in ways.items() if name not in hopeless}, rounds, WARMUP)
+    results = _compare({name: way for name, way in ways.items() if name not in hopeless}, rounds, WARMUP)
     if hopeless:
         slow = {name: way for name, way in ways.items() if name in {PENSTOCK, *hopeless}}
-        found = _compare(slow, min(FEW, rounds), warmup=0) | found
-    return LayerCase(size=size, contenders=tuple(found[name] for name in ways))
+        results = _compare(slow, min(FEW, rounds), warmup=0) | results
+    return LayerCase(size=size, contenders=tuple(results[name] for name in ways))
 
 
 def _hopeless(step_s: Mapping[str, float]) -> list[str]:

@@ -63,17 +63,17 @@ def in_turns(
 
     result: of some rounds, as the whole benchmark returns it. Rounds are then told, and kept where they end.
     """
-    found: dict[str, list[T]] = {name: [] for name in ways}
+    returned: dict[str, list[T]] = {name: [] for name in ways}
     for turn in range(warmup + rounds):
         if result is not None:
             PROGRESS.say(f"round {turn - warmup + 1} of {rounds}" if turn >= warmup else "warm-up")
         for name in list(ways)[:: -1 if turn % 2 else 1]:
             value = ways[name]()
             if turn >= warmup:
-                found[name].append(value)
+                returned[name].append(value)
         if result is not None and turn >= warmup:
-            PROGRESS.keep(partial(result, {name: list(values) for name, values in found.items()}))
-    return found
+            PROGRESS.keep(partial(result, {name: list(values) for name, values in returned.items()}))
+    return returned
 
 
 def timed(call: Callable[[], object]) -> float:

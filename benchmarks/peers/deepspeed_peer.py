@@ -122,12 +122,12 @@ class DeepSpeedLayer(PeerLayer):
                     expert.experts.get_parameter(name).copy_(weight_MH.unsqueeze(0))
 
     def as_penstock(self, read: Read) -> dict[str, Tensor]:
-        found = {"gate.weight": read(self.moe.deepspeed_moe.gate.wg.weight)}
+        tensors = {"gate.weight": read(self.moe.deepspeed_moe.gate.wg.weight)}
         experts = self._experts()
         for name, _ in experts[0].experts.named_parameters():
             parts = [read(expert.experts.get_parameter(name)) for expert in experts]
-            found[f"experts.{name}"] = torch.cat(parts)
-        return found
+            tensors[f"experts.{name}"] = torch.cat(parts)
+        return tensors
 
     def _experts(self) -> list[Any]:
         return list(self.moe.deepspeed_moe.experts.deepspeed_experts)
@@ -205,8 +205,8 @@ def _groups() -> list[dist.ProcessGroup]:
     from deepspeed.utils import groups
 
     experts = (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP)
-    found = [group for table in experts for group in table.values()]
-    return found if groups._WORLD_GROUP is None else [*found, groups._WORLD_GROUP]
+    process_groups = [group for table in experts for group in table.values()]
+    return process_groups if groups._WORLD_GROUP is None else [*process_groups, groups._WORLD_GROUP]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

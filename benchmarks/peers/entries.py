@@ -30,7 +30,7 @@ def peer_entries(stacks: Stacks, entries: Sequence[Entry]) -> list[Entry]:
 
     Collective. Whoever asks for them closes their contenders.
     """
-    found = [_shipped(stacks, entry) for entry in entries if entry.name == "sequential"]
+    selected = [_shipped(stacks, entry) for entry in entries if entry.name == "sequential"]
     work = Work(
         config=stacks.config,
         layout=stacks.layout,
@@ -40,8 +40,8 @@ def peer_entries(stacks: Stacks, entries: Sequence[Entry]) -> list[Entry]:
     )
     for name, transport in product(stacks.config.compare.peers, TRANSPORTS):
         own = work if name in UPDATING else replace(work, max_norm=None)
-        found.append(Entry(name=name, transport=transport, contender=build_peer(name, own, transport)))
-    return found
+        selected.append(Entry(name=name, transport=transport, contender=build_peer(name, own, transport)))
+    return selected
 
 
 def peer_notes(names: Sequence[str]) -> tuple[str, ...]:

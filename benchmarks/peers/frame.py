@@ -64,10 +64,10 @@ class Frame(nn.Module):
     def as_penstock(self, read: Read) -> dict[str, Tensor]:
         """What `read` says of every parameter, by the names of Penstock's decoder on this rank."""
         layers = {n: m for n, m in self.decoder.named_modules() if isinstance(m, PeerLayer)}
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, layer in layers.items():
-            found |= {f"{name}.{key}": value for key, value in layer.as_penstock(read).items()}
+            tensors |= {f"{name}.{key}": value for key, value in layer.as_penstock(read).items()}
         for name, parameter in self.decoder.named_parameters():
             if not name.startswith(tuple(f"{prefix}." for prefix in layers)):
-                found[name] = read(parameter)
-        return found
+                tensors[name] = read(parameter)
+        return tensors

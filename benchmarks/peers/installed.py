@@ -19,10 +19,10 @@ def require(peer: str) -> str:
         raise ConfigError("peer", peer, "no peer is called so", f"Use some of {', '.join(PACKAGES)}.")
     package, wanted = PACKAGES[peer]
     try:
-        found = metadata.version(package)
+        installed = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise ConfigError("peer", peer, f"package {package} is not installed", f"Run {INSTALL}.") from None
-    if found != wanted:
-        why = f"its adapter fits {package} {wanted}, and {found} is installed"
+    if installed != wanted:
+        why = f"its adapter fits {package} {wanted}, and {installed} is installed"
         raise ConfigError("peer", peer, why, f"Run {INSTALL}.")
-    return found
+    return installed

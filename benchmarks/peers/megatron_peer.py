@@ -117,13 +117,13 @@ class MegatronLayer(PeerLayer):
 
     def as_penstock(self, read: Read) -> dict[str, Tensor]:
         experts = self.moe.experts.local_experts
-        found = {
+        tensors = {
             "gate.weight": read(self.moe.router.weight),
             "experts.w_down": torch.stack([read(e.linear_fc2.weight).t() for e in experts]),
         }
         into_EMH = torch.stack([read(e.linear_fc1.weight).t() for e in experts])
         parts = into_EMH.chunk(len(self._into()), dim=2)
-        return found | {f"experts.{name}": part for name, part in zip(self._into(), parts, strict=True)}
+        return tensors | {f"experts.{name}": part for name, part in zip(self._into(), parts, strict=True)}
 
     def _into(self) -> tuple[str, ...]:
         """Penstock's names of the matrices that Megatron-Core keeps in one, in its order."""

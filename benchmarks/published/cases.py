@@ -79,7 +79,7 @@ def fsmoe_cases(part: MoEPart, reduce_s: float = 0.0, degrees: Sequence[int] = D
     from scipy.optimize import minimize
 
     unit_s = closed_form_s(part, 1, reduce_s) or 1.0  # the solver stops at absolute differences
-    found: list[tuple[float, float]] = []
+    optima: list[tuple[float, float]] = []
     for case in range(4):
         result = minimize(
             lambda r, case=case: case_times(part, r[0], reduce_s)[case] / unit_s,
@@ -91,8 +91,8 @@ def fsmoe_cases(part: MoEPart, reduce_s: float = 0.0, degrees: Sequence[int] = D
             ],
         )
         if result.success:
-            found.append((float(result.fun), float(result.x[0])))
-    real = min(found)[1] if found else 1.0  # all four can fail where conditions meet in a kink
+            optima.append((float(result.fun), float(result.x[0])))
+    real = min(optima)[1] if optima else 1.0  # all four can fail where conditions meet in a kink
     neighbours = {_nearest(degrees, math.floor(real)), _nearest(degrees, math.ceil(real))}
     return smallest_best(sorted(neighbours), lambda degree: closed_form_s(part, degree, reduce_s))
 

@@ -106,7 +106,7 @@ def _wins(rows: Sequence[LayerSeconds], systems: Sequence[str]) -> dict[str, flo
 
 
 def _by_sharing(specs: Sequence[ParmSpec], rows: Sequence[LayerSeconds]) -> tuple[Spread, ...]:
-    found: dict[tuple[int, int], list[float]] = {}
+    gains: dict[tuple[int, int], list[float]] = {}
     for spec, row in zip(specs, rows, strict=True):
-        found.setdefault((spec.tp_size, spec.etp_size), []).append(row[BASELINE] / row[PARM])
-    return tuple(Spread.of(f"{tp} x {etp}", ratios) for (tp, etp), ratios in sorted(found.items()))
+        gains.setdefault((spec.tp_size, spec.etp_size), []).append(row[BASELINE] / row[PARM])
+    return tuple(Spread.of(f"{tp} x {etp}", ratios) for (tp, etp), ratios in sorted(gains.items()))

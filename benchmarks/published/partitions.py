@@ -81,12 +81,12 @@ def _options(rest: Rest, extra: Array, gap: int) -> list[Array]:
     spare_s = rest.floor_s[gap] - rest.busy_s[gap] - rest.filled_s[gap]
     hidden = (spare_s - model.alpha_s) / model.beta_s_per_byte
     sizes = {float(size) for size in hidden if 0 < size < free} | ({float(free)} if free > 0 else set())
-    found = []
+    options = []
     for size in sorted(sizes):
         option = extra.copy()
         option[gap] = size
-        found.append(option)
-    return found
+        options.append(option)
+    return options
 
 
 PARTITION_PLANNERS: dict[str, PartitionPlanner] = {

@@ -275,8 +275,8 @@ def _joint_gains(planned: Sequence[LayerSeconds]) -> tuple[Gain, ...]:
     if not planned:
         return ()
     best = [min(row[name] for name in PUBLISHED) / row[JOINT] for row in planned]
-    each = [Gain.of(name, [row[name] / row[JOINT] for row in planned]) for name in PUBLISHED]
-    return (Gain.of("best of them", best), *each)
+    gains = [Gain.of(name, [row[name] / row[JOINT] for row in planned]) for name in PUBLISHED]
+    return (Gain.of("best of them", best), *gains)
 
 
 def _simulated_s(problem: Problem, choice: Decision) -> float:

@@ -27,9 +27,9 @@ class Contender:
 
     def script(self, folder: Path) -> Path:
         """Write TRL's script into the folder, with the one line if it is ours."""
-        found = import_module("trl.scripts.sft").__file__
-        assert found is not None
-        text = Path(found).read_text(encoding="utf-8")
+        file = import_module("trl.scripts.sft").__file__
+        assert file is not None
+        text = Path(file).read_text(encoding="utf-8")
         if self.scheduled:
             assert text.count(LINE) == text.count(IMPORT) == 1, "TRL's script is not as it was"
             text = text.replace(IMPORT, f"    import penstock\n{IMPORT}").replace(LINE, OURS)

@@ -90,11 +90,11 @@ def measure(plan: Plan) -> SftResult:
             )
 
         for number in range(plan.rounds):
-            found = []
+            measured = []
             for contender in plan.contenders:
                 PROGRESS.say(f"round {number + 1} of {plan.rounds}, {contender.name}")
-                found.append(_run(plan, contender, folder, cluster))
-            rounds.append(found)
+                measured.append(_run(plan, contender, folder, cluster))
+            rounds.append(measured)
             PROGRESS.keep(result)
         return result()
 

@@ -52,8 +52,8 @@ class Notes(TrainerCallback):
         crossed = [after - before for before, after in zip(self.before, self._crossed(), strict=True)]
         times_s = self.times_s[self.warmup :]
         sent = max(crossed) / len(times_s)
-        found = {"times_s": times_s, "losses": self.losses, "norms": self.norms, "uplink_bytes": sent}
-        self.path.write_text(json.dumps(found), encoding="utf-8")
+        notes = {"times_s": times_s, "losses": self.losses, "norms": self.norms, "uplink_bytes": sent}
+        self.path.write_text(json.dumps(notes), encoding="utf-8")
 
     def _crossed(self) -> list[int]:
         if not self.cluster:
@@ -70,8 +70,8 @@ def accept_defaults() -> None:
     """
 
     def get(self: dict[str, Any], model: Any, default: Any = None) -> Any:
-        found = dict.get(self, model if isinstance(model, str) else str(model.__class__))
-        return found or ({} if default is None else default)
+        recorded = dict.get(self, model if isinstance(model, str) else str(model.__class__))
+        return recorded or ({} if default is None else default)
 
     output_capturing._CanRecordRegistry.get = get
 

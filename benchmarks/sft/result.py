@@ -50,17 +50,17 @@ class SftResult:
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> SftResult:
         """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
-        found = dict(plain["sft"])
-        found["runs"] = {name: [OneRun(**each) for each in runs] for name, runs in found["runs"].items()}
-        return SftResult(**{**found, "alone": OneRun(**found["alone"]), "size": Size(**found["size"])})
+        section = dict(plain["sft"])
+        section["runs"] = {name: [OneRun(**each) for each in runs] for name, runs in section["runs"].items()}
+        return SftResult(**{**section, "alone": OneRun(**section["alone"]), "size": Size(**section["size"])})
 
     def distance(self, name: str) -> float:
         """Largest relative difference of a loss, or a norm of gradients, from that of one process."""
         return max(
             abs(own / wanted - 1)
             for run in self.runs[name]
-            for found, alone in ((run.losses, self.alone.losses), (run.norms, self.alone.norms))
-            for own, wanted in zip(found, alone, strict=True)
+            for series, alone in ((run.losses, self.alone.losses), (run.norms, self.alone.norms))
+            for own, wanted in zip(series, alone, strict=True)
         )
 
     def render(self) -> str:

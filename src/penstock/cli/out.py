@@ -131,9 +131,9 @@ def add_overrides(parser: argparse.ArgumentParser, overridden: str = "CONFIG") -
 
 def config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
     """Return the file, which may be missing, and the settings: argparse takes the first word for the file."""
-    words = [*([] if options.config is None else [options.config]), *options.overrides]
-    path = expanded(words.pop(0), "CONFIG") if words and "=" not in words[0] else None
-    return path, words
+    arguments = [*([] if options.config is None else [options.config]), *options.overrides]
+    path = expanded(arguments.pop(0), "CONFIG") if arguments and "=" not in arguments[0] else None
+    return path, arguments
 
 
 LINE_EVERY_S: Final = 5.0

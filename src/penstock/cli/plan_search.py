@@ -128,15 +128,15 @@ def find_best(subject: Subject, find: Find, quick: Find | None = None) -> Planne
     if subject.given is None:
         return _updated(subject, find, quick)
     both: list[Planned] = []
-    for each in (subject, subject.given):
+    for candidate in (subject, subject.given):
         try:
-            both.append(_updated(each, quick or find, None))
+            both.append(_updated(candidate, quick or find, None))
         except ConfigError as error:
             refused = error
     if not both:
         raise refused
     if quick is not None:
-        both = [_in_full(each, find, both) for each in both]
+        both = [_in_full(candidate, find, both) for candidate in both]
     best, *others = sorted(both, key=_seconds)
     lines = list(best[2])
     for other, plan, _ in others:
@@ -152,20 +152,20 @@ def _seconds(planned: Planned) -> float:
 
 def _in_full(planned: Planned, find: Find, all_quick: Sequence[Planned]) -> Planned:
     """Return a layout by a search in full, if by quick plans it is nearly as fast as any."""
-    subject, found, lines = planned
+    subject, quick, lines = planned
     if _seconds(planned) > NEAR * min(map(_seconds, all_quick)):
         return planned
-    again = find(subject.problem)
+    full = find(subject.problem)
     # Of equal plans that of the full search, which knows more of the others.
-    return subject, min(again, found, key=lambda each: each.best.predicted_s), lines
+    return subject, min(full, quick, key=lambda each: each.best.predicted_s), lines
 
 
 def _updated(subject: Subject, find: Find, quick: Find | None) -> Planned:
     """Return the subject with the given or chosen optimiser, its plan, and a line on any choice."""
     if subject.sharded is None:
         return subject, find(subject.problem), ()
-    problem, found, line = find_updated(subject.problem, subject.sharded, find, quick)
-    return replace(subject, problem=problem), found, (line,)
+    problem, plans, line = find_updated(subject.problem, subject.sharded, find, quick)
+    return replace(subject, problem=problem), plans, (line,)
 
 
 @contextmanager

@@ -195,7 +195,7 @@ def measure_as_rank(
             join(info, parallel.timeout_s, device, parallel.transport, start_s=parallel.start_s)
             node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
             layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
-            found = measure(layout, device)
+            result = measure(layout, device)
             STOPS.finish(None, UNPRINTED)
         except (ConfigError, RefusalError) as error:
             return refused(error)
@@ -205,7 +205,7 @@ def measure_as_rank(
             tell(str(error))
             return FAILED
         leave()
-        return finish(found) if info.rank == 0 else 0
+        return finish(result) if info.rank == 0 else 0
     except KeyboardInterrupt:
         if stopped is None:
             return STOPS.stopped()
@@ -286,7 +286,7 @@ class Left:
 def _identity(path: Path) -> tuple[int, int]:
     """Return what a folder keeps when it is moved aside."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:  # it has just been removed, as an old checkpoint
         return (0, 0)
-    return (found.st_dev, found.st_ino)
+    return (status.st_dev, status.st_ino)

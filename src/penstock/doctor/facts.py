@@ -98,12 +98,12 @@ def find_facts(info: ProcessInfo, towards: str, folders: Sequence[Path]) -> Fact
 
 def versions() -> dict[str, str]:
     """Return versions of Python, relevant packages, and Penstock's source, since checkouts differ."""
-    found = {"penstock": penstock.__version__, "source": _source(), "python": platform.python_version()}
+    by_name = {"penstock": penstock.__version__, "source": _source(), "python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    found["torch"] = torch.__version__
-    return found
+            by_name[name] = version(name)
+    by_name["torch"] = torch.__version__
+    return by_name
 
 
 @cache
@@ -143,8 +143,8 @@ def _address(towards: str) -> tuple[str, str]:
     there = interface_names()
     if name not in there:
         return "", f"has no interface {name}; it has {', '.join(there)}"
-    found = address_of(name)
-    return found, "" if found else f"has no IPv4 address on {name}"
+    ip = address_of(name)
+    return ip, "" if ip else f"has no IPv4 address on {name}"
 
 
 def _folder(path: Path) -> Folder:

@@ -176,8 +176,8 @@ class _Asking:
         line = self._lines.readline(4096)
         if not line:
             raise ConnectionError("the other rank has closed the connection")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
 
 def _prepare(connection: socket.socket) -> None:

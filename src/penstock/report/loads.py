@@ -128,8 +128,8 @@ def colours(loads_YE: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
 def over_mean(loads: npt.NDArray[np.int64]) -> Numbers:
     """Return loads over the mean of all experts, along the last axis; 1 where there are no loads."""
     mean = loads.mean(axis=-1, keepdims=True)
-    found: Numbers = np.where(mean > 0, loads / np.maximum(mean, 1e-9), 1.0)
-    return found
+    ratios: Numbers = np.where(mean > 0, loads / np.maximum(mean, 1e-9), 1.0)
+    return ratios
 
 
 @contextmanager

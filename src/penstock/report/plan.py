@@ -74,13 +74,13 @@ class PlanReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
-        subject, found = self.subject, self.found
+        subject, plans = self.subject, self.found
         file = PlanFile.of(
             subject.problem,
-            found.best,
+            plans.best,
             model=subject.title,
             cluster=subject.cluster_name,
-            search=found.searched,
+            search=plans.searched,
         ).to_dict()
         del file["schedule"]
         return {
@@ -93,8 +93,8 @@ class PlanReport:
             "precision": subject.precision,
             "why_precision": subject.why_precision,
             "notes": list(subject.notes),
-            "others": [_plain(subject.problem, candidate) for candidate in found.others],
-            "complete": found.searched.complete,
+            "others": [_plain(subject.problem, candidate) for candidate in plans.others],
+            "complete": plans.searched.complete,
             "search_s": self.seconds,
             "saved": self.saved,
         }
@@ -178,14 +178,14 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
     hidden |= set() if dispatches else {"dispatch"}
     fields = [each for each in FIELDS.values() if each.cell and each.name not in hidden]
     fields.sort(key=lambda each: each.cuts)
-    words = 1 + sum(not each.cuts for each in fields)
+    left = 1 + sum(not each.cuts for each in fields)
     head = ("", *(each.head for each in fields), "step", "", "bound", "memory")
     rows = [head, *(_row(candidate, candidates[0], fields) for candidate in candidates)]
-    columns = [padded(each, left=place < words) for place, each in enumerate(zip(*rows, strict=True))]
-    alike = [place for place in range(2, len(fields) + 1) if len(set(columns[place][1:])) == 1]
+    columns = [padded(each, left=place < left) for place, each in enumerate(zip(*rows, strict=True))]
+    agreed = [place for place in range(2, len(fields) + 1) if len(set(columns[place][1:])) == 1]
     last = len(columns) - 1
     shown = list(range(len(columns)))
-    for place in dict.fromkeys((*alike, last, last - 1, last - 2, *range(len(fields), 1, -1))):
+    for place in dict.fromkeys((*agreed, last, last - 1, last - 2, *range(len(fields), 1, -1))):
         if sum(2 + len(columns[each][0]) for each in shown) - 2 > width:
             shown.remove(place)
     lines = ("  ".join(cells).rstrip() for cells in zip(*(columns[each] for each in shown), strict=True))

@@ -65,10 +65,10 @@ def link_name(link: LinkModel) -> str:
 
 def alike(links: Sequence[LinkModel]) -> list[list[LinkModel]]:
     """Return groups of links that differ only in their group's name: the same members, measured once."""
-    found: dict[LinkModel, list[LinkModel]] = {}
+    groups: dict[LinkModel, list[LinkModel]] = {}
     for link in links:
-        found.setdefault(replace(link, group=""), []).append(link)
-    return list(found.values())
+        groups.setdefault(replace(link, group=""), []).append(link)
+    return list(groups.values())
 
 
 def _share(file: ClusterFile, link: LinkModel) -> float:

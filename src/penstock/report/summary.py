@@ -145,10 +145,10 @@ class RunSummary:
             steps = "1 step was" if self.skipped_steps == 1 else f"{self.skipped_steps} steps were"
             yield "skipped", f"{steps} not finite and had no effect (listed in metrics.jsonl)"
         yield "held out", self._held_out()
-        words = f"{self.tokens_per_s:,.0f} tokens/s; a step takes {duration_text(self.iteration_s_median)}"
+        speed = f"{self.tokens_per_s:,.0f} tokens/s; a step takes {duration_text(self.iteration_s_median)}"
         if self.model_flops_utilisation is not None:
-            words += f"; model FLOPs: {100 * self.model_flops_utilisation:.0f} % of the peak"
-        yield "speed", words
+            speed += f"; model FLOPs: {100 * self.model_flops_utilisation:.0f} % of the peak"
+        yield "speed", speed
         if self.communication_s > 0:
             total, exposed = duration_text(self.communication_s), duration_text(self.exposed_communication_s)
             hidden = f"{100 * self.hidden_communication:.0f} % hidden under computation"
@@ -173,10 +173,10 @@ class RunSummary:
         processes = counted(self.processes, "process", "es")
         steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
         shared = [(self.tp_size, "attention"), (self.etp_size, "each expert")]
-        words = ", ".join(f"{size} share {what}" for size, what in shared if size > 1)
+        sharing = ", ".join(f"{size} share {what}" for size, what in shared if size > 1)
         return (
             f"{_millions(self.parameters)} parameters, {self.num_experts} experts per MoE layer, {steps} "
-            f"on {processes}{f' ({words})' if words else ''}, {self.schedule}"
+            f"on {processes}{f' ({sharing})' if sharing else ''}, {self.schedule}"
         )
 
     def _held_out(self) -> str:
@@ -207,8 +207,8 @@ class RunSummary:
             yield "network", f"overlap efficiency {self.overlap_efficiency:.2f} ({best})"
         if (away := self.rows_crossing_nodes) is not None:
             yield "balance", f"{100 * away:.0f} % of rows go to another node"
-        if (alike := self.loads_in_common) is not None:
-            yield "balance", f"expert loads overlap {100 * alike:.0f} % with those of the step before"
+        if (common := self.loads_in_common) is not None:
+            yield "balance", f"expert loads overlap {100 * common:.0f} % with those of the step before"
         yield "metrics", f"{self.metrics} (one line of JSON per step)"
         if self.cluster:
             yield "cluster", f"{self.cluster} (the measurements; plan.cluster={self.cluster} reuses them)"

@@ -60,16 +60,16 @@ def why_wrong(said: str, waited_s: float, *, faulty: bool, lost: int, timeout_s:
 
 def judge(outcomes: Mapping[int, Outcome]) -> Outcome:
     """Show what every rank said."""
-    found = together(outcomes)
+    outcome = together(outcomes)
     ranks: list[dict[str, Any]] = [dict(each.figures) for _, each in sorted(outcomes.items()) if each.figures]
     others = [each for each in ranks if not each["failed"]]
     lines = []
     if others:
         last = max(others, key=lambda each: float(each["seconds"]))
         lines = [f"{len(others)} learned of it, the last after {last['seconds']:.2f} s", f"{last['said']}"]
-    elif found.verdict is not Verdict.FAIL:
+    elif outcome.verdict is not Verdict.FAIL:
         lines = ["the rank's own error names its task; there is no other rank"]
-    return replace(found, lines=tuple(lines), figures={"ranks": ranks})
+    return replace(outcome, lines=tuple(lines), figures={"ranks": ranks})
 
 
 def _plant(ran: Running) -> None:

@@ -171,10 +171,10 @@ class Running:
         optimizer = build_optimizer(self.stack, config.optimizer)
         self.update = build_update(self.stack, optimizer, config.optimizer)
         layout, samples = machinery.layout, config.data.batch_per_device
-        mine = slice(samples * layout.dp_rank, samples * (layout.dp_rank + 1))
+        own = slice(samples * layout.dp_rank, samples * (layout.dp_rank + 1))
         tokens, labels = batch_of(config.model, samples * layout.dp_size)
         numbers = torch.arange(len(tokens))
-        self._batch = tuple(each[mine].to(machinery.device) for each in (tokens, labels, numbers))
+        self._batch = tuple(each[own].to(machinery.device) for each in (tokens, labels, numbers))
 
     def step(self, number: int = 0) -> tuple[Tensor, Tensor]:
         """Run a whole step; return its loss and the norm of its gradients, on the device."""

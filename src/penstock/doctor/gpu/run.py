@@ -88,9 +88,9 @@ class Met:
             outcomes = {rank: Outcome.read(plain) for rank, plain in heard.items()}
             for rank in self._ranks:
                 outcomes.setdefault(rank, Outcome.failed("its doctor did not answer"))
-            found = stage.judge(outcomes)
-            self._meeting.announce(f"{stage.name} on all", asdict(found))
-            return found
+            outcome = stage.judge(outcomes)
+            self._meeting.announce(f"{stage.name} on all", asdict(outcome))
+            return outcome
         plain = self._meeting.announced(f"{stage.name} on all", until_s + SPARE_S)
         if plain is None:
             raise MeetingError(f"rank 0 did not say how stage {stage.name} ended")
@@ -118,15 +118,15 @@ def run_stages(
         start_s, limit_s = time.monotonic(), stage.timeout_s if timeout_s is None else timeout_s
         broken = [name for name in stage.needs if ended.get(name) in (Verdict.FAIL, Verdict.SKIPPED)]
         if broken:
-            found = Outcome.skipped(f"it needs what {' and '.join(broken)} did not bring")
+            outcome = Outcome.skipped(f"it needs what {' and '.join(broken)} did not bring")
         else:
             given = Given(config=config, timeout_s=limit_s, cluster=cluster)
-            mine = run_child(lambda folder, name=stage.name: _command(name, folder), given)  # type: ignore[misc]
-            found = crew.collect(stage, mine, start_s + limit_s + SPARE_S)
-        ended[stage.name] = found.verdict
-        measured: Any = found.figures.get("cluster")
+            own = run_child(lambda folder, name=stage.name: _command(name, folder), given)  # type: ignore[misc]
+            outcome = crew.collect(stage, own, start_s + limit_s + SPARE_S)
+        ended[stage.name] = outcome.verdict
+        measured: Any = outcome.figures.get("cluster")
         cluster = cluster if measured is None else from_dict(ClusterFile, measured, "cluster")
-        yield Result(stage=stage.name, seconds=time.monotonic() - start_s, outcome=found)
+        yield Result(stage=stage.name, seconds=time.monotonic() - start_s, outcome=outcome)
 
 
 def _command(stage: str, folder: Path) -> list[str]:
@@ -174,8 +174,8 @@ def _ending(code: int, said: str, timeout_s: float) -> str:
         where = f"; it was in {frame[1]} line {frame[2]}, {frame[3]}" if frame else ""
         return f"did not end within {timeout_s:g} s{where}"
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    words = " ".join(said.split())[-LAST_WORDS:]
-    return f"{how}: {words}" if words else how
+    tail = " ".join(said.split())[-LAST_WORDS:]
+    return f"{how}: {tail}" if tail else how
 
 
 def cluster_of(results: Sequence[Result]) -> dict[str, Any] | None:
@@ -213,8 +213,8 @@ def report_of(results: Sequence[Result], names: Mapping[str, str], ranks: int, d
         "penstock": penstock.__version__,
         "torch": torch.__version__,
         "stages": [
-            {"stage": each.stage, "seconds": round(each.seconds, 3), **asdict(each.outcome)}
-            for each in map(without_cluster, results)
+            {"stage": result.stage, "seconds": round(result.seconds, 3), **asdict(result.outcome)}
+            for result in map(without_cluster, results)
         ],
     }
     plain: dict[str, Any] = without_names({**(cluster_of(results) or {}), DOCTOR: doctor}, names)

@@ -116,7 +116,7 @@ def kinds_of(step: StepFile) -> list[KindOfTask]:
     for place, (task, lane) in enumerate(zip(step.tasks, step.lanes, strict=True)):
         name = Name.parse(task)
         places[name.op, name.phase, lane].append(place)
-    found = [
+    kinds = [
         KindOfTask(
             op=op,
             phase=phase,
@@ -127,7 +127,7 @@ def kinds_of(step: StepFile) -> list[KindOfTask]:
         )
         for (op, phase, lane), at in places.items()
     ]
-    return sorted(found, key=lambda kind: -abs(kind.difference_s))
+    return sorted(kinds, key=lambda kind: -abs(kind.difference_s))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +233,8 @@ def binding_of(step: StepFile) -> Binding | None:
     gaps_s = sum(link.gap_s for link in path)
     if step.ranks == 1:  # nothing is sent: tasks on the network's lanes are issued and done at once
         gaps_s, moved = gaps_s + sum(moved.values()), {}
-    found = Binding(computed_s=computed, moved_s=moved, gaps_s=gaps_s, ranks=step.ranks)
-    return found if path and found.length_s > 0 else None
+    binding = Binding(computed_s=computed, moved_s=moved, gaps_s=gaps_s, ranks=step.ranks)
+    return binding if path and binding.length_s > 0 else None
 
 
 def _by_family(path: Iterable[PathLink], *, network: bool) -> dict[Family, float]:
