@@ -258,10 +258,13 @@ def _gpu_doctor(
 
 
 def stages_of(listed: str | None) -> tuple[Stage, ...]:
-    """Return the stages of a list such as `lanes,curves`, and those that they need, in order; None = all.
+    """Return the stages of a list such as `lanes,curves`, and those that they need, in order.
+
+    Args:
+        listed: Names of stages, separated by commas; None = all.
 
     Raises:
-        ConfigError: For a name that no stage has.
+        ConfigError: If no stage has one of the names.
     """
     if listed is None:
         return tuple(STAGES.values())

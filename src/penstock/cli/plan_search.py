@@ -37,9 +37,12 @@ class Searching:
     """What the searches of one command share.
 
     Attributes:
-        stopped: Tells whether they have been asked to end.
-        over: Whether their processor time is over.
-        bases: Of the last steps that plans were sought for.
+        memory: What a rank can hold; None = no limit.
+        budget: How much to search; 1.0 is the usual effort.
+        progress: Is told how far a search is.
+        stopped: Tells whether the searches have been asked to end.
+        over: Tells whether their processor time is over.
+        bases: What later searches reuse of the steps for which plans were sought last.
     """
 
     memory: MemoryBudget | None
@@ -55,7 +58,9 @@ class Searching:
         """Return the best plan that is found with this effort.
 
         Args:
-            starts: See `find_plan`.
+            problem: The step for which a plan is sought.
+            starts: Decisions from which the search starts; see `find_plan`.
+            effort: How thoroughly to search.
         """
         return find_plan(
             problem,
@@ -120,7 +125,9 @@ def find_best(subject: Subject, find: Find, quick: Find | None = None) -> Planne
     The given layout is taken only for a faster plan.
 
     Args:
-        quick: See `find_updated`.
+        subject: The step and cluster, with the given layout beside the best one where that was open.
+        find: Searches in full.
+        quick: Searches quickly, for comparisons; None = all searches are in full. See `find_updated`.
 
     Raises:
         ConfigError: If nothing fits.

@@ -59,7 +59,7 @@ def wants_stages(options: argparse.Namespace) -> bool:
     """Return whether stages are given.
 
     Raises:
-        ConfigError: For options that do not belong together.
+        ConfigError: If options do not belong together.
     """
     stages, parts = options.pipeline_parallel_size, options.virtual_pipeline_parallel_size
     if stages in (None, 1):
@@ -123,7 +123,9 @@ class StagesInstead:
     """A layout in stages that would be faster than the plan without.
 
     Attributes:
-        options: That ask for it.
+        plan: Its plan, by a quick search.
+        options: The command-line options that ask for it.
+        than_s: Seconds of an update under the plan without stages.
     """
 
     plan: PipelinePlan
@@ -150,7 +152,7 @@ class StagesInstead:
 
 
 def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float) -> StagesInstead | None:
-    """Return what stages would bring; None where they are no faster.
+    """Return the fastest layout in stages; None where none is faster.
 
     Without `--layout auto`, only a stage for each node is looked at, with experts spread inside it, and with
     shared attention if that does not fit. Where the size of an update is open, it has the samples of the

@@ -350,9 +350,11 @@ class Fitting:
     """The memory of a step with changed options.
 
     Attributes:
-        subject_of: Returns the changed step, or raises ConfigError.
-        ends: Tells whether the time is over.
+        subject_of: Returns the step with changed options, or raises ConfigError.
+        memory: What a rank can hold.
+        describe: Returns changed options as a user writes them.
         of_study: Whether the step has the same samples whatever the layout.
+        ends: Tells whether the time is over.
     """
 
     subject_of: Callable[[Changes], Subject]

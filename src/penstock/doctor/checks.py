@@ -32,9 +32,11 @@ class Wanted:
     """What a run needs.
 
     Attributes:
-        assumed: The cluster for which its plan was made, named `cluster_name`; None if not given.
+        assumed: The cluster for which its plan was made; None if not given.
+        cluster_name: The name of that cluster.
         rank_bytes: Memory of a rank.
-        disk_bytes: Of its checkpoints, in `disk`.
+        disk_bytes: Size of its checkpoints.
+        disk: The folder of its checkpoints.
     """
 
     assumed: ClusterFile | None = None
@@ -49,7 +51,8 @@ class Finding:
     """A sentence: what is wrong where, and what to do.
 
     Attributes:
-        mend: False if it is only worth knowing.
+        text: The sentence.
+        mend: Whether it has to be fixed; False if it is only worth knowing.
     """
 
     text: str

@@ -35,7 +35,8 @@ class Pair:
     """Two ranks.
 
     Attributes:
-        nodes: Of either rank, counted from 0; equal if they share one.
+        asks, answers: The rank that asks, and the one that answers.
+        nodes: The nodes of the two, counted from 0; equal if they share one.
     """
 
     asks: int
@@ -109,10 +110,12 @@ class Examination:
     """What the ranks found.
 
     Attributes:
-        size: Number of all ranks.
-        facts: Of the ranks that came.
-        gone: Those of them that stopped answering.
+        size: How many ranks there are to be.
         reference: The rank with whose clock the others are compared.
+        facts: What every rank that came has found about itself.
+        clocks: The offset of every such rank's clock.
+        links: What was measured between ranks.
+        gone: Ranks that came and stopped answering.
         exchange: Why a sum over all ranks failed, "" if it worked, None if it was not tried.
         shared: By folder, the ranks that see what the reference rank writes there.
     """
@@ -140,16 +143,22 @@ class Examination:
 def examine(
     meeting: Meeting, info: ProcessInfo, towards: str, folders: Sequence[Path], wait_s: float
 ) -> Examination | None:
-    """Return what was found, on the rank that is to report it; None on the others.
+    """Examine the cluster together with the other ranks.
 
     Every rank must call it.
 
     Args:
+        meeting: Where the ranks leave their messages.
+        info: Which rank this is.
         towards: The host at which ranks meet.
-        wait_s: How long to wait for ranks.
+        folders: Folders to which a run would write.
+        wait_s: Seconds to wait for ranks.
+
+    Returns:
+        What was found, on the rank that is to report it; None on the others.
 
     Raises:
-        MeetingError: Where the reporting rank has gone.
+        MeetingError: If the reporting rank has gone.
     """
     facts, token = find_facts(info, towards, folders), secrets.token_hex(16)
     server = None

@@ -47,10 +47,12 @@ class Facts:
         host: The machine's name.
         host_ip: What that name resolves to here, "" if it does not.
         interface: GLOO_SOCKET_IFNAME or "".
-        address: Of that interface, or of the one towards rank 0.
-        problem: Why there is none.
-        memory_bytes: Free, of the machine or the container.
-        open_files: The soft and the hard limit.
+        address: The address of that interface, or of the one towards rank 0; "" if there is none.
+        problem: Why there is no address, "" if there is one.
+        memory_bytes: Free memory of the machine or the container.
+        open_files: The soft and the hard limit of open files.
+        cores: Cores for ranks; 0 on a machine with GPUs.
+        gpus: GPUs of the machine.
     """
 
     rank: int
@@ -74,7 +76,7 @@ def find_facts(info: ProcessInfo, towards: str, folders: Sequence[Path]) -> Fact
 
     Args:
         towards: The host of rank 0.
-        folders: To which a run would write; none is created.
+        folders: Folders to which a run would write; none is created.
     """
     address, problem = _address(towards)
     places = Places.here()

@@ -28,14 +28,16 @@ class MeetingError(Exception):
 
 
 class Meeting:
-    """One rank's view of the store.
-
-    Raises MeetingError.
+    """One rank's view of the store. Its methods raise MeetingError where the store cannot be reached.
 
     Attributes:
         info: Which rank this is.
-        host, port: Of the store; this rank serves it if it is rank 0 and `serves`.
-        wait_s: How long to try to reach the store.
+        host, port: Where the store is.
+        serves: Whether rank 0 serves the store.
+        wait_s: Seconds to try to reach the store.
+
+    Raises:
+        MeetingError: If the store cannot be reached.
     """
 
     def __init__(self, info: ProcessInfo, host: str, port: int, *, serves: bool, wait_s: float) -> None:

@@ -37,8 +37,8 @@ class Clock:
     """The offset between two clocks.
 
     Attributes:
-        offset_s: How far the clock of the rank that asked is ahead.
-        round_trip_s: Of the quickest question; the error of the offset is at most half of this.
+        offset_s: Seconds by which the clock of the rank that asked is ahead.
+        round_trip_s: Seconds of the quickest question; the offset is wrong by half of this at most.
     """
 
     offset_s: float
@@ -59,7 +59,7 @@ class Server:
 
     Attributes:
         host: The address at which to listen.
-        token: Shared secret.
+        token: The secret that ranks share; questions without it are not answered.
     """
 
     def __init__(self, host: str, token: str) -> None:

@@ -46,8 +46,9 @@ class LoadCourse:
     """Loads over a run.
 
     Attributes:
-        layers: The numbers of its MoE layers; steps.
-        loads_SYE: Choices of every expert.
+        layers: Numbers of the MoE layers, [Y].
+        steps: Numbers of the steps, [S].
+        loads_SYE: How often every expert was chosen.
     """
 
     layers: tuple[int, ...]
@@ -64,7 +65,7 @@ class LoadCourse:
         """Read `loads.npz`.
 
         Raises:
-            ConfigError: Naming the file if it does not hold what `save` writes.
+            ConfigError: If the file does not hold what `save` writes; names the file.
         """
         try:
             with open_regular(path, str(path), REMOVE) as file, np.load(file, allow_pickle=False) as held:

@@ -29,10 +29,12 @@ class PipelineReport:
 
     Attributes:
         subject: The whole model on the ranks of one stage.
+        found: The best plan, and others beside it.
         node_size: Ranks of a node.
-        seconds: The duration of the search.
-        updates: Which optimiser was chosen, where that was open.
-        price: Of a device for an hour.
+        memory: What a rank can hold; None = no limit.
+        seconds: How long the search took.
+        updates: Lines on the choice of the optimiser, where that was open.
+        price: The price of a device for an hour; None = not given.
     """
 
     subject: Subject

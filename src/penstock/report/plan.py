@@ -30,10 +30,13 @@ class PlanReport:
     """A finished search.
 
     Attributes:
-        seconds: Its duration.
-        saved: The file of the plan.
-        price: Of a device for an hour.
-        updates: Which optimiser was chosen, where that was open.
+        subject: The step and cluster that were planned for.
+        found: The best plan, and others beside it.
+        explanation: Why the best plan takes as long as it does.
+        seconds: How long the search took.
+        saved: The file to which the plan was saved; None = it was not.
+        price: The price of a device for an hour; None = not given.
+        updates: Lines on the choice of the optimiser and on stages, where those were open.
         weighed: The best plan with and without moving, where a routing was given.
         stages: What pipeline stages would bring, as plain data; None = nothing.
     """
@@ -133,7 +136,7 @@ def heading(subject: Subject, width: int, ranks: str = "") -> str:
     """Return text on what the plan is for.
 
     Args:
-        ranks: How they are used; none = as the subject says.
+        ranks: How the ranks are used; "" = as the subject says.
     """
     lines = [
         f"{subject.title} on {subject.cluster_name}",

@@ -164,7 +164,8 @@ class Sweep:
     """A plan for every value of a setting.
 
     Attributes:
-        sides: By value, a plan or why there is none.
+        name: The setting.
+        sides: Every value with its plan, or with the reason why it has none.
     """
 
     name: str

@@ -38,7 +38,8 @@ def profile_text(file: ClusterFile, width: int | None = None) -> str:
     """Return tables of links, tasks and kernels in Markdown.
 
     Args:
-        width: Of the terminal; a wider table is printed in parts, one below the other. None = a document's.
+        width: Columns of the terminal; a wider table is printed in parts, one below the other. None = as wide
+            as a document.
     """
     lines = [_headline(file)]
     if file.links:
@@ -218,10 +219,10 @@ FAR = 0.25
 
 @dataclass(frozen=True)
 class Panel:
-    """One line, alpha_s + beta_s * x.
+    """One fitted line, alpha_s + beta_s * x.
 
     Attributes:
-        unit: Of x.
+        unit: The unit of x.
     """
 
     title: str

@@ -26,29 +26,35 @@ REMOVE: Final = "Move the file away: the report then leaves out what it holds."
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """The settings and results of a run. Losses and entropy are in nats per token.
+    """The settings and results of a run.
+
+    Losses and entropy are in nats per token. Files are paths; None = not written.
 
     Attributes:
         unit: What a token is, in the singular.
         eval_loss: Loss on held-out text; None if the run never evaluated.
-        eval_noise: By how much eval_loss may be too small (95 % of the time); None if unknown.
+        eval_noise: How much too small `eval_loss` may be (95 % of the time); None if unknown.
         unigram_entropy: The loss of guessing every token by its frequency in the corpus.
-        communication_s, exposed_communication_s: Of a typical step; exposed = under which nothing was
-            computed.
-        overlap_efficiency: What no order of the same tasks can beat, over the measured step; 1.0 is perfect.
+        iteration_s_median: Seconds of a step.
+        communication_s: Seconds of communication in a typical step.
+        exposed_communication_s: The part of `communication_s` under which nothing was computed.
+        overlap_efficiency: The least time of any order of the same tasks over the measured step; 1.0 is
+            perfect.
         simulated_iteration_s: The simulator's time for the last steps' tasks.
         skipped_steps: How many steps since this start were not finite and changed nothing.
-        interrupted: The run was stopped early and saved.
-        parameters: Of the whole model, every expert counted once.
-        tp_size, etp_size: Processes that share attention, and that share every expert.
+        interrupted: Whether the run was stopped early and saved.
+        parameters: How many the whole model has, every expert counted once.
+        tp_size: How many processes share attention.
+        etp_size: How many processes share every expert.
         rank_load_max_over_mean: Rows that the busiest process computes over the mean, in a typical step.
         rows_crossing_nodes: The share of rows that another node computes.
-        loads_in_common: The share of rows that a step has in common with the one before. None = not known.
-        tokens_per_s: Of steps.
+        loads_in_common: The share of rows that a step has in common with the one before; None if unknown.
+        tokens_per_s: In steps alone.
         whole_tokens_per_s: Over all time from the first step to the last checkpoint, reading, evaluating and
             saving included.
-        model_flops_utilisation: A share of peak_flops, which says whose figure that is.
-        stragglers: Processes that computed slowly in the last steps. Outputs are paths; None = not written.
+        model_flops_utilisation: Model FLOPs as a share of the peak; None if no peak is known.
+        peak_flops: The peak, and whose figure that is, as text.
+        stragglers: Processes that computed slowly in the last steps.
         loads: The picture of loads.
     """
 
@@ -107,7 +113,7 @@ class RunSummary:
         """Read a summary.
 
         Raises:
-            ConfigError: Naming the file and the key that is wrong.
+            ConfigError: If a key is wrong; names the file and the key.
         """
         return from_dict(RunSummary, read_json(path, REMOVE), str(path))
 

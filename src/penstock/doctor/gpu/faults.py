@@ -43,9 +43,11 @@ def why_wrong(said: str, waited_s: float, *, faulty: bool, lost: int, timeout_s:
     """Return what is wrong with the way in which a rank ended; "" if nothing is.
 
     Args:
-        said: Its error, "" if its step ended.
+        said: The rank's error, "" if its step ended.
+        waited_s: Seconds until the rank ended.
+        faulty: Whether it is the rank that failed.
         lost: The rank that failed.
-        timeout_s: After which a rank that knows nothing of a failure would give up.
+        timeout_s: Seconds after which a rank that knows nothing of a failure would give up.
     """
     if not said:
         return "the step ended as if no rank had failed"

@@ -104,8 +104,12 @@ def _use(here: Here, machinery: Machinery, lane: Lane, group: Axes) -> dict[str,
 
 
 def exchanged(transports: Transports, lane: Lane, group: Axes, here: Here) -> list[int]:
-    """Return the sum of the ranks' numbers, counted from 1, and what each rank of the group sent to this one:
-    its number times the size of the group, plus the receiver's place."""
+    """Return what a group of ranks exchanges by both kinds of collective.
+
+    Returns:
+        The sum of the ranks' numbers, counted from 1, then what each rank of the group sent to this one: its
+        number times the size of the group, plus the receiver's place.
+    """
     transport = transports.of(lane, group)
     size = transport.size(group)
     total = torch.full((1,), float(here.info.rank + 1), device=here.device)

@@ -43,10 +43,11 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Errors relative to the reference: of the loss, the gradient norm, and the step of all parameters of
-    this rank together.
+    """Errors relative to the reference.
 
     Attributes:
+        loss, norm: The errors of the loss and of the norm of its gradients.
+        parameters: The error of the step of all parameters of this rank together.
         worst: The tensor whose step is farthest off.
     """
 
@@ -170,7 +171,7 @@ def check(here: Here, case: Case, machinery: Machinery) -> Errors:
     """Return how far a step of a case is from the reference.
 
     Args:
-        machinery: Of a case with the same layout.
+        machinery: The machinery of a case with the same layout.
     """
     ran = small_run(here, case, machinery)
     if case.learns_from_loads:
@@ -244,7 +245,7 @@ def reference_loss(
     """Return the mean loss over all tokens of the whole batch.
 
     Args:
-        weights: By their names in the model, experts by `name.EXPERT`.
+        weights: Weights by their names in the model, experts by `name.EXPERT`.
     """
     h_BLM, eps = weights["model.embed_tokens.weight"][tokens_BL], model.rms_norm_eps
     for layer in range(model.num_layers):

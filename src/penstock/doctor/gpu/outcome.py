@@ -43,9 +43,10 @@ class Outcome:
     """A stage on one rank.
 
     Attributes:
-        reason: Why it is not PASS.
-        lines: For people.
-        figures: For the JSON.
+        verdict: How the stage ended.
+        reason: Why it is not PASS; "" if it is.
+        lines: What is printed for people.
+        figures: What goes into the JSON.
     """
 
     verdict: Verdict
@@ -58,7 +59,8 @@ class Outcome:
         """Return the outcome of a stage that ran to its end.
 
         Args:
-            slow, wrong: The reason, "" if it is not.
+            slow: Why it is SLOW, "" if it is not.
+            wrong: Why it is FAIL, "" if it is not.
         """
         verdict = Verdict.FAIL if wrong else Verdict.SLOW if slow else Verdict.PASS
         return cls(verdict=verdict, reason=wrong or slow, lines=tuple(lines), figures=figures)
@@ -129,7 +131,8 @@ def without_names(value: Any, names: Mapping[str, str]) -> Any:
     """Return plain data with every text in it cleaned, keys too.
 
     Args:
-        names: As `names_here` returns them.
+        value: The plain data.
+        names: What to replace, and by what; see `names_here`.
     """
     if isinstance(value, str):
         longest_first = sorted(map(re.escape, names), key=len, reverse=True)

@@ -42,7 +42,9 @@ class Result:
     """A stage on all ranks.
 
     Attributes:
-        seconds: Of the first rank's child.
+        stage: The name of the stage.
+        seconds: How long it took, on the first rank.
+        outcome: What all ranks have found together.
     """
 
     stage: str
@@ -81,7 +83,11 @@ class Met:
         meeting.leave("names", names_here())
 
     def collect(self, stage: Stage, mine: Outcome, until_s: float) -> Outcome:
-        """Raises MeetingError where the store, or the rank that judges, is gone."""
+        """Return what all ranks have found in a stage; the same on all of them.
+
+        Raises:
+            MeetingError: If the store, or the rank that judges, is gone.
+        """
         self._meeting.leave(stage.name, asdict(mine))
         if self._meeting.rank == 0:
             heard = self._meeting.hear(stage.name, self._ranks, until_s)
@@ -107,10 +113,13 @@ def run_stages(
     """Run the stages in order; yield each result when it is there.
 
     Args:
-        timeout_s: Of every stage; None = its own.
+        stages: What to run.
+        config: The settings of the run for which curves and predictions are made.
+        crew: The ranks that run the stages together.
+        timeout_s: Seconds for every stage; None = its own limit.
 
     Raises:
-        MeetingError: Where the other ranks are lost.
+        MeetingError: If the other ranks are lost.
     """
     ended: dict[str, Verdict] = {}
     cluster: ClusterFile | None = None
@@ -137,7 +146,9 @@ def run_child(command: Callable[[Path], Sequence[str]], given: Given) -> Outcome
     """Run a command to its end, or for as long as it may; return what it has found, or how it ended.
 
     Args:
-        command: Of the folder in which it finds what it is given, and leaves what it has found.
+        command: Returns the command for a folder, in which it finds what it is given and leaves what it has
+            found.
+        given: What the stage needs to know.
     """
     # Where ranks meet at their launcher's store, or at that of the first parent, no child makes one.
     environ = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -202,7 +213,9 @@ def report_of(results: Sequence[Result], names: Mapping[str, str], ranks: int, d
     """Return the JSON: a cluster file, if one was measured, with everything else under one more key.
 
     Args:
-        names: Of hosts and users, none of which is in the result.
+        names: Names of hosts and users, none of which is in the result, and what stands for each.
+        ranks: How many ranks there are.
+        device: The name of their devices.
     """
     doctor = {
         "version": VERSION,

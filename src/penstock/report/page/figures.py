@@ -98,7 +98,9 @@ def layers_figure(course: Course, by_layer: ByLayer, layers: Sequence[int], titl
     """Return a figure of one quantity by MoE layer; None where no step has it.
 
     Args:
-        layers: Their numbers.
+        by_layer: The quantity of every step, by MoE layer.
+        layers: The numbers of the MoE layers.
+        title: The title of the figure.
     """
     first = next((values for values in by_layer if values), None)
     if first is None:
