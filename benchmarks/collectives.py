@@ -54,9 +54,11 @@ COUNTS: Final = "counts"
 class CollectiveTimes:
     """One collective at one size, as it was measured; the same on every rank.
 
-    size_bytes: of the buffer of one rank, what it keeps included. repeats: calls in one timing. times_s: of
-    one call, by transport, the slowest rank of each round. traffic: by sending rank, payload bytes by
-    receiving rank, of one call.
+    Attributes:
+        size_bytes: The buffer of one rank, what it keeps included.
+        repeats: Calls in one timing.
+        times_s: Seconds of one call by transport, of the slowest rank in each round.
+        traffic: Payload bytes of one call, by sending and by receiving rank.
     """
 
     collective: str
@@ -68,10 +70,12 @@ class CollectiveTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveResult:
-    """One row. wire_bytes: payload over the busiest uplink in its busier direction.
+    """One row.
 
-    limit_s: see `Uplinks`; None if the rate is not known, nothing crosses a link, or the exchange is so small
-    that only its latency counts.
+    Attributes:
+        wire_bytes: Payload over the busiest uplink in its busier direction.
+        limit_s: See `Uplinks`; None if the rate is not known, nothing crosses a link, or the exchange is so
+            small that only its latency counts.
     """
 
     collective: str
@@ -104,7 +108,11 @@ class CollectivesResult:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> CollectivesResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         return CollectivesResult(
             ranks=plain["ranks"],
             nodes=plain["nodes"],
@@ -138,9 +146,14 @@ def measure_collectives(
 ) -> tuple[CollectiveTimes, ...]:
     """Every collective at every size, transports in turns. All ranks must call it at the same point.
 
-    shipped: the same groups on connections of its own, with Gloo's collectives as torch ships them.
-    sizes_bytes: of one rank's buffer, multiples of `ROW_BYTES`. result: what a stop leaves of some.
-    Raises `ConfigError` if a rank is alone, since it has nobody to exchange with.
+    Args:
+        shipped: The same groups on connections of its own, with Gloo's collectives as torch ships them.
+        sizes_bytes: Sizes of one rank's buffer, multiples of `ROW_BYTES`.
+        rounds: How often each is timed.
+        result: Makes of some collectives what a stop leaves.
+
+    Raises:
+        ConfigError: If a rank is alone, since it has nobody to exchange with.
     """
     if layout.ep_size == 1:
         hint = "Use 2 or more, for example with --emulate 2x1."

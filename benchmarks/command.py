@@ -48,7 +48,13 @@ Measure = Callable[[BenchConfig, Layout, EmulateConfig | None], R]
 
 
 def parser_of(name: str, description: str, example: str = "") -> argparse.ArgumentParser:
-    """A parser with the option `--json`. name: of the module in `benchmarks`."""
+    """A parser with the option `--json`.
+
+    Args:
+        name: The module in `benchmarks`.
+        description: What the benchmark measures.
+        example: Arguments of an example; "" = none is shown.
+    """
     program = f"python -m benchmarks.{name}"
     epilog = f"Example: {program} {example}" if example else None
     parser = argparse.ArgumentParser(prog=program, description=description, epilog=epilog)

@@ -59,8 +59,12 @@ ANSWERED: Final = (Path(__file__).parent / "answered.md").read_text(encoding="ut
 class Section:
     """One run. Of table and failure exactly one is there.
 
-    command: as a person would type it. note: why this run is here. table: Markdown, as the command prints it.
-    failure: in one line, why there is no table. picture: path of a figure, relative to the document.
+    Attributes:
+        command: The command as a person would type it.
+        note: Why this run is here.
+        table: The table in Markdown, as the command prints it.
+        failure: Why there is no table, in one line.
+        picture: The path of a figure, relative to the document.
     """
 
     title: str
@@ -77,10 +81,13 @@ class Section:
 def write_document(
     machine: Machine, sections: Sequence[Section], overview: Sequence[tuple[str, str]] = (), page: str = ""
 ) -> str:
-    """The whole document.
+    """Return the whole document; all paths are relative to it.
 
-    overview: title and path of figures over several runs. page: path of the interactive page. All paths are
-    relative to the document.
+    Args:
+        machine: The machine that the results are from.
+        sections: One section per run.
+        overview: Titles and paths of figures over several runs.
+        page: The path of the interactive page; "" = there is none.
     """
     parts = [INTRODUCTION, *_failures(sections), _machine(machine), *_overview(overview, page), READING]
     parts += [_section(section) for section in sections]
@@ -90,7 +97,10 @@ def write_document(
 def put_section(document: str, section: Section, later: Sequence[str]) -> str:
     """The document with one section new, in its old place or before the first of `later` that is there.
 
-    later: titles of the sections that come after it.
+    Args:
+        document: The text of the document.
+        section: The section to put there.
+        later: Titles of the sections that come after it.
     """
     parts = re.split(r"^(?=## )", document, flags=re.MULTILINE)
     places = {part.partition("\n")[0].removeprefix("## "): number for number, part in enumerate(parts)}

@@ -45,8 +45,11 @@ Balance is judged by microbatch, since plain autograd sees no more at a time.
 class InterpreterResult:
     """One step, forward and backward, on this many ranks.
 
-    plain_s, ratio, per_task_s: plain autograd's time, the step's over it, and what lies between the two for
-    each task, round by round; None with several ranks, whose transfers plain autograd does not have.
+    Attributes:
+        plain_s: Seconds of plain autograd. None with several ranks, as the next two: their transfers are
+            nothing that plain autograd has.
+        ratio: Seconds of the step over those of plain autograd, round by round.
+        per_task_s: The difference of both over the number of tasks, round by round.
     """
 
     ranks: int
@@ -63,7 +66,11 @@ class InterpreterResult:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> InterpreterResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         bands = {key: Band(**each) for key, each in plain["interpreter"].items() if isinstance(each, dict)}
         return InterpreterResult(**plain["interpreter"] | bands)
 

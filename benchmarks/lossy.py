@@ -51,7 +51,12 @@ SETTINGS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class LossyCase:
-    """One run. loss: in nats, the mean of its last steps. held_out: of text that it has not seen."""
+    """One run.
+
+    Attributes:
+        loss: Nats per token, the mean of the last steps.
+        held_out: The loss on text that the run has not seen.
+    """
 
     name: str
     loss: float
@@ -76,7 +81,11 @@ class LossyResult:
 
 
 def measure(steps: int) -> LossyResult:
-    """Every case, one after the other; minutes. Raises ProgramFailedError if a run fails."""
+    """Every case, one after the other; minutes.
+
+    Raises:
+        ProgramFailedError: If a run fails.
+    """
     with tempfile.TemporaryDirectory(prefix="penstock-lossy-") as name:
         rows = [(case, partial(_train, case, Path(name) / str(i), steps)) for i, case in enumerate(CASES)]
         cases = in_rows(rows, lambda found: LossyResult(steps=steps, cases=found))

@@ -20,9 +20,11 @@ CPU_INFO, MEMORY_INFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
 class Machine:
     """Neither host names nor paths are among these.
 
-    cores: that this process may use. kernel: name and version, without what a distributor adds to it.
-    date: of the measurement, UTC, YYYY-MM-DD.
-    commit: of the source, shortened, with `+` if files differ from it; None outside a repository.
+    Attributes:
+        cores: How many cores this process may use.
+        kernel: Name and version, without what a distributor adds to it.
+        date: The date of the measurement, UTC, YYYY-MM-DD.
+        commit: The commit of the source, shortened, with `+` if files differ; None outside a repository.
     """
 
     cores: int

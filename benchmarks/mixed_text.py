@@ -87,7 +87,11 @@ def _joined(parts: Iterable[str]) -> str:
 
 
 def write_texts(folder: Path) -> tuple[str, ...]:
-    """One file for each kind; returns the names of those that there are. Raises ConfigError for too few."""
+    """Write one file for each kind of text that there is; return the names of the kinds.
+
+    Raises:
+        ConfigError: If there are too few.
+    """
     names = []
     for name, text in texts():
         encoded = text.encode()[:KIND_BYTES]
@@ -101,7 +105,14 @@ def write_texts(folder: Path) -> tuple[str, ...]:
 
 
 def record(target: Path, steps: int, kept_steps: int = KEPT_STEPS, settings: Sequence[str] = ()) -> None:
-    """Train for so many steps and write the last of its recording. settings: other than those of CONFIG."""
+    """Train, and write what the last steps chose.
+
+    Args:
+        target: The file to write.
+        steps: How many steps to train for.
+        kept_steps: How many of the last steps to keep.
+        settings: Settings `section.key=value` beside those of `CONFIG`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         corpus, run = Path(folder, "texts"), Path(folder, "run")
         corpus.mkdir()

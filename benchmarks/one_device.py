@@ -29,7 +29,11 @@ PEER: Final = "transformers"
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of the models and of a batch. precision: of both, weights are in float32."""
+    """Sizes of the models and of a batch.
+
+    Attributes:
+        precision: The precision of both models; weights are in float32.
+    """
 
     vocab_size: int = 32_000
     hidden_size: int = 1024
@@ -62,7 +66,11 @@ SMALL: Final = replace(
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to train one family. ratio: of its steps to those of transformers, round by round."""
+    """One way to train one family.
+
+    Attributes:
+        ratio: The time of its steps over that of transformers', round by round.
+    """
 
     family: str
     way: str

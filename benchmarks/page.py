@@ -41,7 +41,11 @@ HEAD: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A run in the page. name: of its figure."""
+    """A run in the page.
+
+    Attributes:
+        name: The name of its figure.
+    """
 
     name: str
     title: str
@@ -50,8 +54,11 @@ class Section:
 
 
 def write_page(results: Mapping[str, Result], title: str = "Penstock benchmarks", subtitle: str = "") -> str:
-    """HTML with everything in it, plotly.js included. results: by a name that is unique and made of letters,
-    digits, `-` and `_`."""
+    """Return HTML with everything in it, plotly.js included.
+
+    Args:
+        results: Results by names that are unique and made of letters, digits, `-` and `_`.
+    """
     runs = {name: view(result) for name, result in results.items()}
     palette = colours(runs.values())
     figures = {name: run_figure(run, palette) for name, run in runs.items()}
@@ -138,7 +145,12 @@ def _bar(run: RunView, case: CaseView, colour: str) -> Figure:
 
 
 def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
-    """Overlap efficiency against the rate between nodes. runs: by rising rate."""
+    """Overlap efficiency against the rate between nodes.
+
+    Args:
+        runs: Runs by rising rate.
+        palette: Colours by schedule.
+    """
     by_case = lines(runs)
     ticks = sorted({rate for line in by_case.values() for rate in line})
     layout = _layout(

@@ -45,14 +45,19 @@ PAYS: Final = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """One planner on all steps. planner: `none`, or its name, with EXACT where rows are split exactly.
+    """One planner on all steps; figures but `dropped` are means over steps.
 
-    ratio: of links to devices. drift: share of the rows that follow another distribution one step later.
-    overlap: share of a step's rows in common with those of the step before. deviation: standard deviation of
-    the ranks' loads over their mean. imbalance: their maximum over the mean. speedup: the layer's time
-    without replicas over its time. of_even: throughput over that of forced balance. dropped: share of steps
-    in which the plan of the step before would have been slower than none. All but the last are means over
-    steps.
+    Attributes:
+        planner: `none`, or its name, with EXACT where rows are split exactly.
+        ratio: Time of transfers over time of computation, of evenly routed rows.
+        drift: Share of the rows that follow another distribution one step later.
+        overlap: Share of a step's rows in common with those of the step before.
+        deviation: Standard deviation of the ranks' loads over their mean.
+        imbalance: The largest of the ranks' loads over their mean.
+        layer_ms: Milliseconds of the layer.
+        speedup: The layer's time without replicas over its time.
+        of_even: Throughput over that of forced balance.
+        dropped: Share of steps in which the plan of the step before would have been slower than none.
     """
 
     planner: str
@@ -77,8 +82,13 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannersResult:
-    """planners: all of them at one ratio and drift. by_ratio, by_drift: with one replica slot; by drift our
-    best planner with more, too."""
+    """The planners under every condition.
+
+    Attributes:
+        planners: All of them at one ratio and drift.
+        by_ratio: At several ratios, with one replica slot.
+        by_drift: At several drifts, with one replica slot; our best planner with more, too.
+    """
 
     ranks: int
     steps: int
@@ -92,7 +102,11 @@ class PlannersResult:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> PlannersResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         rows = {name: tuple(map(_planned, plain[name])) for name in ("planners", "by_ratio", "by_drift")}
         return PlannersResult(**{**plain, **rows})
 

@@ -42,8 +42,13 @@ SHIPPED_SHARE: Final = 0.45
 def draw(results: Mapping[str, Result], folder: Path) -> dict[str, Path]:
     """Write every figure that these results allow into `folder`, which is made if need be.
 
-    results: by a name that serves as file name. Returns the files by name; the figures over several runs are
-    `rates` (only with two link rates or more) and `prediction` (only if something was predicted).
+    Args:
+        results: Results by names that serve as file names.
+        folder: Where to write.
+
+    Returns:
+        The files by name. Figures over several runs are `rates` (only with two link rates or more) and
+        `prediction` (only if something was predicted).
     """
     folder.mkdir(parents=True, exist_ok=True)
     runs = {name: view(result) for name, result in results.items()}
@@ -145,7 +150,12 @@ def _subtitle(run: RunView) -> str:
 
 
 def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
-    """Overlap efficiency against the rate between nodes, a line for each case. runs: by rising rate."""
+    """Overlap efficiency against the rate between nodes, a line for each case.
+
+    Args:
+        runs: Runs by rising rate.
+        palette: Colours by schedule.
+    """
     figure = _figure(5.0)
     axes = figure.add_axes((0.085, 0.125, 0.635, 0.705))
     by_case = lines(runs)

@@ -27,7 +27,11 @@ MILLI: Final = 1e3
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One schedule at one rate. Seconds; interval_s: empty where none was told."""
+    """One schedule at one rate, in seconds.
+
+    Attributes:
+        interval_s: The predicted interval; empty where none was given.
+    """
 
     inter_rate_bit_per_s: float
     schedule: str
@@ -48,7 +52,11 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionsResult:
-    """All rates. virtual: whether devices slept instead of computing."""
+    """All rates.
+
+    Attributes:
+        virtual: Whether devices slept instead of computing.
+    """
 
     virtual: bool
     rows: tuple[Prediction, ...]

@@ -21,7 +21,12 @@ class Progress:
         self._result: Callable[[], Any] | None = None
 
     def begin(self, name: str, *, shown: bool) -> None:
-        """name: of the benchmark. shown: whether this process is the one that tells what is done."""
+        """Begin to show progress.
+
+        Args:
+            name: The benchmark.
+            shown: Whether this process is the one that says what is done.
+        """
         self._name, self._row, self._told_s = name if shown else "", "", -LINE_EVERY_S
         self._result = None
 
@@ -56,7 +61,9 @@ def in_rows(
 ) -> tuple[T, ...]:
     """What every row measures, one after the other; told with its number, and kept as far as it is there.
 
-    rows: what to say, and what to call. result: of some of them, as the whole benchmark returns it.
+    Args:
+        rows: What to say of every row, and what to call for it.
+        result: Makes of some rows' values the result that the whole benchmark returns.
     """
     results: list[T] = []
     for number, (what, measure) in enumerate(rows, 1):

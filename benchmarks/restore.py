@@ -10,9 +10,12 @@ from penstock.lab.bench.result import BenchResult, CaseResult, Limit, Spread
 
 
 def restore(plain: Mapping[str, Any]) -> BenchResult:
-    """The inverse of `BenchResult.to_dict`. Raises `KeyError` if a field is missing.
+    """The inverse of `BenchResult.to_dict`.
 
     Older results have no notes, no rate inside nodes, no layout, and one limit for all of their cases.
+
+    Raises:
+        KeyError: If a field is missing.
     """
     limit = _limit(plain)
     return BenchResult(

@@ -51,7 +51,10 @@ def _shares(rng: np.random.Generator, experts: int) -> Floats:
 def costs(ranks: int, ratio: float) -> ExpertCosts:
     """Of one layer on nodes of 4 ranks, links inside nodes twice as fast as a node's card.
 
-    ratio: the four transfers of evenly routed rows over the experts' computation, forward and backward.
+    Args:
+        ranks: How many ranks there are.
+        ratio: Time of the four transfers of evenly routed rows over that of the experts' computation, forward
+            and backward.
     """
     nodes = tuple(np.repeat(np.arange(-(-ranks // RANKS_PER_NODE)), RANKS_PER_NODE)[:ranks].tolist())
     row_s, row_bytes = 1e-6, HIDDEN_SIZE * BYTES
@@ -72,7 +75,15 @@ def costs(ranks: int, ratio: float) -> ExpertCosts:
 def expert_problem(
     ranks: int, replica_slots: int, ratio: float = 0.5, loads: Ints | None = None, *, exact: bool = True
 ) -> ExpertProblem:
-    """One layer of one step; without loads, those of the first. exact: rows are split by their own loads."""
+    """Return one layer of one step.
+
+    Args:
+        ranks: How many ranks there are.
+        replica_slots: Replicas that a rank can hold.
+        ratio: See `costs`.
+        loads: Rows of every rank for every expert, [P, E]; None = those of the first step.
+        exact: Whether rows are split by their own loads.
+    """
     return ExpertProblem(
         placement=ExpertPlacement.even(ranks, ranks),
         replica_slots=replica_slots,

@@ -67,8 +67,12 @@ NETMOE: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Solved:
-    """One size. solver_s: of the assignment, costs included, by name of the solver. published: the paper's
-    row, if it has one."""
+    """One size.
+
+    Attributes:
+        solver_s: Seconds of the assignment, costs included, by solver.
+        published: The paper's row, if it has one.
+    """
 
     nodes: int
     devices_per_node: int
@@ -79,7 +83,11 @@ class Solved:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedIn:
-    """Time of every planner of replicas, for one layer. seconds: by name."""
+    """Time of every planner of replicas, for one layer.
+
+    Attributes:
+        seconds: Seconds by planner.
+    """
 
     ranks: int
     replica_slots: int
@@ -99,7 +107,11 @@ class SolversResult:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> SolversResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         return SolversResult(
             solved=tuple(_solved(row) for row in plain["solved"]),
             planned=tuple(PlannedIn(**row | {"seconds": _bands(row["seconds"])}) for row in plain["planned"]),
@@ -116,7 +128,11 @@ def _bands(plain: Mapping[str, Mapping[str, float]]) -> dict[str, Band]:
 
 
 def measure_solvers(rounds: int = ROUNDS) -> SolversResult:
-    """All sizes, solvers in turns. rounds: of the largest problems; small ones have more. 60 s."""
+    """Measure all sizes, solvers in turns. 60 s.
+
+    Args:
+        rounds: Rounds of the largest problems; small ones have more.
+    """
     for name in SOLVERS:
         prepare(name)
     with quiet_process():

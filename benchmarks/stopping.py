@@ -31,7 +31,9 @@ GRACE_S: Final = 4.0
 class Stop:
     """While it is entered: whether this process was `asked` to stop, and that it does.
 
-    show: prints a result. speaks: whether this process is the one that says what became of it.
+    Attributes:
+        show: Prints a result.
+        speaks: Whether this process is the one that says what became of it.
     """
 
     def __init__(self, show: Callable[[Any], int], *, speaks: bool) -> None:

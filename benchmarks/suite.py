@@ -44,7 +44,8 @@ GRACE_S: Final = 30.0
 class Outcome:
     """What became of a run. Of result (its JSON) and failure (one line) exactly one is there.
 
-    measured: on which machine and when, in words; "" = as the document says.
+    Attributes:
+        measured: The machine and the date, in words; "" = as the document says.
     """
 
     run: Run
@@ -65,11 +66,18 @@ class Outcome:
 
 
 def run_suite(runs: Sequence[Run], folder: Path, out: TextIO) -> int:
-    """Run all, write all documents into `folder`; 0, or 1 if a run failed.
+    """Run all, write all documents into `folder`, and return 0, or 1 if a run failed.
 
-    out: where progress and errors go, a line at a time. A run that fails stops none of the others. Raises
-    `OSError` if the folder cannot be written, before the first run. If it is interrupted, what has ended goes
-    into the documents that are there, or becomes them.
+    A run that fails stops none of the others. If the suite is interrupted, what has ended goes into the
+    documents that are there, or becomes them.
+
+    Args:
+        runs: What to run.
+        folder: Where the documents are.
+        out: Where progress and errors go, a line at a time.
+
+    Raises:
+        OSError: If the folder cannot be written, before the first run.
     """
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
 
@@ -85,8 +93,11 @@ def run_suite(runs: Sequence[Run], folder: Path, out: TextIO) -> int:
 def run_some(names: Sequence[str], folder: Path, out: TextIO) -> int:
     """Run those of `SUITE` and put what they find into the documents that are there; 0, or 1 if one failed.
 
-    Raises `ConfigError` for an unknown name, `OSError` where no suite has been written. If it is interrupted,
-    what has ended is put there.
+    If it is interrupted, what has ended is put there.
+
+    Raises:
+        ConfigError: If a name is unknown.
+        OSError: If no suite has been written there.
     """
     for name in names:
         check_name("--only", name, [run.name for run in SUITE])

@@ -51,10 +51,14 @@ SETTINGS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedCase:
-    """One contender on one link. iterations_s: a median per round. speedup: round by round over the first.
+    """One contender on one link.
 
-    uplink_bytes: of a step, the busiest direction. imbalance: the busiest rank's rows over the mean, by owner
-    of the expert; before any replica helps. loss: of the last step of the last round.
+    Attributes:
+        iterations_s: The median iteration of each round.
+        speedup: Speed-up over the first contender, round by round.
+        uplink_bytes: Bytes of a step in the busiest direction.
+        imbalance: The busiest rank's rows over the mean, by owner of the expert, before any replica helps.
+        loss: The loss of the last step of the last round.
     """
 
     rate_bit_per_s: float
@@ -104,7 +108,11 @@ class _Turn:
 
 
 def measure() -> TrainedResult:
-    """Minutes. Linux, root. Raises ProgramFailedError with what a run said if it fails."""
+    """Measure all contenders on every link; minutes. Linux, root.
+
+    Raises:
+        ProgramFailedError: If a run fails; ends with what the run said.
+    """
     with tempfile.TemporaryDirectory(prefix="penstock-trained-") as name:
         folder = Path(name)
         (folder / "texts").mkdir()

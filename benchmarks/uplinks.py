@@ -9,7 +9,9 @@ from dataclasses import dataclass
 class Uplinks:
     """The links between nodes.
 
-    devices: per node; they share its uplink. inter_rate_bit_per_s: in each direction, None if not known.
+    Attributes:
+        devices: Devices of a node, which share its uplink.
+        inter_rate_bit_per_s: The rate in each direction; None if not known.
     """
 
     nodes: int

@@ -30,9 +30,12 @@ MORE_COLOURS: Final = ("#56B4E9", "#8C510A", "#5E3C99", "#1B1F23")
 class CaseView:
     """One bar. Times are seconds; simulated_s is None if nothing was predicted.
 
-    label: as the run calls it, or the schedule. remark: what else to say in front of the efficiency.
-    exposed_s, overhead_share: None for a peer, which has no tasks and cannot tell; pieces is empty then.
-    identity: what makes this case the same line in several runs. shipped: ran over Gloo's own all-to-all.
+    Attributes:
+        label: What the run calls it, or the schedule.
+        remark: What else to say before the efficiency.
+        exposed_s, overhead_share: None for a peer, which has no tasks and cannot tell; pieces is empty then.
+        identity: What makes this case the same line in several runs.
+        shipped: Whether it ran over Gloo's own all-to-all.
     """
 
     label: str
@@ -182,7 +185,11 @@ def colours(runs: Iterable[RunView]) -> dict[str, str]:
 
 
 def tint(colour: str, share: float) -> str:
-    """The colour mixed with white; share: of the colour, 0 to 1."""
+    """Return the colour mixed with white.
+
+    Args:
+        share: The share of the colour, 0 to 1.
+    """
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(255 - (255 - part) * share):02X}" for part in parts)
 

@@ -32,7 +32,11 @@ NARROW: Final = {"A800": 1555e9}
 
 @dataclass(frozen=True)
 class Fitted:
-    """A cluster with the likeliest constants. factors: within which each is known, one standard deviation."""
+    """A cluster with the likeliest constants.
+
+    Attributes:
+        factors: By constant, the factor within which it is known: one standard deviation.
+    """
 
     file: ClusterFile
     factors: Mapping[str, float]

@@ -27,7 +27,12 @@ RECOMPUTE: Final = {"full": "blocks", "select": "none"}
 
 @dataclass(frozen=True)
 class Setup:
-    """A row's model and cluster as `penstock plan` takes them. changes: to the model's config.json."""
+    """A row's model and cluster as `penstock plan` takes them.
+
+    Attributes:
+        changes: What differs from the model's `config.json`.
+        note: What is different in the prediction.
+    """
 
     model: str
     cluster: str
@@ -55,7 +60,11 @@ NOT_PREDICTED: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A measured step and its prediction; note: why there is none, or what is different in it."""
+    """A measured step and its prediction.
+
+    Attributes:
+        note: Why there is no prediction, or what is different in it.
+    """
 
     group: str
     model: str

@@ -48,7 +48,11 @@ NOT_PREDICTED: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One published result. predicted: by the shipped files; else why there is none."""
+    """One published result.
+
+    Attributes:
+        predicted: The prediction by the shipped files, or why there is none.
+    """
 
     paper: str
     setting: str
@@ -60,7 +64,11 @@ class Result:
 
 
 def held_out(sample: int = SAMPLE) -> list[Result]:
-    """Return every published result. sample: layers of a grid that are simulated."""
+    """Return every published result.
+
+    Args:
+        sample: How many layers of a grid are simulated.
+    """
     fsmoe, parm = _fsmoe(sample), _parm(sample)
     results = []
     for row in table("published_results.csv"):

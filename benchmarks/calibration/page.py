@@ -66,7 +66,12 @@ kernels are those that others measured of single kernels."""
 
 
 def page(results: Sequence[Result], steps: Sequence[Step]) -> str:
-    """Return the page. results: held out. steps: on GPUs."""
+    """Return the page.
+
+    Args:
+        results: Published results to which nothing is fitted.
+        steps: Steps that were measured on GPUs.
+    """
     parts = [HEAD, CONSTANTS, _table(_constants()), TASKS, _table(_tasks())]
     parts += [HELD_OUT, _table(_results(results)), GPU, _table(_steps(steps))]
     return "\n\n".join(parts) + "\n"

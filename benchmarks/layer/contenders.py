@@ -88,7 +88,8 @@ def _matrices(stack: Tensor) -> nn.ParameterList:
 def build_contenders(size: LayerSize, seed: int = 0) -> dict[str, nn.Module]:
     """All contenders by name, with the same weights. Every one maps x [T, M] to its output [T, M].
 
-    Raises `ConfigError` if transformers is missing.
+    Raises:
+        ConfigError: If transformers is missing.
     """
     require_transformers()
     blocks = {name: _mixtral(size, how) for name, how in IMPLEMENTATIONS.items()}

@@ -44,7 +44,10 @@ FEW: Final = 3
 class ContenderResult:
     """One contender at one size.
 
-    rounds: it was timed in. to_penstock: its time over Penstock's, round by round; above 1 it is slower.
+    Attributes:
+        rounds: In how many rounds it was timed.
+        step_s: Seconds of a step.
+        to_penstock: Its time over Penstock's, round by round; above 1 it is slower.
     """
 
     name: str
@@ -88,7 +91,13 @@ class LayerCase:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerResult:
-    """All contenders at all sizes. rounds: the most. transformers: its version."""
+    """All contenders at all sizes.
+
+    Attributes:
+        threads: How many threads compute.
+        rounds: How many rounds a contender was timed in at most.
+        transformers: The version of the package transformers.
+    """
 
     threads: int
     rounds: int
@@ -101,7 +110,11 @@ class LayerResult:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> LayerResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         section = dict(plain["layers"])
         return LayerResult(**section | {"cases": tuple(map(LayerCase.from_dict, section["cases"]))})
 
@@ -109,7 +122,9 @@ class LayerResult:
 def measure_layers(*, sizes: Sequence[LayerSize] = SIZES, rounds: int = ROUNDS) -> LayerResult:
     """One step of every contender at every size, in turns.
 
-    Raises `ConfigError` if transformers is missing, `RuntimeError` if contenders do not agree.
+    Raises:
+        ConfigError: If transformers is missing.
+        RuntimeError: If contenders do not agree.
     """
     version = require_transformers()
 

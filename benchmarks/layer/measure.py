@@ -61,7 +61,11 @@ def in_turns(
 ) -> dict[str, list[T]]:
     """What each way returned in each round, A B C, C B A, ...: noise falls on all alike.
 
-    result: of some rounds, as the whole benchmark returns it. Rounds are then told, and kept where they end.
+    Args:
+        ways: What to call, by name.
+        rounds: How many rounds count.
+        warmup: How many rounds go before.
+        result: Makes a result of some rounds; with it, rounds are announced, and kept where they end.
     """
     returned: dict[str, list[T]] = {name: [] for name in ways}
     for turn in range(warmup + rounds):

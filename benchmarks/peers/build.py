@@ -13,7 +13,10 @@ def build_peer(name: str, work: Work, transport: TransportName) -> Peer:
     """This rank of peer `name`, with the weights of `work.model`. Collective: same calls, same order.
 
     Its process groups are new ones among the ranks that have joined, so that several peers, also two of a
-    kind, live side by side. Raises `ConfigError` if the package is missing or cannot do what is asked for.
+    kind, live side by side.
+
+    Raises:
+        ConfigError: If the package is missing or cannot do what is asked for.
     """
     version = require(name)
     leave_out_renamings()

@@ -87,7 +87,11 @@ class MegatronPeer(Peer):
 
 
 class MegatronLayer(PeerLayer):
-    """Megatron-Core's MoE layer. rows: at least so many tokens go in, blank ones behind the real ones."""
+    """Megatron-Core's MoE layer.
+
+    Attributes:
+        rows: How many tokens go in at least, blank ones behind the real ones.
+    """
 
     def __init__(self, settings: Any, rows: int) -> None:
         super().__init__()

@@ -49,7 +49,9 @@ class LayerProblem(Problem):
 class LayerSpec:
     """One configured layer, in a stack of so many.
 
-    batch: samples of the ranks that share attention, or of one. heads: change no cost.
+    Attributes:
+        batch: Samples of the ranks that share attention, or of one rank.
+        heads: Heads of attention, which change no cost.
     """
 
     batch: int

@@ -44,7 +44,12 @@ UNCOUNTED = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ParmSpec:
-    """One layer. batch: samples of ranks that share attention. tp_size, etp_size: as in `Sharing`."""
+    """One layer.
+
+    Attributes:
+        batch: Samples of ranks that share attention.
+        tp_size, etp_size: As in `Sharing`.
+    """
 
     devices: int
     tp_size: int

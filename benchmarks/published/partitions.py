@@ -24,11 +24,15 @@ from penstock.plan.published.table import LINA_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPartition:
-    """A partition and its degrees. apart: the best of each gap's layer, in backward order.
+    """A partition and its degrees.
 
-    common: the best that all layers share, which is what a schedule runs; its seconds are those of all MoE
-    parts. apart_s: the same with degrees apart, so `common.seconds / apart_s` is what sharing costs.
-    tail_s: exposed behind everything.
+    Attributes:
+        apart: The best degree of each gap's layer, in backward order.
+        common: The best degree that all layers share, which is what a schedule runs; its seconds are those of
+            all MoE parts.
+        apart_s: Seconds of all MoE parts with degrees apart; `common.seconds / apart_s` is what sharing
+            costs.
+        tail_s: Seconds of reductions that are exposed behind everything.
     """
 
     partition: Partition

@@ -12,7 +12,11 @@ from benchmarks.published.study import GridResult, grid_from
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedResult:
-    """All grids of FSMoE and FlowMoE; parm: Parm's layers on both of its testbeds."""
+    """All grids of FSMoE and FlowMoE.
+
+    Attributes:
+        parm: Parm's layers on both of its testbeds.
+    """
 
     grids: tuple[GridResult, ...]
     parm: tuple[ParmResult, ...] = ()
@@ -23,7 +27,11 @@ class PublishedResult:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> PublishedResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         return PublishedResult(
             grids=tuple(grid_from(grid) for grid in plain["grids"]),
             parm=tuple(ParmResult.from_dict(each) for each in plain.get("parm", ())),

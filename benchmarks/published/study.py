@@ -49,7 +49,11 @@ LayerSeconds = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """How many times as fast as the baseline a contender is, over all layers; published: the paper's mean."""
+    """How many times as fast as the baseline a contender is, over all layers.
+
+    Attributes:
+        published: The mean that the paper gives.
+    """
 
     contender: str
     mean: float
@@ -65,9 +69,14 @@ class Gain:
 
 @dataclass(frozen=True, kw_only=True)
 class GridResult:
-    """One grid on one cluster. layers: counted; distinct: simulated. gains: over `baseline`.
+    """One grid on one cluster.
 
-    joint: the joint plan over each planner and over the best of them, on `sampled` of the distinct layers.
+    Attributes:
+        layers: How many layers count.
+        distinct: How many of them differ and were simulated.
+        gains: Speed-ups over `baseline`.
+        sampled: How many of the distinct layers were planned jointly.
+        joint: Speed-ups of the joint plan over each planner and over the best of them, on those layers.
     """
 
     title: str
@@ -81,7 +90,11 @@ class GridResult:
 
 
 def grid_from(plain: Mapping[str, Any]) -> GridResult:
-    """A result from plain values. Raises `KeyError` if a key is missing."""
+    """A result from plain values.
+
+    Raises:
+        KeyError: If a key is missing.
+    """
     gains = {key: tuple(Gain(**gain) for gain in plain[key]) for key in ("gains", "joint")}
     return GridResult(**{**plain, **gains})
 
@@ -91,7 +104,11 @@ def grid_from(plain: Mapping[str, Any]) -> GridResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Layers, the cluster they are on, and who runs them. published: mean speed-ups over the baseline."""
+    """Layers, the cluster they are on, and who runs them.
+
+    Attributes:
+        published: Mean speed-ups over the baseline.
+    """
 
     title: str
     cluster: str
@@ -182,9 +199,14 @@ def run_grid(
     joint: JointPlanner = joint_plan_s,
     workers: int = 1,
 ) -> GridResult:
-    """sample: simulate so many of the distinct layers, None = all; joint_sample: plan so many jointly.
+    """Run one grid; samples are drawn with a fixed seed.
 
-    Both are drawn with a fixed seed; joint_sample may be larger than there are layers. workers: processes.
+    Args:
+        grid: The layers, their cluster and their planners.
+        sample: How many of the distinct layers to simulate; None = all.
+        joint_sample: How many of them to plan jointly; may be larger than there are layers.
+        joint: Plans a layer jointly and returns its seconds.
+        workers: How many processes simulate.
     """
     counts = Counter(replace(spec, heads=0) for spec in grid.specs)
     chosen = _drawn(tuple(counts), len(counts) if sample is None else sample)

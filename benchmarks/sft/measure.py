@@ -24,8 +24,15 @@ ENVIRON: Final = {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PA
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is run. emulate: None = `ranks` processes beside each other. warmup, steps: of every run, of which
-    `steps` count. more: further arguments of the script."""
+    """What is run.
+
+    Attributes:
+        emulate: The cluster to emulate; None = `ranks` processes beside each other.
+        rounds: How often every contender runs.
+        steps: How many steps of a run count.
+        warmup: How many steps of a run go before.
+        more: Further arguments of the script.
+    """
 
     size: Size
     contenders: Sequence[Contender]

@@ -19,8 +19,15 @@ from penstock.lab.emulate import open_cluster
 
 
 class Notes(TrainerCallback):
-    """Of rank 0: seconds of the steps behind the warm-up, losses and norms of all, and bytes over the busiest
-    uplink per step. cluster: its name; "" = there is none."""
+    """The notes of rank 0.
+
+    Attributes:
+        path: The file that gets them.
+        warmup: How many steps go before those that count.
+        cluster: The name of the emulated cluster; "" = there is none.
+        times_s: Seconds of the steps behind the warm-up.
+        losses, norms: Losses and norms of gradients of all steps.
+    """
 
     def __init__(self, path: Path, warmup: int, cluster: str) -> None:
         self.path, self.warmup, self.cluster = path, warmup, cluster

@@ -17,8 +17,13 @@ CORES: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class OneRun:
-    """A run: seconds of its steps behind the warm-up, bytes over the busiest uplink in each; losses and norms
-    of gradients of all steps."""
+    """One run.
+
+    Attributes:
+        times_s: Seconds of the steps behind the warm-up.
+        losses, norms: Losses and norms of gradients of all steps.
+        uplink_bytes: Bytes over the busiest uplink per step.
+    """
 
     times_s: Sequence[float]
     losses: Sequence[float]
@@ -33,7 +38,11 @@ class OneRun:
 
 @dataclass(frozen=True, kw_only=True)
 class SftResult:
-    """Runs of every contender, by round. alone: of one process on one core, with all samples."""
+    """Runs of every contender, by round.
+
+    Attributes:
+        alone: A run of one process on one core, with all samples.
+    """
 
     size: Size
     parameters: int
@@ -49,7 +58,11 @@ class SftResult:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> SftResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         section = dict(plain["sft"])
         section["runs"] = {name: [OneRun(**each) for each in runs] for name, runs in section["runs"].items()}
         return SftResult(**{**section, "alone": OneRun(**section["alone"]), "size": Size(**section["size"])})
