@@ -37,7 +37,7 @@ class Result(Protocol):
     """What a benchmark found."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         ...
 
 
@@ -48,7 +48,7 @@ Measure = Callable[[BenchConfig, Layout, EmulateConfig | None], R]
 
 
 def parser_of(name: str, description: str, example: str = "") -> argparse.ArgumentParser:
-    """A parser with the option `--json`.
+    """Return a parser with the option `--json`.
 
     Args:
         name: The module in `benchmarks`.
@@ -107,14 +107,14 @@ def run_on_ranks(
 
 
 def take_signals() -> None:
-    """From what ended the process at once while modules were loaded; unless they are ignored, as by nohup."""
+    """Take signals from what ended this process while modules were loaded, unless nohup ignores them."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _unless_stopped(measure: Callable[[], R], stop: Stop) -> R:
-    """What was measured; KeyboardInterrupt if it was cut short, whatever a rank sees of others that ended."""
+    """Return what was measured; raise KeyboardInterrupt if it was cut short, whatever a rank saw."""
     try:
         result = measure()
     except Exception:
@@ -157,6 +157,6 @@ def run_alone(
 
 
 def print_result(result: R, render: Callable[[R], str], plain: bool) -> int:
-    """Print tables, or one JSON object if `plain`; returns exit code 0."""
+    """Print tables, or one JSON object if `plain`; return exit code 0."""
     print(json.dumps(result.to_dict()) if plain else render(result))
     return 0

@@ -95,7 +95,7 @@ def write_document(
 
 
 def put_section(document: str, section: Section, later: Sequence[str]) -> str:
-    """The document with one section new, in its old place or before the first of `later` that is there.
+    """Return the document with one new section: in its old place, or before the first of `later` there is.
 
     Args:
         document: The text of the document.
@@ -114,7 +114,7 @@ def put_section(document: str, section: Section, later: Sequence[str]) -> str:
 
 
 def _failures(sections: Sequence[Section]) -> Iterator[str]:
-    """First of all what is missing."""
+    """Yield what is missing."""
     failed = [section.title for section in sections if section.failure is not None]
     if failed:
         which = "; ".join(failed)
@@ -149,7 +149,7 @@ def _section(section: Section) -> str:
 
 
 def _paragraphs(table: str) -> str:
-    """What stands above a table, line by line: Markdown would join those lines."""
+    """Return what stands above a table, line by line: Markdown would join those lines."""
     return "\n".join(
         line if line.startswith("|") or not line else f"- {line}" for line in table.strip("\n").splitlines()
     )

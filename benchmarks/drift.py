@@ -133,7 +133,7 @@ class DriftsResult:
 
 
 def measure_drifts(cases: Sequence[DriftCase] = CASES) -> DriftsResult:
-    """All cases, one after the other; minutes. Linux, root.
+    """Measure all cases, one after the other; minutes. Linux, root.
 
     Raises:
         KeyboardInterrupt: If a signal ends a run.
@@ -177,7 +177,7 @@ class _Training:
     said: tuple[str, ...]
 
     def noticed_after(self, change_after: int) -> int | None:
-        """Steps between the change and the first other plan; None if there was none."""
+        """Return steps between the change and the first other plan; None if there was none."""
         plans = [step["plan"] for step in self.steps]
         changed = (n for n in range(change_after, len(plans)) if plans[n] != plans[change_after - 1])
         first = next(changed, None)
@@ -248,7 +248,7 @@ def _hold(pid: int, ended: threading.Event) -> None:
 
 
 def _pid_of_rank(rank: int) -> int | None:
-    """The child of this process that is this rank."""
+    """Return the child of this process that is this rank."""
     for pid in _children():
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -273,7 +273,7 @@ def _count_lines(path: Path) -> int:
 
 
 def render_drifts(result: DriftsResult) -> str:
-    """A Markdown table, and below what each run said."""
+    """Return a Markdown table, and below what each run said."""
     head = (
         "| change | before ms | until noticed ms | steps until a new plan | settled ms | planned ms | off |"
     )

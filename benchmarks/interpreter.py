@@ -61,12 +61,12 @@ class InterpreterResult:
     per_task_s: Band | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `interpreter` tells it from other results."""
+        """Return plain values; the key `interpreter` tells it from other results."""
         return {"interpreter": asdict(self)}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> InterpreterResult:
-        """The inverse of `to_dict`.
+        """Restore what `to_dict` has made plain.
 
         Raises:
             KeyError: If a key is missing.
@@ -76,7 +76,7 @@ class InterpreterResult:
 
 
 def measure_interpreter(layout: Layout, config: BenchConfig, rounds: int = ROUNDS) -> InterpreterResult:
-    """As one of the ranks; the step and plain autograd take turns. 20 s."""
+    """Measure as one of the ranks; the step and plain autograd take turns. 20 s."""
     stack = build_stack(CONFIG, build_machinery(layout, torch.device("cpu"), config.parallel, "float32"))
     tokens_BL = sample_tokens(layout.rank)
     ways = {"step": partial(step, stack, tokens_BL)}
@@ -107,18 +107,18 @@ def _summarise(
 
 
 def sample_tokens(seed: int) -> Tensor:
-    """[B, L]: a sample for each microbatch."""
+    """Return a sample for each microbatch, [B, L]."""
     model, rng = CONFIG.model, torch.Generator().manual_seed(seed)
     return torch.randint(0, model.vocab_size, (MICROBATCHES, model.seq_len), generator=rng)
 
 
 def step(stack: PipelinedStack, tokens_BL: Tensor) -> None:
-    """One step by the stack's plan."""
+    """Run one step by the stack's plan."""
     stack(tokens_BL, tokens_BL).backward()
 
 
 def plain_step(model: MoEDecoder, tokens_BL: Tensor) -> None:
-    """The same by plain autograd: microbatch by microbatch, gradients accumulate."""
+    """Run the same step by plain autograd: microbatch by microbatch, gradients accumulate."""
     for m in range(MICROBATCHES):
         part_BL = tokens_BL[m : m + 1]
         keys = SampleKeys(CONFIG.train.seed, torch.tensor([m]))
@@ -135,7 +135,7 @@ def plain_step(model: MoEDecoder, tokens_BL: Tensor) -> None:
 
 
 def render_interpreter(result: InterpreterResult) -> str:
-    """What was measured, and one row, in Markdown."""
+    """Return what was measured, and one row, in Markdown."""
     sizes = f"hidden size {CONFIG.model.hidden_size}, {CONFIG.model.num_layers} layers"
     ranks = f"{result.ranks} process" + ("es" if result.ranks > 1 else "")
     head = f"{sizes}, {MICROBATCHES} microbatches, schedule {CONFIG.schedule.name}, {ranks}, one thread each"
@@ -153,7 +153,7 @@ def _band(band: Band, scale: float, digits: int) -> str:
 
 
 def measure(config: BenchConfig, layout: Layout, emulate: EmulateConfig | None) -> InterpreterResult:
-    """As one of the ranks, which is on no emulated cluster."""
+    """Measure as one of the ranks, which is on no emulated cluster."""
     del emulate
     return measure_interpreter(layout, config)
 

@@ -71,7 +71,7 @@ class LossyResult:
     cases: tuple[LossyCase, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {"lossy": asdict(self)}
 
     @staticmethod
@@ -81,7 +81,7 @@ class LossyResult:
 
 
 def measure(steps: int) -> LossyResult:
-    """Every case, one after the other; minutes.
+    """Run every case, one after the other; minutes.
 
     Raises:
         ProgramFailedError: If a run fails.
@@ -106,14 +106,14 @@ def _train(case: str, folder: Path, steps: int) -> LossyCase:
 
 
 def summary(name: str, steps: list[dict[str, Any]]) -> LossyCase:
-    """What a run's metrics say of its end."""
+    """Return what a run's metrics say of its end."""
     return LossyCase(
         name=name, loss=fmean(step["loss"] for step in steps[-LAST:]), held_out=steps[-1]["eval_loss"]
     )
 
 
 def render_lossy(result: LossyResult) -> str:
-    """A Markdown table, and how far apart the controls are."""
+    """Return a Markdown table, and how far apart the controls are."""
     first, *others = result.cases
     rows = [("rows", "loss", "difference", "held-out loss", "difference"), _row(first, None)]
     rows += [_row(case, first) for case in others]

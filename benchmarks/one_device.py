@@ -88,7 +88,7 @@ class OneDevice:
     rows: tuple[Row, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `one_device` tells it from other results."""
+        """Return plain values; the key `one_device` tells it from other results."""
         return {"one_device": asdict(self)}
 
 

@@ -89,7 +89,7 @@ def _overview(runs: Sequence[RunView], palette: Mapping[str, str]) -> dict[str, 
 
 
 def run_figure(run: RunView, palette: Mapping[str, str]) -> Figure:
-    """Bars of all cases against the limit, the first case on top."""
+    """Return bars of all cases against the limit, the first case on top."""
     data = [_bar(run, case, palette[case.schedule]) for case in run.cases]
     longest_s = max(run.limit_s, *(case.high_s for case in run.cases))
     layout = _layout(
@@ -145,7 +145,7 @@ def _bar(run: RunView, case: CaseView, colour: str) -> Figure:
 
 
 def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
-    """Overlap efficiency against the rate between nodes.
+    """Return a figure of overlap efficiency against the rate between nodes.
 
     Args:
         runs: Runs by rising rate.
@@ -194,7 +194,7 @@ def _line(line: Mapping[float, tuple[RunView, CaseView]], palette: Mapping[str, 
 
 
 def prediction_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
-    """Simulated against measured iteration, one set of points for each schedule."""
+    """Return a figure of simulated against measured iterations, a set of points per schedule."""
     points = [(run, case) for run in runs for case in run.cases if case.simulated_s is not None]
     times_ms = [1e3 * (t or 0.0) for _, case in points for t in (case.iteration_s, case.simulated_s)]
     ends = [min(times_ms) / 1.15, max(times_ms) * 1.15]
@@ -229,7 +229,7 @@ def _cloud(name: str, points: Sequence[tuple[RunView, CaseView]], colour: str) -
 
 
 def _hover(run: RunView, case: CaseView) -> str:
-    """All numbers of a case."""
+    """Return all numbers of a case."""
     rows = zip(HEAD[1:], _cells(case)[1:], strict=True)
     return "<br>".join(
         [

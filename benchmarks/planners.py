@@ -97,12 +97,12 @@ class PlannersResult:
     by_drift: tuple[Planned, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `planners` tells it from other results."""
+        """Return plain values; the key `planners` tells it from other results."""
         return asdict(self)
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> PlannersResult:
-        """The inverse of `to_dict`.
+        """Restore what `to_dict` has made plain.
 
         Raises:
             KeyError: If a key is missing.
@@ -127,7 +127,7 @@ class _Step:
 def simulate_planners(
     steps: int = STEPS, ratios: Sequence[float] = RATIOS, drifts: Sequence[float] = DRIFTS
 ) -> PlannersResult:
-    """Every planner on the same loads. A minute."""
+    """Simulate every planner on the same loads. A minute."""
     all_slots = [(NONE, SLOTS[0]), *((name, slots) for slots in SLOTS for name in CONTENDERS)]
     one_slot = [(NONE, SLOTS[0]), *product(CONTENDERS, SLOTS[:1])]
     ours_too = [*one_slot[1:], *product([PLANNED + EXACT], SLOTS[1:])]
@@ -156,7 +156,7 @@ _Group = tuple[str, tuple[Planned, ...]]
 
 
 def _simulated(planner: str, slots: int, ratio: float, drift: float, steps: int) -> Planned:
-    """Each step but the first under the plan of the one before."""
+    """Simulate each step but the first under the plan of the one before."""
     loads = list(drifting_loads(RANKS, steps + 1, drift))
     name, exact = planner.removesuffix(EXACT), planner.endswith(EXACT)
     problems = [expert_problem(RANKS, slots, ratio, each, exact=exact) for each in loads]
@@ -179,7 +179,7 @@ def _simulated(planner: str, slots: int, ratio: float, drift: float, steps: int)
 
 
 def _served(name: str, before: ExpertProblem, problem: ExpertProblem) -> _Step:
-    """With the plan of the step before, dropped where it does not pay."""
+    """Return a step with the plan of the step before, dropped where it does not pay."""
     replication = find_planner(name)(before)
     if replication.is_empty or pays(problem, replication):
         return _step(problem, replication)
@@ -198,7 +198,7 @@ def _even() -> LayerLoad:
 
 
 def render_planners(result: PlannersResult) -> str:
-    """Three tables, in Markdown."""
+    """Return three tables, in Markdown."""
     first = result.planners[0]
     return "\n".join(
         [
@@ -267,17 +267,17 @@ def _ratio_rows(rows: Sequence[Planned]) -> list[list[str]]:
 
 
 def _names(rows: Sequence[Planned]) -> list[str]:
-    """The planners that were simulated: a result may be older than some."""
+    """Return the planners that were simulated: a result may be older than some."""
     return [name for name in dict.fromkeys(row.label for row in rows) if name != NONE]
 
 
 def _best(rows: Sequence[Planned]) -> str:
-    """The planner of ours that was simulated."""
+    """Return the planner of ours that was simulated."""
     return PLANNED + EXACT if PLANNED + EXACT in _names(rows) else PLANNED
 
 
 def _where_it_pays(rows: Sequence[Planned]) -> list[str]:
-    """Up to which ratio a planner does what it aims at, and from which one it gains next to nothing."""
+    """Say up to which ratio a planner does what it aims at, and from which one it gains next to nothing."""
     reached = [row.ratio for row in rows if row.of_even >= AIM]
     idle = [row.ratio for row in rows if row.speedup < PAYS]
     lines = (
@@ -305,7 +305,7 @@ def _kept(row: Planned) -> str:
 
 
 def _grouped(rows: Sequence[Planned], key: Callable[[Planned], float]) -> dict[float, dict[str, Planned]]:
-    """By a number, then by planner."""
+    """Return rows by a number, then by planner."""
     groups: dict[float, dict[str, Planned]] = {}
     for row in rows:
         groups.setdefault(key(row), {})[row.label] = row

@@ -45,11 +45,11 @@ class Progress:
             print(f"{self._name}: {self._row}{what}", file=sys.stderr, flush=True)
 
     def keep(self, result: Callable[[], Any]) -> None:
-        """What a stop from now on prints: the result of what has been measured."""
+        """Keep the result of what has been measured: a stop from now on prints it."""
         self._result = result
 
     def kept(self) -> Any:
-        """The result of what had been measured by the last `keep`; None if nothing had."""
+        """Return the result of what had been measured by the last `keep`; None if nothing had."""
         return None if self._result is None else self._result()
 
 
@@ -59,7 +59,7 @@ PROGRESS: Final = Progress()
 def in_rows(
     rows: Sequence[tuple[str, Callable[[], T]]], result: Callable[[tuple[T, ...]], Any]
 ) -> tuple[T, ...]:
-    """What every row measures, one after the other; told with its number, and kept as far as it is there.
+    """Measure every row, one after the other; say its number, and keep what is there.
 
     Args:
         rows: What to say of every row, and what to call for it.

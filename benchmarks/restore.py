@@ -10,7 +10,7 @@ from penstock.lab.bench.result import BenchResult, CaseResult, Limit, Spread
 
 
 def restore(plain: Mapping[str, Any]) -> BenchResult:
-    """The inverse of `BenchResult.to_dict`.
+    """Restore what `BenchResult.to_dict` has made plain.
 
     Older results have no notes, no rate inside nodes, no layout, and one limit for all of their cases.
 
@@ -37,12 +37,12 @@ def _limit(plain: Mapping[str, Any]) -> Limit:
 
 
 def _ends(interval: Sequence[float] | None) -> tuple[float, float] | None:
-    """Older results have no intervals."""
+    """Return the ends of an interval; older results have none."""
     return None if interval is None else (interval[0], interval[1])
 
 
 def _case(plain: Mapping[str, Any], limit: Limit) -> CaseResult:
-    """In JSON `speedup` is the median alone, since that is what people look for."""
+    """Return a case; in JSON `speedup` is the median alone, since that is what people look for."""
     apart = ("limit", "simulated_interval_s")
     values = {field.name: plain[field.name] for field in fields(CaseResult) if field.name not in apart}
     values["simulated_interval_s"] = _ends(plain.get("simulated_interval_s"))

@@ -89,7 +89,7 @@ class Stop:
         print(f"penstock: {said}", file=sys.stderr, flush=True)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        """Only once: one Ctrl-C may arrive twice, and the second would interrupt the end."""
+        """Raise KeyboardInterrupt once: a Ctrl-C may arrive twice, and the second would interrupt the end."""
         del number, frame
         self.asked = True
         if not self._raised:

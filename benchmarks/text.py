@@ -34,7 +34,7 @@ RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
 
 
 def text_of(result: Mapping[str, Any]) -> str:
-    """The tables that a benchmark prints beside this JSON object.
+    """Return the tables that a benchmark prints beside this JSON object.
 
     Raises:
         KeyError: If keys are missing.

@@ -102,7 +102,7 @@ class _Turn:
         return float(median(step["iteration_s"] for step in self.steps[WARM_UP:]))
 
     def mean(self, key: str) -> float:
-        """Over the counted steps and all layers; of steps that say nothing, 0."""
+        """Return the mean over the counted steps and all layers; of steps that say nothing, 0."""
         means = [fmean(step[key]) for step in self.steps[WARM_UP:] if step.get(key)]
         return fmean(means) if means else 0.0
 
@@ -150,7 +150,7 @@ def _summary(name: str, rate: float, turns: Sequence[_Turn], base: Sequence[floa
 
 
 def _continue(folder: Path, learnt: Path, emulate: EmulateConfig, name: str) -> _Turn:
-    """Some more steps of the learnt model, as `name` says, in a folder that goes away."""
+    """Run some more steps of the learnt model, as `name` says, in a folder that goes away."""
     named, output = Named.of(name), folder / "turn"
     shutil.copytree(learnt, output)
     own = (
@@ -180,7 +180,7 @@ def _count(path: Path) -> int:
 
 
 def render_trained(result: TrainedResult) -> str:
-    """A Markdown table, and how far losses are apart."""
+    """Return a Markdown table, and how far losses are apart."""
     head = (
         "link",
         "contender",

@@ -98,7 +98,11 @@ class RunView:
 
 
 def view(result: Result) -> RunView:
-    """Raises `KeyError` if one of the keys that every result has is missing."""
+    """Return named values.
+
+    Raises:
+        KeyError: If one of the keys that every result has is missing.
+    """
     return RunView(
         label=result.get("label") or _layout(result),
         ranks=result["ranks"],
@@ -148,7 +152,7 @@ def _layout(result: Result) -> str:
 
 
 def by_rate(runs: Sequence[RunView]) -> list[RunView]:
-    """Runs of one kind of cluster by rising rate, of the kind with the most rates; [] if none has two."""
+    """Return runs of the kind of cluster with the most rates, by rising rate; [] if none has two."""
     kinds: dict[tuple[int, int, bool], list[RunView]] = {}
     for run in runs:
         if run.inter_rate_bit_per_s is not None:
@@ -164,7 +168,7 @@ def _rates(runs: Iterable[RunView]) -> set[float | None]:
 
 
 def lines(runs: Sequence[RunView]) -> dict[tuple[str, str, str], dict[float, tuple[RunView, CaseView]]]:
-    """By identity of a case: rate in bit/s to its run and case. Only what was run at two rates or more.
+    """Return, by identity of a case, its run and case by rate in bit/s, if there are two rates or more.
 
     Where two runs have the same rate, the first counts: it holds fewer cases, so less time passed in it.
     """
@@ -177,7 +181,7 @@ def lines(runs: Sequence[RunView]) -> dict[tuple[str, str, str], dict[float, tup
 
 
 def colours(runs: Iterable[RunView]) -> dict[str, str]:
-    """`#RRGGBB` of every schedule in these runs; a known schedule has the same colour everywhere."""
+    """Return `#RRGGBB` of every schedule in these runs; a known schedule has the same colour everywhere."""
     names = list(dict.fromkeys(case.schedule for run in runs for case in run.cases))
     unknown = [name for name in names if name not in COLOURS]
     more = dict(zip(unknown, islice(cycle(MORE_COLOURS), len(unknown)), strict=True))
@@ -195,26 +199,26 @@ def tint(colour: str, share: float) -> str:
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever is easier to read on the colour."""
+    """Return black or white, whichever is easier to read on the colour."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#FFFFFF" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1B1F23"
 
 
 def milliseconds(time_s: float) -> str:
-    """`8.41 ms`, `842 ms`, `2055 ms`, `12.3 s`."""
+    """Return a text such as `8.41 ms`, `842 ms`, `2055 ms`, `12.3 s`."""
     if time_s >= 10:
         return f"{time_s:.1f} s"
     return f"{1e3 * time_s:.0f} ms" if time_s >= 0.1 else f"{1e3 * time_s:.3g} ms"
 
 
 def rate_text(rate_bit_per_s: float) -> str:
-    """`400 Mbit/s`, `2 Gbit/s`."""
+    """Return a text such as `400 Mbit/s`, `2 Gbit/s`."""
     if rate_bit_per_s >= 1e9:
         return f"{rate_bit_per_s / 1e9:g} Gbit/s"
     return f"{rate_bit_per_s / 1e6:g} Mbit/s"
 
 
 def shape_text(ranks: int, nodes: int) -> str:
-    """Nodes times devices, in words."""
+    """Return nodes times devices, in words."""
     devices = ranks // nodes
     return f"{nodes} node{'s' * (nodes > 1)} {TIMES} {devices} device{'s' * (devices > 1)}"

@@ -105,12 +105,12 @@ class LayerResult:
     cases: tuple[LayerCase, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `layers` tells it from other results."""
+        """Return plain values; the key `layers` tells it from other results."""
         return {"layers": asdict(self) | {"cases": [case.to_dict() for case in self.cases]}}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> LayerResult:
-        """The inverse of `to_dict`.
+        """Restore what `to_dict` has made plain.
 
         Raises:
             KeyError: If a key is missing.
@@ -120,7 +120,7 @@ class LayerResult:
 
 
 def measure_layers(*, sizes: Sequence[LayerSize] = SIZES, rounds: int = ROUNDS) -> LayerResult:
-    """One step of every contender at every size, in turns.
+    """Measure one step of every contender at every size, in turns.
 
     Raises:
         ConfigError: If transformers is missing.
@@ -153,13 +153,13 @@ def _measure(size: LayerSize, rounds: int) -> LayerCase:
 
 
 def _hopeless(step_s: Mapping[str, float]) -> list[str]:
-    """The contenders that are so slow that few rounds say enough."""
+    """Return the contenders that are so slow that few rounds say enough."""
     fastest_s = min(step_s.values())
     return [name for name, each_s in step_s.items() if name != PENSTOCK and each_s > HOPELESS * fastest_s]
 
 
 def _compare(ways: Mapping[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, ContenderResult]:
-    """Penstock, which must be among them, and others in turns."""
+    """Measure contenders in turns; Penstock must be among them."""
     times_s = in_turns(ways, rounds, warmup)
     return {
         name: ContenderResult(
@@ -173,7 +173,7 @@ def _compare(ways: Mapping[str, Callable[[], float]], rounds: int, warmup: int) 
 
 
 def step(contender: nn.Module, x_TM: Tensor, grad_TM: Tensor) -> float:
-    """Seconds of forward and backward."""
+    """Return seconds of forward and backward."""
     x_TM = x_TM.detach().requires_grad_()
     start_s = time.perf_counter()
     contender(x_TM).backward(grad_TM)

@@ -37,13 +37,13 @@ class Band:
 
     @staticmethod
     def of_ratios(above: Sequence[float], below: Sequence[float]) -> Band:
-        """Of above / below, round by round: what disturbs a whole round falls out."""
+        """Return the band of above / below, round by round: what disturbs a whole round falls out."""
         return Band.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 @contextmanager
 def quiet_process() -> Iterator[None]:
-    """One thread, and memory as a training run treats it: what was freed is kept (for good)."""
+    """Compute on one thread, with memory as a training run treats it: what was freed is kept (for good)."""
     before = torch.get_num_threads()
     keep_freed_memory()
     torch.set_num_threads(THREADS)
@@ -59,7 +59,7 @@ def in_turns(
     warmup: int = WARMUP,
     result: Callable[[Mapping[str, list[T]]], Any] | None = None,
 ) -> dict[str, list[T]]:
-    """What each way returned in each round, A B C, C B A, ...: noise falls on all alike.
+    """Return what each way returned in each round, A B C, C B A, ...: noise falls on all alike.
 
     Args:
         ways: What to call, by name.
@@ -81,7 +81,7 @@ def in_turns(
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Return seconds of one call."""
     start_s = time.perf_counter()
     call()
     return time.perf_counter() - start_s

@@ -29,7 +29,7 @@ class PeerLayer(nn.Module):
 
     @abstractmethod
     def as_penstock(self, read: Read) -> dict[str, Tensor]:
-        """What `read` says of every parameter, under the names and in the shapes of Penstock's layer."""
+        """Return what `read` says of every parameter, by the names and in the shapes of Penstock's layer."""
 
 
 class Frame(nn.Module):
@@ -62,7 +62,7 @@ class Frame(nn.Module):
         return self.decoder.head(h_BLM, labels_BL) / labels_BL.numel()
 
     def as_penstock(self, read: Read) -> dict[str, Tensor]:
-        """What `read` says of every parameter, by the names of Penstock's decoder on this rank."""
+        """Return what `read` says of every parameter, by the names of Penstock's decoder on this rank."""
         layers = {n: m for n, m in self.decoder.named_modules() if isinstance(m, PeerLayer)}
         tensors: dict[str, Tensor] = {}
         for name, layer in layers.items():

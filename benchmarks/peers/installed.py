@@ -14,7 +14,11 @@ INSTALL: Final = "pip install --editable '.[peers]'"
 
 
 def require(peer: str) -> str:
-    """The version of the peer's package; `ConfigError` that says how to install it if it is not usable."""
+    """Return the version of the peer's package.
+
+    Raises:
+        ConfigError: If it is not usable; says how to install it.
+    """
     if peer not in PACKAGES:
         raise ConfigError("peer", peer, "no peer is called so", f"Use some of {', '.join(PACKAGES)}.")
     package, wanted = PACKAGES[peer]

@@ -130,12 +130,12 @@ class MegatronLayer(PeerLayer):
         return tensors | {f"experts.{name}": part for name, part in zip(self._into(), parts, strict=True)}
 
     def _into(self) -> tuple[str, ...]:
-        """Penstock's names of the matrices that Megatron-Core keeps in one, in its order."""
+        """Return Penstock's names of the matrices that Megatron-Core keeps in one, in its order."""
         return ("w_gate", "w_up") if self.gated else ("w_up",)
 
 
 def _settings(work: Work) -> Any:
-    """A TransformerConfig that describes Penstock's layer."""
+    """Return a TransformerConfig that describes Penstock's layer."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config, moe = work.config, work.config.moe
@@ -163,7 +163,7 @@ def _settings(work: Work) -> Any:
 
 
 def _factor(work: Work) -> float | None:
-    """Blank tokens count as tokens, so the factor that gives the same slots is smaller with them."""
+    """Return the factor that gives the same slots: blank tokens count, so it is smaller with them."""
     if work.slots is None:
         return None
     return exact_factor(work.slots, max(work.tokens, work.slots), work.config.moe)
@@ -187,7 +187,7 @@ def _data_parallel(settings: Any, frame: Frame) -> Any:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """The process groups of this rank that Megatron-Core has made; its first stands for the default group."""
+    """Return the process groups that Megatron-Core has made; the first stands for the default group."""
     from megatron.core import parallel_state
 
     return list(parallel_state._global_process_group_list or [])[1:]

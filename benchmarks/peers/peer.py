@@ -114,7 +114,7 @@ class Peer(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the last step by the names of Penstock's model on this rank, in its shapes."""
+        """Return gradients of the last step by the names of Penstock's model on this rank, in its shapes."""
 
     @abstractmethod
     def close(self) -> None:
@@ -122,15 +122,15 @@ class Peer(ABC):
 
     @abstractmethod
     def _build(self, work: Work) -> Frame:
-        """The decoder with this peer's layers, and whatever drives it. Collective."""
+        """Return the decoder with this peer's layers, and whatever drives it. Collective."""
 
     @abstractmethod
     def _inside(self) -> AbstractContextManager[None]:
-        """Where the peer's own code can run."""
+        """Return a context in which the peer's own code can run."""
 
     @abstractmethod
     def _run(self) -> Tensor:
-        """One step; returns the loss."""
+        """Run one step and return the loss."""
 
     @abstractmethod
     def _clear(self) -> None:
@@ -138,5 +138,5 @@ class Peer(ABC):
 
 
 def exact_factor(slots: int, tokens: int, moe: MoEConfig) -> float:
-    """The capacity factor by which ceil(factor * k * tokens / E) is `slots`, however it is rounded."""
+    """Return the capacity factor by which ceil(factor * k * tokens / E) is `slots`, however it is rounded."""
     return (slots - 0.5) * moe.num_experts / (moe.top_k * tokens)

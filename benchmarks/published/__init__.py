@@ -49,7 +49,7 @@ def _result(found: tuple[GridResult | ParmResult, ...]) -> PublishedResult:
 
 
 def write(result: PublishedResult, path: Path) -> None:
-    """The result as JSON."""
+    """Write the result as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
 

@@ -73,7 +73,7 @@ class ParmResult:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> ParmResult:
-        """The inverse of `asdict`."""
+        """Restore what `asdict` has made plain."""
         spreads = {key: tuple(Spread(**each) for each in plain[key]) for key in ("spreads", "by_sharing")}
         return ParmResult(**{**plain, **spreads})
 

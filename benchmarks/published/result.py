@@ -22,12 +22,12 @@ class PublishedResult:
     parm: tuple[ParmResult, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `grids` tells it from other results."""
+        """Return plain values; the key `grids` tells it from other results."""
         return asdict(self)
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> PublishedResult:
-        """The inverse of `to_dict`.
+        """Restore what `to_dict` has made plain.
 
         Raises:
             KeyError: If a key is missing.

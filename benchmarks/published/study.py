@@ -90,7 +90,7 @@ class GridResult:
 
 
 def grid_from(plain: Mapping[str, Any]) -> GridResult:
-    """A result from plain values.
+    """Return a result from plain values.
 
     Raises:
         KeyError: If a key is missing.
@@ -127,7 +127,7 @@ FSMOE_PUBLISHED: Final = {
 
 
 def fsmoe_seconds(problem: LayerProblem) -> LayerSeconds:
-    """The systems of the FSMoE study; those on one lane do not overlap traffic in nodes and between them."""
+    """Simulate the systems of the FSMoE study; on one lane, traffic in and between nodes cannot overlap."""
     narrow = one_lane(problem)
     return {
         FSMOE_BASELINE: _simulated_s(narrow, pipemoe_choice(narrow)),
@@ -140,7 +140,7 @@ def fsmoe_seconds(problem: LayerProblem) -> LayerSeconds:
 
 
 def flowmoe_seconds(problem: LayerProblem) -> LayerSeconds:
-    """Systems that know one network; FlowMoE with two microbatches, as published."""
+    """Simulate systems that know one network; FlowMoE with two microbatches, as published."""
     planners = {
         "pipemoe": pipemoe_choice,
         "sequential": sequential_choice,
@@ -153,7 +153,7 @@ def flowmoe_seconds(problem: LayerProblem) -> LayerSeconds:
 
 
 def grids() -> tuple[Grid, ...]:
-    """FSMoE's 1,458 layers on its two testbeds; FlowMoE's 675 on its two clusters."""
+    """Return the grids: FSMoE's 1,458 layers on its two testbeds; FlowMoE's 675 on its two clusters."""
     fsmoe = [
         Grid(
             title="FSMoE's configured layers",
@@ -187,7 +187,7 @@ JointPlanner = Callable[[Problem], float]
 
 
 def joint_plan_s(problem: Problem, effort: Effort = "usual") -> float:
-    """The joint search as `penstock plan` runs it; `low` is meant for thousands of layers."""
+    """Search jointly, as `penstock plan` does; `low` is meant for thousands of layers."""
     return find_plan(problem, effort=effort).best.predicted_s
 
 
@@ -253,7 +253,7 @@ Spec = TypeVar("Spec")
 def in_processes(
     run: Callable[[Spec], LayerSeconds], specs: Sequence[Spec], workers: int
 ) -> list[LayerSeconds]:
-    """What `run` says of every layer, in their order. However it ends, it leaves no process at work."""
+    """Return what `run` says of every layer, in their order; however it ends, no process goes on."""
     if workers == 1 or len(specs) < 2:
         return _told(map(run, specs), len(specs))
     others = set(multiprocessing.active_children())
@@ -267,14 +267,14 @@ def in_processes(
 
 
 def _leave_signals() -> None:
-    """To the process that shares the work out: Ctrl-C reaches all of them."""
+    """Leave them to the process that shares the work out: Ctrl-C reaches all of them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
 
 
 def _told(found: Iterable[LayerSeconds], number: int) -> list[LayerSeconds]:
-    """All of them, told one by one."""
+    """Return all of them, and tell each one."""
     rows: list[LayerSeconds] = []
     for row in found:
         rows.append(row)
@@ -283,7 +283,7 @@ def _told(found: Iterable[LayerSeconds], number: int) -> list[LayerSeconds]:
 
 
 def _gains(grid: Grid, seconds: Sequence[LayerSeconds], counts: Sequence[int]) -> tuple[Gain, ...]:
-    """Of everyone over the baseline, every layer as often as it stands in the grid."""
+    """Return gains over the baseline, every layer as often as it stands in the grid."""
     rows = [row for row, count in zip(seconds, counts, strict=True) for _ in range(count)]
     names = [name for name in rows[0] if name != grid.baseline]
     return tuple(
@@ -293,7 +293,7 @@ def _gains(grid: Grid, seconds: Sequence[LayerSeconds], counts: Sequence[int]) -
 
 
 def _joint_gains(planned: Sequence[LayerSeconds]) -> tuple[Gain, ...]:
-    """Of the joint plan over the best planner of each layer, then over each planner."""
+    """Return gains of the joint plan over the best planner of each layer, then over each planner."""
     if not planned:
         return ()
     best = [min(row[name] for name in PUBLISHED) / row[JOINT] for row in planned]

@@ -73,7 +73,7 @@ class Plan:
 
 
 def measure(plan: Plan) -> SftResult:
-    """One process first, whose losses are the measure of all; then every contender in every round."""
+    """Run one process first, whose losses are the measure of all; then every contender in every round."""
     os.environ.update(ENVIRON)
     with tempfile.TemporaryDirectory(prefix="penstock-sft-") as place, ExitStack() as stack:
         folder = Path(place)
@@ -107,7 +107,7 @@ def measure(plan: Plan) -> SftResult:
 
 
 def _run(plan: Plan, contender: Contender, folder: Path, cluster: Cluster | None) -> OneRun:
-    """One run of the script."""
+    """Run the script once."""
     notes, name = folder / "notes.json", "" if cluster is None else cluster.name
     rank = [sys.executable, "-m", "benchmarks.sft.rank", str(notes), str(plan.warmup), name]
     command = [*rank, str(contender.script(folder)), *plan.arguments(folder, contender)]

@@ -53,12 +53,12 @@ class SftResult:
     runs: Mapping[str, Sequence[OneRun]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {"sft": asdict(self)}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> SftResult:
-        """The inverse of `to_dict`.
+        """Restore what `to_dict` has made plain.
 
         Raises:
             KeyError: If a key is missing.
@@ -68,7 +68,7 @@ class SftResult:
         return SftResult(**{**section, "alone": OneRun(**section["alone"]), "size": Size(**section["size"])})
 
     def distance(self, name: str) -> float:
-        """Largest relative difference of a loss, or a norm of gradients, from that of one process."""
+        """Return the largest relative difference of a loss, or a norm of gradients, to that of one process."""
         return max(
             abs(own / wanted - 1)
             for run in self.runs[name]
@@ -77,7 +77,7 @@ class SftResult:
         )
 
     def render(self) -> str:
-        """A table; speed-ups are of one round's runs."""
+        """Return a table; speed-ups are of one round's runs."""
         size, rate = self.size, self.rate_bit_per_s
         rows = [("run by", "s per step", "speed-up", "uplink MB", "link s", "from one process")]
         base = self.runs.get(BASE, next(iter(self.runs.values())))
