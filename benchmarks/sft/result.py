@@ -68,7 +68,7 @@ class SftResult:
         return SftResult(**{**section, "alone": OneRun(**section["alone"]), "size": Size(**section["size"])})
 
     def distance(self, name: str) -> float:
-        """Return the largest relative difference of a loss, or a norm of gradients, to that of one process."""
+        """Return the largest relative difference of a loss, or a gradient norm, from that of one process."""
         return max(
             abs(own / wanted - 1)
             for run in self.runs[name]
