@@ -24,7 +24,7 @@ from penstock.stops import SIGNALS, speaks
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """While modules are loaded there is nothing to clear up; of several ranks the first one says it."""
+    """End at once: while modules are loaded there is nothing to clear up; the first rank says so."""
     del frame
     signal.signal(number, signal.SIG_IGN)  # one Ctrl-C may arrive twice
     if speaks():

@@ -54,9 +54,11 @@ COUNTS: Final = "counts"
 class CollectiveTimes:
     """One collective at one size, as it was measured; the same on every rank.
 
-    size_bytes: of the buffer of one rank, what it keeps included. repeats: calls in one timing. times_s: of
-    one call, by transport, the slowest rank of each round. traffic: by sending rank, payload bytes by
-    receiving rank, of one call.
+    Attributes:
+        size_bytes: The buffer of one rank, what it keeps included.
+        repeats: Calls in one timing.
+        times_s: Seconds of one call by transport, of the slowest rank in each round.
+        traffic: Payload bytes of one call, by sending and by receiving rank.
     """
 
     collective: str
@@ -68,10 +70,12 @@ class CollectiveTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveResult:
-    """One row. wire_bytes: payload over the busiest uplink in its busier direction.
+    """One row.
 
-    limit_s: see `Uplinks`; None if the rate is not known, nothing crosses a link, or the exchange is so small
-    that only its latency counts.
+    Attributes:
+        wire_bytes: Payload over the busiest uplink in its busier direction.
+        limit_s: See `Uplinks`; None if the rate is not known, nothing crosses a link, or the exchange is so
+            small that only its latency counts.
     """
 
     collective: str
@@ -81,7 +85,7 @@ class CollectiveResult:
     times_s: Mapping[str, Spread]
 
     def efficiency(self, transport: str) -> float | None:
-        """limit / median time; None without a limit."""
+        """Return limit / median time; None without a limit."""
         return None if self.limit_s is None else self.limit_s / self.times_s[transport].median
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,13 +102,17 @@ class CollectivesResult:
     rows: tuple[CollectiveResult, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `collectives` tells it from the result of a comparison."""
+        """Return plain values; the key `collectives` tells it from the result of a comparison."""
         plain = {"ranks": self.ranks, "nodes": self.nodes, "inter_rate_bit_per_s": self.inter_rate_bit_per_s}
         return plain | {"collectives": [row.to_dict() for row in self.rows]}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> CollectivesResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """Restore what `to_dict` has made plain.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         return CollectivesResult(
             ranks=plain["ranks"],
             nodes=plain["nodes"],
@@ -136,11 +144,16 @@ def measure_collectives(
     rounds: int = ROUNDS,
     result: Callable[[tuple[CollectiveTimes, ...]], object] = tuple,
 ) -> tuple[CollectiveTimes, ...]:
-    """Every collective at every size, transports in turns. All ranks must call it at the same point.
+    """Measure every collective at every size, transports in turns. All ranks must call it at the same point.
 
-    shipped: the same groups on connections of its own, with Gloo's collectives as torch ships them.
-    sizes_bytes: of one rank's buffer, multiples of `ROW_BYTES`. result: what a stop leaves of some.
-    Raises `ConfigError` if a rank is alone, since it has nobody to exchange with.
+    Args:
+        shipped: The same groups on connections of its own, with Gloo's collectives as torch ships them.
+        sizes_bytes: Sizes of one rank's buffer, multiples of `ROW_BYTES`.
+        rounds: How often each is timed.
+        result: Makes of some collectives what a stop leaves.
+
+    Raises:
+        ConfigError: If a rank is alone, since it has nobody to exchange with.
     """
     if layout.ep_size == 1:
         hint = "Use 2 or more, for example with --emulate 2x1."
@@ -155,7 +168,7 @@ def measure_collectives(
 
 
 def _counts(ways: Mapping[str, Transport], layout: Layout) -> dict[str, Callable[[], object]]:
-    """The exchange of tokens per expert that goes before a dropless dispatch."""
+    """Return the exchange of tokens per expert that goes before a dropless dispatch."""
     counts = torch.zeros(layout.ep_size, COUNTS_PER_PEER, dtype=torch.int64)
     ones = [1] * layout.ep_size
     return {way: partial(each.all_to_all, counts, ones, ones) for way, each in ways.items()}
@@ -164,7 +177,7 @@ def _counts(ways: Mapping[str, Transport], layout: Layout) -> dict[str, Callable
 def _moves(
     ways: Mapping[str, Transport], layout: Layout, size_bytes: int
 ) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:
-    """What to time at this size: name of the collective, one call by transport."""
+    """Yield what to time at this size: name of the collective, one call by transport."""
     peers = layout.ep_size
     rows = torch.zeros(size_bytes // ROW_BYTES, ROW_BYTES // FLOAT_BYTES)
     for name, weights in (("even", [1] * peers), ("uneven", [peers - t for t in range(peers)])):
@@ -177,7 +190,7 @@ def _moves(
 
 
 def shares(total: int, weights: Sequence[int]) -> list[int]:
-    """`total` rows in proportion to the weights, as whole numbers."""
+    """Return `total` rows in proportion to the weights, as whole numbers."""
     bounds = [0, *(round(total * part / sum(weights)) for part in accumulate(weights))]
     return [after - before for before, after in pairwise(bounds)]
 
@@ -190,7 +203,7 @@ def _measure(
     control: Control,
     rounds: int,
 ) -> CollectiveTimes:
-    """Rounds in turns, so that noise falls on all transports alike."""
+    """Measure in turns, so that noise falls on all transports alike."""
     repeats = COUNTS_REPEATS if name == COUNTS else max(1, LEAST_BYTES // size_bytes)
     untimed = 1 if name == COUNTS else max(1, REST_BYTES // size_bytes)
     before = transport.traffic.copy()
@@ -212,7 +225,7 @@ def _measure(
 
 
 def _timed(move: Callable[[], object], control: Control, repeats: int, untimed: int) -> float:
-    """Seconds of one call on this rank, the mean of `repeats` calls in a row behind `untimed` ones."""
+    """Return seconds of one call on this rank, the mean of `repeats` calls in a row behind `untimed` ones."""
     control.barrier("measuring a collective")
     for _ in range(untimed):
         move()
@@ -226,7 +239,7 @@ def _timed(move: Callable[[], object], control: Control, repeats: int, untimed: 
 
 
 def summarise_collectives(found: Sequence[CollectiveTimes], uplinks: Uplinks) -> CollectivesResult:
-    """Nothing is measured here; the same input gives the same result."""
+    """Return the result of measured times; the same input gives the same result."""
     return CollectivesResult(
         ranks=uplinks.nodes * uplinks.devices,
         nodes=uplinks.nodes,
@@ -259,7 +272,7 @@ HEAD: Final = (
 
 
 def render_collectives(result: CollectivesResult) -> str:
-    """What was measured and one row for each collective and size, in Markdown."""
+    """Return what was measured and one row for each collective and size, in Markdown."""
     head = [cluster_text(result.ranks, result.nodes, result.inter_rate_bit_per_s), LIMIT_NOTE, ""]
     return "\n".join([*head, *markdown_table([HEAD, *(_cells(row) for row in result.rows)])])
 
@@ -279,7 +292,7 @@ def _cells(row: CollectiveResult) -> tuple[str, ...]:
 
 
 def _timing(row: CollectiveResult, way: str) -> tuple[str, str]:
-    """Time and efficiency."""
+    """Return time and efficiency."""
     spread, efficiency = row.times_s[way], row.efficiency(way)
     times = f"{1e3 * spread.median:.2f} [{1e3 * spread.low:.2f}, {1e3 * spread.high:.2f}]"
     return times, "-" if efficiency is None else f"{efficiency:.2f}"
@@ -289,7 +302,7 @@ def _timing(row: CollectiveResult, way: str) -> tuple[str, str]:
 
 
 def measure(config: BenchConfig, layout: Layout, emulate: EmulateConfig | None) -> CollectivesResult:
-    """As one of the ranks; without an emulated cluster all count as one node."""
+    """Measure as one of the ranks; without an emulated cluster all count as one node."""
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
     shipped = ShippedTransport(partial(lane_groups, layout, config.parallel.timeout_s))
     if emulate is None:

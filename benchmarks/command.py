@@ -37,7 +37,7 @@ class Result(Protocol):
     """What a benchmark found."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         ...
 
 
@@ -48,7 +48,13 @@ Measure = Callable[[BenchConfig, Layout, EmulateConfig | None], R]
 
 
 def parser_of(name: str, description: str, example: str = "") -> argparse.ArgumentParser:
-    """A parser with the option `--json`. name: of the module in `benchmarks`."""
+    """Return a parser with the option `--json`.
+
+    Args:
+        name: The module in `benchmarks`.
+        description: What the benchmark measures.
+        example: Arguments of an example; "" = none is shown.
+    """
     program = f"python -m benchmarks.{name}"
     epilog = f"Example: {program} {example}" if example else None
     parser = argparse.ArgumentParser(prog=program, description=description, epilog=epilog)
@@ -101,24 +107,24 @@ def run_on_ranks(
 
 
 def take_signals() -> None:
-    """From what ended the process at once while modules were loaded; unless they are ignored, as by nohup."""
+    """Take signals from what ended this process while modules were loaded, unless nohup ignores them."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _unless_stopped(measure: Callable[[], R], stop: Stop) -> R:
-    """What was measured; KeyboardInterrupt if it was cut short, whatever a rank sees of others that ended."""
+    """Return what was measured; raise KeyboardInterrupt if it was cut short, whatever a rank saw."""
     try:
-        found = measure()
+        result = measure()
     except Exception:
         if stop.asked:
             stop.end()
         raise
     if stop.asked:
-        PROGRESS.keep(lambda: found)
+        PROGRESS.keep(lambda: result)
         stop.end()
-    return found
+    return result
 
 
 def run_alone(
@@ -137,20 +143,20 @@ def run_alone(
         PROGRESS.begin(parser.prog.rpartition(".")[2], shown=True)
         with Stop(partial(print_result, render=render, plain=options.json), speaks=True) as stop:
             try:
-                found = _unless_stopped(lambda: measure(options), stop)
+                result = _unless_stopped(lambda: measure(options), stop)
             except KeyboardInterrupt:
                 stop.tell()
                 return INTERRUPTED
             except ProgramFailedError as error:
                 print(f"{parser.prog}: {error}", file=sys.stderr)
                 return 1
-        return print_result(found, render, options.json)
+        return print_result(result, render, options.json)
 
     take_signals()
     sys.exit(exit_code(command))
 
 
 def print_result(result: R, render: Callable[[R], str], plain: bool) -> int:
-    """Print tables, or one JSON object if `plain`; returns exit code 0."""
+    """Print tables, or one JSON object if `plain`; return exit code 0."""
     print(json.dumps(result.to_dict()) if plain else render(result))
     return 0

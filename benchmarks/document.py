@@ -59,8 +59,12 @@ ANSWERED: Final = (Path(__file__).parent / "answered.md").read_text(encoding="ut
 class Section:
     """One run. Of table and failure exactly one is there.
 
-    command: as a person would type it. note: why this run is here. table: Markdown, as the command prints it.
-    failure: in one line, why there is no table. picture: path of a figure, relative to the document.
+    Attributes:
+        command: The command as a person would type it.
+        note: Why this run is here.
+        table: The table in Markdown, as the command prints it.
+        failure: Why there is no table, in one line.
+        picture: The path of a figure, relative to the document.
     """
 
     title: str
@@ -77,10 +81,13 @@ class Section:
 def write_document(
     machine: Machine, sections: Sequence[Section], overview: Sequence[tuple[str, str]] = (), page: str = ""
 ) -> str:
-    """The whole document.
+    """Return the whole document; all paths are relative to it.
 
-    overview: title and path of figures over several runs. page: path of the interactive page. All paths are
-    relative to the document.
+    Args:
+        machine: The machine that the results are from.
+        sections: One section per run.
+        overview: Titles and paths of figures over several runs.
+        page: The path of the interactive page; "" = there is none.
     """
     parts = [INTRODUCTION, *_failures(sections), _machine(machine), *_overview(overview, page), READING]
     parts += [_section(section) for section in sections]
@@ -88,23 +95,26 @@ def write_document(
 
 
 def put_section(document: str, section: Section, later: Sequence[str]) -> str:
-    """The document with one section new, in its old place or before the first of `later` that is there.
+    """Return the document with one new section: in its old place, or before the first of `later` there is.
 
-    later: titles of the sections that come after it.
+    Args:
+        document: The text of the document.
+        section: The section to put there.
+        later: Titles of the sections that come after it.
     """
     parts = re.split(r"^(?=## )", document, flags=re.MULTILINE)
-    found = {part.partition("\n")[0].removeprefix("## "): number for number, part in enumerate(parts)}
+    places = {part.partition("\n")[0].removeprefix("## "): number for number, part in enumerate(parts)}
     text = f"{_section(section)}\n\n"
-    if section.title in found:
-        parts[found[section.title]] = text
+    if section.title in places:
+        parts[places[section.title]] = text
     else:
         ends = (ANSWERED.partition("\n")[0].removeprefix("## "), LAST)
-        parts.insert(min(found[title] for title in (*later, *ends) if title in found), text)
+        parts.insert(min(places[title] for title in (*later, *ends) if title in places), text)
     return "".join(parts)
 
 
 def _failures(sections: Sequence[Section]) -> Iterator[str]:
-    """First of all what is missing."""
+    """Yield what is missing."""
     failed = [section.title for section in sections if section.failure is not None]
     if failed:
         which = "; ".join(failed)
@@ -139,7 +149,7 @@ def _section(section: Section) -> str:
 
 
 def _paragraphs(table: str) -> str:
-    """What stands above a table, line by line: Markdown would join those lines."""
+    """Return what stands above a table, line by line: Markdown would join those lines."""
     return "\n".join(
         line if line.startswith("|") or not line else f"- {line}" for line in table.strip("\n").splitlines()
     )

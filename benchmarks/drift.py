@@ -64,9 +64,9 @@ class DriftCase:
     """What changes behind step `change_after` of `steps`.
 
     Attributes:
-        rate_before, rate_after: Between nodes, bit/s.
-        planned_steps: Of the run that meets the slow state from its start.
-        settled: The last steps of a run, of which the median counts.
+        rate_before, rate_after: The rate between nodes, in bit/s.
+        planned_steps: Steps of the run that meets the slow state from its start.
+        settled: How many of a run's last steps the median is taken of.
     """
 
     change: Change
@@ -88,11 +88,17 @@ CASES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class DriftResult:
-    """Medians of iteration_s: before the change, of the steps behind it until a new plan, and at the end.
+    """What a change did to a run; seconds are medians of an iteration.
 
-    planned_s: at the end of the run that knew the slow state from the start. loss_distance: relative
-    difference of the two runs' losses, the largest of any step that both have; end_loss_distance: of their
-    means over the last of these. said: what the drifting run said about its plans.
+    Attributes:
+        before_s: Before the change.
+        hit_s: From the change to a new plan.
+        settled_s: At the end of the run.
+        planned_s: At the end of the run that knew the slow state from the start.
+        noticed_after: Steps from the change to the first other plan; None if there was none.
+        loss_distance: Largest relative difference of the two runs' losses, of all steps that both have.
+        end_loss_distance: Relative difference of the means of their losses over the last of these steps.
+        said: What the drifting run said about its plans.
     """
 
     change: Change
@@ -127,9 +133,10 @@ class DriftsResult:
 
 
 def measure_drifts(cases: Sequence[DriftCase] = CASES) -> DriftsResult:
-    """All cases, one after the other; minutes. Linux, root.
+    """Measure all cases, one after the other; minutes. Linux, root.
 
-    Raises KeyboardInterrupt where a signal ends a run.
+    Raises:
+        KeyboardInterrupt: If a signal ends a run.
     """
     rows = [(_named(case), partial(_measure, case)) for case in cases]
     return DriftsResult(cases=in_rows(rows, lambda found: DriftsResult(cases=found)))
@@ -170,7 +177,7 @@ class _Training:
     said: tuple[str, ...]
 
     def noticed_after(self, change_after: int) -> int | None:
-        """Steps between the change and the first other plan; None if there was none."""
+        """Return steps between the change and the first other plan; None if there was none."""
         plans = [step["plan"] for step in self.steps]
         changed = (n for n in range(change_after, len(plans)) if plans[n] != plans[change_after - 1])
         first = next(changed, None)
@@ -241,7 +248,7 @@ def _hold(pid: int, ended: threading.Event) -> None:
 
 
 def _pid_of_rank(rank: int) -> int | None:
-    """The child of this process that is this rank."""
+    """Return the child of this process that is this rank."""
     for pid in _children():
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -266,7 +273,7 @@ def _count_lines(path: Path) -> int:
 
 
 def render_drifts(result: DriftsResult) -> str:
-    """A Markdown table, and below what each run said."""
+    """Return a Markdown table, and below what each run said."""
     head = (
         "| change | before ms | until noticed ms | steps until a new plan | settled ms | planned ms | off |"
     )

@@ -10,7 +10,7 @@ from benchmarks.views import Result
 
 
 def write_figures(result: Result, folder: Path) -> list[Path]:
-    """Paths of PNG files and a page for a browser, written into `folder`, which is made if need be."""
+    """Write PNG files and a page for a browser into `folder`, made if need be; return their paths."""
     figures = draw({"comparison": result}, folder)
     page = folder / "index.html"
     page.write_text(write_page({"comparison": result}, title="penstock bench"), encoding="utf-8")

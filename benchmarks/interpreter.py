@@ -45,8 +45,11 @@ Balance is judged by microbatch, since plain autograd sees no more at a time.
 class InterpreterResult:
     """One step, forward and backward, on this many ranks.
 
-    plain_s, ratio, per_task_s: plain autograd's time, the step's over it, and what lies between the two for
-    each task, round by round; None with several ranks, whose transfers plain autograd does not have.
+    Attributes:
+        plain_s: Seconds of plain autograd. None with several ranks, as the next two: their transfers are
+            nothing that plain autograd has.
+        ratio: Seconds of the step over those of plain autograd, round by round.
+        per_task_s: The difference of both over the number of tasks, round by round.
     """
 
     ranks: int
@@ -58,18 +61,22 @@ class InterpreterResult:
     per_task_s: Band | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `interpreter` tells it from other results."""
+        """Return plain values; the key `interpreter` tells it from other results."""
         return {"interpreter": asdict(self)}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> InterpreterResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """Restore what `to_dict` has made plain.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         bands = {key: Band(**each) for key, each in plain["interpreter"].items() if isinstance(each, dict)}
         return InterpreterResult(**plain["interpreter"] | bands)
 
 
 def measure_interpreter(layout: Layout, config: BenchConfig, rounds: int = ROUNDS) -> InterpreterResult:
-    """As one of the ranks; the step and plain autograd take turns. 20 s."""
+    """Measure as one of the ranks; the step and plain autograd take turns. 20 s."""
     stack = build_stack(CONFIG, build_machinery(layout, torch.device("cpu"), config.parallel, "float32"))
     tokens_BL = sample_tokens(layout.rank)
     ways = {"step": partial(step, stack, tokens_BL)}
@@ -83,35 +90,35 @@ def measure_interpreter(layout: Layout, config: BenchConfig, rounds: int = ROUND
 
     with quiet_process():
         calls = {name: partial(timed, way) for name, way in ways.items()}
-        found = result(in_turns(calls, rounds, result=result))
+        summary = result(in_turns(calls, rounds, result=result))
     stack.close()
-    return found
+    return summary
 
 
 def _summarise(
     ranks: int, tasks: int, step: list[float], plain: list[float] | None = None
 ) -> InterpreterResult:
-    found = InterpreterResult(ranks=ranks, tasks=tasks, rounds=len(step), step_s=Band.of(step))
+    summary = InterpreterResult(ranks=ranks, tasks=tasks, rounds=len(step), step_s=Band.of(step))
     if plain is None:
-        return found
+        return summary
     between = [(a - b) / tasks for a, b in zip(step, plain, strict=True)]
     ends = {"plain_s": Band.of(plain), "ratio": Band.of_ratios(step, plain), "per_task_s": Band.of(between)}
-    return InterpreterResult(ranks=ranks, tasks=tasks, rounds=len(step), step_s=found.step_s, **ends)
+    return InterpreterResult(ranks=ranks, tasks=tasks, rounds=len(step), step_s=summary.step_s, **ends)
 
 
 def sample_tokens(seed: int) -> Tensor:
-    """[B, L]: a sample for each microbatch."""
+    """Return a sample for each microbatch, [B, L]."""
     model, rng = CONFIG.model, torch.Generator().manual_seed(seed)
     return torch.randint(0, model.vocab_size, (MICROBATCHES, model.seq_len), generator=rng)
 
 
 def step(stack: PipelinedStack, tokens_BL: Tensor) -> None:
-    """One step by the stack's plan."""
+    """Run one step by the stack's plan."""
     stack(tokens_BL, tokens_BL).backward()
 
 
 def plain_step(model: MoEDecoder, tokens_BL: Tensor) -> None:
-    """The same by plain autograd: microbatch by microbatch, gradients accumulate."""
+    """Run the same step by plain autograd: microbatch by microbatch, gradients accumulate."""
     for m in range(MICROBATCHES):
         part_BL = tokens_BL[m : m + 1]
         keys = SampleKeys(CONFIG.train.seed, torch.tensor([m]))
@@ -120,15 +127,15 @@ def plain_step(model: MoEDecoder, tokens_BL: Tensor) -> None:
             residual_BLM, x_TM = block.attend(h_BLM, keys)
             assert block.moe is not None
             h_BLM = block.add(residual_BLM, block.moe(x_TM), keys)
-            found = block.moe.losses
-            assert found is not None
-            losses.append(CONFIG.moe.aux_loss_coeff * found.balance + CONFIG.moe.z_loss_coeff * found.z)
+            aux = block.moe.losses
+            assert aux is not None
+            losses.append(CONFIG.moe.aux_loss_coeff * aux.balance + CONFIG.moe.z_loss_coeff * aux.z)
         cross_entropy = model.head(h_BLM, part_BL) / part_BL.numel()
         ((cross_entropy + sum(losses)) / MICROBATCHES).backward()
 
 
 def render_interpreter(result: InterpreterResult) -> str:
-    """What was measured, and one row, in Markdown."""
+    """Return what was measured, and one row, in Markdown."""
     sizes = f"hidden size {CONFIG.model.hidden_size}, {CONFIG.model.num_layers} layers"
     ranks = f"{result.ranks} process" + ("es" if result.ranks > 1 else "")
     head = f"{sizes}, {MICROBATCHES} microbatches, schedule {CONFIG.schedule.name}, {ranks}, one thread each"
@@ -146,7 +153,7 @@ def _band(band: Band, scale: float, digits: int) -> str:
 
 
 def measure(config: BenchConfig, layout: Layout, emulate: EmulateConfig | None) -> InterpreterResult:
-    """As one of the ranks, which is on no emulated cluster."""
+    """Measure as one of the ranks, which is on no emulated cluster."""
     del emulate
     return measure_interpreter(layout, config)
 

@@ -30,8 +30,12 @@ def launch_quietly(command: Sequence[str], ranks: int, cluster: Cluster | None, 
 
 
 def check_end(outcome: LaunchOutcome, said: str) -> None:
-    """Raise KeyboardInterrupt if a signal ended the run, which then saves and says that all is well;
-    ProgramFailedError if it failed."""
+    """Raise an error if a run was ended or failed.
+
+    Raises:
+        KeyboardInterrupt: If a signal ended the run, which then saves and says that all is well.
+        ProgramFailedError: If the run failed.
+    """
     if outcome.interrupted_by is not None:
         raise KeyboardInterrupt
     if outcome.exit_code:

@@ -51,7 +51,12 @@ SETTINGS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class LossyCase:
-    """One run. loss: in nats, the mean of its last steps. held_out: of text that it has not seen."""
+    """One run.
+
+    Attributes:
+        loss: Nats per token, the mean of the last steps.
+        held_out: The loss on text that the run has not seen.
+    """
 
     name: str
     loss: float
@@ -66,17 +71,21 @@ class LossyResult:
     cases: tuple[LossyCase, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {"lossy": asdict(self)}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> LossyResult:
-        found = plain["lossy"]
-        return LossyResult(steps=found["steps"], cases=tuple(LossyCase(**case) for case in found["cases"]))
+        lossy = plain["lossy"]
+        return LossyResult(steps=lossy["steps"], cases=tuple(LossyCase(**case) for case in lossy["cases"]))
 
 
 def measure(steps: int) -> LossyResult:
-    """Every case, one after the other; minutes. Raises ProgramFailedError if a run fails."""
+    """Run every case, one after the other; minutes.
+
+    Raises:
+        ProgramFailedError: If a run fails.
+    """
     with tempfile.TemporaryDirectory(prefix="penstock-lossy-") as name:
         rows = [(case, partial(_train, case, Path(name) / str(i), steps)) for i, case in enumerate(CASES)]
         cases = in_rows(rows, lambda found: LossyResult(steps=steps, cases=found))
@@ -97,14 +106,14 @@ def _train(case: str, folder: Path, steps: int) -> LossyCase:
 
 
 def summary(name: str, steps: list[dict[str, Any]]) -> LossyCase:
-    """What a run's metrics say of its end."""
+    """Return what a run's metrics say of its end."""
     return LossyCase(
         name=name, loss=fmean(step["loss"] for step in steps[-LAST:]), held_out=steps[-1]["eval_loss"]
     )
 
 
 def render_lossy(result: LossyResult) -> str:
-    """A Markdown table, and how far apart the controls are."""
+    """Return a Markdown table, and how far apart the controls are."""
     first, *others = result.cases
     rows = [("rows", "loss", "difference", "held-out loss", "difference"), _row(first, None)]
     rows += [_row(case, first) for case in others]

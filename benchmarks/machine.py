@@ -20,9 +20,11 @@ CPU_INFO, MEMORY_INFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
 class Machine:
     """Neither host names nor paths are among these.
 
-    cores: that this process may use. kernel: name and version, without what a distributor adds to it.
-    date: of the measurement, UTC, YYYY-MM-DD.
-    commit: of the source, shortened, with `+` if files differ from it; None outside a repository.
+    Attributes:
+        cores: How many cores this process may use.
+        kernel: Name and version, without what a distributor adds to it.
+        date: The date of the measurement, UTC, YYYY-MM-DD.
+        commit: The commit of the source, shortened, with `+` if files differ; None outside a repository.
     """
 
     cores: int
@@ -36,7 +38,7 @@ class Machine:
 
     @staticmethod
     def here() -> Machine:
-        """This machine, now (Linux)."""
+        """Return this machine, now (Linux)."""
         return Machine(
             cores=len(os.sched_getaffinity(0)),
             cpu=_field(CPU_INFO, "model name") or platform.machine(),
@@ -49,7 +51,7 @@ class Machine:
         )
 
     def lines(self) -> list[tuple[str, str]]:
-        """What to show: name and value of each fact."""
+        """Return what to show: name and value of each fact."""
         facts = [
             ("processor", f"{self.cpu}, {self.cores} cores"),
             ("memory", f"{self.memory_bytes / 2**30:.1f} GiB"),
@@ -71,7 +73,7 @@ class Machine:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit of the repository that holds `folder`; None if there is none, or no git to ask."""
+    """Return the commit of the repository that holds `folder`; None if there is none, or no git to ask."""
     revision = _git(folder, "rev-parse", "--short=10", "HEAD")
     if revision is None:
         return None
@@ -80,7 +82,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Output of a git command; None if it fails, which only says that there is no repository to name."""
+    """Return the output of a git command; None if it fails: then there is no repository to name."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
@@ -91,12 +93,12 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _version(release: str) -> str:
-    """`6.1.90` of `6.1.90-something`."""
-    found = re.match(r"\d+(\.\d+)*", release)
-    return found[0] if found else release
+    """Return `6.1.90` of `6.1.90-something`."""
+    match = re.match(r"\d+(\.\d+)*", release)
+    return match[0] if match else release
 
 
 def _field(path: Path, name: str) -> str | None:
-    """Value of the first line `name : value`; some processors have no model name."""
+    """Return value of the first line `name : value`; some processors have no model name."""
     lines = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), None)

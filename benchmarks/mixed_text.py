@@ -45,7 +45,7 @@ CONFIG: Final = RECORDED.with_suffix(".toml")
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Kinds of text that this machine has, each with its name."""
+    """Yield kinds of text that this machine has, each with its name."""
     library = Path(sysconfig.get_paths()["stdlib"])
     headers = Path(torch.__file__).parent / "include"
     yield "python", _files(sorted(library.glob("*.py")))
@@ -60,12 +60,12 @@ def _files(paths: Iterable[Path]) -> str:
 
 
 def _messages(catalogues: Iterable[Path]) -> str:
-    """What programs say in one language."""
+    """Return what programs say in one language."""
     return _joined("\n".join(_catalogue(path)) for path in catalogues)
 
 
 def _catalogue(path: Path) -> Iterator[str]:
-    """The translations in a compiled catalogue of GNU gettext, but not its header; other files have none."""
+    """Yield the translations in a compiled catalogue of GNU gettext, without its header."""
     data = path.read_bytes()
     magic, _, count, _, table = HEAD.unpack_from(data) if len(data) >= HEAD.size else (0,) * 5
     if magic != CATALOGUE_MAGIC:
@@ -76,18 +76,22 @@ def _catalogue(path: Path) -> Iterator[str]:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """The first parts, KIND_BYTES characters or all."""
-    found, size = [], 0
+    """Return the first parts, KIND_BYTES characters or all."""
+    pieces, size = [], 0
     for part in parts:
-        found.append(part[: KIND_BYTES - size])
-        size += len(found[-1])
+        pieces.append(part[: KIND_BYTES - size])
+        size += len(pieces[-1])
         if size >= KIND_BYTES:
             break
-    return "\n".join(found)
+    return "\n".join(pieces)
 
 
 def write_texts(folder: Path) -> tuple[str, ...]:
-    """One file for each kind; returns the names of those that there are. Raises ConfigError for too few."""
+    """Write one file for each kind of text that there is; return the names of the kinds.
+
+    Raises:
+        ConfigError: If there are too few.
+    """
     names = []
     for name, text in texts():
         encoded = text.encode()[:KIND_BYTES]
@@ -101,7 +105,14 @@ def write_texts(folder: Path) -> tuple[str, ...]:
 
 
 def record(target: Path, steps: int, kept_steps: int = KEPT_STEPS, settings: Sequence[str] = ()) -> None:
-    """Train for so many steps and write the last of its recording. settings: other than those of CONFIG."""
+    """Train, and write what the last steps chose.
+
+    Args:
+        target: The file to write.
+        steps: How many steps to train for.
+        kept_steps: How many of the last steps to keep.
+        settings: Settings `section.key=value` beside those of `CONFIG`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         corpus, run = Path(folder, "texts"), Path(folder, "run")
         corpus.mkdir()
@@ -115,7 +126,7 @@ def record(target: Path, steps: int, kept_steps: int = KEPT_STEPS, settings: Seq
 
 
 def main() -> int:
-    """As a command."""
+    """Run as a command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mixed_text", description=__doc__)
     parser.add_argument("file", type=Path, help="what is written")
     parser.add_argument("settings", nargs="*", help="of the run, as `penstock train` takes them")

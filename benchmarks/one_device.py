@@ -29,7 +29,11 @@ PEER: Final = "transformers"
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of the models and of a batch. precision: of both, weights are in float32."""
+    """Sizes of the models and of a batch.
+
+    Attributes:
+        precision: The precision of both models; weights are in float32.
+    """
 
     vocab_size: int = 32_000
     hidden_size: int = 1024
@@ -62,7 +66,11 @@ SMALL: Final = replace(
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to train one family. ratio: of its steps to those of transformers, round by round."""
+    """One way to train one family.
+
+    Attributes:
+        ratio: The time of its steps over that of transformers', round by round.
+    """
 
     family: str
     way: str
@@ -80,7 +88,7 @@ class OneDevice:
     rows: tuple[Row, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `one_device` tells it from other results."""
+        """Return plain values; the key `one_device` tells it from other results."""
         return {"one_device": asdict(self)}
 
 
@@ -116,10 +124,10 @@ def measure_one_device(sizes: Sizes, rounds: int = ROUNDS) -> OneDevice:
             Row(
                 family=family,
                 way=way,
-                step_s=Band.of(each),
-                ratio=Band.of_ratios(each, times_s[PEER]),
+                step_s=Band.of(way_s),
+                ratio=Band.of_ratios(way_s, times_s[PEER]),
             )
-            for way, each in times_s.items()
+            for way, way_s in times_s.items()
         ]
     name = device_of(device).identity(device) or "processor"
     return OneDevice(device=name, sizes=sizes, rounds=rounds, rows=tuple(rows))

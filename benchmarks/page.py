@@ -41,7 +41,11 @@ HEAD: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A run in the page. name: of its figure."""
+    """A run in the page.
+
+    Attributes:
+        name: The name of its figure.
+    """
 
     name: str
     title: str
@@ -50,8 +54,11 @@ class Section:
 
 
 def write_page(results: Mapping[str, Result], title: str = "Penstock benchmarks", subtitle: str = "") -> str:
-    """HTML with everything in it, plotly.js included. results: by a name that is unique and made of letters,
-    digits, `-` and `_`."""
+    """Return HTML with everything in it, plotly.js included.
+
+    Args:
+        results: Results by names that are unique and made of letters, digits, `-` and `_`.
+    """
     runs = {name: view(result) for name, result in results.items()}
     palette = colours(runs.values())
     figures = {name: run_figure(run, palette) for name, run in runs.items()}
@@ -70,19 +77,19 @@ def write_page(results: Mapping[str, Result], title: str = "Penstock benchmarks"
 
 
 def _overview(runs: Sequence[RunView], palette: Mapping[str, str]) -> dict[str, Figure]:
-    found = {}
+    figures = {}
     if (ordered := by_rate(runs)) and lines(ordered):
-        found["overview-rates"] = rates_figure(ordered, palette)
+        figures["overview-rates"] = rates_figure(ordered, palette)
     if any(case.simulated_s for run in runs for case in run.cases):
-        found["overview-prediction"] = prediction_figure(runs, palette)
-    return found
+        figures["overview-prediction"] = prediction_figure(runs, palette)
+    return figures
 
 
 # ---- figures -----------------------------------------------------------------------------------------------
 
 
 def run_figure(run: RunView, palette: Mapping[str, str]) -> Figure:
-    """Bars of all cases against the limit, the first case on top."""
+    """Return bars of all cases against the limit, the first case on top."""
     data = [_bar(run, case, palette[case.schedule]) for case in run.cases]
     longest_s = max(run.limit_s, *(case.high_s for case in run.cases))
     layout = _layout(
@@ -138,9 +145,14 @@ def _bar(run: RunView, case: CaseView, colour: str) -> Figure:
 
 
 def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
-    """Overlap efficiency against the rate between nodes. runs: by rising rate."""
-    found = lines(runs)
-    ticks = sorted({rate for line in found.values() for rate in line})
+    """Return a figure of overlap efficiency against the rate between nodes.
+
+    Args:
+        runs: Runs by rising rate.
+        palette: Colours by schedule.
+    """
+    by_case = lines(runs)
+    ticks = sorted({rate for line in by_case.values() for rate in line})
     layout = _layout(
         height=440,
         title=_title("Overlap efficiency by link rate", f"physical limit / iteration on {runs[0].shape}"),
@@ -154,7 +166,7 @@ def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
         yaxis={"title": {"text": "efficiency"}, "tickformat": ".1f"},
         shapes=[_limit_line(y=1.0)],
     )
-    return {"data": [_line(line, palette) for line in found.values()], "layout": layout}
+    return {"data": [_line(line, palette) for line in by_case.values()], "layout": layout}
 
 
 def _line(line: Mapping[float, tuple[RunView, CaseView]], palette: Mapping[str, str]) -> Figure:
@@ -182,7 +194,7 @@ def _line(line: Mapping[float, tuple[RunView, CaseView]], palette: Mapping[str, 
 
 
 def prediction_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
-    """Simulated against measured iteration, one set of points for each schedule."""
+    """Return a figure of simulated against measured iterations, a set of points per schedule."""
     points = [(run, case) for run in runs for case in run.cases if case.simulated_s is not None]
     times_ms = [1e3 * (t or 0.0) for _, case in points for t in (case.iteration_s, case.simulated_s)]
     ends = [min(times_ms) / 1.15, max(times_ms) * 1.15]
@@ -217,7 +229,7 @@ def _cloud(name: str, points: Sequence[tuple[RunView, CaseView]], colour: str) -
 
 
 def _hover(run: RunView, case: CaseView) -> str:
-    """All numbers of a case."""
+    """Return all numbers of a case."""
     rows = zip(HEAD[1:], _cells(case)[1:], strict=True)
     return "<br>".join(
         [

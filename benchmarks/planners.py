@@ -45,14 +45,19 @@ PAYS: Final = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """One planner on all steps. planner: `none`, or its name, with EXACT where rows are split exactly.
+    """One planner on all steps; figures but `dropped` are means over steps.
 
-    ratio: of links to devices. drift: share of the rows that follow another distribution one step later.
-    overlap: share of a step's rows in common with those of the step before. deviation: standard deviation of
-    the ranks' loads over their mean. imbalance: their maximum over the mean. speedup: the layer's time
-    without replicas over its time. of_even: throughput over that of forced balance. dropped: share of steps
-    in which the plan of the step before would have been slower than none. All but the last are means over
-    steps.
+    Attributes:
+        planner: `none`, or its name, with EXACT where rows are split exactly.
+        ratio: Time of transfers over time of computation, of evenly routed rows.
+        drift: Share of the rows that follow another distribution one step later.
+        overlap: Share of a step's rows in common with those of the step before.
+        deviation: Standard deviation of the ranks' loads over their mean.
+        imbalance: The largest of the ranks' loads over their mean.
+        layer_ms: Milliseconds of the layer.
+        speedup: The layer's time without replicas over its time.
+        of_even: Throughput over that of forced balance.
+        dropped: Share of steps in which the plan of the step before would have been slower than none.
     """
 
     planner: str
@@ -77,8 +82,13 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannersResult:
-    """planners: all of them at one ratio and drift. by_ratio, by_drift: with one replica slot; by drift our
-    best planner with more, too."""
+    """The planners under every condition.
+
+    Attributes:
+        planners: All of them at one ratio and drift.
+        by_ratio: At several ratios, with one replica slot.
+        by_drift: At several drifts, with one replica slot; our best planner with more, too.
+    """
 
     ranks: int
     steps: int
@@ -87,12 +97,16 @@ class PlannersResult:
     by_drift: tuple[Planned, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `planners` tells it from other results."""
+        """Return plain values; the key `planners` tells it from other results."""
         return asdict(self)
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> PlannersResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """Restore what `to_dict` has made plain.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         rows = {name: tuple(map(_planned, plain[name])) for name in ("planners", "by_ratio", "by_drift")}
         return PlannersResult(**{**plain, **rows})
 
@@ -113,7 +127,7 @@ class _Step:
 def simulate_planners(
     steps: int = STEPS, ratios: Sequence[float] = RATIOS, drifts: Sequence[float] = DRIFTS
 ) -> PlannersResult:
-    """Every planner on the same loads. A minute."""
+    """Simulate every planner on the same loads. A minute."""
     all_slots = [(NONE, SLOTS[0]), *((name, slots) for slots in SLOTS for name in CONTENDERS)]
     one_slot = [(NONE, SLOTS[0]), *product(CONTENDERS, SLOTS[:1])]
     ours_too = [*one_slot[1:], *product([PLANNED + EXACT], SLOTS[1:])]
@@ -142,30 +156,30 @@ _Group = tuple[str, tuple[Planned, ...]]
 
 
 def _simulated(planner: str, slots: int, ratio: float, drift: float, steps: int) -> Planned:
-    """Each step but the first under the plan of the one before."""
+    """Simulate each step but the first under the plan of the one before."""
     loads = list(drifting_loads(RANKS, steps + 1, drift))
     name, exact = planner.removesuffix(EXACT), planner.endswith(EXACT)
     problems = [expert_problem(RANKS, slots, ratio, each, exact=exact) for each in loads]
     none = [_step(problem, Replication.none(problem.placement, slots)) for problem in problems[1:]]
-    found = none if planner == NONE else [_served(name, *pair) for pair in pairwise(problems)]
-    total_s = float(np.mean([step.time.total_s for step in found]))
+    served = none if planner == NONE else [_served(name, *pair) for pair in pairwise(problems)]
+    total_s = float(np.mean([step.time.total_s for step in served]))
     return Planned(
         planner=planner,
         replica_slots=slots,
         ratio=ratio,
         drift=drift,
         overlap=float(np.mean([overlap(before, after) for before, after in pairwise(loads)])),
-        deviation=float(np.mean([step.load.computed.std() / step.load.computed.mean() for step in found])),
-        imbalance=float(np.mean([step.load.imbalance for step in found])),
+        deviation=float(np.mean([step.load.computed.std() / step.load.computed.mean() for step in served])),
+        imbalance=float(np.mean([step.load.imbalance for step in served])),
         layer_ms=1e3 * total_s,
         speedup=float(np.mean([step.time.total_s for step in none])) / total_s,
         of_even=seconds_of(costs(RANKS, ratio), _even()).total_s / total_s,
-        dropped=float(np.mean([step.dropped for step in found])),
+        dropped=float(np.mean([step.dropped for step in served])),
     )
 
 
 def _served(name: str, before: ExpertProblem, problem: ExpertProblem) -> _Step:
-    """With the plan of the step before, dropped where it does not pay."""
+    """Return a step with the plan of the step before, dropped where it does not pay."""
     replication = find_planner(name)(before)
     if replication.is_empty or pays(problem, replication):
         return _step(problem, replication)
@@ -184,7 +198,7 @@ def _even() -> LayerLoad:
 
 
 def render_planners(result: PlannersResult) -> str:
-    """Three tables, in Markdown."""
+    """Return three tables, in Markdown."""
     first = result.planners[0]
     return "\n".join(
         [
@@ -243,27 +257,27 @@ def _planner_rows(planners: Sequence[Planned]) -> list[list[str]]:
 def _ratio_rows(rows: Sequence[Planned]) -> list[list[str]]:
     by_ratio, names, last = _grouped(rows, lambda row: row.ratio), _names(rows), _best(rows)
     head = ["link / device", "none ms", *names, f"{last}: max / mean", f"{last}: of forced balance"]
-    found = []
-    for ratio, each in by_ratio.items():
-        best = each[last]
+    lines = []
+    for ratio, by_planner in by_ratio.items():
+        best = by_planner[last]
         ends = [f"{best.imbalance:.2f}", f"{100 * best.of_even:.0f} %"]
-        speedups = [f"{each[name].speedup:.2f}x" for name in names]
-        found.append([f"{ratio:g}", f"{each[NONE].layer_ms:.1f}", *speedups, *ends])
-    return [head, *found]
+        speedups = [f"{by_planner[name].speedup:.2f}x" for name in names]
+        lines.append([f"{ratio:g}", f"{by_planner[NONE].layer_ms:.1f}", *speedups, *ends])
+    return [head, *lines]
 
 
 def _names(rows: Sequence[Planned]) -> list[str]:
-    """The planners that were simulated: a result may be older than some."""
+    """Return the planners that were simulated: a result may be older than some."""
     return [name for name in dict.fromkeys(row.label for row in rows) if name != NONE]
 
 
 def _best(rows: Sequence[Planned]) -> str:
-    """The planner of ours that was simulated."""
+    """Return the planner of ours that was simulated."""
     return PLANNED + EXACT if PLANNED + EXACT in _names(rows) else PLANNED
 
 
 def _where_it_pays(rows: Sequence[Planned]) -> list[str]:
-    """Up to which ratio a planner does what it aims at, and from which one it gains next to nothing."""
+    """Say up to which ratio a planner does what it aims at, and from which one it gains next to nothing."""
     reached = [row.ratio for row in rows if row.of_even >= AIM]
     idle = [row.ratio for row in rows if row.speedup < PAYS]
     lines = (
@@ -279,11 +293,11 @@ def _where_it_pays(rows: Sequence[Planned]) -> list[str]:
 def _drift_rows(rows: Sequence[Planned]) -> list[list[str]]:
     names = _names(rows)
     head = ["drift", "rows in common", *names]
-    found = []
-    for drift, each in _grouped(rows, lambda row: row.drift).items():
-        common = f"{100 * each[PLANNED].overlap:.0f} %"
-        found.append([f"{drift:g}", common, *(_kept(each[name]) for name in names)])
-    return [head, *found]
+    lines = []
+    for drift, by_planner in _grouped(rows, lambda row: row.drift).items():
+        common = f"{100 * by_planner[PLANNED].overlap:.0f} %"
+        lines.append([f"{drift:g}", common, *(_kept(by_planner[name]) for name in names)])
+    return [head, *lines]
 
 
 def _kept(row: Planned) -> str:
@@ -291,11 +305,11 @@ def _kept(row: Planned) -> str:
 
 
 def _grouped(rows: Sequence[Planned], key: Callable[[Planned], float]) -> dict[float, dict[str, Planned]]:
-    """By a number, then by planner."""
-    found: dict[float, dict[str, Planned]] = {}
+    """Return rows by a number, then by planner."""
+    groups: dict[float, dict[str, Planned]] = {}
     for row in rows:
-        found.setdefault(key(row), {})[row.label] = row
-    return found
+        groups.setdefault(key(row), {})[row.label] = row
+    return groups
 
 
 if __name__ == "__main__":

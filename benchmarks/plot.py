@@ -42,8 +42,13 @@ SHIPPED_SHARE: Final = 0.45
 def draw(results: Mapping[str, Result], folder: Path) -> dict[str, Path]:
     """Write every figure that these results allow into `folder`, which is made if need be.
 
-    results: by a name that serves as file name. Returns the files by name; the figures over several runs are
-    `rates` (only with two link rates or more) and `prediction` (only if something was predicted).
+    Args:
+        results: Results by names that serve as file names.
+        folder: Where to write.
+
+    Returns:
+        The files by name. Figures over several runs are `rates` (only with two link rates or more) and
+        `prediction` (only if something was predicted).
     """
     folder.mkdir(parents=True, exist_ok=True)
     runs = {name: view(result) for name, result in results.items()}
@@ -64,7 +69,7 @@ def draw(results: Mapping[str, Result], folder: Path) -> dict[str, Path]:
 
 
 def run_figure(run: RunView, palette: Mapping[str, str]) -> Figure:
-    """Iteration time of every case, first case on top, with the limit as a line through all bars."""
+    """Return a figure of the iteration time of every case, the first on top, with the limit as a line."""
     count = len(run.cases)
     height_in = 1.52 + 0.56 * count
     figure = _figure(height_in)
@@ -85,7 +90,7 @@ def run_figure(run: RunView, palette: Mapping[str, str]) -> Figure:
 
 
 def _bar(axes: Axes, place: int, case: CaseView, colour: str, longest_s: float) -> None:
-    """The ratio stands on the bar, the time behind the whisker, name and efficiency in front."""
+    """Draw one bar: the ratio stands on it, the time behind the whisker, name and efficiency in front."""
     fill = tint(colour, SHIPPED_SHARE) if case.shipped else colour
     hatch = "///" if case.shipped else None
     axes.barh(place, case.iteration_s, height=0.66, color=fill, hatch=hatch, edgecolor=colour, linewidth=0)
@@ -145,21 +150,26 @@ def _subtitle(run: RunView) -> str:
 
 
 def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
-    """Overlap efficiency against the rate between nodes, a line for each case. runs: by rising rate."""
+    """Return a figure of overlap efficiency against the rate between nodes, a line for each case.
+
+    Args:
+        runs: Runs by rising rate.
+        palette: Colours by schedule.
+    """
     figure = _figure(5.0)
     axes = figure.add_axes((0.085, 0.125, 0.635, 0.705))
-    found = lines(runs)
+    by_case = lines(runs)
     ends: list[tuple[float, str, str]] = []
-    for number, line in enumerate(found.values()):
+    for number, line in enumerate(by_case.values()):
         points = [line[rate] for rate in sorted(line)]
-        last, aside = points[-1][1], 1 + 0.012 * (number - (len(found) - 1) / 2)
+        last, aside = points[-1][1], 1 + 0.012 * (number - (len(by_case) - 1) / 2)
         _line(axes, [rate * aside for rate in sorted(line)], points, palette[last.schedule])
         ends.append((last.efficiency, last.title, palette[last.schedule]))
-    ticks = sorted({rate for line in found.values() for rate in line})
+    ticks = sorted({rate for line in by_case.values() for rate in line})
     _rate_axes(axes, ticks)
     ends_of_whiskers = [
         limit.limit_s / time_s
-        for line in found.values()
+        for line in by_case.values()
         for limit, case in line.values()
         for time_s in (case.low_s, case.high_s)
     ]
@@ -174,7 +184,7 @@ def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
 def _line(
     axes: Axes, rates: Sequence[float], points: Sequence[tuple[RunView, CaseView]], colour: str
 ) -> None:
-    """Points with the interval of the iteration time, carried over to the efficiency.
+    """Draw points with the interval of the iteration time, carried over to the efficiency.
 
     rates: in bit/s, each line a little aside of the others, so that intervals do not hide each other.
     """
@@ -200,7 +210,7 @@ def _line(
 
 
 def _efficiency_range(values: Sequence[float]) -> tuple[float, float]:
-    """Holds all values and the limit; values far beyond the limit, which are noise, are cut off."""
+    """Return a range with all values and the limit; values far beyond it, which are noise, are cut off."""
     return max(0.0, math.floor(10 * (min(values) - 0.02)) / 10), min(1.3, max(1.03, max(values) + 0.02))
 
 
@@ -219,7 +229,7 @@ def _rate_axes(axes: Axes, ticks: Sequence[float]) -> None:
 
 
 def _end_labels(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Names behind the last points, pushed apart where they would overlap."""
+    """Write names behind the last points, pushed apart where they would overlap."""
     low, high = axes.get_ylim()
     places = apart([height for height, _, _ in ends], 0.052 * (high - low))
     for (height, label, colour), place in zip(ends, places, strict=True):
@@ -229,7 +239,7 @@ def _end_labels(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def apart(heights: Sequence[float], gap: float) -> list[float]:
-    """The same heights, moved as little as needed so that neighbours stand at least `gap` apart."""
+    """Return the same heights, moved as little as needed so that neighbours stand at least `gap` apart."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     clusters: list[list[int]] = []
     for index in order:
@@ -256,7 +266,7 @@ def _top(cluster: Sequence[int], heights: Sequence[float], gap: float) -> float:
 
 
 def prediction_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
-    """Simulated against measured iteration, a point for each case that has a prediction."""
+    """Return a figure of simulated against measured iterations, a point for each predicted case."""
     figure = _figure(6.4, width_in=8.2)  # room for names such as sequential+zero1
     axes = figure.add_axes((0.1, 0.105, 0.5914, 0.7578))  # square
     points = [
@@ -301,7 +311,7 @@ def _square_axes(axes: Axes, times_s: Sequence[float]) -> None:
 
 
 def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers within [low, high], about equally far apart on a logarithmic axis."""
+    """Return round numbers within [low, high], about equally far apart on a logarithmic axis."""
     for steps in (
         (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9),
         (1, 1.5, 2, 2.5, 3, 4, 5, 7),
@@ -320,7 +330,7 @@ def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def _names(axes: Axes, names: Sequence[str], palette: Mapping[str, str]) -> None:
-    """What colour is which schedule, beside the points."""
+    """Write which schedule has which colour beside the points."""
     for number, name in enumerate(names):
         place = 0.985 - 0.062 * number
         axes.plot(1.05, place, "o", markersize=8, color=palette[name], transform=axes.transAxes)
@@ -339,7 +349,7 @@ def _figure(height_in: float, width_in: float = WIDTH_IN) -> Figure:
 
 
 def _headline(figure: Figure, title: str, subtitle: str) -> None:
-    """Two lines at the upper left, at the same distance from the edge whatever the figure's size."""
+    """Write two lines at the upper left, at the same distance from the edge whatever the figure's size."""
     width_in, height_in = figure.get_size_inches()
     left = 0.18 / width_in
     figure.text(left, 1 - 0.16 / height_in, title, fontsize=13.5, weight="bold", color=TEXT, va="top")
@@ -347,7 +357,7 @@ def _headline(figure: Figure, title: str, subtitle: str) -> None:
 
 
 def _clean(axes: Axes, grid: str) -> None:
-    """Only the grid lines that help to read values, behind everything else."""
+    """Leave only the grid lines that help to read values, behind everything else."""
     axes.set_axisbelow(True)
     for name in ("x", "y") if grid == "both" else (grid,):
         axes.grid(axis="x" if name == "x" else "y", color=GRID, linewidth=0.9)
@@ -356,5 +366,5 @@ def _clean(axes: Axes, grid: str) -> None:
 
 
 def _readable(colour: str) -> str:
-    """A darker shade of a colour, for text on white."""
+    """Return a darker shade of a colour, for text on white."""
     return "#" + "".join(f"{int(int(colour[i : i + 2], 16) * 0.72):02X}" for i in (1, 3, 5))

@@ -27,7 +27,11 @@ MILLI: Final = 1e3
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One schedule at one rate. Seconds; interval_s: empty where none was told."""
+    """One schedule at one rate, in seconds.
+
+    Attributes:
+        interval_s: The predicted interval; empty where none was given.
+    """
 
     inter_rate_bit_per_s: float
     schedule: str
@@ -48,32 +52,36 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionsResult:
-    """All rates. virtual: whether devices slept instead of computing."""
+    """All rates.
+
+    Attributes:
+        virtual: Whether devices slept instead of computing.
+    """
 
     virtual: bool
     rows: tuple[Prediction, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {"predictions": asdict(self)}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> PredictionsResult:
-        found = plain["predictions"]
-        rows = (Prediction(**{**row, "interval_s": tuple(row["interval_s"])}) for row in found["rows"])
-        return PredictionsResult(virtual=found["virtual"], rows=tuple(rows))
+        section = plain["predictions"]
+        rows = (Prediction(**{**row, "interval_s": tuple(row["interval_s"])}) for row in section["rows"])
+        return PredictionsResult(virtual=section["virtual"], rows=tuple(rows))
 
 
 def measure_predictions(
     rates: Sequence[str], *, virtual: bool, overrides: Sequence[str]
 ) -> PredictionsResult:
-    """One comparison per rate, one after the other; minutes. Linux, root."""
+    """Measure one comparison per rate, one after the other; minutes. Linux, root."""
     rows = [row for rate in rates for row in predictions_of(_bench(rate, virtual, overrides))]
     return PredictionsResult(virtual=virtual, rows=tuple(rows))
 
 
 def predictions_of(result: Mapping[str, Any]) -> list[Prediction]:
-    """The rows of one comparison, from the JSON object that it printed."""
+    """Return the rows of one comparison, from the JSON object that it printed."""
     return [
         Prediction(
             inter_rate_bit_per_s=result["inter_rate_bit_per_s"],
@@ -87,7 +95,7 @@ def predictions_of(result: Mapping[str, Any]) -> list[Prediction]:
 
 
 def _bench(rate: str, virtual: bool, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """Raises ProgramFailedError with what it said if it fails."""
+    """Run a comparison; raise ProgramFailedError with what it said if it fails."""
     shape = ("--virtual", "--emulate", "4x4") if virtual else ("--emulate", "2x1")
     sizes = ("moe.num_experts=16", "compare.rounds=3") if virtual else ()
     given = (*shape, "--inter-rate", rate, "--schedules", SCHEDULES, *SETTINGS, *sizes, *overrides)
@@ -102,7 +110,7 @@ def _bench(rate: str, virtual: bool, overrides: Sequence[str]) -> Mapping[str, A
 
 
 def render_predictions(result: PredictionsResult) -> str:
-    """A table in Markdown, and the mean error below."""
+    """Return a table in Markdown, and the mean error below."""
     titles = ("Mbit/s", "schedule", "predicted ms", "interval ms", "measured ms", "error")
     table = markdown_table([titles, *map(_cells, result.rows)])
     errors = [abs(row.error) for row in result.rows]

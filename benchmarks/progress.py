@@ -21,7 +21,12 @@ class Progress:
         self._result: Callable[[], Any] | None = None
 
     def begin(self, name: str, *, shown: bool) -> None:
-        """name: of the benchmark. shown: whether this process is the one that tells what is done."""
+        """Begin to show progress.
+
+        Args:
+            name: The benchmark.
+            shown: Whether this process is the one that says what is done.
+        """
         self._name, self._row, self._told_s = name if shown else "", "", -LINE_EVERY_S
         self._result = None
 
@@ -40,11 +45,11 @@ class Progress:
             print(f"{self._name}: {self._row}{what}", file=sys.stderr, flush=True)
 
     def keep(self, result: Callable[[], Any]) -> None:
-        """What a stop from now on prints: the result of what has been measured."""
+        """Keep the result of what has been measured: a stop from now on prints it."""
         self._result = result
 
     def kept(self) -> Any:
-        """The result of what had been measured by the last `keep`; None if nothing had."""
+        """Return the result of what had been measured by the last `keep`; None if nothing had."""
         return None if self._result is None else self._result()
 
 
@@ -54,14 +59,16 @@ PROGRESS: Final = Progress()
 def in_rows(
     rows: Sequence[tuple[str, Callable[[], T]]], result: Callable[[tuple[T, ...]], Any]
 ) -> tuple[T, ...]:
-    """What every row measures, one after the other; told with its number, and kept as far as it is there.
+    """Measure every row, one after the other; say its number, and keep what is there.
 
-    rows: what to say, and what to call. result: of some of them, as the whole benchmark returns it.
+    Args:
+        rows: What to say of every row, and what to call for it.
+        result: Makes of some rows' values the result that the whole benchmark returns.
     """
-    found: list[T] = []
+    results: list[T] = []
     for number, (what, measure) in enumerate(rows, 1):
         PROGRESS.row(f"{what}, {number} of {len(rows)}")
-        found.append(measure())
-        PROGRESS.keep(partial(result, tuple(found)))
+        results.append(measure())
+        PROGRESS.keep(partial(result, tuple(results)))
     PROGRESS.row("")
-    return tuple(found)
+    return tuple(results)

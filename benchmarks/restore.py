@@ -10,9 +10,12 @@ from penstock.lab.bench.result import BenchResult, CaseResult, Limit, Spread
 
 
 def restore(plain: Mapping[str, Any]) -> BenchResult:
-    """The inverse of `BenchResult.to_dict`. Raises `KeyError` if a field is missing.
+    """Restore what `BenchResult.to_dict` has made plain.
 
     Older results have no notes, no rate inside nodes, no layout, and one limit for all of their cases.
+
+    Raises:
+        KeyError: If a field is missing.
     """
     limit = _limit(plain)
     return BenchResult(
@@ -29,23 +32,23 @@ def restore(plain: Mapping[str, Any]) -> BenchResult:
 
 
 def _limit(plain: Mapping[str, Any]) -> Limit:
-    known = {field.name: plain[field.name] for field in fields(Limit) if field.name in plain}
-    return Limit(**known)
+    values = {field.name: plain[field.name] for field in fields(Limit) if field.name in plain}
+    return Limit(**values)
 
 
 def _ends(interval: Sequence[float] | None) -> tuple[float, float] | None:
-    """Older results have no intervals."""
+    """Return the ends of an interval; older results have none."""
     return None if interval is None else (interval[0], interval[1])
 
 
 def _case(plain: Mapping[str, Any], limit: Limit) -> CaseResult:
-    """In JSON `speedup` is the median alone, since that is what people look for."""
+    """Return a case; in JSON `speedup` is the median alone, since that is what people look for."""
     apart = ("limit", "simulated_interval_s")
-    found = {field.name: plain[field.name] for field in fields(CaseResult) if field.name not in apart}
-    found["simulated_interval_s"] = _ends(plain.get("simulated_interval_s"))
-    found["limit"] = _limit(plain["limit"]) if "limit" in plain else limit
+    values = {field.name: plain[field.name] for field in fields(CaseResult) if field.name not in apart}
+    values["simulated_interval_s"] = _ends(plain.get("simulated_interval_s"))
+    values["limit"] = _limit(plain["limit"]) if "limit" in plain else limit
     low, high = plain["speedup_interval"]
-    found["speedup"] = Spread(median=plain["speedup"], low=low, high=high)
-    found["iteration_s"] = Spread(**plain["iteration_s"])
-    found["iterations_s"] = tuple(plain["iterations_s"])
-    return CaseResult(**found)
+    values["speedup"] = Spread(median=plain["speedup"], low=low, high=high)
+    values["iteration_s"] = Spread(**plain["iteration_s"])
+    values["iterations_s"] = tuple(plain["iterations_s"])
+    return CaseResult(**values)

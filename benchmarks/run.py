@@ -18,9 +18,12 @@ OVERVIEW: Final = {
 class Run:
     """One call of `penstock bench`, or of a benchmark of its own.
 
-    name: of its files: letters, digits, `-` and `_`. arguments: of `penstock bench`, unless `benchmark` names
-    a module of `benchmarks`. note: why it is here. seconds: roughly what it takes. drawn: whether its cases
-    are in figures.
+    Attributes:
+        name: The name of its files: letters, digits, `-` and `_`.
+        arguments: Arguments of `penstock bench`, unless `benchmark` names a module of `benchmarks`.
+        note: Why it is here.
+        seconds: Roughly how long it takes.
+        drawn: Whether its cases are in figures.
     """
 
     name: str

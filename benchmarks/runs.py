@@ -19,7 +19,7 @@ def _cluster(shape: str, rate: str) -> tuple[str, ...]:
 
 
 def _whole(rate: str, seconds: float) -> Run:
-    """Whole iterations of ours and of others, with AdamW and with its shares, each as shipped."""
+    """Return whole iterations of ours and of others, with AdamW and with its shares, each as shipped."""
     ours = ("--schedules", "sequential,sequential+zero1,penstock,penstock+zero1,penstock+zero2")
     arguments = (*_cluster("2x1", rate), *ours, "--peers", "deepspeed,megatron", "compare.rounds=3")
     return Run(

@@ -102,10 +102,10 @@ def main() -> int:
             environ = {**os.environ, "PYTHONPATH": f"{checkout / 'src'}:{here}"}
             command = [sys.executable, "-m", "benchmarks.saving", "--alone"]
             done = subprocess.run(command, env=environ, cwd=here, capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            step_s, stop_s = found["step_s"], found["stop_s"]
+            measured = json.loads(done.stdout.splitlines()[-1])
+            step_s, stop_s = measured["step_s"], measured["stop_s"]
             print(
-                f"{name:8} {found['state_mb']:4.0f} MB  {step_s[0]:9.2f} s {step_s[1]:6.2f} s"
+                f"{name:8} {measured['state_mb']:4.0f} MB  {step_s[0]:9.2f} s {step_s[1]:6.2f} s"
                 f"      {stop_s[0]:9.2f} s {stop_s[1]:6.2f} s"
                 f"      {stop_s[0] / step_s[0]:9.2f} {stop_s[1] / step_s[1]:6.2f}",
                 flush=True,

@@ -29,8 +29,10 @@ RANKS_PER_NODE: Final = 4
 
 
 def drifting_loads(ranks: int, steps: int, drift: float = DRIFT) -> Iterator[Ints]:
-    """[P, E] for every step, one expert for each rank: a few hot experts, on all ranks about the same, that
-    change slowly."""
+    """Yield loads [P, E] for every step, one expert for each rank.
+
+    A few experts are hot, on all ranks about the same ones, and change slowly.
+    """
     rng = np.random.default_rng(0)
     shares_PE = _shares(rng, ranks)
     for _ in range(steps):
@@ -42,16 +44,19 @@ def drifting_loads(ranks: int, steps: int, drift: float = DRIFT) -> Iterator[Int
 
 
 def _shares(rng: np.random.Generator, experts: int) -> Floats:
-    """Of every rank's rows, by expert, [P, E]: a few hot ones have HOT_SHARE."""
+    """Return shares of every rank's rows by expert, [P, E]: a few hot ones have HOT_SHARE."""
     weights = rng.dirichlet(np.full(experts, 2.0)) * (1 - HOT_SHARE)
     weights[rng.choice(experts, HOT, replace=False)] += rng.dirichlet(np.full(HOT, 8.0)) * HOT_SHARE
     return rng.dirichlet(ALIKE * weights + 1e-3, experts)
 
 
 def costs(ranks: int, ratio: float) -> ExpertCosts:
-    """Of one layer on nodes of 4 ranks, links inside nodes twice as fast as a node's card.
+    """Return the costs of one layer on nodes of 4 ranks, links inside nodes twice as fast as a node's card.
 
-    ratio: the four transfers of evenly routed rows over the experts' computation, forward and backward.
+    Args:
+        ranks: How many ranks there are.
+        ratio: Time of the four transfers of evenly routed rows over that of the experts' computation, forward
+            and backward.
     """
     nodes = tuple(np.repeat(np.arange(-(-ranks // RANKS_PER_NODE)), RANKS_PER_NODE)[:ranks].tolist())
     row_s, row_bytes = 1e-6, HIDDEN_SIZE * BYTES
@@ -72,7 +77,15 @@ def costs(ranks: int, ratio: float) -> ExpertCosts:
 def expert_problem(
     ranks: int, replica_slots: int, ratio: float = 0.5, loads: Ints | None = None, *, exact: bool = True
 ) -> ExpertProblem:
-    """One layer of one step; without loads, those of the first. exact: rows are split by their own loads."""
+    """Return one layer of one step.
+
+    Args:
+        ranks: How many ranks there are.
+        replica_slots: Replicas that a rank can hold.
+        ratio: See `costs`.
+        loads: Rows of every rank for every expert, [P, E]; None = those of the first step.
+        exact: Whether rows are split by their own loads.
+    """
     return ExpertProblem(
         placement=ExpertPlacement.even(ranks, ranks),
         replica_slots=replica_slots,

@@ -67,8 +67,12 @@ NETMOE: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Solved:
-    """One size. solver_s: of the assignment, costs included, by name of the solver. published: the paper's
-    row, if it has one."""
+    """One size.
+
+    Attributes:
+        solver_s: Seconds of the assignment, costs included, by solver.
+        published: The paper's row, if it has one.
+    """
 
     nodes: int
     devices_per_node: int
@@ -79,7 +83,11 @@ class Solved:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedIn:
-    """Time of every planner of replicas, for one layer. seconds: by name."""
+    """Time of every planner of replicas, for one layer.
+
+    Attributes:
+        seconds: Seconds by planner.
+    """
 
     ranks: int
     replica_slots: int
@@ -94,12 +102,16 @@ class SolversResult:
     planned: tuple[PlannedIn, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `solved` tells it from other results."""
+        """Return plain values; the key `solved` tells it from other results."""
         return asdict(self)
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> SolversResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """Restore what `to_dict` has made plain.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         return SolversResult(
             solved=tuple(_solved(row) for row in plain["solved"]),
             planned=tuple(PlannedIn(**row | {"seconds": _bands(row["seconds"])}) for row in plain["planned"]),
@@ -116,7 +128,11 @@ def _bands(plain: Mapping[str, Mapping[str, float]]) -> dict[str, Band]:
 
 
 def measure_solvers(rounds: int = ROUNDS) -> SolversResult:
-    """All sizes, solvers in turns. rounds: of the largest problems; small ones have more. 60 s."""
+    """Measure all sizes, solvers in turns. 60 s.
+
+    Args:
+        rounds: Rounds of the largest problems; small ones have more.
+    """
     for name in SOLVERS:
         prepare(name)
     with quiet_process():
@@ -144,7 +160,7 @@ def _result(found: tuple[Solved | PlannedIn, ...]) -> SolversResult:
 def _solve(
     nodes: int, per_node: int, samples: int, rounds: int, published: Published | None = None
 ) -> Solved:
-    """samples: of every device."""
+    """Solve one size, with `samples` on every device."""
     problem = sample_assignment(nodes, per_node, samples)
     total = len(problem.homes)
     names = [name for name in SOLVERS if name == "network_simplex" or total <= MOST_MATCHED]
@@ -158,8 +174,10 @@ def _solve(
 
 
 def sample_assignment(nodes: int, per_node: int, samples: int) -> SampleProblem:
-    """Samples that prefer experts of their own, one expert on each device, and that follow them in the next
-    layer."""
+    """Return samples that prefer experts of their own and follow them in the next layer.
+
+    Every device has one expert.
+    """
     devices = nodes * per_node
     node_of_device = np.repeat(np.arange(nodes), per_node)
     rng = np.random.default_rng(0)
@@ -188,14 +206,14 @@ def _timed_in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> di
 
 
 def _processor_s(call: Callable[[], object]) -> float:
-    """Of one call, which runs on this thread alone: what it takes on a core that it has for itself."""
+    """Return the seconds of one call, which runs on this thread alone, on a core of its own."""
     start_s = time.thread_time()
     call()
     return time.thread_time() - start_s
 
 
 def render_solvers(result: SolversResult) -> str:
-    """Both tables, in Markdown."""
+    """Return both tables, in Markdown."""
     return "\n".join(
         [
             "assignment of samples, costs and both stages: processor time, median [10 %, 90 %] of rounds",

@@ -31,7 +31,9 @@ GRACE_S: Final = 4.0
 class Stop:
     """While it is entered: whether this process was `asked` to stop, and that it does.
 
-    show: prints a result. speaks: whether this process is the one that says what became of it.
+    Attributes:
+        show: Prints a result.
+        speaks: Whether this process is the one that says what became of it.
     """
 
     def __init__(self, show: Callable[[Any], int], *, speaks: bool) -> None:
@@ -43,11 +45,11 @@ class Stop:
     def __enter__(self) -> Stop:
         self._heard, self._signals = socket.socketpair()
         self._signals.setblocking(False)
-        self._before = {each: signal.getsignal(each) for each in SIGNALS}
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
         signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
-        for each, before in self._before.items():
+        for number, before in self._before.items():
             if before != signal.SIG_IGN:
-                signal.signal(each, self._raise)
+                signal.signal(number, self._raise)
         threading.Thread(target=self._watch, name="benchmark-stop", daemon=True).start()
         return self
 
@@ -55,8 +57,8 @@ class Stop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        for each, before in self._before.items():
-            signal.signal(each, before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
         signal.set_wakeup_fd(-1)
         self._signals.close()
 
@@ -87,7 +89,7 @@ class Stop:
         print(f"penstock: {said}", file=sys.stderr, flush=True)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        """Only once: one Ctrl-C may arrive twice, and the second would interrupt the end."""
+        """Raise KeyboardInterrupt once: a Ctrl-C may arrive twice, and the second would interrupt the end."""
         del number, frame
         self.asked = True
         if not self._raised:
@@ -105,8 +107,8 @@ class Stop:
         """Return when the benchmark has ended; end the process if it stands still or is asked again."""
         insists_s, patience = time.monotonic() + SAME_REQUEST_S, Patience(threading.main_thread())
         while not self._ended.wait(POLL_S):
-            again = bool(select.select([self._heard], [], [], 0)[0]) and self._heard.recv(1)
-            if again and time.monotonic() > insists_s:
+            repeated = bool(select.select([self._heard], [], [], 0)[0]) and self._heard.recv(1)
+            if repeated and time.monotonic() > insists_s:
                 os._exit(INTERRUPTED)
             telling = self._telling.locked()
             if not patience.ends(GRACE_S, moves=telling):

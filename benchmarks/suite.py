@@ -44,7 +44,8 @@ GRACE_S: Final = 30.0
 class Outcome:
     """What became of a run. Of result (its JSON) and failure (one line) exactly one is there.
 
-    measured: on which machine and when, in words; "" = as the document says.
+    Attributes:
+        measured: The machine and the date, in words; "" = as the document says.
     """
 
     run: Run
@@ -65,11 +66,18 @@ class Outcome:
 
 
 def run_suite(runs: Sequence[Run], folder: Path, out: TextIO) -> int:
-    """Run all, write all documents into `folder`; 0, or 1 if a run failed.
+    """Run all, write all documents into `folder`, and return 0, or 1 if a run failed.
 
-    out: where progress and errors go, a line at a time. A run that fails stops none of the others. Raises
-    `OSError` if the folder cannot be written, before the first run. If it is interrupted, what has ended goes
-    into the documents that are there, or becomes them.
+    A run that fails stops none of the others. If the suite is interrupted, what has ended goes into the
+    documents that are there, or becomes them.
+
+    Args:
+        runs: What to run.
+        folder: Where the documents are.
+        out: Where progress and errors go, a line at a time.
+
+    Raises:
+        OSError: If the folder cannot be written, before the first run.
     """
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
 
@@ -83,10 +91,13 @@ def run_suite(runs: Sequence[Run], folder: Path, out: TextIO) -> int:
 
 
 def run_some(names: Sequence[str], folder: Path, out: TextIO) -> int:
-    """Run those of `SUITE` and put what they find into the documents that are there; 0, or 1 if one failed.
+    """Run some of `SUITE`, put results into the documents that are there; return 0, or 1 if one failed.
 
-    Raises `ConfigError` for an unknown name, `OSError` where no suite has been written. If it is interrupted,
-    what has ended is put there.
+    If it is interrupted, what has ended is put there.
+
+    Raises:
+        ConfigError: If a name is unknown.
+        OSError: If no suite has been written there.
     """
     for name in names:
         check_name("--only", name, [run.name for run in SUITE])
@@ -99,7 +110,7 @@ def run_some(names: Sequence[str], folder: Path, out: TextIO) -> int:
 
 
 def _run_each(runs: Sequence[Run], out: TextIO, keep: Callable[[Sequence[Outcome]], None]) -> list[Outcome]:
-    """What became of all; an interruption goes on when what had ended before is kept."""
+    """Return what became of all; an interruption goes on when what had ended before is kept."""
     outcomes: list[Outcome] = []
     try:
         for number, run in enumerate(runs, 1):
@@ -114,14 +125,14 @@ def _run_each(runs: Sequence[Run], out: TextIO, keep: Callable[[Sequence[Outcome
 def _put(found: Sequence[Outcome], folder: Path) -> None:
     results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
     outcomes = [replace(outcome, measured=Machine.here().words) for outcome in found]
-    known = {each["name"]: each for each in [*results["runs"], *map(_plain, outcomes)]}
-    results["runs"] = [known[run.name] for run in SUITE if run.name in known]
+    by_name = {each["name"]: each for each in [*results["runs"], *map(_plain, outcomes)]}
+    results["runs"] = [by_name[run.name] for run in SUITE if run.name in by_name]
     _put_sections(outcomes, draw(_drawn(results["runs"]), folder / FOLDER), folder)
     (folder / RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _drawn(runs: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The comparisons among plain runs, by name, for figures."""
+    """Return the comparisons among plain runs, by name, for figures."""
     wanted = {run.name for run in SUITE if run.drawn}
     compared = [run for run in runs if run["name"] in wanted and "cases" in run.get("result", {})]
     return {run["name"]: {**run["result"], "label": run["title"]} for run in compared}
@@ -144,7 +155,7 @@ def _told(outcomes: Sequence[Outcome], folder: Path, out: TextIO) -> int:
 
 
 def run_one(run: Run, place: str, out: TextIO) -> Outcome:
-    """One run in a process of its own, with its progress on `out`."""
+    """Run one in a process of its own, with its progress on `out`."""
     print(f"{place} {run.title} (about {run.seconds:.0f} s) ...", end=" ", file=out, flush=True)
     start_s = time.monotonic()
     code, stdout, stderr = _execute(run)
@@ -161,7 +172,7 @@ def run_one(run: Run, place: str, out: TextIO) -> Outcome:
 
 
 def _execute(run: Run) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr. A run that hangs is told to end, so that it can remove its cluster."""
+    """Return exit code, stdout and stderr; a run that hangs is told to end and can remove its cluster."""
     command = [sys.executable, "-m", *run.module, "--json"]
     limit_s = PATIENCE * run.seconds + SPARE_S
     pipe = subprocess.PIPE
@@ -188,16 +199,16 @@ def _last_words(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def _parse(stdout: str) -> Mapping[str, Any] | None:
-    """The one JSON object on stdout; None if something else is there."""
+    """Return the one JSON object on stdout; None if something else is there."""
     try:
-        found = json.loads(stdout)
+        plain = json.loads(stdout)
     except json.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) else None
+    return plain if isinstance(plain, dict) else None
 
 
 def _last_line(stderr: str) -> str:
-    """What a command says last is why it failed; folders are left out, since they are this machine's."""
+    """Return what a command says last, which is why it failed; this machine's folders are left out."""
     said = [line.strip() for line in stderr.splitlines() if line.strip()]
     return re.sub(r"(?<![\w.])/(?:[^\s/:'\"]+/)+", "", said[-1]) if said else ""
 
@@ -206,7 +217,7 @@ def _last_line(stderr: str) -> str:
 
 
 def write_all(machine: Machine, outcomes: Sequence[Outcome], folder: Path) -> None:
-    """BENCHMARKS.md, figures, page and results of these outcomes."""
+    """Write BENCHMARKS.md, figures, page and results of these outcomes."""
     compared = {o.run.name: result for o in outcomes if (result := o.compared) is not None}
     pictures = draw(compared, folder / FOLDER)
     sections = [_section(outcome, pictures, folder) for outcome in outcomes]
@@ -246,12 +257,12 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
 
 
 def _beside(path: Path, folder: Path) -> str:
-    """The path as the document in `folder` links it."""
+    """Return the path as the document in `folder` links it."""
     return path.relative_to(folder).as_posix()
 
 
 def main() -> int:
-    """Exit code. Refused where no cluster can be emulated: most of the runs would fail."""
+    """Run the suite, unless no cluster can be emulated: most runs would fail; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.suite",
         description="Runs all that BENCHMARKS.md shows and writes it. Linux, root, an idle machine, one "

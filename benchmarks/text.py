@@ -34,7 +34,11 @@ RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
 
 
 def text_of(result: Mapping[str, Any]) -> str:
-    """The tables that a benchmark prints beside this JSON object. Raises `KeyError` if keys are missing."""
+    """Return the tables that a benchmark prints beside this JSON object.
+
+    Raises:
+        KeyError: If keys are missing.
+    """
     for key, text in RENDERERS.items():
         if key in result:
             return text(result)

@@ -51,10 +51,14 @@ SETTINGS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedCase:
-    """One contender on one link. iterations_s: a median per round. speedup: round by round over the first.
+    """One contender on one link.
 
-    uplink_bytes: of a step, the busiest direction. imbalance: the busiest rank's rows over the mean, by owner
-    of the expert; before any replica helps. loss: of the last step of the last round.
+    Attributes:
+        iterations_s: The median iteration of each round.
+        speedup: Speed-up over the first contender, round by round.
+        uplink_bytes: Bytes of a step in the busiest direction.
+        imbalance: The busiest rank's rows over the mean, by owner of the expert, before any replica helps.
+        loss: The loss of the last step of the last round.
     """
 
     rate_bit_per_s: float
@@ -98,13 +102,17 @@ class _Turn:
         return float(median(step["iteration_s"] for step in self.steps[WARM_UP:]))
 
     def mean(self, key: str) -> float:
-        """Over the counted steps and all layers; of steps that say nothing, 0."""
-        found = [fmean(step[key]) for step in self.steps[WARM_UP:] if step.get(key)]
-        return fmean(found) if found else 0.0
+        """Return the mean over the counted steps and all layers; of steps that say nothing, 0."""
+        means = [fmean(step[key]) for step in self.steps[WARM_UP:] if step.get(key)]
+        return fmean(means) if means else 0.0
 
 
 def measure() -> TrainedResult:
-    """Minutes. Linux, root. Raises ProgramFailedError with what a run said if it fails."""
+    """Measure all contenders on every link; minutes. Linux, root.
+
+    Raises:
+        ProgramFailedError: If a run fails; ends with what the run said.
+    """
     with tempfile.TemporaryDirectory(prefix="penstock-trained-") as name:
         folder = Path(name)
         (folder / "texts").mkdir()
@@ -121,10 +129,10 @@ def _on_link(folder: Path, learnt: Path, rate: float) -> list[TrainedCase]:
     emulate = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=rate)
     turns: dict[str, list[_Turn]] = {name: [] for name in CONTENDERS}
     for _ in range(ROUNDS):
-        for name, found in turns.items():
-            found.append(_continue(folder, learnt, emulate, name))
+        for name, taken in turns.items():
+            taken.append(_continue(folder, learnt, emulate, name))
     base = [turn.iteration_s for turn in turns[CONTENDERS[0]]]
-    return [_summary(name, rate, found, base) for name, found in turns.items()]
+    return [_summary(name, rate, taken, base) for name, taken in turns.items()]
 
 
 def _summary(name: str, rate: float, turns: Sequence[_Turn], base: Sequence[float]) -> TrainedCase:
@@ -142,7 +150,7 @@ def _summary(name: str, rate: float, turns: Sequence[_Turn], base: Sequence[floa
 
 
 def _continue(folder: Path, learnt: Path, emulate: EmulateConfig, name: str) -> _Turn:
-    """Some more steps of the learnt model, as `name` says, in a folder that goes away."""
+    """Run some more steps of the learnt model, as `name` says, in a folder that goes away."""
     named, output = Named.of(name), folder / "turn"
     shutil.copytree(learnt, output)
     own = (
@@ -172,7 +180,7 @@ def _count(path: Path) -> int:
 
 
 def render_trained(result: TrainedResult) -> str:
-    """A Markdown table, and how far losses are apart."""
+    """Return a Markdown table, and how far losses are apart."""
     head = (
         "link",
         "contender",

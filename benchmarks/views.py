@@ -30,9 +30,12 @@ MORE_COLOURS: Final = ("#56B4E9", "#8C510A", "#5E3C99", "#1B1F23")
 class CaseView:
     """One bar. Times are seconds; simulated_s is None if nothing was predicted.
 
-    label: as the run calls it, or the schedule. remark: what else to say in front of the efficiency.
-    exposed_s, overhead_share: None for a peer, which has no tasks and cannot tell; pieces is empty then.
-    identity: what makes this case the same line in several runs. shipped: ran over Gloo's own all-to-all.
+    Attributes:
+        label: What the run calls it, or the schedule.
+        remark: What else to say before the efficiency.
+        exposed_s, overhead_share: None for a peer, which has no tasks and cannot tell; pieces is empty then.
+        identity: What makes this case the same line in several runs.
+        shipped: Whether it ran over Gloo's own all-to-all.
     """
 
     label: str
@@ -95,7 +98,11 @@ class RunView:
 
 
 def view(result: Result) -> RunView:
-    """Raises `KeyError` if one of the keys that every result has is missing."""
+    """Return named values.
+
+    Raises:
+        KeyError: If one of the keys that every result has is missing.
+    """
     return RunView(
         label=result.get("label") or _layout(result),
         ranks=result["ranks"],
@@ -145,7 +152,7 @@ def _layout(result: Result) -> str:
 
 
 def by_rate(runs: Sequence[RunView]) -> list[RunView]:
-    """Runs of one kind of cluster by rising rate, of the kind with the most rates; [] if none has two."""
+    """Return runs of the kind of cluster with the most rates, by rising rate; [] if none has two."""
     kinds: dict[tuple[int, int, bool], list[RunView]] = {}
     for run in runs:
         if run.inter_rate_bit_per_s is not None:
@@ -161,20 +168,20 @@ def _rates(runs: Iterable[RunView]) -> set[float | None]:
 
 
 def lines(runs: Sequence[RunView]) -> dict[tuple[str, str, str], dict[float, tuple[RunView, CaseView]]]:
-    """By identity of a case: rate in bit/s to its run and case. Only what was run at two rates or more.
+    """Return, by identity of a case, its run and case by rate in bit/s, if there are two rates or more.
 
     Where two runs have the same rate, the first counts: it holds fewer cases, so less time passed in it.
     """
-    found: dict[tuple[str, str, str], dict[float, tuple[RunView, CaseView]]] = {}
+    by_case: dict[tuple[str, str, str], dict[float, tuple[RunView, CaseView]]] = {}
     for run in runs:
         for case in run.cases:
-            line = found.setdefault(case.identity, {})
+            line = by_case.setdefault(case.identity, {})
             line.setdefault(run.inter_rate_bit_per_s or 0.0, (run, case))
-    return {identity: line for identity, line in found.items() if len(line) > 1}
+    return {identity: line for identity, line in by_case.items() if len(line) > 1}
 
 
 def colours(runs: Iterable[RunView]) -> dict[str, str]:
-    """`#RRGGBB` of every schedule in these runs; a known schedule has the same colour everywhere."""
+    """Return `#RRGGBB` of every schedule in these runs; a known schedule has the same colour everywhere."""
     names = list(dict.fromkeys(case.schedule for run in runs for case in run.cases))
     unknown = [name for name in names if name not in COLOURS]
     more = dict(zip(unknown, islice(cycle(MORE_COLOURS), len(unknown)), strict=True))
@@ -182,32 +189,36 @@ def colours(runs: Iterable[RunView]) -> dict[str, str]:
 
 
 def tint(colour: str, share: float) -> str:
-    """The colour mixed with white; share: of the colour, 0 to 1."""
+    """Return the colour mixed with white.
+
+    Args:
+        share: The share of the colour, 0 to 1.
+    """
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(255 - (255 - part) * share):02X}" for part in parts)
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever is easier to read on the colour."""
+    """Return black or white, whichever is easier to read on the colour."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#FFFFFF" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1B1F23"
 
 
 def milliseconds(time_s: float) -> str:
-    """`8.41 ms`, `842 ms`, `2055 ms`, `12.3 s`."""
+    """Return a text such as `8.41 ms`, `842 ms`, `2055 ms`, `12.3 s`."""
     if time_s >= 10:
         return f"{time_s:.1f} s"
     return f"{1e3 * time_s:.0f} ms" if time_s >= 0.1 else f"{1e3 * time_s:.3g} ms"
 
 
 def rate_text(rate_bit_per_s: float) -> str:
-    """`400 Mbit/s`, `2 Gbit/s`."""
+    """Return a text such as `400 Mbit/s`, `2 Gbit/s`."""
     if rate_bit_per_s >= 1e9:
         return f"{rate_bit_per_s / 1e9:g} Gbit/s"
     return f"{rate_bit_per_s / 1e6:g} Mbit/s"
 
 
 def shape_text(ranks: int, nodes: int) -> str:
-    """Nodes times devices, in words."""
+    """Return nodes times devices, in words."""
     devices = ranks // nodes
     return f"{nodes} node{'s' * (nodes > 1)} {TIMES} {devices} device{'s' * (devices > 1)}"

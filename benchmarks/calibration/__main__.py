@@ -39,10 +39,10 @@ def calibrated(options: argparse.Namespace) -> Calibration:
     if options.write:
         for name in HARDWARE:
             fitted(name).file.save(FOLDER / f"{name}.json")
-    found = Calibration(results=held_out(options.sample), steps=steps())
+    calibration = Calibration(results=held_out(options.sample), steps=steps())
     if options.write:
-        write_whole(PAGE, found.to_text())
-    return found
+        write_whole(PAGE, calibration.to_text())
+    return calibration
 
 
 if __name__ == "__main__":  # not in processes that share the work

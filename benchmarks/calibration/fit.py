@@ -32,7 +32,11 @@ NARROW: Final = {"A800": 1555e9}
 
 @dataclass(frozen=True)
 class Fitted:
-    """A cluster with the likeliest constants. factors: within which each is known, one standard deviation."""
+    """A cluster with the likeliest constants.
+
+    Attributes:
+        factors: By constant, the factor within which it is known: one standard deviation.
+    """
 
     file: ClusterFile
     factors: Mapping[str, float]
@@ -43,7 +47,7 @@ def fitted(name: str) -> Fitted:
     """Return the cluster of a paper. Deterministic, so that the shipped files can be made again."""
     hardware = HARDWARE[name]
     wholes, starts = hardware.wholes(), dict(hardware.starts)
-    beliefs = {each: belief for each, belief in _beliefs(hardware).items() if each not in starts}
+    beliefs = {rate: belief for rate, belief in _beliefs(hardware).items() if rate not in starts}
     if not hardware.between[0]:  # one node: nothing leaves it
         for inside, between in (
             ("intra_latency_s", "link_latency_s"),
@@ -53,11 +57,11 @@ def fitted(name: str) -> Fitted:
     fitted = [row for row in rows() if row.cluster == name and not row.left_out]
 
     def built(logs: npt.NDArray[np.float64]) -> ClusterFile:
-        found = {
-            each: beliefs[each].middle * wholes.get(each, 1.0) * math.exp(log)
-            for each, log in zip(beliefs, logs.tolist(), strict=True)
+        solution = {
+            rate: beliefs[rate].middle * wholes.get(rate, 1.0) * math.exp(log)
+            for rate, log in zip(beliefs, logs.tolist(), strict=True)
         }
-        return _file(name, hardware, {**starts, **found})
+        return _file(name, hardware, {**starts, **solution})
 
     def missed(logs: npt.NDArray[np.float64]) -> list[float]:
         file = built(logs)
@@ -67,14 +71,14 @@ def fitted(name: str) -> Fitted:
 
     if not fitted:
         file = built(np.zeros(len(beliefs)))
-        factors = {each: belief.factor for each, belief in beliefs.items()}
+        factors = {rate: belief.factor for rate, belief in beliefs.items()}
         return _described(Fitted(_rounded(file), factors), beliefs)
     from scipy.optimize import least_squares  # half a second that not every process needs
 
-    found = least_squares(missed, np.zeros(len(beliefs)))
-    spread = np.sqrt(np.diag(np.linalg.inv(found.jac.T @ found.jac)))
-    factors = {each: math.exp(width) for each, width in zip(beliefs, spread.tolist(), strict=True)}
-    return _described(Fitted(_rounded(built(found.x)), factors), beliefs)
+    solution = least_squares(missed, np.zeros(len(beliefs)))
+    spread = np.sqrt(np.diag(np.linalg.inv(solution.jac.T @ solution.jac)))
+    factors = {rate: math.exp(width) for rate, width in zip(beliefs, spread.tolist(), strict=True)}
+    return _described(Fitted(_rounded(built(solution.x)), factors), beliefs)
 
 
 def _beliefs(hardware: Hardware) -> dict[str, Belief]:
@@ -90,14 +94,14 @@ def _beliefs(hardware: Hardware) -> dict[str, Belief]:
 
 def _file(name: str, hardware: Hardware, rates: Mapping[str, float]) -> ClusterFile:
     memory = NARROW.get(hardware.device, hardware.sheet.memory_gb_per_s * 1e9)
-    known = {**rates, "memory_bytes_per_s": COPIES * memory}
-    known["link_bytes_per_s"] = min(known["link_bytes_per_s"], hardware.between[1])
+    values = {**rates, "memory_bytes_per_s": COPIES * memory}
+    values["link_bytes_per_s"] = min(values["link_bytes_per_s"], hardware.between[1])
     return ClusterFile(
         version=1,
         name=name,
         nodes=hardware.nodes,
         ranks_per_node=hardware.per_node,
-        rates=ClusterConfig(**known, link_rate_of="node"),
+        rates=ClusterConfig(**values, link_rate_of="node"),
         memory_bytes=hardware.memory_gib << 30,
         device=hardware.device,
         precision="float32",
@@ -142,35 +146,35 @@ class Misses:
 
 def misses(file: ClusterFile, *, left_out: bool = False) -> Misses:
     """Return what the file's prices miss: of the rows that it is fitted to, or of those that are left out."""
-    found = [row for row in rows() if row.cluster == file.name and bool(row.left_out) is left_out]
-    return Misses(tuple(row.predicted_ms(file) / row.measured_ms - 1 for row in found))
+    tasks = [row for row in rows() if row.cluster == file.name and bool(row.left_out) is left_out]
+    return Misses(tuple(row.predicted_ms(file) / row.measured_ms - 1 for row in tasks))
 
 
 def _described(found: Fitted, beliefs: Mapping[str, Belief]) -> Fitted:
     """Return the cluster with its source: what is published, fitted, lent and assumed, and what it misses."""
     file, hardware = found.file, HARDWARE[found.file.name]
-    known = ", ".join(f"{WORDS[each]} x{factor:.2f}" for each, factor in found.factors.items())
+    deviations = ", ".join(f"{WORDS[rate]} x{factor:.2f}" for rate, factor in found.factors.items())
     parts = [file.source, f"Published: {hardware.published}."]
     errors = misses(file)
     if errors.errors:
         parts.append(
             f"Likeliest by {len(errors.errors)} tasks that the study timed and by what is believed of the "
-            f"class of its links and programs. One standard deviation: {known}."
+            f"class of its links and programs. One standard deviation: {deviations}."
         )
     else:
         parts.append("No time of a task of this cluster is published, so nothing is fitted.")
         if hardware.like:
-            lent = ", ".join(WORDS[each] for each in hardware.lent)
+            lent = ", ".join(WORDS[rate] for rate in hardware.lent)
             parts.append(f"{hardware.like} lends its shares of peak rates ({hardware.why_like}): {lent}.")
-        parts.append(f"One standard deviation: {known}.")
+        parts.append(f"One standard deviation: {deviations}.")
     if hardware.starts:
         parts.append(
             "Start-ups are those of the study's linear models of all-to-all, all-gather and products."
         )
     assumed = [
-        f"{WORDS[each]} ({belief.why})"
-        for each, belief in beliefs.items()
-        if not errors.errors and each not in hardware.lent
+        f"{WORDS[rate]} ({belief.why})"
+        for rate, belief in beliefs.items()
+        if not errors.errors and rate not in hardware.lent
     ]
     copies = "copies at half of the memory's rate, since every byte is read and written"
     parts.append(f"Assumed: {', '.join([*assumed, copies])}.")

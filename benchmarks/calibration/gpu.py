@@ -27,7 +27,12 @@ RECOMPUTE: Final = {"full": "blocks", "select": "none"}
 
 @dataclass(frozen=True)
 class Setup:
-    """A row's model and cluster as `penstock plan` takes them. changes: to the model's config.json."""
+    """A row's model and cluster as `penstock plan` takes them.
+
+    Attributes:
+        changes: What differs from the model's `config.json`.
+        note: What is different in the prediction.
+    """
 
     model: str
     cluster: str
@@ -55,7 +60,11 @@ NOT_PREDICTED: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A measured step and its prediction; note: why there is none, or what is different in it."""
+    """A measured step and its prediction.
+
+    Attributes:
+        note: Why there is no prediction, or what is different in it.
+    """
 
     group: str
     model: str
@@ -86,10 +95,10 @@ def measured_step(row: Mapping[str, str]) -> Step:
     if setup is None:
         return replace(measured, note=NOT_PREDICTED[row["group"]])
     with _config(setup) as model:
-        found = _planned(["--model", model, "--cluster", setup.cluster, *_options(row)])
-    rate = found["throughput"]["tokens_per_s_per_device"]
+        report = _planned(["--model", model, "--cluster", setup.cluster, *_options(row)])
+    rate = report["throughput"]["tokens_per_s_per_device"]
     seconds = int(row["gbs"]) * int(row["seq"]) / rate / int(row["gpus"])
-    plan = found.get("choice") or found["stages"]["choice"]
+    plan = report.get("choice") or report["stages"]["choice"]
     return replace(measured, predicted_s=seconds, predicted_rate=rate, plan=plan["schedule"], note=setup.note)
 
 
@@ -101,15 +110,15 @@ def _layout(row: Mapping[str, str]) -> str:
 
 
 def _options(row: Mapping[str, str]) -> list[str]:
-    words = ["--batch", row["mbs"], "--global-batch", row["gbs"], "--seq-len", row["seq"]]
-    words += ["--tp-size", row["tp"], "--ep-size", row["ep"], "--zero-stage", "1"]
-    words += ["--recompute", RECOMPUTE.get(row["recompute"], "none")]
+    args = ["--batch", row["mbs"], "--global-batch", row["gbs"], "--seq-len", row["seq"]]
+    args += ["--tp-size", row["tp"], "--ep-size", row["ep"], "--zero-stage", "1"]
+    args += ["--recompute", RECOMPUTE.get(row["recompute"], "none")]
     if int(row["pp"]) > 1:
-        words += ["--pipeline-parallel-size", row["pp"], "--virtual-pipeline-parallel-size", row["vp"] or "1"]
+        args += ["--pipeline-parallel-size", row["pp"], "--virtual-pipeline-parallel-size", row["vp"] or "1"]
     # None of these frameworks computes one part of a batch under the transfers of another; sums of gradients
     # run under the backward pass.
-    words.append(f"schedule.name={'flowmoe' if row['ep'] == '1' else 'sequential'}")
-    return [*words, "moe.dispatch=flat"] if "alltoall" in row.get("dispatcher", "") else words
+    args.append(f"schedule.name={'flowmoe' if row['ep'] == '1' else 'sequential'}")
+    return [*args, "moe.dispatch=flat"] if "alltoall" in row.get("dispatcher", "") else args
 
 
 @contextmanager
@@ -132,5 +141,5 @@ def _planned(words: Sequence[str]) -> dict[str, Any]:
         code = main(["plan", *words, "--budget", BUDGET, "--memory-gib", MEMORY_GIB, "--json"])
     if code:
         raise RuntimeError(f"penstock plan {' '.join(words)}: {err.getvalue()}")
-    found: dict[str, Any] = json.loads(out.getvalue())
-    return found
+    report: dict[str, Any] = json.loads(out.getvalue())
+    return report

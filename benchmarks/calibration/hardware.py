@@ -14,7 +14,11 @@ from penstock.cost.devices import Device, find_device
 
 @dataclass(frozen=True)
 class Belief:
-    """What is thought of a constant before any task is looked at. why: in words."""
+    """What is thought of a constant before any task is looked at.
+
+    Attributes:
+        why: The reason in words.
+    """
 
     middle: float
     factor: float
@@ -51,8 +55,12 @@ COPIES: Final = 0.5
 class Hardware:
     """A cluster as its paper describes it.
 
-    inside, between: class of links, and bytes per second as published; between "" = one node. starts: known
-    start-ups, by rate. like: the cluster that lends what it reaches of its own rates, as far as `lent` says.
+    Attributes:
+        inside, between: Class of the links in a node and between nodes, and their bytes per second as
+            published; a class "" between nodes = one node.
+        starts: Known start-ups in seconds, by constant.
+        like: The cluster that lends what it reaches of its own rates, as far as `lent` says; "" = none.
+        why_like: Why that cluster.
     """
 
     title: str
@@ -71,9 +79,9 @@ class Hardware:
     @property
     def sheet(self) -> Device:
         """The device's data sheet."""
-        found = find_device(self.device)
-        assert found is not None, self.device
-        return found
+        device = find_device(self.device)
+        assert device is not None, self.device
+        return device
 
     def wholes(self) -> dict[str, float]:
         """Return what shares are of, by rate."""

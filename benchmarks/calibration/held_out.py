@@ -48,7 +48,11 @@ NOT_PREDICTED: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One published result. predicted: by the shipped files; else why there is none."""
+    """One published result.
+
+    Attributes:
+        predicted: The prediction by the shipped files, or why there is none.
+    """
 
     paper: str
     setting: str
@@ -60,9 +64,13 @@ class Result:
 
 
 def held_out(sample: int = SAMPLE) -> list[Result]:
-    """Return every published result. sample: layers of a grid that are simulated."""
+    """Return every published result.
+
+    Args:
+        sample: How many layers of a grid are simulated.
+    """
     fsmoe, parm = _fsmoe(sample), _parm(sample)
-    found = []
+    results = []
     for row in table("published_results.csv"):
         system, baseline, paper = row["system"], row["baseline"], row["paper"]
         if (
@@ -80,10 +88,10 @@ def held_out(sample: int = SAMPLE) -> list[Result]:
         else:
             predicted = f"none: {NOT_PREDICTED.get(system) or NOT_PREDICTED[baseline]}"
         names = ("paper", "setting", "system", "baseline", "metric")
-        found.append(
+        results.append(
             Result(**{name: row[name] for name in names}, published=row["value"], predicted=predicted)
         )
-    return found
+    return results
 
 
 def _seconds(problem: Problem, system: str) -> float:

@@ -66,7 +66,12 @@ kernels are those that others measured of single kernels."""
 
 
 def page(results: Sequence[Result], steps: Sequence[Step]) -> str:
-    """Return the page. results: held out. steps: on GPUs."""
+    """Return the page.
+
+    Args:
+        results: Published results to which nothing is fitted.
+        steps: Steps that were measured on GPUs.
+    """
     parts = [HEAD, CONSTANTS, _table(_constants()), TASKS, _table(_tasks())]
     parts += [HELD_OUT, _table(_results(results)), GPU, _table(_steps(steps))]
     return "\n\n".join(parts) + "\n"
@@ -81,9 +86,9 @@ def _constants() -> Iterator[Sequence[str]]:
     for name in HARDWARE:
         file, factors = find_cluster(name), fitted(name).factors
         values = [getattr(file.rates, each) * _unit(each)[0] for each in NAMES]
-        known = [f" x{factors[each]:.2f}" if each in factors else "" for each in NAMES]
+        spreads = [f" x{factors[each]:.2f}" if each in factors else "" for each in NAMES]
         errors = misses(file)
-        cells = (f"{value:.3g}{factor}" for value, factor in zip(values, known, strict=True))
+        cells = (f"{value:.3g}{factor}" for value, factor in zip(values, spreads, strict=True))
         yield (name, *cells, errors.words if errors.errors else "nothing fitted")
 
 
@@ -109,15 +114,15 @@ def _tasks() -> Iterator[Sequence[str]]:
 
 def _results(results: Sequence[Result]) -> Iterator[Sequence[str]]:
     yield ("paper", "setting", "system", "over", "metric", "published", "predicted")
-    for each in results:
+    for result in results:
         yield (
-            each.paper,
-            each.setting,
-            each.system,
-            each.baseline,
-            each.metric,
-            each.published,
-            each.predicted,
+            result.paper,
+            result.setting,
+            result.system,
+            result.baseline,
+            result.metric,
+            result.published,
+            result.predicted,
         )
 
 
@@ -134,17 +139,17 @@ def _steps(steps: Sequence[Step]) -> Iterator[Sequence[str]]:
         "plan",
         "",
     )
-    for each in steps:
-        seconds, rate = each.predicted_s, each.predicted_rate
+    for step in steps:
+        seconds, rate = step.predicted_s, step.predicted_rate
         yield (
-            each.group,
-            each.model,
-            each.layout,
-            f"{each.measured_s:.4g}",
+            step.group,
+            step.model,
+            step.layout,
+            f"{step.measured_s:.4g}",
             "-" if seconds is None else f"{seconds:.4g}",
-            "-" if seconds is None else f"{100 * (seconds / each.measured_s - 1):+.0f} %",
-            "-" if each.measured_rate is None else f"{each.measured_rate:,.0f}",
+            "-" if seconds is None else f"{100 * (seconds / step.measured_s - 1):+.0f} %",
+            "-" if step.measured_rate is None else f"{step.measured_rate:,.0f}",
             "-" if rate is None else f"{rate:,.0f}",
-            each.plan,
-            each.note,
+            step.plan,
+            step.note,
         )

@@ -86,8 +86,12 @@ LEFT_OUT: Final = {
 class Row:
     """What a paper says that all tasks of a kind took together.
 
-    messages: in which each all-reduce is done. left_out: why it tells no rate. noise: standard deviation of
-    its logarithm, by which prices may be off.
+    Attributes:
+        what: The kind of task.
+        sizes: What differs from the published sizes.
+        messages: How many messages each all-reduce takes.
+        left_out: Why the row tells no rate; "" if it does.
+        noise: Standard deviation of the logarithm, by which prices may be off.
     """
 
     cluster: str

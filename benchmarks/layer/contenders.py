@@ -43,16 +43,20 @@ Step = Callable[[Tensor], Tensor]
 
 
 def require_transformers() -> str:
-    """The version of transformers; `ConfigError` that says how to install it if it is not usable."""
+    """Return the version of transformers.
+
+    Raises:
+        ConfigError: If it is not usable; says how to install it.
+    """
     try:
-        found = metadata.version("transformers")
+        installed = metadata.version("transformers")
     except metadata.PackageNotFoundError:
         why = "the comparison needs it, and it is not installed"
         raise ConfigError("package", "transformers", why, f"Run {INSTALL}.") from None
-    if found.split(".")[0] != MAJOR:
-        why = f"the comparison needs version {MAJOR}, and {found} is installed"
+    if installed.split(".")[0] != MAJOR:
+        why = f"the comparison needs version {MAJOR}, and {installed} is installed"
         raise ConfigError("package", "transformers", why, f"Run {INSTALL}.")
-    return found
+    return installed
 
 
 class ExpertLoop(nn.Module):
@@ -86,9 +90,10 @@ def _matrices(stack: Tensor) -> nn.ParameterList:
 
 
 def build_contenders(size: LayerSize, seed: int = 0) -> dict[str, nn.Module]:
-    """All contenders by name, with the same weights. Every one maps x [T, M] to its output [T, M].
+    """Return all contenders by name, with the same weights. Every one maps x [T, M] to its output [T, M].
 
-    Raises `ConfigError` if transformers is missing.
+    Raises:
+        ConfigError: If transformers is missing.
     """
     require_transformers()
     blocks = {name: _mixtral(size, how) for name, how in IMPLEMENTATIONS.items()}
@@ -131,17 +136,17 @@ def _mixtral(size: LayerSize, implementation: str) -> nn.Module:
 
 @torch.no_grad()
 def draw_weights(module: nn.Module, seed: int) -> None:
-    """Normal, as large as keeps the size of what passes through."""
+    """Draw normal weights that keep the size of what passes through."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
 
 
 def check_agreement(contenders: Mapping[str, nn.Module], x_TM: Tensor, grad_TM: Tensor) -> None:
-    """Raises `RuntimeError` if an output or a gradient of x differs from the first contender's."""
-    found = {name: outcome(contender, x_TM, grad_TM) for name, contender in contenders.items()}
-    first, wanted = next(iter(found.items()))
-    for name, tensors in found.items():
+    """Raise RuntimeError if an output or a gradient of x differs from the first contender's."""
+    outcomes = {name: outcome(contender, x_TM, grad_TM) for name, contender in contenders.items()}
+    first, wanted = next(iter(outcomes.items()))
+    for name, tensors in outcomes.items():
         for what, ours, theirs in zip(("output", "gradient of the input"), wanted, tensors, strict=True):
             distance = float((ours - theirs).abs().max() / ours.abs().max())
             if not distance <= TOLERANCE:
@@ -149,7 +154,7 @@ def check_agreement(contenders: Mapping[str, nn.Module], x_TM: Tensor, grad_TM: 
 
 
 def outcome(contender: nn.Module, x_TM: Tensor, grad_TM: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and gradient of x of one step, whose gradients are dropped again."""
+    """Return output and gradient of x of one step, whose gradients are dropped again."""
     x_TM = x_TM.detach().requires_grad_()
     out_TM = contender(x_TM)
     out_TM.backward(grad_TM)

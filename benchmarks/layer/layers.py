@@ -44,7 +44,10 @@ FEW: Final = 3
 class ContenderResult:
     """One contender at one size.
 
-    rounds: it was timed in. to_penstock: its time over Penstock's, round by round; above 1 it is slower.
+    Attributes:
+        rounds: In how many rounds it was timed.
+        step_s: Seconds of a step.
+        to_penstock: Its time over Penstock's, round by round; above 1 it is slower.
     """
 
     name: str
@@ -76,19 +79,25 @@ class LayerCase:
     def from_dict(plain: Mapping[str, Any]) -> LayerCase:
         contenders = tuple(
             ContenderResult(
-                name=each["name"],
-                rounds=each["rounds"],
-                step_s=Band(**each["step_s"]),
-                to_penstock=Band(**each["to_penstock"]),
+                name=row["name"],
+                rounds=row["rounds"],
+                step_s=Band(**row["step_s"]),
+                to_penstock=Band(**row["to_penstock"]),
             )
-            for each in plain["contenders"]
+            for row in plain["contenders"]
         )
         return LayerCase(size=LayerSize(**plain["size"]), contenders=contenders)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerResult:
-    """All contenders at all sizes. rounds: the most. transformers: its version."""
+    """All contenders at all sizes.
+
+    Attributes:
+        threads: How many threads compute.
+        rounds: How many rounds a contender was timed in at most.
+        transformers: The version of the package transformers.
+    """
 
     threads: int
     rounds: int
@@ -96,20 +105,26 @@ class LayerResult:
     cases: tuple[LayerCase, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `layers` tells it from other results."""
+        """Return plain values; the key `layers` tells it from other results."""
         return {"layers": asdict(self) | {"cases": [case.to_dict() for case in self.cases]}}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> LayerResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
-        found = dict(plain["layers"])
-        return LayerResult(**found | {"cases": tuple(map(LayerCase.from_dict, found["cases"]))})
+        """Restore what `to_dict` has made plain.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
+        section = dict(plain["layers"])
+        return LayerResult(**section | {"cases": tuple(map(LayerCase.from_dict, section["cases"]))})
 
 
 def measure_layers(*, sizes: Sequence[LayerSize] = SIZES, rounds: int = ROUNDS) -> LayerResult:
-    """One step of every contender at every size, in turns.
+    """Measure one step of every contender at every size, in turns.
 
-    Raises `ConfigError` if transformers is missing, `RuntimeError` if contenders do not agree.
+    Raises:
+        ConfigError: If transformers is missing.
+        RuntimeError: If contenders do not agree.
     """
     version = require_transformers()
 
@@ -130,21 +145,21 @@ def _measure(size: LayerSize, rounds: int) -> LayerCase:
     check_agreement(contenders, x_TM, grad_TM)
     ways = {name: partial(step, each, x_TM, grad_TM) for name, each in contenders.items()}
     hopeless = _hopeless({name: way() for name, way in ways.items()})
-    found = _compare({name: way for name, way in ways.items() if name not in hopeless}, rounds, WARMUP)
+    results = _compare({name: way for name, way in ways.items() if name not in hopeless}, rounds, WARMUP)
     if hopeless:
         slow = {name: way for name, way in ways.items() if name in {PENSTOCK, *hopeless}}
-        found = _compare(slow, min(FEW, rounds), warmup=0) | found
-    return LayerCase(size=size, contenders=tuple(found[name] for name in ways))
+        results = _compare(slow, min(FEW, rounds), warmup=0) | results
+    return LayerCase(size=size, contenders=tuple(results[name] for name in ways))
 
 
 def _hopeless(step_s: Mapping[str, float]) -> list[str]:
-    """The contenders that are so slow that few rounds say enough."""
+    """Return the contenders that are so slow that few rounds say enough."""
     fastest_s = min(step_s.values())
     return [name for name, each_s in step_s.items() if name != PENSTOCK and each_s > HOPELESS * fastest_s]
 
 
 def _compare(ways: Mapping[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, ContenderResult]:
-    """Penstock, which must be among them, and others in turns."""
+    """Measure contenders in turns; Penstock must be among them."""
     times_s = in_turns(ways, rounds, warmup)
     return {
         name: ContenderResult(
@@ -158,7 +173,7 @@ def _compare(ways: Mapping[str, Callable[[], float]], rounds: int, warmup: int) 
 
 
 def step(contender: nn.Module, x_TM: Tensor, grad_TM: Tensor) -> float:
-    """Seconds of forward and backward."""
+    """Return seconds of forward and backward."""
     x_TM = x_TM.detach().requires_grad_()
     start_s = time.perf_counter()
     contender(x_TM).backward(grad_TM)

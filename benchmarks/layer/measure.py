@@ -37,13 +37,13 @@ class Band:
 
     @staticmethod
     def of_ratios(above: Sequence[float], below: Sequence[float]) -> Band:
-        """Of above / below, round by round: what disturbs a whole round falls out."""
+        """Return the band of above / below, round by round: what disturbs a whole round falls out."""
         return Band.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 @contextmanager
 def quiet_process() -> Iterator[None]:
-    """One thread, and memory as a training run treats it: what was freed is kept (for good)."""
+    """Compute on one thread, with memory as a training run treats it: what was freed is kept (for good)."""
     before = torch.get_num_threads()
     keep_freed_memory()
     torch.set_num_threads(THREADS)
@@ -59,25 +59,29 @@ def in_turns(
     warmup: int = WARMUP,
     result: Callable[[Mapping[str, list[T]]], Any] | None = None,
 ) -> dict[str, list[T]]:
-    """What each way returned in each round, A B C, C B A, ...: noise falls on all alike.
+    """Return what each way returned in each round, A B C, C B A, ...: noise falls on all alike.
 
-    result: of some rounds, as the whole benchmark returns it. Rounds are then told, and kept where they end.
+    Args:
+        ways: What to call, by name.
+        rounds: How many rounds count.
+        warmup: How many rounds go before.
+        result: Makes a result of some rounds; with it, rounds are announced, and kept where they end.
     """
-    found: dict[str, list[T]] = {name: [] for name in ways}
+    returned: dict[str, list[T]] = {name: [] for name in ways}
     for turn in range(warmup + rounds):
         if result is not None:
             PROGRESS.say(f"round {turn - warmup + 1} of {rounds}" if turn >= warmup else "warm-up")
         for name in list(ways)[:: -1 if turn % 2 else 1]:
             value = ways[name]()
             if turn >= warmup:
-                found[name].append(value)
+                returned[name].append(value)
         if result is not None and turn >= warmup:
-            PROGRESS.keep(partial(result, {name: list(values) for name, values in found.items()}))
-    return found
+            PROGRESS.keep(partial(result, {name: list(values) for name, values in returned.items()}))
+    return returned
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Return seconds of one call."""
     start_s = time.perf_counter()
     call()
     return time.perf_counter() - start_s

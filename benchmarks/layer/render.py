@@ -15,7 +15,7 @@ TITLES: Final = {EAGER: "Mixtral eager", GROUPED: "Mixtral grouped"}
 
 
 def render_layers(result: LayerResult) -> str:
-    """One row for each size: Penstock's time, and that of the others over it."""
+    """Return one row for each size: Penstock's time, and that of the others over it."""
     names = [each.name for each in result.cases[0].contenders if each.name != PENSTOCK]
     head = [
         f"whole layer, forward and backward, float32, {_threads(result.threads)}",
@@ -36,7 +36,7 @@ def _layer_row(case: LayerCase, names: Sequence[str]) -> list[str]:
 
 
 def _ratio(band: Band) -> str:
-    """Such as `1.86x 1.80-1.93`."""
+    """Return a text such as `1.86x 1.80-1.93`."""
     return f"{_short(band.median)}x {_short(band.low)}-{_short(band.high)}"
 
 

@@ -10,10 +10,13 @@ from penstock.lab.bench.contender import TransportName
 
 
 def build_peer(name: str, work: Work, transport: TransportName) -> Peer:
-    """This rank of peer `name`, with the weights of `work.model`. Collective: same calls, same order.
+    """Return this rank of peer `name`, with the weights of `work.model`. Collective: same calls, same order.
 
     Its process groups are new ones among the ranks that have joined, so that several peers, also two of a
-    kind, live side by side. Raises `ConfigError` if the package is missing or cannot do what is asked for.
+    kind, live side by side.
+
+    Raises:
+        ConfigError: If the package is missing or cannot do what is asked for.
     """
     version = require(name)
     leave_out_renamings()
@@ -27,5 +30,5 @@ def build_peer(name: str, work: Work, transport: TransportName) -> Peer:
 
 
 def leave_out_renamings() -> None:
-    """Of torch's warnings, those of functions that it has renamed: packages of peers call them, not we."""
+    """Leave out torch's warnings of functions that it has renamed: packages of peers call them, not we."""
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

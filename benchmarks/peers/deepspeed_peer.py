@@ -122,12 +122,12 @@ class DeepSpeedLayer(PeerLayer):
                     expert.experts.get_parameter(name).copy_(weight_MH.unsqueeze(0))
 
     def as_penstock(self, read: Read) -> dict[str, Tensor]:
-        found = {"gate.weight": read(self.moe.deepspeed_moe.gate.wg.weight)}
+        tensors = {"gate.weight": read(self.moe.deepspeed_moe.gate.wg.weight)}
         experts = self._experts()
         for name, _ in experts[0].experts.named_parameters():
             parts = [read(expert.experts.get_parameter(name)) for expert in experts]
-            found[f"experts.{name}"] = torch.cat(parts)
-        return found
+            tensors[f"experts.{name}"] = torch.cat(parts)
+        return tensors
 
     def _experts(self) -> list[Any]:
         return list(self.moe.deepspeed_moe.experts.deepspeed_experts)
@@ -154,7 +154,7 @@ def _check(moe: MoEConfig) -> None:
 
 @contextmanager
 def _prepared(rank: int, timeout_s: float) -> Iterator[None]:
-    """DeepSpeed on the CPU: without its operator and its output, with the run's timeout."""
+    """Run DeepSpeed on the CPU: without its operator and its output, with the run's timeout."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     make_group = partial(dist.new_group, timeout=timedelta(seconds=timeout_s))
     with quiet("DeepSpeed"), _local_rank(rank):
@@ -166,7 +166,7 @@ def _prepared(rank: int, timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def _local_rank(rank: int) -> Iterator[None]:
-    """The variable that DeepSpeed insists on, for as long as it looks. On a CPU its value means nothing."""
+    """Set the variable that DeepSpeed insists on, while it looks. On a CPU its value means nothing."""
     given = "LOCAL_RANK" in os.environ
     os.environ.setdefault("LOCAL_RANK", str(rank))
     try:
@@ -177,7 +177,7 @@ def _local_rank(rank: int) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """In the place of `build_shm_op`: there is none."""
+    """Stand in for `build_shm_op`: there is none."""
 
 
 def _engine(frame: Frame, work: Work) -> Any:
@@ -201,12 +201,12 @@ def _engine(frame: Frame, work: Work) -> Any:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """The process groups that DeepSpeed has made in this process."""
+    """Return the process groups that DeepSpeed has made in this process."""
     from deepspeed.utils import groups
 
     experts = (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP)
-    found = [group for table in experts for group in table.values()]
-    return found if groups._WORLD_GROUP is None else [*found, groups._WORLD_GROUP]
+    process_groups = [group for table in experts for group in table.values()]
+    return process_groups if groups._WORLD_GROUP is None else [*process_groups, groups._WORLD_GROUP]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

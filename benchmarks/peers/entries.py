@@ -26,11 +26,11 @@ TRANSPORTS: Final[tuple[TransportName, ...]] = ("penstock", "gloo")
 
 
 def peer_entries(stacks: Stacks, entries: Sequence[Entry]) -> list[Entry]:
-    """`sequential` on Gloo's own all-to-all, if it is among the entries, then the peers in both columns.
+    """Return `sequential` on Gloo's own all-to-all, if an entry has it, then the peers in both columns.
 
     Collective. Whoever asks for them closes their contenders.
     """
-    found = [_shipped(stacks, entry) for entry in entries if entry.name == "sequential"]
+    selected = [_shipped(stacks, entry) for entry in entries if entry.name == "sequential"]
     work = Work(
         config=stacks.config,
         layout=stacks.layout,
@@ -40,25 +40,25 @@ def peer_entries(stacks: Stacks, entries: Sequence[Entry]) -> list[Entry]:
     )
     for name, transport in product(stacks.config.compare.peers, TRANSPORTS):
         own = work if name in UPDATING else replace(work, max_norm=None)
-        found.append(Entry(name=name, transport=transport, contender=build_peer(name, own, transport)))
-    return found
+        selected.append(Entry(name=name, transport=transport, contender=build_peer(name, own, transport)))
+    return selected
 
 
 def peer_notes(names: Sequence[str]) -> tuple[str, ...]:
-    """What a table has to say of iterations that end early."""
+    """Return what a table has to say of iterations that end early."""
     early = [name for name in names if name not in UPDATING]
     return tuple(f"{name}: its iterations end with the sums of gradients, without {END}" for name in early)
 
 
 def shipped_stack(stacks: Stacks) -> PipelinedStack:
-    """The same model on Gloo's own all-to-all, with process groups of its own. Collective."""
+    """Return the same model on Gloo's own all-to-all, with process groups of its own. Collective."""
     transport = ShippedTransport(partial(lane_groups, stacks.layout, stacks.config.parallel.timeout_s))
     lanes = ThreadLanes(transport.abort)
     return stacks.build(replace(stacks.machinery, transports=Transports(transport), lanes=lanes))
 
 
 def _shipped(stacks: Stacks, entry: Entry) -> Entry:
-    """The same plan on Gloo's own all-to-all, whose speed is a matter of luck: nothing is predicted."""
+    """Return the same plan on Gloo's own all-to-all, whose speed nobody can predict."""
     assert entry.plan is not None, "only a schedule has a plan"
     stack = shipped_stack(stacks)
     contender = stacks.of_stack(stack, entry.plan)

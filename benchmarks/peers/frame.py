@@ -29,7 +29,7 @@ class PeerLayer(nn.Module):
 
     @abstractmethod
     def as_penstock(self, read: Read) -> dict[str, Tensor]:
-        """What `read` says of every parameter, under the names and in the shapes of Penstock's layer."""
+        """Return what `read` says of every parameter, by the names and in the shapes of Penstock's layer."""
 
 
 class Frame(nn.Module):
@@ -62,12 +62,12 @@ class Frame(nn.Module):
         return self.decoder.head(h_BLM, labels_BL) / labels_BL.numel()
 
     def as_penstock(self, read: Read) -> dict[str, Tensor]:
-        """What `read` says of every parameter, by the names of Penstock's decoder on this rank."""
+        """Return what `read` says of every parameter, by the names of Penstock's decoder on this rank."""
         layers = {n: m for n, m in self.decoder.named_modules() if isinstance(m, PeerLayer)}
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, layer in layers.items():
-            found |= {f"{name}.{key}": value for key, value in layer.as_penstock(read).items()}
+            tensors |= {f"{name}.{key}": value for key, value in layer.as_penstock(read).items()}
         for name, parameter in self.decoder.named_parameters():
             if not name.startswith(tuple(f"{prefix}." for prefix in layers)):
-                found[name] = read(parameter)
-        return found
+                tensors[name] = read(parameter)
+        return tensors

@@ -14,15 +14,19 @@ INSTALL: Final = "pip install --editable '.[peers]'"
 
 
 def require(peer: str) -> str:
-    """The version of the peer's package; `ConfigError` that says how to install it if it is not usable."""
+    """Return the version of the peer's package.
+
+    Raises:
+        ConfigError: If it is not usable; says how to install it.
+    """
     if peer not in PACKAGES:
         raise ConfigError("peer", peer, "no peer is called so", f"Use some of {', '.join(PACKAGES)}.")
     package, wanted = PACKAGES[peer]
     try:
-        found = metadata.version(package)
+        installed = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise ConfigError("peer", peer, f"package {package} is not installed", f"Run {INSTALL}.") from None
-    if found != wanted:
-        why = f"its adapter fits {package} {wanted}, and {found} is installed"
+    if installed != wanted:
+        why = f"its adapter fits {package} {wanted}, and {installed} is installed"
         raise ConfigError("peer", peer, why, f"Run {INSTALL}.")
-    return found
+    return installed

@@ -58,13 +58,13 @@ def on_cpu() -> Iterator[None]:
 
 
 def _inside(stream: NoStream | None) -> AbstractContextManager[None]:
-    """In the place of `torch.cuda.stream`."""
+    """Stand in for `torch.cuda.stream`."""
     del stream
     return nullcontext()
 
 
 def _as_list(token_dispatcher: Any) -> Callable[..., Any]:
-    """`maybe_move_tensor_to_cpu` for tensors that are there already: the lists that torch wants as splits.
+    """Return `maybe_move_tensor_to_cpu` for tensors that are there already: it makes lists for torch.
 
     Megatron-Core asks for an array where it needs numbers, and makes one only of what comes from a GPU.
     """

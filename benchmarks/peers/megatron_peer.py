@@ -87,7 +87,11 @@ class MegatronPeer(Peer):
 
 
 class MegatronLayer(PeerLayer):
-    """Megatron-Core's MoE layer. rows: at least so many tokens go in, blank ones behind the real ones."""
+    """Megatron-Core's MoE layer.
+
+    Attributes:
+        rows: How many tokens go in at least, blank ones behind the real ones.
+    """
 
     def __init__(self, settings: Any, rows: int) -> None:
         super().__init__()
@@ -117,21 +121,21 @@ class MegatronLayer(PeerLayer):
 
     def as_penstock(self, read: Read) -> dict[str, Tensor]:
         experts = self.moe.experts.local_experts
-        found = {
+        tensors = {
             "gate.weight": read(self.moe.router.weight),
             "experts.w_down": torch.stack([read(e.linear_fc2.weight).t() for e in experts]),
         }
         into_EMH = torch.stack([read(e.linear_fc1.weight).t() for e in experts])
         parts = into_EMH.chunk(len(self._into()), dim=2)
-        return found | {f"experts.{name}": part for name, part in zip(self._into(), parts, strict=True)}
+        return tensors | {f"experts.{name}": part for name, part in zip(self._into(), parts, strict=True)}
 
     def _into(self) -> tuple[str, ...]:
-        """Penstock's names of the matrices that Megatron-Core keeps in one, in its order."""
+        """Return Penstock's names of the matrices that Megatron-Core keeps in one, in its order."""
         return ("w_gate", "w_up") if self.gated else ("w_up",)
 
 
 def _settings(work: Work) -> Any:
-    """A TransformerConfig that describes Penstock's layer."""
+    """Return a TransformerConfig that describes Penstock's layer."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config, moe = work.config, work.config.moe
@@ -159,7 +163,7 @@ def _settings(work: Work) -> Any:
 
 
 def _factor(work: Work) -> float | None:
-    """Blank tokens count as tokens, so the factor that gives the same slots is smaller with them."""
+    """Return the factor that gives the same slots: blank tokens count, so it is smaller with them."""
     if work.slots is None:
         return None
     return exact_factor(work.slots, max(work.tokens, work.slots), work.config.moe)
@@ -183,7 +187,7 @@ def _data_parallel(settings: Any, frame: Frame) -> Any:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """The process groups of this rank that Megatron-Core has made; its first stands for the default group."""
+    """Return the process groups that Megatron-Core has made; the first stands for the default group."""
     from megatron.core import parallel_state
 
     return list(parallel_state._global_process_group_list or [])[1:]

@@ -26,10 +26,13 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What every contender works on. model: whose weights to start from; it stays as it is.
+    """What every contender works on.
 
-    max_norm: whole iterations end with clipping to this norm and an update by the peer's own sharded AdamW,
-    with a learning rate of 0, as Penstock's do in a comparison; None = gradients are left where they are.
+    Attributes:
+        model: The model whose weights to start from; it stays as it is.
+        max_norm: The norm to which gradients are clipped at the end of an iteration, before an update by the
+            peer's own sharded AdamW with a learning rate of 0, as Penstock's do in a comparison; None =
+            gradients are left where they are.
     """
 
     config: BenchConfig
@@ -55,9 +58,12 @@ class Work:
 class Peer(ABC):
     """One rank of another system that trains the same decoder on the same batch; a `Contender`.
 
-    version: of its package. workarounds: what had to be done to run it here, one sentence each.
-    differences: where its work is not Penstock's, one sentence each. transport: `gloo` is as shipped; with
-    `penstock`, receives are posted first and the send buffers of its connections are bounded.
+    Attributes:
+        version: The version of its package.
+        workarounds: What had to be done to run it here, one sentence each.
+        differences: Where its work is not Penstock's, one sentence each.
+        transport: `gloo` is as shipped; with `penstock`, receives are posted first and the send buffers of
+            its connections are bounded.
     """
 
     name: str
@@ -108,7 +114,7 @@ class Peer(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the last step by the names of Penstock's model on this rank, in its shapes."""
+        """Return gradients of the last step by the names of Penstock's model on this rank, in its shapes."""
 
     @abstractmethod
     def close(self) -> None:
@@ -116,15 +122,15 @@ class Peer(ABC):
 
     @abstractmethod
     def _build(self, work: Work) -> Frame:
-        """The decoder with this peer's layers, and whatever drives it. Collective."""
+        """Return the decoder with this peer's layers, and whatever drives it. Collective."""
 
     @abstractmethod
     def _inside(self) -> AbstractContextManager[None]:
-        """Where the peer's own code can run."""
+        """Return a context in which the peer's own code can run."""
 
     @abstractmethod
     def _run(self) -> Tensor:
-        """One step; returns the loss."""
+        """Run one step and return the loss."""
 
     @abstractmethod
     def _clear(self) -> None:
@@ -132,5 +138,5 @@ class Peer(ABC):
 
 
 def exact_factor(slots: int, tokens: int, moe: MoEConfig) -> float:
-    """The capacity factor by which ceil(factor * k * tokens / E) is `slots`, however it is rounded."""
+    """Return the capacity factor by which ceil(factor * k * tokens / E) is `slots`, however it is rounded."""
     return (slots - 0.5) * moe.num_experts / (moe.top_k * tokens)

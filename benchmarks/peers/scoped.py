@@ -60,7 +60,7 @@ class OwnGlobals:
 
 
 def _is_state(name: str, value: Any) -> bool:
-    """Whether this is a variable rather than a constant, a function or an import."""
+    """Return whether this is a variable rather than a constant, a function or an import."""
     return name.startswith("_") and not name.startswith("__") and (value is None or isinstance(value, dict))
 
 

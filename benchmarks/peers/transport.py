@@ -36,7 +36,7 @@ def all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> None:
-    """What torch's function of this name does to CPU tensors, by point-to-point operations."""
+    """Do what torch's function of this name does to CPU tensors, by point-to-point operations."""
     if async_op:
         raise NotImplementedError(
             "receives first: only blocking calls are replaced, this one is async_op=True"
@@ -47,7 +47,7 @@ def all_to_all_single(
 
 
 def _shares(rows: Tensor, sizes: Sequence[int] | None, ranks: int, what: str) -> Sequence[Tensor]:
-    """The part of each rank, in place."""
+    """Return the part of each rank, in place."""
     if not rows.is_contiguous():
         raise ValueError(f"receives first: the {what} tensor must be contiguous")
     if sizes:

@@ -23,7 +23,12 @@ from penstock.plan.effort import Effort
 def run_published(
     *, sample: int | None = None, joint_sample: int = 0, effort: Effort = "usual", workers: int = 1
 ) -> PublishedResult:
-    """All studies. effort: of the joint search; the other arguments are those of `run_grid`."""
+    """Run all studies.
+
+    Args:
+        sample, joint_sample, workers: See `run_grid`.
+        effort: How thoroughly the joint plans are searched.
+    """
     joint = partial(joint_plan_s, effort=effort)
     rows: list[tuple[str, Callable[[], GridResult | ParmResult]]] = []
     for grid in grids():
@@ -44,7 +49,7 @@ def _result(found: tuple[GridResult | ParmResult, ...]) -> PublishedResult:
 
 
 def write(result: PublishedResult, path: Path) -> None:
-    """The result as JSON."""
+    """Write the result as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
 

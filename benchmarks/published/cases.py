@@ -15,7 +15,7 @@ START_DEGREE = 2.0
 
 
 def case_times(part: MoEPart, degree: float, reduce_s: float = 0.0) -> tuple[float, float, float, float]:
-    """The closed forms of the four cases (Section 4 of the paper), by case less one.
+    """Return the closed forms of the four cases (Section 4 of the paper), by case less one.
 
     The busy resource is: network between nodes with reductions; experts; all-to-alls; network in the node.
     """
@@ -30,7 +30,7 @@ def case_times(part: MoEPart, degree: float, reduce_s: float = 0.0) -> tuple[flo
 
 
 def case_slacks(part: MoEPart, degree: float, reduce_s: float = 0.0) -> tuple[float, float, float, float]:
-    """By how many seconds each case's conditions hold; those of a case with a negative number do not.
+    """Return by how many seconds each case's conditions hold; those of a case with a negative number do not.
 
     The published conditions Q4 to Q7 all say that reductions are longer than what the network between nodes
     has to spare, so one number stands for the four.
@@ -45,7 +45,7 @@ def case_slacks(part: MoEPart, degree: float, reduce_s: float = 0.0) -> tuple[fl
 
 
 def closed_form_s(part: MoEPart, degree: float, reduce_s: float = 0.0) -> float:
-    """What the paper expects: the time of the case whose conditions hold; at a tie they do not.
+    """Return what the paper expects: the time of the case whose conditions hold; at a tie they do not.
 
     It equals `makespan_s` where AG and RS take equally long, and is too short at times elsewhere.
     """
@@ -55,7 +55,7 @@ def closed_form_s(part: MoEPart, degree: float, reduce_s: float = 0.0) -> float:
 
 
 def _margins(part: MoEPart, degree: float, reduce_s: float) -> tuple[float, float, float]:
-    """Left sides less right sides: of Q1; of Q2 or Q3; of that one of Q4 to Q7 that counts."""
+    """Return left sides less right sides: of Q1; of Q2 or Q3; of that one of Q4 to Q7 that counts."""
     chunk = part.chunk(degree)
     a2a_s, inside_s, experts_s = chunk.a2a_s, chunk.ag_s + chunk.rs_s, degree * chunk.experts_s
     inter_margin_s = a2a_s - chunk.ag_s
@@ -71,7 +71,7 @@ def _margins(part: MoEPart, degree: float, reduce_s: float) -> tuple[float, floa
 
 
 def fsmoe_cases(part: MoEPart, reduce_s: float = 0.0, degrees: Sequence[int] = DEGREES) -> Degree:
-    """The published search: in each case the best real R >= 1 by SLSQP, and the least of the four.
+    """Search as published: in each case the best real R >= 1 by SLSQP, and the least of the four.
 
     R is a whole number, so the better neighbour of the least one is taken, by the closed form (the published
     code rounds within powers of two instead). The seconds are those of the closed form, too.
@@ -79,7 +79,7 @@ def fsmoe_cases(part: MoEPart, reduce_s: float = 0.0, degrees: Sequence[int] = D
     from scipy.optimize import minimize
 
     unit_s = closed_form_s(part, 1, reduce_s) or 1.0  # the solver stops at absolute differences
-    found: list[tuple[float, float]] = []
+    optima: list[tuple[float, float]] = []
     for case in range(4):
         result = minimize(
             lambda r, case=case: case_times(part, r[0], reduce_s)[case] / unit_s,
@@ -91,8 +91,8 @@ def fsmoe_cases(part: MoEPart, reduce_s: float = 0.0, degrees: Sequence[int] = D
             ],
         )
         if result.success:
-            found.append((float(result.fun), float(result.x[0])))
-    real = min(found)[1] if found else 1.0  # all four can fail where conditions meet in a kink
+            optima.append((float(result.fun), float(result.x[0])))
+    real = min(optima)[1] if optima else 1.0  # all four can fail where conditions meet in a kink
     neighbours = {_nearest(degrees, math.floor(real)), _nearest(degrees, math.ceil(real))}
     return smallest_best(sorted(neighbours), lambda degree: closed_form_s(part, degree, reduce_s))
 

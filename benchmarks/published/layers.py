@@ -49,7 +49,9 @@ class LayerProblem(Problem):
 class LayerSpec:
     """One configured layer, in a stack of so many.
 
-    batch: samples of the ranks that share attention, or of one. heads: change no cost.
+    Attributes:
+        batch: Samples of the ranks that share attention, or of one rank.
+        heads: Heads of attention, which change no cost.
     """
 
     batch: int
@@ -62,7 +64,7 @@ class LayerSpec:
     stack: int = FLOWMOE_STACK
 
     def workload(self, file: ClusterFile, *, shards: int) -> Workload:
-        """One expert group in all, one expert per rank or group of ranks that share it, and attention."""
+        """Return a workload of one expert group, one expert per rank or group of ranks that share it."""
         groups = num_experts = holders(file.ranks, shards)
         attention, gate = 4 * self.hidden_size**2 * FLOAT_BYTES, self.hidden_size * num_experts * FLOAT_BYTES
         return Workload(
@@ -94,7 +96,7 @@ FSMOE_SEQ_LENS = {"fsmoe-testbed-a": (512, 1024, 2048), "fsmoe-testbed-b": (256,
 
 
 def fsmoe_layers(cluster: str) -> Iterator[LayerSpec]:
-    """The 1,458 configured layers of one testbed; the number of heads changes no cost."""
+    """Yield the 1,458 configured layers of one testbed; the number of heads changes no cost."""
     grid = product(
         (1, 2, 4),
         (8, 16, 32),
@@ -118,7 +120,7 @@ def fsmoe_layers(cluster: str) -> Iterator[LayerSpec]:
 
 
 def fsmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
-    """On lanes `inter` and `intra`: all-to-all between nodes, all-gather and reduce-scatter inside."""
+    """Return a problem on lanes `inter` and `intra`: all-to-all between nodes, the others inside."""
     file = find_cluster(cluster)
     tuned = replace(
         file,
@@ -133,7 +135,7 @@ def fsmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
 
 
 def one_lane(problem: LayerProblem) -> LayerProblem:
-    """The same layer without overlap of traffic inside a node and between nodes: one lane carries both.
+    """Return the same layer where traffic inside a node and between nodes does not overlap: on one lane.
 
     A chunk's all-gather goes with its all-to-all, and so does its reduce-scatter: one transfer with the time
     of the two.
@@ -160,12 +162,12 @@ WITHIN = {Op.DISPATCH: Op.SHARD_GATHER, Op.COMBINE: Op.SHARD_SCATTER}
 
 
 def _beside(task: Task, op: str) -> Task:
-    """The task of `op` inside the node that has the same rows."""
+    """Return the task of `op` inside the node that has the same rows."""
     return replace(task, name=task.name._replace(op=op), lane=Lane.INTRA, axes=Group.SHARDS)
 
 
 def _compute_models(product_s: float, expert_matrices: int) -> tuple[TaskModel, ...]:
-    """Every matrix product starts up; a backward is twice a forward, start-ups included."""
+    """Return prices: every matrix product starts up; a backward is twice a forward, start-ups included."""
     products = {Op.EXPERTS: expert_matrices, Op.HEADS: ATTENTION_PRODUCTS, Op.GATE: 0, Op.UNPERMUTE: 0}
     scales = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.INPUT: 1.0, Phase.WEIGHT: 1.0}
     return tuple(
@@ -186,7 +188,7 @@ FLOWMOE_SIZES = (512, 1024, 2048, 4096, 8192)
 
 
 def flowmoe_layers() -> Iterator[LayerSpec]:
-    """The 675 layers."""
+    """Yield the 675 layers."""
     grid = product((2, 4, 8), (1.0, 1.1, 1.2), (512, 1024, 2048), FLOWMOE_SIZES, FLOWMOE_SIZES)
     for batch, capacity_factor, seq_len, dim, hidden in grid:
         yield LayerSpec(
@@ -199,7 +201,10 @@ def flowmoe_layers() -> Iterator[LayerSpec]:
 
 
 def flowmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
-    """One expert per device and a flat all-to-all; see the cluster's file for what its rates assume."""
+    """Return a problem with one expert per device and a flat all-to-all.
+
+    The cluster's file says what its rates assume.
+    """
     file = find_cluster(cluster)
     return LayerProblem(
         shape=_shape(spec.stack, 1),

@@ -44,7 +44,12 @@ UNCOUNTED = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ParmSpec:
-    """One layer. batch: samples of ranks that share attention. tp_size, etp_size: as in `Sharing`."""
+    """One layer.
+
+    Attributes:
+        batch: Samples of ranks that share attention.
+        tp_size, etp_size: As in `Sharing`.
+    """
 
     devices: int
     tp_size: int
@@ -64,7 +69,7 @@ class ParmProblem(Problem):
 
 
 def parm_layers(cluster: str) -> Iterator[ParmSpec]:
-    """The layers whose devices a cluster has."""
+    """Yield the layers whose devices a cluster has."""
     names = ("devices", "mp_and_esp", "mp_and_esp", "batch_per_device", "seq_len", "dim_and_hidden")
     values, ranks = _grid(), find_cluster(cluster).ranks
     sizes = product(*([int(each) for each in values[name]] for name in names))
@@ -83,7 +88,7 @@ def parm_layers(cluster: str) -> Iterator[ParmSpec]:
 
 
 def parm_problem(spec: ParmSpec, cluster: str) -> ParmProblem:
-    """The layer on as many of the cluster's nodes as it needs."""
+    """Return the layer on as many of the cluster's nodes as it needs."""
     file = find_cluster(cluster)
     per_node = ranks_per_node(spec.devices, file.ranks_per_node)
     file = replace(file, nodes=num_nodes(spec.devices, per_node), ranks_per_node=per_node)
@@ -118,7 +123,7 @@ def parm_problem(spec: ParmSpec, cluster: str) -> ParmProblem:
 
 
 def parm_seconds(problem: ParmProblem) -> dict[str, float]:
-    """Simulated seconds of every system.
+    """Return simulated seconds of every system.
 
     S2 with the best number of slices. parm: what Algorithm 1 takes. FSMoE once whole, that is in one piece
     and without overlap as the others are.
@@ -139,7 +144,7 @@ def _simulated_s(problem: Problem, choice: Decision) -> float:
 
 
 def _grid() -> Mapping[str, list[str]]:
-    """The values of every parameter, as the study lists them."""
+    """Return the values of every parameter, as the study lists them."""
     with GRID.open(newline="") as file:
         rows = csv.reader(line for line in file if not line.startswith("#"))
         return {name: values.split() for name, values in list(rows)[1:]}

@@ -50,12 +50,16 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class ParmResult:
-    """The layers of one testbed. spreads: over the baseline.
+    """The layers of one testbed.
 
-    whole_wins, wins: shares of layers on which each of S1, S2 and FSMoE is the fastest, with FSMoE whole, and
-    in its pieces; of equal ones the first. right: the share on which Algorithm 1 takes the faster of S1 and
-    S2, or one as fast; lost: how many times as long its choice takes where not, the most. by_sharing: the
-    spread of Parm by `tp x etp`.
+    Attributes:
+        spreads: Speed-ups over the baseline.
+        whole_wins: Shares of layers on which each of S1, S2 and FSMoE without pieces is the fastest; of equal
+            ones the first counts.
+        wins: The same with FSMoE in its pieces.
+        right: The share on which Algorithm 1 takes the faster of S1 and S2, or one as fast.
+        lost: How many times as long its choice takes elsewhere, at most.
+        by_sharing: The spread of Parm by `tp x etp`.
     """
 
     cluster: str
@@ -69,13 +73,19 @@ class ParmResult:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> ParmResult:
-        """The inverse of `asdict`."""
+        """Restore what `asdict` has made plain."""
         spreads = {key: tuple(Spread(**each) for each in plain[key]) for key in ("spreads", "by_sharing")}
         return ParmResult(**{**plain, **spreads})
 
 
 def run_parm(cluster: str, *, sample: int | None = None, workers: int = 1) -> ParmResult:
-    """sample: simulate so many of the layers, drawn with a fixed seed; None = all. workers: processes."""
+    """Simulate the layers of one testbed.
+
+    Args:
+        cluster: The testbed.
+        sample: How many layers to simulate, drawn with a fixed seed; None = all.
+        workers: How many processes simulate.
+    """
     specs = list(parm_layers(cluster))
     if sample is not None:
         specs = random.Random(SEED).sample(specs, min(sample, len(specs)))
@@ -106,7 +116,7 @@ def _wins(rows: Sequence[LayerSeconds], systems: Sequence[str]) -> dict[str, flo
 
 
 def _by_sharing(specs: Sequence[ParmSpec], rows: Sequence[LayerSeconds]) -> tuple[Spread, ...]:
-    found: dict[tuple[int, int], list[float]] = {}
+    gains: dict[tuple[int, int], list[float]] = {}
     for spec, row in zip(specs, rows, strict=True):
-        found.setdefault((spec.tp_size, spec.etp_size), []).append(row[BASELINE] / row[PARM])
-    return tuple(Spread.of(f"{tp} x {etp}", ratios) for (tp, etp), ratios in sorted(found.items()))
+        gains.setdefault((spec.tp_size, spec.etp_size), []).append(row[BASELINE] / row[PARM])
+    return tuple(Spread.of(f"{tp} x {etp}", ratios) for (tp, etp), ratios in sorted(gains.items()))

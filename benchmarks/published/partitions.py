@@ -24,11 +24,15 @@ from penstock.plan.published.table import LINA_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPartition:
-    """A partition and its degrees. apart: the best of each gap's layer, in backward order.
+    """A partition and its degrees.
 
-    common: the best that all layers share, which is what a schedule runs; its seconds are those of all MoE
-    parts. apart_s: the same with degrees apart, so `common.seconds / apart_s` is what sharing costs.
-    tail_s: exposed behind everything.
+    Attributes:
+        apart: The best degree of each gap's layer, in backward order.
+        common: The best degree that all layers share, which is what a schedule runs; its seconds are those of
+            all MoE parts.
+        apart_s: Seconds of all MoE parts with degrees apart; `common.seconds / apart_s` is what sharing
+            costs.
+        tail_s: Seconds of reductions that are exposed behind everything.
     """
 
     partition: Partition
@@ -39,17 +43,17 @@ class PlannedPartition:
 
 
 def dense_only(backward: Backward) -> Partition:
-    """Reductions under attention and dense blocks alone, as much as fits ("all-reduce under dense parts")."""
+    """Put reductions under attention and dense blocks alone, as much as fits."""
     return fill_idle(backward, parts=("dense",))[0].partition()
 
 
 def fixed_chunks(backward: Backward) -> Partition:
-    """Lina's cut: chunks of a fixed size, whole ones into gaps that hide them."""
+    """Cut as Lina does: chunks of a fixed size, whole ones into gaps that hide them."""
     return fill_idle(backward, unit_bytes=LINA_BYTES)[0].partition()
 
 
 def everything_at_the_tail(backward: Backward) -> Partition:
-    """Nothing is hidden."""
+    """Put everything at the tail: nothing is hidden."""
     filling = Filling(backward)
     for gap in backward.gaps:
         filling.make(gap.made)
@@ -57,12 +61,12 @@ def everything_at_the_tail(backward: Backward) -> Partition:
 
 
 def adaptive_greedy(backward: Backward) -> Partition:
-    """FSMoE's with the rest put where the degree shrinks most cheaply, one layer after another."""
+    """Fill gaps as FSMoE does, and put the rest where the degree shrinks most cheaply, layer by layer."""
     return spread_rest(backward, greedy)
 
 
 def greedy(rest: Rest) -> list[float]:
-    """Again and again into the gap where most is gained, as much as its best smaller degree still hides."""
+    """Put, again and again, into the gap where most is gained as much as a smaller degree still hides."""
     gaps = len(rest.left_bytes)
     extra = np.zeros(gaps)
     for _ in range(gaps):
@@ -75,18 +79,18 @@ def greedy(rest: Rest) -> list[float]:
 
 
 def _options(rest: Rest, extra: Array, gap: int) -> list[Array]:
-    """What a gap could take in: all that is there, or as much as some degree hides."""
+    """Return what a gap could take in: all that is there, or as much as some degree hides."""
     model = rest.all_reduce
     free = (rest.left_bytes - np.cumsum(extra))[gap:].min()  # gaps behind must still find what they take
     spare_s = rest.floor_s[gap] - rest.busy_s[gap] - rest.filled_s[gap]
     hidden = (spare_s - model.alpha_s) / model.beta_s_per_byte
     sizes = {float(size) for size in hidden if 0 < size < free} | ({float(free)} if free > 0 else set())
-    found = []
+    options = []
     for size in sorted(sizes):
         option = extra.copy()
         option[gap] = size
-        found.append(option)
-    return found
+        options.append(option)
+    return options
 
 
 PARTITION_PLANNERS: dict[str, PartitionPlanner] = {
@@ -100,7 +104,7 @@ PARTITION_PLANNERS: dict[str, PartitionPlanner] = {
 
 
 def plan_partition(backward: Backward, planner: str = "fsmoe") -> PlannedPartition:
-    """The partition of one of PARTITION_PLANNERS, and the backward degrees that suit it best."""
+    """Return the partition of one of PARTITION_PLANNERS, and the backward degrees that suit it best."""
     partition = PARTITION_PLANNERS[planner](backward)
     parts = loaded_parts(backward, partition)
     apart = [exact(part, seconds, backward.degrees) for part, seconds in parts]
@@ -114,5 +118,5 @@ def plan_partition(backward: Backward, planner: str = "fsmoe") -> PlannedPartiti
 
 
 def reductions_s(backward: Backward, partition: Partition, slot: Slot) -> float:
-    """Seconds of all reductions in one gap."""
+    """Return seconds of all reductions in one gap."""
     return seconds_by_slot(backward, partition).get(slot, 0.0)

@@ -27,7 +27,7 @@ MISFIT: Final = (
 
 
 def render_published(result: PublishedResult) -> str:
-    """What was compared, one table per grid, and why it differs from what was published."""
+    """Return what was compared, one table per grid, and why it differs from what was published."""
     parts = ["\n".join(NOTES), *(_grid(grid) for grid in result.grids), "\n".join(MISFIT)]
     parts += [_parm(each) for each in result.parm]
     return "\n\n".join(parts)

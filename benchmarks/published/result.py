@@ -12,18 +12,26 @@ from benchmarks.published.study import GridResult, grid_from
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedResult:
-    """All grids of FSMoE and FlowMoE; parm: Parm's layers on both of its testbeds."""
+    """All grids of FSMoE and FlowMoE.
+
+    Attributes:
+        parm: Parm's layers on both of its testbeds.
+    """
 
     grids: tuple[GridResult, ...]
     parm: tuple[ParmResult, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key `grids` tells it from other results."""
+        """Return plain values; the key `grids` tells it from other results."""
         return asdict(self)
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> PublishedResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
+        """Restore what `to_dict` has made plain.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
         return PublishedResult(
             grids=tuple(grid_from(grid) for grid in plain["grids"]),
             parm=tuple(ParmResult.from_dict(each) for each in plain.get("parm", ())),

@@ -49,7 +49,11 @@ LayerSeconds = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """How many times as fast as the baseline a contender is, over all layers; published: the paper's mean."""
+    """How many times as fast as the baseline a contender is, over all layers.
+
+    Attributes:
+        published: The mean that the paper gives.
+    """
 
     contender: str
     mean: float
@@ -65,9 +69,14 @@ class Gain:
 
 @dataclass(frozen=True, kw_only=True)
 class GridResult:
-    """One grid on one cluster. layers: counted; distinct: simulated. gains: over `baseline`.
+    """One grid on one cluster.
 
-    joint: the joint plan over each planner and over the best of them, on `sampled` of the distinct layers.
+    Attributes:
+        layers: How many layers count.
+        distinct: How many of them differ and were simulated.
+        gains: Speed-ups over `baseline`.
+        sampled: How many of the distinct layers were planned jointly.
+        joint: Speed-ups of the joint plan over each planner and over the best of them, on those layers.
     """
 
     title: str
@@ -81,7 +90,11 @@ class GridResult:
 
 
 def grid_from(plain: Mapping[str, Any]) -> GridResult:
-    """A result from plain values. Raises `KeyError` if a key is missing."""
+    """Return a result from plain values.
+
+    Raises:
+        KeyError: If a key is missing.
+    """
     gains = {key: tuple(Gain(**gain) for gain in plain[key]) for key in ("gains", "joint")}
     return GridResult(**{**plain, **gains})
 
@@ -91,7 +104,11 @@ def grid_from(plain: Mapping[str, Any]) -> GridResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Layers, the cluster they are on, and who runs them. published: mean speed-ups over the baseline."""
+    """Layers, the cluster they are on, and who runs them.
+
+    Attributes:
+        published: Mean speed-ups over the baseline.
+    """
 
     title: str
     cluster: str
@@ -110,7 +127,7 @@ FSMOE_PUBLISHED: Final = {
 
 
 def fsmoe_seconds(problem: LayerProblem) -> LayerSeconds:
-    """The systems of the FSMoE study; those on one lane do not overlap traffic in nodes and between them."""
+    """Simulate the systems of the FSMoE study; on one lane, traffic in and between nodes cannot overlap."""
     narrow = one_lane(problem)
     return {
         FSMOE_BASELINE: _simulated_s(narrow, pipemoe_choice(narrow)),
@@ -123,7 +140,7 @@ def fsmoe_seconds(problem: LayerProblem) -> LayerSeconds:
 
 
 def flowmoe_seconds(problem: LayerProblem) -> LayerSeconds:
-    """Systems that know one network; FlowMoE with two microbatches, as published."""
+    """Simulate systems that know one network; FlowMoE with two microbatches, as published."""
     planners = {
         "pipemoe": pipemoe_choice,
         "sequential": sequential_choice,
@@ -136,7 +153,7 @@ def flowmoe_seconds(problem: LayerProblem) -> LayerSeconds:
 
 
 def grids() -> tuple[Grid, ...]:
-    """FSMoE's 1,458 layers on its two testbeds; FlowMoE's 675 on its two clusters."""
+    """Return the grids: FSMoE's 1,458 layers on its two testbeds; FlowMoE's 675 on its two clusters."""
     fsmoe = [
         Grid(
             title="FSMoE's configured layers",
@@ -170,7 +187,7 @@ JointPlanner = Callable[[Problem], float]
 
 
 def joint_plan_s(problem: Problem, effort: Effort = "usual") -> float:
-    """The joint search as `penstock plan` runs it; `low` is meant for thousands of layers."""
+    """Search jointly, as `penstock plan` does; `low` is meant for thousands of layers."""
     return find_plan(problem, effort=effort).best.predicted_s
 
 
@@ -182,9 +199,14 @@ def run_grid(
     joint: JointPlanner = joint_plan_s,
     workers: int = 1,
 ) -> GridResult:
-    """sample: simulate so many of the distinct layers, None = all; joint_sample: plan so many jointly.
+    """Run one grid; samples are drawn with a fixed seed.
 
-    Both are drawn with a fixed seed; joint_sample may be larger than there are layers. workers: processes.
+    Args:
+        grid: The layers, their cluster and their planners.
+        sample: How many of the distinct layers to simulate; None = all.
+        joint_sample: How many of them to plan jointly; may be larger than there are layers.
+        joint: Plans a layer jointly and returns its seconds.
+        workers: How many processes simulate.
     """
     counts = Counter(replace(spec, heads=0) for spec in grid.specs)
     chosen = _drawn(tuple(counts), len(counts) if sample is None else sample)
@@ -231,7 +253,7 @@ Spec = TypeVar("Spec")
 def in_processes(
     run: Callable[[Spec], LayerSeconds], specs: Sequence[Spec], workers: int
 ) -> list[LayerSeconds]:
-    """What `run` says of every layer, in their order. However it ends, it leaves no process at work."""
+    """Return what `run` says of every layer, in their order; however it ends, no process goes on."""
     if workers == 1 or len(specs) < 2:
         return _told(map(run, specs), len(specs))
     others = set(multiprocessing.active_children())
@@ -245,14 +267,14 @@ def in_processes(
 
 
 def _leave_signals() -> None:
-    """To the process that shares the work out: Ctrl-C reaches all of them."""
+    """Leave them to the process that shares the work out: Ctrl-C reaches all of them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
 
 
 def _told(found: Iterable[LayerSeconds], number: int) -> list[LayerSeconds]:
-    """All of them, told one by one."""
+    """Return all of them, and tell each one."""
     rows: list[LayerSeconds] = []
     for row in found:
         rows.append(row)
@@ -261,7 +283,7 @@ def _told(found: Iterable[LayerSeconds], number: int) -> list[LayerSeconds]:
 
 
 def _gains(grid: Grid, seconds: Sequence[LayerSeconds], counts: Sequence[int]) -> tuple[Gain, ...]:
-    """Of everyone over the baseline, every layer as often as it stands in the grid."""
+    """Return gains over the baseline, every layer as often as it stands in the grid."""
     rows = [row for row, count in zip(seconds, counts, strict=True) for _ in range(count)]
     names = [name for name in rows[0] if name != grid.baseline]
     return tuple(
@@ -271,12 +293,12 @@ def _gains(grid: Grid, seconds: Sequence[LayerSeconds], counts: Sequence[int]) -
 
 
 def _joint_gains(planned: Sequence[LayerSeconds]) -> tuple[Gain, ...]:
-    """Of the joint plan over the best planner of each layer, then over each planner."""
+    """Return gains of the joint plan over the best planner of each layer, then over each planner."""
     if not planned:
         return ()
     best = [min(row[name] for name in PUBLISHED) / row[JOINT] for row in planned]
-    each = [Gain.of(name, [row[name] / row[JOINT] for row in planned]) for name in PUBLISHED]
-    return (Gain.of("best of them", best), *each)
+    gains = [Gain.of(name, [row[name] / row[JOINT] for row in planned]) for name in PUBLISHED]
+    return (Gain.of("best of them", best), *gains)
 
 
 def _simulated_s(problem: Problem, choice: Decision) -> float:

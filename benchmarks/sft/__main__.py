@@ -22,9 +22,9 @@ def main() -> None:
         "parallelism of transformers and AutoEP of DeepSpeed: whole steps, in turns.",
         "--emulate 2x2 --inter-rate 400mbit",
     )
-    known = {contender.name: contender for contender in CONTENDERS}
+    by_name = {contender.name: contender for contender in CONTENDERS}
     parser.add_argument(
-        "--contenders", default=";".join(known), metavar="A;B;...", help="default: %(default)s"
+        "--contenders", default=";".join(by_name), metavar="A;B;...", help="default: %(default)s"
     )
     sizes = {field.name: field.default for field in fields(Size)}
     numbers = {"ranks": 2, "rounds": 3, "steps": 8, "warmup": 3, **sizes}
@@ -37,10 +37,10 @@ def main() -> None:
     def found(options: argparse.Namespace) -> SftResult:
         chosen, emulate = options.contenders.split(";"), emulation(options)
         for name in chosen:
-            check_name("--contenders", name, known)
+            check_name("--contenders", name, by_name)
         plan = Plan(
             size=Size(**{name: getattr(options, name) for name in sizes}),
-            contenders=[known[name] for name in chosen],
+            contenders=[by_name[name] for name in chosen],
             emulate=emulate,
             ranks=options.ranks if emulate is None else emulate.shape.ranks,
             rounds=options.rounds,

@@ -16,9 +16,15 @@ IMPORT: Final = "    import transformers\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A system. scheduled: whether the script has Penstock's line. distributed: fields of transformers'
-    `DistributedConfig`; autoep: section `expert_parallel` of DeepSpeed's configuration. In both "ranks",
-    "nodes" and "devices" (of a node) stand for numbers."""
+    """A system.
+
+    In `distributed` and `autoep`, "ranks", "nodes" and "devices" (of a node) stand for numbers.
+
+    Attributes:
+        scheduled: Whether the script has Penstock's line.
+        distributed: Fields of transformers' `DistributedConfig`.
+        autoep: Section `expert_parallel` of DeepSpeed's configuration.
+    """
 
     name: str
     scheduled: bool = False
@@ -27,9 +33,9 @@ class Contender:
 
     def script(self, folder: Path) -> Path:
         """Write TRL's script into the folder, with the one line if it is ours."""
-        found = import_module("trl.scripts.sft").__file__
-        assert found is not None
-        text = Path(found).read_text(encoding="utf-8")
+        file = import_module("trl.scripts.sft").__file__
+        assert file is not None
+        text = Path(file).read_text(encoding="utf-8")
         if self.scheduled:
             assert text.count(LINE) == text.count(IMPORT) == 1, "TRL's script is not as it was"
             text = text.replace(IMPORT, f"    import penstock\n{IMPORT}").replace(LINE, OURS)
@@ -38,7 +44,12 @@ class Contender:
         return path
 
     def arguments(self, folder: Path, sizes: Mapping[str, int]) -> list[str]:
-        """Return what this system adds to the script's arguments. sizes: of ranks, nodes and devices."""
+        """Return what this system adds to the script's arguments.
+
+        Args:
+            folder: Where its files are.
+            sizes: How many ranks, nodes and devices of a node there are, by those names.
+        """
         if self.distributed is not None:
             given = {"distributed_config": _sized(self.distributed, sizes)}
             return ["--model_init_kwargs", json.dumps(given)]

@@ -24,8 +24,15 @@ ENVIRON: Final = {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PA
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is run. emulate: None = `ranks` processes beside each other. warmup, steps: of every run, of which
-    `steps` count. more: further arguments of the script."""
+    """What is run.
+
+    Attributes:
+        emulate: The cluster to emulate; None = `ranks` processes beside each other.
+        rounds: How often every contender runs.
+        steps: How many steps of a run count.
+        warmup: How many steps of a run go before.
+        more: Further arguments of the script.
+    """
 
     size: Size
     contenders: Sequence[Contender]
@@ -66,7 +73,7 @@ class Plan:
 
 
 def measure(plan: Plan) -> SftResult:
-    """One process first, whose losses are the measure of all; then every contender in every round."""
+    """Run one process first, whose losses are the measure of all; then every contender in every round."""
     os.environ.update(ENVIRON)
     with tempfile.TemporaryDirectory(prefix="penstock-sft-") as place, ExitStack() as stack:
         folder = Path(place)
@@ -90,17 +97,17 @@ def measure(plan: Plan) -> SftResult:
             )
 
         for number in range(plan.rounds):
-            found = []
+            measured = []
             for contender in plan.contenders:
                 PROGRESS.say(f"round {number + 1} of {plan.rounds}, {contender.name}")
-                found.append(_run(plan, contender, folder, cluster))
-            rounds.append(found)
+                measured.append(_run(plan, contender, folder, cluster))
+            rounds.append(measured)
             PROGRESS.keep(result)
         return result()
 
 
 def _run(plan: Plan, contender: Contender, folder: Path, cluster: Cluster | None) -> OneRun:
-    """One run of the script."""
+    """Run the script once."""
     notes, name = folder / "notes.json", "" if cluster is None else cluster.name
     rank = [sys.executable, "-m", "benchmarks.sft.rank", str(notes), str(plan.warmup), name]
     command = [*rank, str(contender.script(folder)), *plan.arguments(folder, contender)]

@@ -28,7 +28,7 @@ class Size:
 
 
 def prepare(folder: Path, size: Size) -> int:
-    """Write `model` and `data` into the folder; returns the number of parameters."""
+    """Write `model` and `data` into the folder; return the number of parameters."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig
@@ -63,7 +63,7 @@ def prepare(folder: Path, size: Size) -> int:
 
 
 def _write_texts(folder: Path, length: int) -> None:
-    """Parts of this project's pages, of 0.6 to 1.4 times as many bytes as a sample has tokens."""
+    """Write parts of this project's pages, of 0.6 to 1.4 times as many bytes as a sample has tokens."""
     pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     folder.mkdir()

@@ -19,8 +19,15 @@ from penstock.lab.emulate import open_cluster
 
 
 class Notes(TrainerCallback):
-    """Of rank 0: seconds of the steps behind the warm-up, losses and norms of all, and bytes over the busiest
-    uplink per step. cluster: its name; "" = there is none."""
+    """The notes of rank 0.
+
+    Attributes:
+        path: The file that gets them.
+        warmup: How many steps go before those that count.
+        cluster: The name of the emulated cluster; "" = there is none.
+        times_s: Seconds of the steps behind the warm-up.
+        losses, norms: Losses and norms of gradients of all steps.
+    """
 
     def __init__(self, path: Path, warmup: int, cluster: str) -> None:
         self.path, self.warmup, self.cluster = path, warmup, cluster
@@ -52,8 +59,8 @@ class Notes(TrainerCallback):
         crossed = [after - before for before, after in zip(self.before, self._crossed(), strict=True)]
         times_s = self.times_s[self.warmup :]
         sent = max(crossed) / len(times_s)
-        found = {"times_s": times_s, "losses": self.losses, "norms": self.norms, "uplink_bytes": sent}
-        self.path.write_text(json.dumps(found), encoding="utf-8")
+        notes = {"times_s": times_s, "losses": self.losses, "norms": self.norms, "uplink_bytes": sent}
+        self.path.write_text(json.dumps(notes), encoding="utf-8")
 
     def _crossed(self) -> list[int]:
         if not self.cluster:
@@ -70,8 +77,8 @@ def accept_defaults() -> None:
     """
 
     def get(self: dict[str, Any], model: Any, default: Any = None) -> Any:
-        found = dict.get(self, model if isinstance(model, str) else str(model.__class__))
-        return found or ({} if default is None else default)
+        recorded = dict.get(self, model if isinstance(model, str) else str(model.__class__))
+        return recorded or ({} if default is None else default)
 
     output_capturing._CanRecordRegistry.get = get
 

@@ -17,8 +17,13 @@ CORES: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class OneRun:
-    """A run: seconds of its steps behind the warm-up, bytes over the busiest uplink in each; losses and norms
-    of gradients of all steps."""
+    """One run.
+
+    Attributes:
+        times_s: Seconds of the steps behind the warm-up.
+        losses, norms: Losses and norms of gradients of all steps.
+        uplink_bytes: Bytes over the busiest uplink per step.
+    """
 
     times_s: Sequence[float]
     losses: Sequence[float]
@@ -33,7 +38,11 @@ class OneRun:
 
 @dataclass(frozen=True, kw_only=True)
 class SftResult:
-    """Runs of every contender, by round. alone: of one process on one core, with all samples."""
+    """Runs of every contender, by round.
+
+    Attributes:
+        alone: A run of one process on one core, with all samples.
+    """
 
     size: Size
     parameters: int
@@ -44,27 +53,31 @@ class SftResult:
     runs: Mapping[str, Sequence[OneRun]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {"sft": asdict(self)}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> SftResult:
-        """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
-        found = dict(plain["sft"])
-        found["runs"] = {name: [OneRun(**each) for each in runs] for name, runs in found["runs"].items()}
-        return SftResult(**{**found, "alone": OneRun(**found["alone"]), "size": Size(**found["size"])})
+        """Restore what `to_dict` has made plain.
+
+        Raises:
+            KeyError: If a key is missing.
+        """
+        section = dict(plain["sft"])
+        section["runs"] = {name: [OneRun(**each) for each in runs] for name, runs in section["runs"].items()}
+        return SftResult(**{**section, "alone": OneRun(**section["alone"]), "size": Size(**section["size"])})
 
     def distance(self, name: str) -> float:
-        """Largest relative difference of a loss, or a norm of gradients, from that of one process."""
+        """Return the largest relative difference of a loss, or a gradient norm, from that of one process."""
         return max(
             abs(own / wanted - 1)
             for run in self.runs[name]
-            for found, alone in ((run.losses, self.alone.losses), (run.norms, self.alone.norms))
-            for own, wanted in zip(found, alone, strict=True)
+            for series, alone in ((run.losses, self.alone.losses), (run.norms, self.alone.norms))
+            for own, wanted in zip(series, alone, strict=True)
         )
 
     def render(self) -> str:
-        """A table; speed-ups are of one round's runs."""
+        """Return a table; speed-ups are of one round's runs."""
         size, rate = self.size, self.rate_bit_per_s
         rows = [("run by", "s per step", "speed-up", "uplink MB", "link s", "from one process")]
         base = self.runs.get(BASE, next(iter(self.runs.values())))

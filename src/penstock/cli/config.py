@@ -42,8 +42,8 @@ def add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "schema": ("print a JSON schema, for editors", lambda cls: json.dumps(json_schema(cls), indent=2)),
         "docs": ("print docs/settings.md", lambda cls: page(cls).rstrip("\n")),
     }
-    for name, (words, make) in texts.items():
-        actions.add_parser(name, help=words).set_defaults(run=lambda options, given, make=make: _print(make))
+    for name, (what, make) in texts.items():
+        actions.add_parser(name, help=what).set_defaults(run=lambda options, given, make=make: _print(make))
 
 
 class HelpSettings(argparse.Action):
@@ -58,9 +58,9 @@ def print_settings(section: str) -> int:
     """Print what every setting of a section means, and of all with ""; return the exit code."""
     text = help_text(_run_config(), section, terminal_width())
     if not text:
-        known = dict.fromkeys(key.partition(".")[0] for key, _ in leaves(_run_config()))
+        sections = dict.fromkeys(key.partition(".")[0] for key, _ in leaves(_run_config()))
         raise ConfigError(
-            section, ..., "there is no such section or setting", f"There are {', '.join(known)}."
+            section, ..., "there is no such section or setting", f"There are {', '.join(sections)}."
         )
     print(text)
     return 0
@@ -108,10 +108,10 @@ def _validate(options: argparse.Namespace, given: Sequence[str]) -> int:
         try:
             load(_run_config(), path)
         except ConfigError as error:
-            found = (error, *error.others)
-            wrong += len(found)
-            for each in found:
-                say(str(each) if each.key == str(path) else f"{path}: {each}")
+            errors = (error, *error.others)
+            wrong += len(errors)
+            for problem in errors:
+                say(str(problem) if problem.key == str(path) else f"{path}: {problem}")
         else:
             print(f"{path}: valid")
     return BAD_USAGE if wrong else 0

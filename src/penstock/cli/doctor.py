@@ -74,12 +74,12 @@ def doctor(options: argparse.Namespace, given: Sequence[str], emulate: Emulated 
 
     def report(info: ProcessInfo, host: str, meeting: Meeting) -> int:
         """Examine, print what was found on the rank that has it, and return the exit code of all ranks."""
-        found = examine(meeting, info, host, [Path(wanted.disk)], options.wait)
-        if found is None:
+        examination = examine(meeting, info, host, [Path(wanted.disk)], options.wait)
+        if examination is None:
             end = meeting.announced(END, time.monotonic() + REPORT_S)
             meeting.close(())
             return FAILED if end is None else int(end["code"])
-        checks = judge(found, wanted)
+        checks = judge(examination, wanted)
         code = 0 if all(check.passed for check in checks) else FAILED
         meeting.announce(END, {"code": code})
         if code:
@@ -88,10 +88,14 @@ def doctor(options: argparse.Namespace, given: Sequence[str], emulate: Emulated 
         plain = {
             "ok": not code,
             "checks": [{**asdict(check), "passed": check.passed} for check in checks],
-            "examination": {**asdict(found), "missing": found.missing, "nodes": found.nodes},
+            "examination": {
+                **asdict(examination),
+                "missing": examination.missing,
+                "nodes": examination.nodes,
+            },
         }
         print(json.dumps(plain) if options.json else doctor_text(checks, terminal_width()), flush=True)
-        meeting.close([rank for rank in found.facts if rank not in found.gone])
+        meeting.close([rank for rank in examination.facts if rank not in examination.gone])
         return code
 
     def work(info: ProcessInfo) -> int:
@@ -254,10 +258,13 @@ def _gpu_doctor(
 
 
 def stages_of(listed: str | None) -> tuple[Stage, ...]:
-    """Return the stages of a list such as `lanes,curves`, and those that they need, in order; None = all.
+    """Return the stages of a list such as `lanes,curves`, and those that they need, in order.
+
+    Args:
+        listed: Names of stages, separated by commas; None = all.
 
     Raises:
-        ConfigError: For a name that no stage has.
+        ConfigError: If no stage has one of the names.
     """
     if listed is None:
         return tuple(STAGES.values())

@@ -57,12 +57,12 @@ def add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def print_list(what: str | None, *, json_wanted: bool) -> int:
     """Print tables for the terminal's width, or one JSON object; return exit code 0."""
-    found = {name: rows for name, rows in _listed().items() if what in (None, name)}
+    tables = {name: rows for name, rows in _listed().items() if what in (None, name)}
     if json_wanted:
-        print(json.dumps(found))
+        print(json.dumps(tables))
         return 0
     console = Console(width=terminal_width(), highlight=False)
-    for name, rows in found.items():
+    for name, rows in tables.items():
         console.print(f"{name.capitalize()}: {TAKEN_BY[name]}", style="bold")
         console.print(_table(rows, console.width))
     return 0
@@ -139,16 +139,16 @@ def _table(rows: Rows, width: int) -> Table:
     # Every head that fits has columns for its longest word at least; the rest goes where most lacks.
     width -= SIDES
     wanted = {head: max(map(len, column)) for head, column in cells.items()}
-    found = {
+    widths = {
         head: wanted[head] if head == "name" else max(len(word) for cell in column for word in cell.split())
         for head, column in cells.items()
     }
-    while sum(found.values()) + GAP * (len(found) - 1) > width and len(found) > 1:
-        del found[max((head for head in found if head != "name"), key=lambda head: found[head])]
-    for _ in range(width - sum(found.values()) - GAP * (len(found) - 1)):
-        neediest = max(found, key=lambda head: wanted[head] / found[head])
-        found[neediest] += wanted[neediest] > found[neediest]
-    for head, columns in found.items():
+    while sum(widths.values()) + GAP * (len(widths) - 1) > width and len(widths) > 1:
+        del widths[max((head for head in widths if head != "name"), key=lambda head: widths[head])]
+    for _ in range(width - sum(widths.values()) - GAP * (len(widths) - 1)):
+        neediest = max(widths, key=lambda head: wanted[head] / widths[head])
+        widths[neediest] += wanted[neediest] > widths[neediest]
+    for head, columns in widths.items():
         table.add_column(head, no_wrap=head == "name", width=columns)
     for row in rows:
         table.add_row(*(row[column.header] for column in table.columns if isinstance(column.header, str)))

@@ -59,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_USAGE
     if given[:1] == ["help"]:
         given = [*(word for word in given[1:2] if word != "help"), "--help"]
-    known = list(commands(parser))
+    names = list(commands(parser))
     for word in given[:1]:
-        if not word.startswith("-") and word not in known:
-            near = get_close_matches(word, known, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(known)}."
+        if not word.startswith("-") and word not in names:
+            near = get_close_matches(word, names, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(names)}."
             parser.error(f"there is no command {word!r}. {hint}")
     options = parse(parser, given)
     return exit_code(lambda: options.run(options, given), getattr(options, "left", STOPPED))

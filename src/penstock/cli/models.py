@@ -109,12 +109,12 @@ def _evaluate(options: argparse.Namespace) -> int:
         why = f"is not UTF-8 text (line {line})"
         raise ConfigError(str(options.file), UNSET, why, "Save it as UTF-8.") from error
     with progress_line(shown=sys.stderr.isatty()):
-        found = judge(opened, text, options.length, str(options.file))
+        score = judge(opened, text, options.length, str(options.file))
     if options.json:
-        print(json.dumps({"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}))
+        print(json.dumps({"loss": score.loss, "perplexity": score.perplexity, "tokens": score.tokens}))
     else:
-        words = f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.3f}"
-        print(f"{words}, {found.tokens:,} tokens")
+        figures = f"loss {score.loss:.4f} nats per token, perplexity {score.perplexity:.3f}"
+        print(f"{figures}, {score.tokens:,} tokens")
     return 0
 
 

@@ -26,7 +26,8 @@ def check_out(path: Path, example: str) -> Path:
     """Create the folder of `path` and return `path`.
 
     Args:
-        example: A name for the hint.
+        path: Where results are to be saved.
+        example: The file name that the hint of an error gives.
 
     Raises:
         ConfigError: If no file can be written there; leaves no new file, and an existing one unchanged.
@@ -45,10 +46,14 @@ def check_out(path: Path, example: str) -> Path:
 
 
 def check_folder(path: Path | None, option: str) -> None:
-    """Make the folder `path`, if one is asked for.
+    """Make the folder `path`; None = none is asked for.
+
+    Args:
+        path: The folder.
+        option: The option that names it.
 
     Raises:
-        ConfigError: Naming the option, if nothing can be written into it.
+        ConfigError: If nothing can be written into it; names the option.
     """
     if path is None:
         return
@@ -96,8 +101,9 @@ def add(parser: argparse._ActionsContainer, usage: str, what: str, **how: Any) -
     """Add an argument as its usage shows it: `config CONFIG`, `--layers N`; an option alone is a flag.
 
     Args:
-        what: For the help.
-        how: Anything else that argparse takes; an option with choices is no flag.
+        usage: The name, then what stands for its value, if it has one.
+        what: The text of the help.
+        how: Other arguments of `add_argument`; an option with choices is no flag.
     """
     name, _, value = usage.partition(" ")
     if value:
@@ -111,7 +117,7 @@ def whole(least: int, most: int, otherwise: str) -> Callable[[str], int]:
     """Return a reader of whole numbers from `least` to `most`, for argparse.
 
     Args:
-        otherwise: What it says.
+        otherwise: The message about anything else.
     """
 
     def read(text: str) -> int:
@@ -131,9 +137,9 @@ def add_overrides(parser: argparse.ArgumentParser, overridden: str = "CONFIG") -
 
 def config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
     """Return the file, which may be missing, and the settings: argparse takes the first word for the file."""
-    words = [*([] if options.config is None else [options.config]), *options.overrides]
-    path = expanded(words.pop(0), "CONFIG") if words and "=" not in words[0] else None
-    return path, words
+    arguments = [*([] if options.config is None else [options.config]), *options.overrides]
+    path = expanded(arguments.pop(0), "CONFIG") if arguments and "=" not in arguments[0] else None
+    return path, arguments
 
 
 LINE_EVERY_S: Final = 5.0
@@ -144,10 +150,11 @@ LINE_EVERY_S: Final = 5.0
 def progress_line(*, shown: bool) -> Iterator[Callable[[str], None]]:
     """Show the present work, as loggers tell it: a changing line on a terminal, else one now and then.
 
-    Yields a function that shows a line like that.
-
     Args:
         shown: Whether this process is the one that shows it.
+
+    Yields:
+        A function that shows a line in the same way.
     """
     from penstock.train.logs import telling
 
@@ -172,7 +179,7 @@ class Lines:
 
     Attributes:
         every_s: Seconds between lines.
-        begins: Whether the first line is printed at once, and not after as long.
+        begins: Whether the first line is printed at once rather than after `every_s`.
     """
 
     def __init__(self, every_s: float, *, begins: bool = True) -> None:

@@ -263,20 +263,20 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
     weighed: Weighed | None = None
     started = time.monotonic()
     with searching(memory, budget) as search:
-        subject, found, updates = find_best(subject, search.find, search.quick)
-        known = (found.best.choice,)
-        explanation = explain(subject.problem, found, memory, lambda then: search.quick(then, known))
+        subject, plans, updates = find_best(subject, search.find, search.quick)
+        starts = (plans.best.choice,)
+        explanation = explain(subject.problem, plans, memory, lambda then: search.quick(then, starts))
         if options.routing is not None:
             over = time_limit(time.process_time, budget, PLACING_S)
             observed, movable = subject.problem.observed, subject.movable
             routed = replace(subject.problem, evidence=observed, movable=movable, ends=over)
-            choice, routing = found.best.choice, f"routing {options.routing}"
+            choice, routing = plans.best.choice, f"routing {options.routing}"
             weighed = in_full(routed, weigh(routed, [choice], memory, routing, ends=over), choice)
-    instead = stages_instead(options, cluster, whole_s(subject.problem, found.best))
+    instead = stages_instead(options, cluster, whole_s(subject.problem, plans.best))
     moves = weighed is not None and weighed.moves
-    best = weighed.best if weighed is not None and moves else found.best
+    best = weighed.best if weighed is not None and moves else plans.best
     moving = () if weighed is None else (*weighed.lines, *((weighed.verdict,) if moves else ()))
-    why = (*explanation.lines, *updates, *found.searched.lines, *moving)
+    why = (*explanation.lines, *updates, *plans.searched.lines, *moving)
     seconds = time.monotonic() - started
     file = PlanFile.of(
         subject.problem,
@@ -284,12 +284,12 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
         model=subject.title,
         cluster=subject.cluster_name,
         why=why,
-        search=found.searched,
+        search=plans.searched,
     )
     saved = str(options.out) if options.out is not None and save_out(file.save, options.out) else None
     report = PlanReport(
         subject=subject,
-        found=found,
+        found=plans,
         explanation=explanation,
         updates=(*updates, *(() if instead is None else (instead.line,))),
         weighed=weighed,

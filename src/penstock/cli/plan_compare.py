@@ -144,8 +144,8 @@ def _changed(options: argparse.Namespace, what: str) -> argparse.Namespace:
         if not (cluster := what.removeprefix("cluster=").strip()):
             raise ConfigError("--against cluster", "", "is empty", f"Such as cluster={EXAMPLE}.")
         return replaced(options, cluster=cluster)
-    for each in what.split(","):
-        name, _, value = (part.strip() for part in each.partition("="))
+    for assignment in what.split(","):
+        name, _, value = (part.strip() for part in assignment.partition("="))
         options = _with(options, "--against", name, value)
     return options
 
@@ -170,8 +170,8 @@ def _with(options: argparse.Namespace, key: str, name: str, value: str) -> argpa
         return replaced(options, **{own: value})
     if own == "model":
         return replaced(options, config=None, overrides=[], model=model_name(value))
-    known = ", ".join((*OF_LINES, *SIZES, *WORDS))
-    hint = f"Use one of {known}, or a setting section.key."
+    names = ", ".join((*OF_LINES, *SIZES, *WORDS))
+    hint = f"Use one of {names}, or a setting section.key."
     raise ConfigError(key, name, "is nothing that a plan can change", hint)
 
 
@@ -181,12 +181,12 @@ def _with_part(cluster: str | None, key: str, name: str, value: str) -> str:
     others = [part for part in (cluster or "").split(",") if not part.strip().startswith(f"{name}=")]
     line = ",".join([*others, f"{name}={rate}"])
     try:
-        found = in_line(line)  # the line alone may lack the rate that is added here
+        file = in_line(line)  # the line alone may lack the rate that is added here
     except ConfigError as error:
         raise ConfigError(
             f"{key} {name}", value, error.why, "Write a rate such as 100 or 8x400gbit."
         ) from error
-    if found is None:
+    if file is None:
         why = "is a part of a cluster in a line, and --cluster names a file or one that comes with Penstock"
         hint = "Describe the cluster in a line, such as 4x8xA100-80GB,net=100gbit."
         raise ConfigError(f"{key} {name}", value, why, hint)

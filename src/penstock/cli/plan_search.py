@@ -37,9 +37,12 @@ class Searching:
     """What the searches of one command share.
 
     Attributes:
-        stopped: Tells whether they have been asked to end.
-        over: Whether their processor time is over.
-        bases: Of the last steps that plans were sought for.
+        memory: What a rank can hold; None = no limit.
+        budget: How much to search; 1.0 is the usual effort.
+        progress: Is told how far a search is.
+        stopped: Tells whether the searches have been asked to end.
+        over: Tells whether their processor time is over.
+        bases: What later searches reuse of the steps for which plans were sought last.
     """
 
     memory: MemoryBudget | None
@@ -55,7 +58,9 @@ class Searching:
         """Return the best plan that is found with this effort.
 
         Args:
-            starts: See `find_plan`.
+            problem: The step for which a plan is sought.
+            starts: Decisions from which the search starts; see `find_plan`.
+            effort: How thoroughly to search.
         """
         return find_plan(
             problem,
@@ -120,7 +125,9 @@ def find_best(subject: Subject, find: Find, quick: Find | None = None) -> Planne
     The given layout is taken only for a faster plan.
 
     Args:
-        quick: See `find_updated`.
+        subject: The step and cluster, with the given layout beside the best one where that was open.
+        find: Searches in full.
+        quick: Searches quickly, for comparisons; None = all searches are in full. See `find_updated`.
 
     Raises:
         ConfigError: If nothing fits.
@@ -128,15 +135,15 @@ def find_best(subject: Subject, find: Find, quick: Find | None = None) -> Planne
     if subject.given is None:
         return _updated(subject, find, quick)
     both: list[Planned] = []
-    for each in (subject, subject.given):
+    for candidate in (subject, subject.given):
         try:
-            both.append(_updated(each, quick or find, None))
+            both.append(_updated(candidate, quick or find, None))
         except ConfigError as error:
             refused = error
     if not both:
         raise refused
     if quick is not None:
-        both = [_in_full(each, find, both) for each in both]
+        both = [_in_full(candidate, find, both) for candidate in both]
     best, *others = sorted(both, key=_seconds)
     lines = list(best[2])
     for other, plan, _ in others:
@@ -152,20 +159,20 @@ def _seconds(planned: Planned) -> float:
 
 def _in_full(planned: Planned, find: Find, all_quick: Sequence[Planned]) -> Planned:
     """Return a layout by a search in full, if by quick plans it is nearly as fast as any."""
-    subject, found, lines = planned
+    subject, quick, lines = planned
     if _seconds(planned) > NEAR * min(map(_seconds, all_quick)):
         return planned
-    again = find(subject.problem)
+    full = find(subject.problem)
     # Of equal plans that of the full search, which knows more of the others.
-    return subject, min(again, found, key=lambda each: each.best.predicted_s), lines
+    return subject, min(full, quick, key=lambda each: each.best.predicted_s), lines
 
 
 def _updated(subject: Subject, find: Find, quick: Find | None) -> Planned:
     """Return the subject with the given or chosen optimiser, its plan, and a line on any choice."""
     if subject.sharded is None:
         return subject, find(subject.problem), ()
-    problem, found, line = find_updated(subject.problem, subject.sharded, find, quick)
-    return replace(subject, problem=problem), found, (line,)
+    problem, plans, line = find_updated(subject.problem, subject.sharded, find, quick)
+    return replace(subject, problem=problem), plans, (line,)
 
 
 @contextmanager

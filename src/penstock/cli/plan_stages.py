@@ -59,7 +59,7 @@ def wants_stages(options: argparse.Namespace) -> bool:
     """Return whether stages are given.
 
     Raises:
-        ConfigError: For options that do not belong together.
+        ConfigError: If options do not belong together.
     """
     stages, parts = options.pipeline_parallel_size, options.virtual_pipeline_parallel_size
     if stages in (None, 1):
@@ -89,7 +89,7 @@ def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int
     memory = memory_of(options.memory_gib, subject.memory_bytes)
     with searching(None, budget_of(options, subject)) as search:
         try:
-            subject, found, updates = _searched(subject, options, file, memory, search)
+            subject, plans, updates = _searched(subject, options, file, memory, search)
         except NothingFitsError as error:
             hint = error.hint
             with suppress(ConfigError):
@@ -99,7 +99,7 @@ def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int
             raise ConfigError(error.key, error.value, error.why, hint) from None
     report = PipelineReport(
         subject=subject,
-        found=found,
+        found=plans,
         node_size=file.ranks_per_node,
         memory=memory,
         seconds=time.monotonic() - started,
@@ -123,7 +123,9 @@ class StagesInstead:
     """A layout in stages that would be faster than the plan without.
 
     Attributes:
-        options: That ask for it.
+        plan: Its plan, by a quick search.
+        options: The command-line options that ask for it.
+        than_s: Seconds of an update under the plan without stages.
     """
 
     plan: PipelinePlan
@@ -135,8 +137,8 @@ class StagesInstead:
         """What it would bring as a line of text."""
         faster = change(self.plan.update_s, self.than_s)
         update = milliseconds(self.plan.update_s)
-        words = f"{self.options} would take {update} for an update ({faster}), by a quick plan"
-        return f"Stages   {words}; {PLANNED_ONLY}"
+        sentence = f"{self.options} would take {update} for an update ({faster}), by a quick plan"
+        return f"Stages   {sentence}; {PLANNED_ONLY}"
 
     @property
     def hint(self) -> str:
@@ -150,7 +152,7 @@ class StagesInstead:
 
 
 def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float) -> StagesInstead | None:
-    """Return what stages would bring; None where they are no faster.
+    """Return the fastest layout in stages; None where none is faster.
 
     Without `--layout auto`, only a stage for each node is looked at, with experts spread inside it, and with
     shared attention if that does not fit. Where the size of an update is open, it has the samples of the
@@ -205,22 +207,22 @@ def _searched(
     search: Searching,
 ) -> tuple[Subject, FoundPipeline, tuple[str, ...]]:
     """Return the subject with the better optimiser, its plan, and a line on the choice."""
-    words, found, refused = list[str](), list[tuple[Problem, FoundPipeline]](), list[NothingFitsError]()
+    times, fits, refused = list[str](), list[tuple[Problem, FoundPipeline]](), list[NothingFitsError]()
     for problem in (subject.problem, *(() if subject.sharded is None else (subject.sharded,))):
         of = "AdamW" if problem.shape.updating is None else SHARDED
         try:
             each = _find(problem, options, file, memory, _choices(search, "quick"))
         except NothingFitsError as error:
             refused.append(error)
-            words.append(f"{of} does not fit")
+            times.append(f"{of} does not fit")
             continue
-        found.append((problem, each))
+        fits.append((problem, each))
         update = milliseconds(each.best.update_s)
-        words.append(f"{update} with {of} ({gib(each.best.memory_bytes)} per rank)")
-    if not found:
+        times.append(f"{update} with {of} ({gib(each.best.memory_bytes)} per rank)")
+    if not fits:
         raise refused[-1]
-    problem, quick = min(found, key=lambda each: each[1].best.update_s)
-    updates = (f"Update   predicted updates, by quick plans: {', '.join(words)}",) if len(words) > 1 else ()
+    problem, quick = min(fits, key=lambda each: each[1].best.update_s)
+    updates = (f"Update   predicted updates, by quick plans: {', '.join(times)}",) if len(times) > 1 else ()
     full = _in_full(problem, quick, memory, _choices(search, "usual"))
     return replace(subject, problem=problem), full, updates
 
@@ -233,10 +235,10 @@ def _in_full(
 ) -> FoundPipeline:
     """Return the plans with those of a search in full for the best orders of microbatches."""
     orders = [plan.pipeline for plan in (quick.best, *quick.others[:1])]
-    again = replace(problem, recompute=(quick.best.choice.recompute,))
+    narrowed = replace(problem, recompute=(quick.best.choice.recompute,))
     plans = {plan.pipeline: plan for plan in (quick.best, *quick.others)}
     try:
-        better = find_pipeline(again, orders, choices, memory)
+        better = find_pipeline(narrowed, orders, choices, memory)
     except NothingFitsError:
         return quick  # a quick plan just fits
     for plan in (better.best, *better.others):
@@ -291,7 +293,7 @@ def _fastest(
 
     Layouts are compared by the plainest order of microbatches, and the best few, `finalists`, by all.
     """
-    found, seen, refused = list[_Laid](), set[object](), ConfigError(SIZE, UNSET, "no stages are possible")
+    fits, seen, refused = list[_Laid](), set[object](), ConfigError(SIZE, UNSET, "no stages are possible")
     for stages, laid in tried:
         options = replaced(laid, pipeline_parallel_size=stages)
         sizes = (stages, *(getattr(options, name) for name in SIZES), *options.overrides)
@@ -312,17 +314,17 @@ def _fastest(
         except ConfigError as error:
             refused = error
             continue
-        found.append(_Laid(options=options, problem=problem, memory=memory, plan=plan))
-    if not found:
+        fits.append(_Laid(options=options, problem=problem, memory=memory, plan=plan))
+    if not fits:
         raise refused
-    best = sorted(found, key=lambda each: each.plan.update_s)
+    best = sorted(fits, key=lambda each: each.plan.update_s)
     if not finalists:
         return best[0]
-    again = (
+    replanned = (
         replace(each, plan=_find(each.problem, each.options, file, each.memory).best)
         for each in best[:finalists]
     )
-    return min(again, key=lambda each: each.plan.update_s)
+    return min(replanned, key=lambda each: each.plan.update_s)
 
 
 def _open(options: argparse.Namespace, file: ClusterFile) -> Iterator[tuple[int, argparse.Namespace]]:
@@ -354,9 +356,9 @@ def _as_options(plan: PipelinePlan, options: argparse.Namespace) -> str:
     work, pipeline = plan.problem.workload, plan.pipeline
     sizes = {"ep_size": work.ep_size, "tp_size": work.tp_size, "etp_size": work.etp_size}
     used = {name: size for name, size in sizes.items() if size > 1 or name == "ep_size"}
-    words = [f"{SIZE} {pipeline.pipeline_parallel_size}"]
+    parts = [f"{SIZE} {pipeline.pipeline_parallel_size}"]
     if options.model is None:
-        words += [f"{OF_CONFIGURATIONS[name]}={size}" for name, size in used.items()]
+        parts += [f"{OF_CONFIGURATIONS[name]}={size}" for name, size in used.items()]
     else:
-        words += [f"{option(name)} {size}" for name, size in used.items()]
-    return " ".join(words)
+        parts += [f"{option(name)} {size}" for name, size in used.items()]
+    return " ".join(parts)

@@ -169,12 +169,13 @@ def _accumulating(subject: Subject, samples: int) -> Subject:
     """
     work = subject.problem.workload
     groups = holders(work.world_size, work.tp_size)
-    each = work.batch * groups
-    passes, left = divmod(samples, each)
+    per_pass = work.batch * groups
+    passes, left = divmod(samples, per_pass)
     if left or not 1 <= passes <= MOST_PASSES:
-        near = each * min(MOST_PASSES, max(1, round(samples / each)))
+        near = per_pass * min(MOST_PASSES, max(1, round(samples / per_pass)))
         why = (
-            f"is no whole number, up to {MOST_PASSES:,}, of passes: one has {each} samples, {work.batch} for "
+            f"is no whole number, up to {MOST_PASSES:,}, of passes: one has {per_pass} samples, "
+            f"{work.batch} for "
         )
         why += f"each of {counted(groups, 'rank' if work.tp_size == 1 else 'group')}"
         raise ConfigError("--global-batch", samples, why, f"Nearest valid: {near}; or change --batch.")
@@ -189,24 +190,24 @@ def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
         if options.overrides:
             why = "is a setting of a configuration, and --model has none"
             raise ConfigError(options.overrides[0], UNSET, why, "Use options such as --batch 8.")
-        again = None if options.recompute in (None, AUTO) else options.recompute
+        recompute = None if options.recompute in (None, AUTO) else options.recompute
         precision = None if options.precision in (None, AUTO) else options.precision
         if options.precision == AUTO:
             precision, _ = file.usual_precision
         given = {name: getattr(options, name) for name in SIZES}
-        sizes = Overrides(**given, recompute=again, precision=precision)
+        sizes = Overrides(**given, recompute=recompute, precision=precision)
         if options.layout != "auto":
             return _shared(published_problem(options.model, file, sizes), options)
         memory = memory_of(options.memory_gib, file.memory_bytes)
-        found = find_layouts(
+        layouts = find_layouts(
             options.model,
             file,
             sizes,
             memory,
             time_limit(time.process_time, options.budget or 1.0, COMMAND_S),
         )
-        subject = with_layout(options.model, file, sizes, found.best.sizes)
-        subject = replace(subject, notes=(*subject.notes, *found.lines))
+        subject = with_layout(options.model, file, sizes, layouts.best.sizes)
+        subject = replace(subject, notes=(*subject.notes, *layouts.lines))
         model = options.model
         return _shared(subject, options).beside(
             lambda: _shared(published_problem(model, file, sizes), options)
@@ -220,8 +221,8 @@ def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
 
 def of_transformers(model: str) -> Path | None:
     """Return the configuration of an open model, or that at a path; None for a model of a study."""
-    if (found := open_models().get(model)) is not None or model in MODELS:
-        return found
+    if (config := open_models().get(model)) is not None or model in MODELS:
+        return config
     path = user_path(model)
     if asked(path.is_dir) or path.suffix == ".json":
         return path
@@ -349,9 +350,11 @@ class Fitting:
     """The memory of a step with changed options.
 
     Attributes:
-        subject_of: Returns the changed step, or raises ConfigError.
-        ends: Tells whether the time is over.
+        subject_of: Returns the step with changed options, or raises ConfigError.
+        memory: What a rank can hold.
+        describe: Returns changed options as a user writes them.
         of_study: Whether the step has the same samples whatever the layout.
+        ends: Tells whether the time is over.
     """
 
     subject_of: Callable[[Changes], Subject]
@@ -419,12 +422,12 @@ def other_layouts(subject: Subject, *, of_study: bool) -> Iterator[Changes]:
     """Yield other layouts, with the same samples per step; a study's model has them by itself."""
     work = subject.problem.workload
     own = work.tp_size, work.ep_size, work.etp_size
-    for each in layout_sizes(work.world_size, work.devices_per_node, work.num_experts):
-        sizes = {"tp_size": each.tp_size, "ep_size": each.ep_size, "etp_size": each.etp_size}
-        if tuple(sizes.values()) == own or each.tokens != "split":
+    for layout in layout_sizes(work.world_size, work.devices_per_node, work.num_experts):
+        sizes = {"tp_size": layout.tp_size, "ep_size": layout.ep_size, "etp_size": layout.etp_size}
+        if tuple(sizes.values()) == own or layout.tokens != "split":
             continue
-        samples = work.batch * each.tp_size
+        samples = work.batch * layout.tp_size
         if of_study:
             yield sizes
         elif samples % work.tp_size == 0:
-            yield sizes if each.tp_size == work.tp_size else {**sizes, "batch": samples // work.tp_size}
+            yield sizes if layout.tp_size == work.tp_size else {**sizes, "batch": samples // work.tp_size}

@@ -78,14 +78,17 @@ def on_ranks(
     """Start the ranks of a command, or be one of them and do its `work`; return the exit code.
 
     Args:
-        name: Of the command, for errors.
-        given: Its arguments.
-        processes: Without an emulated cluster.
+        name: The command, for error messages.
+        given: The arguments of the command.
+        processes: How many ranks to start where no cluster is emulated.
+        timeout_s: Seconds after which ranks that wait for others give up.
+        emulate: The cluster to emulate; None = the ranks run beside each other.
+        work: Does a rank's part of the command and returns its exit code.
         program: The module whose arguments these are.
-        reports: Whether it fails with a report of its own.
+        reports: Whether ranks that fail print a report of their own.
 
     Raises:
-        ConfigError: If ranks that another launcher started are to be emulated, or cannot be started.
+        ConfigError: If ranks cannot be started, or were started by another launcher and are to be emulated.
     """
     info = detect(os.environ)
     if emulate is not None and info is not None and info.launcher != "penstock":
@@ -139,9 +142,12 @@ def start_ranks(
 
     Args:
         given: Arguments of the module `program`, which lets signals through.
-        way_out: What to say after a failure.
+        processes: How many ranks to start.
+        timeout_s: Seconds after which ranks that wait for others give up.
+        place: Where the ranks run; None = as plain processes of this machine.
+        way_out: Returns what to say after a failure.
         reports: Whether ranks that fail have said why.
-        announced: Printed once nothing is refused.
+        announced: A text that is printed once nothing has been refused.
     """
     check_processes(processes)
     if place is None and not reports:
@@ -186,6 +192,10 @@ def measure_as_rank(
     see that first.
 
     Args:
+        parallel: The settings by which the ranks share work and connect.
+        num_experts: Experts of an MoE layer.
+        measure: Measures on every rank.
+        finish: Takes the result on rank 0 and returns the exit code.
         stopped: Says, on every rank, what a stop has left; None = `STOPS` knows.
     """
     try:
@@ -195,7 +205,7 @@ def measure_as_rank(
             join(info, parallel.timeout_s, device, parallel.transport, start_s=parallel.start_s)
             node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
             layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
-            found = measure(layout, device)
+            result = measure(layout, device)
             STOPS.finish(None, UNPRINTED)
         except (ConfigError, RefusalError) as error:
             return refused(error)
@@ -205,7 +215,7 @@ def measure_as_rank(
             tell(str(error))
             return FAILED
         leave()
-        return finish(found) if info.rank == 0 else 0
+        return finish(result) if info.rank == 0 else 0
     except KeyboardInterrupt:
         if stopped is None:
             return STOPS.stopped()
@@ -214,8 +224,10 @@ def measure_as_rank(
 
 
 def refused(error: ConfigError | RefusalError) -> int:
-    """Return the exit code of a rank that has found an unusable setting. Of ranks with the same fault one
-    reports it; where others have not found the fault, they are told why this rank ends."""
+    """Return the exit code of a rank that has found an unusable setting.
+
+    Of ranks with the same fault one reports it; ranks without the fault are told why this one ends.
+    """
     text = str(error)
     if is_first_to_say(text):
         say(text)
@@ -286,7 +298,7 @@ class Left:
 def _identity(path: Path) -> tuple[int, int]:
     """Return what a folder keeps when it is moved aside."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:  # it has just been removed, as an old checkpoint
         return (0, 0)
-    return (found.st_dev, found.st_ino)
+    return (status.st_dev, status.st_ino)

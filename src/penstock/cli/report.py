@@ -42,7 +42,7 @@ def write_report(folder: Path, out: Path | None, json_wanted: bool) -> int:
     """Write the page; return the exit code.
 
     Raises:
-        ConfigError: For a folder with damaged files or no run.
+        ConfigError: If the folder has no run or damaged files.
     """
     from penstock.report.page.findings import binding_of, slow_ranks
     from penstock.report.page.html import write_page

@@ -86,8 +86,8 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
 
 def commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
     """Return the subcommands by name."""
-    found = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
-    return next((each.choices for each in found), {})
+    actions = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return next((each.choices for each in actions), {})
 
 
 def replace_unencodable() -> None:

@@ -32,9 +32,11 @@ class Wanted:
     """What a run needs.
 
     Attributes:
-        assumed: The cluster for which its plan was made, named `cluster_name`; None if not given.
+        assumed: The cluster for which its plan was made; None if not given.
+        cluster_name: The name of that cluster.
         rank_bytes: Memory of a rank.
-        disk_bytes: Of its checkpoints, in `disk`.
+        disk_bytes: Size of its checkpoints.
+        disk: The folder of its checkpoints.
     """
 
     assumed: ClusterFile | None = None
@@ -49,7 +51,8 @@ class Finding:
     """A sentence: what is wrong where, and what to do.
 
     Attributes:
-        mend: False if it is only worth knowing.
+        text: The sentence.
+        mend: Whether it has to be fixed; False if it is only worth knowing.
     """
 
     text: str
@@ -122,10 +125,10 @@ def is_loopback(address: str) -> bool:
 def why_unreachable(info: ProcessInfo, host: str, port: int, error: str) -> str:
     """Return one sentence for a rank that could not reach the store at `host` and `port`: what to fix."""
     who = f"rank {info.rank} of {info.world_size} ({platform.node()})"
-    found = look_at(host, port)
-    if found.kind == "unresolved":
+    look = look_at(host, port)
+    if look.kind == "unresolved":
         return (
-            f"{who} cannot resolve {host}, the host at which ranks meet ({found.why}): add it to /etc/hosts "
+            f"{who} cannot resolve {host}, the host at which ranks meet ({look.why}): add it to /etc/hosts "
             "or DNS, or give its IP address (torchrun --rdzv-endpoint with --local-addr, or MASTER_ADDR)."
         )
     if info.rank == 0:
@@ -133,19 +136,19 @@ def why_unreachable(info: ProcessInfo, host: str, port: int, error: str) -> str:
             f"{who} cannot open the port {port} of {host} ({error}): choose a free port (MASTER_PORT, "
             "torchrun --rdzv-endpoint)."
         )
-    if is_loopback(found.ip) and found.kind != "accepts":
+    if is_loopback(look.ip) and look.kind != "accepts":
         return (
-            f"{who} was told to meet the others at {host} ({found.ip}), which is this machine itself, and "
+            f"{who} was told to meet the others at {host} ({look.ip}), which is this machine itself, and "
             "nobody is there: give the network address of rank 0's machine (torchrun --rdzv-endpoint and "
             "--local-addr, or MASTER_ADDR)."
         )
-    if found.kind == "accepts":
+    if look.kind == "accepts":
         return (
             f"{who} reaches {host}:{port}, where something else than the ranks' store answers ({error}): "
             "choose another port."
         )
     return (
-        f"{who} finds nobody at {host}:{port} ({found.ip}): look whether rank 0 was started there, and "
+        f"{who} finds nobody at {host}:{port} ({look.ip}): look whether rank 0 was started there, and "
         "whether a firewall lets the port through."
     )
 
@@ -186,16 +189,16 @@ def _ranks(found: Examination) -> Check:
 
 def _versions(found: Examination) -> Check:
     names = dict.fromkeys(name for each in found.facts.values() for name in each.versions)
-    findings, alike = [], []
+    findings, common = [], []
     for name in names:
         by_version = by({rank: each.versions.get(name, ABSENT) for rank, each in found.facts.items()}, str)
         usual = max(by_version, key=lambda version: len(by_version[version]))
         if name != "source":
-            alike.append(f"{name} {usual}")
+            common.append(f"{name} {usual}")
         for version, ranks in by_version.items():
             if version != usual and not (name == "source" and differs(found, "penstock")):
                 findings.append(_other_version(found, name, version, ranks, usual))
-    return Check.of("versions", ", ".join(alike), findings)
+    return Check.of("versions", ", ".join(common), findings)
 
 
 def _other_version(found: Examination, name: str, version: str, ranks: Sequence[int], usual: str) -> str:
@@ -314,8 +317,8 @@ def clocks(found: Examination) -> Check:
         return Check(name="clocks", found="one machine, one clock")
     most = max(abs(clock.offset_s) for _, clock in off.values())
     error_s = max(clock.round_trip_s for _, clock in off.values()) / 2
-    words = f"at most {milliseconds(most)} from rank {found.reference}'s (± {milliseconds(error_s)})"
-    return Check.of("clocks", words, findings)
+    summary = f"at most {milliseconds(most)} from rank {found.reference}'s (± {milliseconds(error_s)})"
+    return Check.of("clocks", summary, findings)
 
 
 def interfaces(found: Examination) -> Check:
@@ -340,8 +343,8 @@ def interfaces(found: Examination) -> Check:
             "machines cannot use: name the network's interface in GLOO_SOCKET_IFNAME."
         )
     used = by(found.facts, lambda each: each.interface or "not given")
-    words = ", ".join(f"{name} ({ranks_words(ranks, found)})" for name, ranks in used.items())
-    text = next(iter(used)) if len(used) == 1 else words
+    summary = ", ".join(f"{name} ({ranks_words(ranks, found)})" for name, ranks in used.items())
+    text = next(iter(used)) if len(used) == 1 else summary
     given = "" if all(each.interface for each in found.facts.values()) else "; Gloo uses the host name's"
     return Check.of("interface", f"GLOO_SOCKET_IFNAME: {text}{given if several else ''}", findings)
 
@@ -362,8 +365,8 @@ def names(found: Examination) -> Check:
             )
     hosts = by(found.facts, lambda each: each.host)
     resolved = sum(bool(found.facts[ranks[0]].host_ip) for ranks in hosts.values())
-    words = f"{resolved} of {counted(len(hosts), 'name')} resolve on their own machine"
-    return Check.of("host names", words, findings)
+    summary = f"{resolved} of {counted(len(hosts), 'name')} resolve on their own machine"
+    return Check.of("host names", summary, findings)
 
 
 def links(found: Examination, wanted: Wanted) -> Check:

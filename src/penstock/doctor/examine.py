@@ -35,7 +35,8 @@ class Pair:
     """Two ranks.
 
     Attributes:
-        nodes: Of either rank, counted from 0; equal if they share one.
+        asks, answers: The rank that asks, and the one that answers.
+        nodes: The nodes of the two, counted from 0; equal if they share one.
     """
 
     asks: int
@@ -109,10 +110,12 @@ class Examination:
     """What the ranks found.
 
     Attributes:
-        size: Number of all ranks.
-        facts: Of the ranks that came.
-        gone: Those of them that stopped answering.
+        size: How many ranks there are to be.
         reference: The rank with whose clock the others are compared.
+        facts: What every rank that came has found about itself.
+        clocks: The offset of every such rank's clock.
+        links: What was measured between ranks.
+        gone: Ranks that came and stopped answering.
         exchange: Why a sum over all ranks failed, "" if it worked, None if it was not tried.
         shared: By folder, the ranks that see what the reference rank writes there.
     """
@@ -140,16 +143,22 @@ class Examination:
 def examine(
     meeting: Meeting, info: ProcessInfo, towards: str, folders: Sequence[Path], wait_s: float
 ) -> Examination | None:
-    """Return what was found, on the rank that is to report it; None on the others.
+    """Examine the cluster together with the other ranks.
 
     Every rank must call it.
 
     Args:
+        meeting: Where the ranks leave their messages.
+        info: Which rank this is.
         towards: The host at which ranks meet.
-        wait_s: How long to wait for ranks.
+        folders: Folders to which a run would write.
+        wait_s: Seconds to wait for ranks.
+
+    Returns:
+        What was found, on the rank that is to report it; None on the others.
 
     Raises:
-        MeetingError: Where the reporting rank has gone.
+        MeetingError: If the reporting rank has gone.
     """
     facts, token = find_facts(info, towards, folders), secrets.token_hex(16)
     server = None
@@ -186,10 +195,10 @@ class _Doctor:
         ranks, self._reference = tuple(present["ranks"]), int(present["lead"])
         if self._rank not in ranks:
             raise MeetingError("this rank came after the others had given up waiting for it")
-        known = {rank: came[rank] for rank in ranks if rank in came}
-        missing = [rank for rank in ranks if rank not in known]
-        known |= self._meeting.hear("facts", missing, time.monotonic() + TURN_S)
-        self._known = dict(sorted(known.items()))
+        messages = {rank: came[rank] for rank in ranks if rank in came}
+        missing = [rank for rank in ranks if rank not in messages]
+        messages |= self._meeting.hear("facts", missing, time.monotonic() + TURN_S)
+        self._known = dict(sorted(messages.items()))
         self._gone: set[int] = set()
         clocks = self._clocks()
         shared = self._shared()
@@ -211,8 +220,8 @@ class _Doctor:
     # ---- clocks --------------------------------------------------------------------------------------------
 
     def _clocks(self) -> dict[int, Clock]:
-        found = self._all_do("clock", self._my_clock, TURN_S + PATIENCE_S)
-        return {rank: Clock(**said) for rank, said in found.items() if said}
+        clocks = self._all_do("clock", self._my_clock, TURN_S + PATIENCE_S)
+        return {rank: Clock(**said) for rank, said in clocks.items() if said}
 
     def _my_clock(self) -> dict[str, Any]:
         if self._rank == self._reference:
@@ -237,28 +246,28 @@ class _Doctor:
                     marks[folder.path] = file.name
             self._meeting.announce("marks", marks)
         files = self._meeting.announced("marks", time.monotonic() + 2 * TURN_S) or {}
-        found = self._all_do("seen", lambda: {path: Path(name).exists() for path, name in files.items()})
+        sightings = self._all_do("seen", lambda: {path: Path(name).exists() for path, name in files.items()})
         for file in made:
             file.close()
-        return {path: tuple(rank for rank, seen in found.items() if seen.get(path)) for path in files}
+        return {path: tuple(rank for rank, seen in sightings.items() if seen.get(path)) for path in files}
 
     # ---- links ---------------------------------------------------------------------------------------------
 
     def _links(self) -> list[Link]:
         """Measure pairs of ranks, round by round, so that no rank is in two measurements at once."""
         local_ranks = {rank: said["facts"]["local_rank"] for rank, said in self._known.items()}
-        found = []
+        links = []
         for number, pairs in enumerate(rounds_of(nodes_of(local_ranks))):
-            mine = next((pair for pair in pairs if pair.asks == self._rank), None)
-            if mine is not None:
-                self._meeting.leave(f"round-{number}", self._measured(mine))
+            own = next((pair for pair in pairs if pair.asks == self._rank), None)
+            if own is not None:
+                self._meeting.leave(f"round-{number}", self._measured(own))
             asking = {pair.asks: pair for pair in pairs if pair.asks not in self._gone}
             said = self._meeting.hear(f"round-{number}", tuple(asking), time.monotonic() + ROUND_S)
             self._gone |= asking.keys() - said.keys()
-            for rank, each in said.items():
-                rates = None if each.get("rates") is None else Rates(**each["rates"])
-                found.append(Link(pair=asking[rank], rates=rates, problem=each.get("problem", "")))
-        return found
+            for rank, answer in said.items():
+                rates = None if answer.get("rates") is None else Rates(**answer["rates"])
+                links.append(Link(pair=asking[rank], rates=rates, problem=answer.get("problem", "")))
+        return links
 
     def _measured(self, pair: Pair) -> dict[str, Any]:
         try:
@@ -285,8 +294,8 @@ class _Doctor:
         go = self._meeting.announced("exchange", time.monotonic() + ROUND_S)
         if go is None or not go["go"]:
             return None
-        found = self._all_do("exchanged", self._summed, 2 * EXCHANGE_S)
-        return "; ".join(dict.fromkeys(each["problem"] for each in found.values() if each["problem"]))
+        results = self._all_do("exchanged", self._summed, 2 * EXCHANGE_S)
+        return "; ".join(dict.fromkeys(each["problem"] for each in results.values() if each["problem"]))
 
     def _summed(self) -> dict[str, Any]:
         try:
@@ -305,9 +314,9 @@ class _Doctor:
         """Return what every rank that still answers found; ranks that do not answer are gone."""
         self._meeting.leave(key, work())
         ranks = [rank for rank in self._known if rank not in self._gone]
-        found = self._meeting.hear(key, ranks, time.monotonic() + within_s)
-        self._gone |= set(ranks) - found.keys()
-        return found
+        answers = self._meeting.hear(key, ranks, time.monotonic() + within_s)
+        self._gone |= set(ranks) - answers.keys()
+        return answers
 
 
 def facts_of(plain: Mapping[str, Any]) -> Facts:

@@ -47,10 +47,12 @@ class Facts:
         host: The machine's name.
         host_ip: What that name resolves to here, "" if it does not.
         interface: GLOO_SOCKET_IFNAME or "".
-        address: Of that interface, or of the one towards rank 0.
-        problem: Why there is none.
-        memory_bytes: Free, of the machine or the container.
-        open_files: The soft and the hard limit.
+        address: The address of that interface, or of the one towards rank 0; "" if there is none.
+        problem: Why there is no address, "" if there is one.
+        memory_bytes: Free memory of the machine or the container.
+        open_files: The soft and the hard limit of open files.
+        cores: Cores for ranks; 0 on a machine with GPUs.
+        gpus: GPUs of the machine.
     """
 
     rank: int
@@ -74,7 +76,7 @@ def find_facts(info: ProcessInfo, towards: str, folders: Sequence[Path]) -> Fact
 
     Args:
         towards: The host of rank 0.
-        folders: To which a run would write; none is created.
+        folders: Folders to which a run would write; none is created.
     """
     address, problem = _address(towards)
     places = Places.here()
@@ -98,12 +100,12 @@ def find_facts(info: ProcessInfo, towards: str, folders: Sequence[Path]) -> Fact
 
 def versions() -> dict[str, str]:
     """Return versions of Python, relevant packages, and Penstock's source, since checkouts differ."""
-    found = {"penstock": penstock.__version__, "source": _source(), "python": platform.python_version()}
+    by_name = {"penstock": penstock.__version__, "source": _source(), "python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    found["torch"] = torch.__version__
-    return found
+            by_name[name] = version(name)
+    by_name["torch"] = torch.__version__
+    return by_name
 
 
 @cache
@@ -143,8 +145,8 @@ def _address(towards: str) -> tuple[str, str]:
     there = interface_names()
     if name not in there:
         return "", f"has no interface {name}; it has {', '.join(there)}"
-    found = address_of(name)
-    return found, "" if found else f"has no IPv4 address on {name}"
+    ip = address_of(name)
+    return ip, "" if ip else f"has no IPv4 address on {name}"
 
 
 def _folder(path: Path) -> Folder:

@@ -28,14 +28,16 @@ class MeetingError(Exception):
 
 
 class Meeting:
-    """One rank's view of the store.
-
-    Raises MeetingError.
+    """One rank's view of the store. Its methods raise MeetingError where the store cannot be reached.
 
     Attributes:
         info: Which rank this is.
-        host, port: Of the store; this rank serves it if it is rank 0 and `serves`.
-        wait_s: How long to try to reach the store.
+        host, port: Where the store is.
+        serves: Whether rank 0 serves the store.
+        wait_s: Seconds to try to reach the store.
+
+    Raises:
+        MeetingError: If the store cannot be reached.
     """
 
     def __init__(self, info: ProcessInfo, host: str, port: int, *, serves: bool, wait_s: float) -> None:
@@ -52,19 +54,19 @@ class Meeting:
 
     def hear(self, key: str, ranks: Collection[int], until_s: float) -> dict[int, dict[str, Any]]:
         """Return the messages that these ranks have published by `until_s` (time.monotonic)."""
-        found: dict[int, dict[str, Any]] = {}
+        messages: dict[int, dict[str, Any]] = {}
 
         def listen() -> None:
             while True:
                 for rank in ranks:
-                    if rank not in found and self._store.check([f"{key}/{rank}"]):
-                        found[rank] = json.loads(self._store.get(f"{key}/{rank}"))
-                if len(found) == len(ranks) or time.monotonic() > until_s:
+                    if rank not in messages and self._store.check([f"{key}/{rank}"]):
+                        messages[rank] = json.loads(self._store.get(f"{key}/{rank}"))
+                if len(messages) == len(ranks) or time.monotonic() > until_s:
                     return
                 time.sleep(POLL_S)
 
         self._asking(listen, until_s)
-        return found
+        return messages
 
     def first(self, key: str) -> bool:
         """Tell whether this rank is the first to claim a key."""
@@ -82,8 +84,8 @@ class Meeting:
                 if time.monotonic() > until_s:
                     return None
                 time.sleep(POLL_S)
-            found: dict[str, Any] = json.loads(self._store.get(key))
-            return found
+            message: dict[str, Any] = json.loads(self._store.get(key))
+            return message
 
         return self._asking(listen, until_s)
 

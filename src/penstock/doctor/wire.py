@@ -37,8 +37,8 @@ class Clock:
     """The offset between two clocks.
 
     Attributes:
-        offset_s: How far the clock of the rank that asked is ahead.
-        round_trip_s: Of the quickest question; the error of the offset is at most half of this.
+        offset_s: Seconds by which the clock of the rank that asked is ahead.
+        round_trip_s: Seconds of the quickest question; the offset is wrong by half of this at most.
     """
 
     offset_s: float
@@ -59,7 +59,7 @@ class Server:
 
     Attributes:
         host: The address at which to listen.
-        token: Shared secret.
+        token: The secret that ranks share; questions without it are not answered.
     """
 
     def __init__(self, host: str, token: str) -> None:
@@ -176,8 +176,8 @@ class _Asking:
         line = self._lines.readline(4096)
         if not line:
             raise ConnectionError("the other rank has closed the connection")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
 
 def _prepare(connection: socket.socket) -> None:

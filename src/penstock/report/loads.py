@@ -46,8 +46,9 @@ class LoadCourse:
     """Loads over a run.
 
     Attributes:
-        layers: The numbers of its MoE layers; steps.
-        loads_SYE: Choices of every expert.
+        layers: Numbers of the MoE layers, [Y].
+        steps: Numbers of the steps, [S].
+        loads_SYE: How often every expert was chosen.
     """
 
     layers: tuple[int, ...]
@@ -64,7 +65,7 @@ class LoadCourse:
         """Read `loads.npz`.
 
         Raises:
-            ConfigError: Naming the file if it does not hold what `save` writes.
+            ConfigError: If the file does not hold what `save` writes; names the file.
         """
         try:
             with open_regular(path, str(path), REMOVE) as file, np.load(file, allow_pickle=False) as held:
@@ -128,8 +129,8 @@ def colours(loads_YE: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
 def over_mean(loads: npt.NDArray[np.int64]) -> Numbers:
     """Return loads over the mean of all experts, along the last axis; 1 where there are no loads."""
     mean = loads.mean(axis=-1, keepdims=True)
-    found: Numbers = np.where(mean > 0, loads / np.maximum(mean, 1e-9), 1.0)
-    return found
+    ratios: Numbers = np.where(mean > 0, loads / np.maximum(mean, 1e-9), 1.0)
+    return ratios
 
 
 @contextmanager

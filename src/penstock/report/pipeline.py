@@ -29,10 +29,12 @@ class PipelineReport:
 
     Attributes:
         subject: The whole model on the ranks of one stage.
+        found: The best plan, and others beside it.
         node_size: Ranks of a node.
-        seconds: The duration of the search.
-        updates: Which optimiser was chosen, where that was open.
-        price: Of a device for an hour.
+        memory: What a rank can hold; None = no limit.
+        seconds: How long the search took.
+        updates: Lines on the choice of the optimiser, where that was open.
+        price: The price of a device for an hour; None = not given.
     """
 
     subject: Subject
@@ -90,9 +92,11 @@ class PipelineReport:
         yield f"Plan     {stages_words(best)}"
         of = f"an update of {self._samples:,} samples ({tokens:,} tokens)"
         apart = f"{milliseconds(best.forward_s)} forward and {milliseconds(best.backward_s)} backward"
-        each = f"{counted(best.pipeline.microbatches, 'microbatch', 'es')} of {apart} on the slowest stage"
-        each += "" if best.together_s is None else f", {milliseconds(best.together_s)} at once"
-        yield f"Time     {milliseconds(best.update_s)} predicted for {of}: {each}"
+        microbatches = (
+            f"{counted(best.pipeline.microbatches, 'microbatch', 'es')} of {apart} on the slowest stage"
+        )
+        microbatches += "" if best.together_s is None else f", {milliseconds(best.together_s)} at once"
+        yield f"Time     {milliseconds(best.update_s)} predicted for {of}: {microbatches}"
         yield f"Bubble   {100 * best.run.bubble:.1f} % of an update, in which a stage waits for others"
         if best.link_s:
             beside = ""
@@ -137,8 +141,8 @@ def stages_words(plan: PipelinePlan) -> str:
     if len(plan.layers) > MOST_LISTED:
         runs = ((number, len(list(run))) for number, run in groupby(plan.layers))
         layers = ", ".join(f"{times} x {number}" if times > 1 else str(number) for number, times in runs)
-    words = f"{counted(stages, 'stage')}{of} of {layers} layers, {plan.pipeline.words}"
-    return f"{words}; each runs {plan.choice.words}"
+    split = f"{counted(stages, 'stage')}{of} of {layers} layers, {plan.pipeline.words}"
+    return f"{split}; each runs {plan.choice.words}"
 
 
 _TIMES: Final = (

@@ -30,10 +30,13 @@ class PlanReport:
     """A finished search.
 
     Attributes:
-        seconds: Its duration.
-        saved: The file of the plan.
-        price: Of a device for an hour.
-        updates: Which optimiser was chosen, where that was open.
+        subject: The step and cluster that were planned for.
+        found: The best plan, and others beside it.
+        explanation: Why the best plan takes as long as it does.
+        seconds: How long the search took.
+        saved: The file to which the plan was saved; None = it was not.
+        price: The price of a device for an hour; None = not given.
+        updates: Lines on the choice of the optimiser and on stages, where those were open.
         weighed: The best plan with and without moving, where a routing was given.
         stages: What pipeline stages would bring, as plain data; None = nothing.
     """
@@ -74,13 +77,13 @@ class PlanReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
-        subject, found = self.subject, self.found
+        subject, plans = self.subject, self.found
         file = PlanFile.of(
             subject.problem,
-            found.best,
+            plans.best,
             model=subject.title,
             cluster=subject.cluster_name,
-            search=found.searched,
+            search=plans.searched,
         ).to_dict()
         del file["schedule"]
         return {
@@ -93,8 +96,8 @@ class PlanReport:
             "precision": subject.precision,
             "why_precision": subject.why_precision,
             "notes": list(subject.notes),
-            "others": [_plain(subject.problem, candidate) for candidate in found.others],
-            "complete": found.searched.complete,
+            "others": [_plain(subject.problem, candidate) for candidate in plans.others],
+            "complete": plans.searched.complete,
             "search_s": self.seconds,
             "saved": self.saved,
         }
@@ -133,7 +136,7 @@ def heading(subject: Subject, width: int, ranks: str = "") -> str:
     """Return text on what the plan is for.
 
     Args:
-        ranks: How they are used; none = as the subject says.
+        ranks: How the ranks are used; "" = as the subject says.
     """
     lines = [
         f"{subject.title} on {subject.cluster_name}",
@@ -178,14 +181,14 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
     hidden |= set() if dispatches else {"dispatch"}
     fields = [each for each in FIELDS.values() if each.cell and each.name not in hidden]
     fields.sort(key=lambda each: each.cuts)
-    words = 1 + sum(not each.cuts for each in fields)
+    left = 1 + sum(not each.cuts for each in fields)
     head = ("", *(each.head for each in fields), "step", "", "bound", "memory")
     rows = [head, *(_row(candidate, candidates[0], fields) for candidate in candidates)]
-    columns = [padded(each, left=place < words) for place, each in enumerate(zip(*rows, strict=True))]
-    alike = [place for place in range(2, len(fields) + 1) if len(set(columns[place][1:])) == 1]
+    columns = [padded(each, left=place < left) for place, each in enumerate(zip(*rows, strict=True))]
+    agreed = [place for place in range(2, len(fields) + 1) if len(set(columns[place][1:])) == 1]
     last = len(columns) - 1
     shown = list(range(len(columns)))
-    for place in dict.fromkeys((*alike, last, last - 1, last - 2, *range(len(fields), 1, -1))):
+    for place in dict.fromkeys((*agreed, last, last - 1, last - 2, *range(len(fields), 1, -1))):
         if sum(2 + len(columns[each][0]) for each in shown) - 2 > width:
             shown.remove(place)
     lines = ("  ".join(cells).rstrip() for cells in zip(*(columns[each] for each in shown), strict=True))

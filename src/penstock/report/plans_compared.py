@@ -73,8 +73,8 @@ class Side:
         sizes, choice = self.file.sizes, self.file.choice
         facts = {"model": self.file.model, "cluster": self.file.cluster}
         facts |= {key: str(value) for key, value in to_dict(sizes).items()}
-        for name, each in FIELDS.items():
-            facts[name] = each.cell(choice) if each.cell and choice.reads(name) else each.unread
+        for name, decision in FIELDS.items():
+            facts[name] = decision.cell(choice) if decision.cell and choice.reads(name) else decision.unread
         return {key: printable(value) for key, value in facts.items()}
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,18 +105,18 @@ class TwoPlans:
     @property
     def differing(self) -> dict[str, tuple[str, str]]:
         """What differs, in words, by name."""
-        mine, theirs = self.one.facts(), self.other.facts()
-        return {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+        one, other = self.one.facts(), self.other.facts()
+        return {key: (one[key], other[key]) for key in one if one[key] != other[key]}
 
     def why(self) -> Iterator[str]:
         """Yield lines on what makes one of the steps longer."""
-        mine, theirs = self.one, self.other
-        for which, side in (("A", mine), ("B", theirs)):
+        one, other = self.one, self.other
+        for which, side in (("A", one), ("B", other)):
             if side.limit:
                 yield f"{which}: {side.limit}"
-        if mine.busy_s and theirs.busy_s:
-            for lane in dict.fromkeys((*mine.busy_s, *theirs.busy_s)):
-                one_s, other_s = mine.busy_s.get(lane, 0.0), theirs.busy_s.get(lane, 0.0)
+        if one.busy_s and other.busy_s:
+            for lane in dict.fromkeys((*one.busy_s, *other.busy_s)):
+                one_s, other_s = one.busy_s.get(lane, 0.0), other.busy_s.get(lane, 0.0)
                 if abs(other_s - one_s) >= LEAST_S:
                     both = f"{milliseconds(one_s)} of a step in A, {milliseconds(other_s)} in B"
                     yield f"{lane}: busy for {both}"
@@ -124,10 +124,10 @@ class TwoPlans:
     def to_text(self, width: int) -> str:
         """Return the text for a terminal of `width` columns."""
         one, other = self.one, self.other
-        mine_s, theirs_s = one.file.predicted_s, other.file.predicted_s
+        one_s, other_s = one.file.predicted_s, other.file.predicted_s
         rows = [
             ("", "A", "B", "B against A"),
-            ("step", milliseconds(mine_s), milliseconds(theirs_s), change(theirs_s, mine_s)),
+            ("step", milliseconds(one_s), milliseconds(other_s), change(other_s, one_s)),
             (
                 "tokens/s",
                 f"{one.tokens_per_s:,.0f}",
@@ -164,7 +164,8 @@ class Sweep:
     """A plan for every value of a setting.
 
     Attributes:
-        sides: By value, a plan or why there is none.
+        name: The setting.
+        sides: Every value with its plan, or with the reason why it has none.
     """
 
     name: str
@@ -172,11 +173,11 @@ class Sweep:
 
     def to_text(self, width: int) -> str:
         """Return the text for a terminal of `width` columns."""
-        found = [side for _, side in self.sides if isinstance(side, Side)]
+        planned = [side for _, side in self.sides if isinstance(side, Side)]
         head = (self.name, "step", "", "tokens/s", "MFU", "memory", "layout", "plan")
         rows = [
             head,
-            *(self._row(value, side, found[0]) for value, side in self.sides if isinstance(side, Side)),
+            *(self._row(value, side, planned[0]) for value, side in self.sides if isinstance(side, Side)),
         ]
         lines = [
             line[:width].rstrip() if len(line) > width else line
@@ -188,8 +189,8 @@ class Sweep:
             )
             for value, side in self.sides
         ]
-        first = [f"{found[0].file.model}, planned for each {self.name}", ""] if found else []
-        return "\n".join([*first, *(lines if found else []), *([""] if found else []), *plans]) + "\n"
+        first = [f"{planned[0].file.model}, planned for each {self.name}", ""] if planned else []
+        return "\n".join([*first, *(lines if planned else []), *([""] if planned else []), *plans]) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

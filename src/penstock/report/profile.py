@@ -38,7 +38,8 @@ def profile_text(file: ClusterFile, width: int | None = None) -> str:
     """Return tables of links, tasks and kernels in Markdown.
 
     Args:
-        width: Of the terminal; a wider table is printed in parts, one below the other. None = a document's.
+        width: Columns of the terminal; a wider table is printed in parts, one below the other. None = as wide
+            as a document.
     """
     lines = [_headline(file)]
     if file.links:
@@ -65,10 +66,10 @@ def link_name(link: LinkModel) -> str:
 
 def alike(links: Sequence[LinkModel]) -> list[list[LinkModel]]:
     """Return groups of links that differ only in their group's name: the same members, measured once."""
-    found: dict[LinkModel, list[LinkModel]] = {}
+    groups: dict[LinkModel, list[LinkModel]] = {}
     for link in links:
-        found.setdefault(replace(link, group=""), []).append(link)
-    return list(found.values())
+        groups.setdefault(replace(link, group=""), []).append(link)
+    return list(groups.values())
 
 
 def _share(file: ClusterFile, link: LinkModel) -> float:
@@ -218,10 +219,10 @@ FAR = 0.25
 
 @dataclass(frozen=True)
 class Panel:
-    """One line, alpha_s + beta_s * x.
+    """One fitted line, alpha_s + beta_s * x.
 
     Attributes:
-        unit: Of x.
+        unit: The unit of x.
     """
 
     title: str

@@ -92,10 +92,17 @@ LABEL_WIDTH = 13
 class ScheduleDescription:
     """One schedule on one workload and one cluster, simulated. Pictures are text; durations are in seconds.
 
-    shape is what the system made of the request; notes say which parts of the request it does not read.
-
     Attributes:
-        exposed_communication_s: Communication under which nothing is computed, of communication_s in all.
+        shape: What the system made of the request.
+        notes: The parts of the request that the schedule does not read.
+        grid: The order of the tasks.
+        timeline: The simulated step.
+        schedule_text: The schedule as `Schedule.parse` reads it.
+        sequential_iteration_s: An iteration of `sequential` on the same workload and cluster.
+        bound: What no order of the same tasks is faster than.
+        communication_s: All communication of an iteration.
+        exposed_communication_s: The part of `communication_s` under which nothing is computed.
+        width: Columns of the text.
     """
 
     name: str
@@ -247,17 +254,18 @@ def describe_schedule(
     """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
 
     Args:
-        microbatches, all_reduce_chunks: None = MICROBATCHES and ALL_REDUCE_CHUNKS, where the schedule reads
-            them.
+        microbatches, all_reduce_chunks: None = `MICROBATCHES` and `ALL_REDUCE_CHUNKS`, where the schedule
+            reads them.
         chunks: None = the schedule's usual number.
         backward_chunks: None = as many as forward.
-        sharing: On two nodes with as many ranks each as it needs; None = `usual_sharing`.
+        sharing: How ranks share attention and experts, on two nodes with as many ranks as that takes; None =
+            `usual_sharing`.
         placement: What moves; None = nothing.
         recompute: What is recomputed before its backward.
         zero_stage: From 1 on the step updates parameters, each rank a share, after clipping.
 
     Raises:
-        ConfigError: For settings that this step cannot have.
+        ConfigError: If the step cannot have these settings.
     """
     given = {"microbatches": microbatches, "all_reduce_chunks": all_reduce_chunks}
     microbatches = MICROBATCHES if microbatches is None else microbatches
@@ -338,7 +346,7 @@ def usual_sharing(name: str) -> Sharing:
     Between blocks, tokens lie as the form wants them at the gate.
 
     Raises:
-        ConfigError: For an unknown name.
+        ConfigError: If the name is unknown.
     """
     check_name("schedule", name, SCHEDULES)
     form = SCHEDULES[name].expert_form

@@ -26,29 +26,35 @@ REMOVE: Final = "Move the file away: the report then leaves out what it holds."
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """The settings and results of a run. Losses and entropy are in nats per token.
+    """The settings and results of a run.
+
+    Losses and entropy are in nats per token. Files are paths; None = not written.
 
     Attributes:
         unit: What a token is, in the singular.
         eval_loss: Loss on held-out text; None if the run never evaluated.
-        eval_noise: By how much eval_loss may be too small (95 % of the time); None if unknown.
+        eval_noise: How much too small `eval_loss` may be (95 % of the time); None if unknown.
         unigram_entropy: The loss of guessing every token by its frequency in the corpus.
-        communication_s, exposed_communication_s: Of a typical step; exposed = under which nothing was
-            computed.
-        overlap_efficiency: What no order of the same tasks can beat, over the measured step; 1.0 is perfect.
+        iteration_s_median: Seconds of a step.
+        communication_s: Seconds of communication in a typical step.
+        exposed_communication_s: The part of `communication_s` under which nothing was computed.
+        overlap_efficiency: The least time of any order of the same tasks over the measured step; 1.0 is
+            perfect.
         simulated_iteration_s: The simulator's time for the last steps' tasks.
         skipped_steps: How many steps since this start were not finite and changed nothing.
-        interrupted: The run was stopped early and saved.
-        parameters: Of the whole model, every expert counted once.
-        tp_size, etp_size: Processes that share attention, and that share every expert.
+        interrupted: Whether the run was stopped early and saved.
+        parameters: How many the whole model has, every expert counted once.
+        tp_size: How many processes share attention.
+        etp_size: How many processes share every expert.
         rank_load_max_over_mean: Rows that the busiest process computes over the mean, in a typical step.
         rows_crossing_nodes: The share of rows that another node computes.
-        loads_in_common: The share of rows that a step has in common with the one before. None = not known.
-        tokens_per_s: Of steps.
+        loads_in_common: The share of rows that a step has in common with the one before; None if unknown.
+        tokens_per_s: In steps alone.
         whole_tokens_per_s: Over all time from the first step to the last checkpoint, reading, evaluating and
             saving included.
-        model_flops_utilisation: A share of peak_flops, which says whose figure that is.
-        stragglers: Processes that computed slowly in the last steps. Outputs are paths; None = not written.
+        model_flops_utilisation: Model FLOPs as a share of the peak; None if no peak is known.
+        peak_flops: The peak, and whose figure that is, as text.
+        stragglers: Processes that computed slowly in the last steps.
         loads: The picture of loads.
     """
 
@@ -107,7 +113,7 @@ class RunSummary:
         """Read a summary.
 
         Raises:
-            ConfigError: Naming the file and the key that is wrong.
+            ConfigError: If a key is wrong; names the file and the key.
         """
         return from_dict(RunSummary, read_json(path, REMOVE), str(path))
 
@@ -145,10 +151,10 @@ class RunSummary:
             steps = "1 step was" if self.skipped_steps == 1 else f"{self.skipped_steps} steps were"
             yield "skipped", f"{steps} not finite and had no effect (listed in metrics.jsonl)"
         yield "held out", self._held_out()
-        words = f"{self.tokens_per_s:,.0f} tokens/s; a step takes {duration_text(self.iteration_s_median)}"
+        speed = f"{self.tokens_per_s:,.0f} tokens/s; a step takes {duration_text(self.iteration_s_median)}"
         if self.model_flops_utilisation is not None:
-            words += f"; model FLOPs: {100 * self.model_flops_utilisation:.0f} % of the peak"
-        yield "speed", words
+            speed += f"; model FLOPs: {100 * self.model_flops_utilisation:.0f} % of the peak"
+        yield "speed", speed
         if self.communication_s > 0:
             total, exposed = duration_text(self.communication_s), duration_text(self.exposed_communication_s)
             hidden = f"{100 * self.hidden_communication:.0f} % hidden under computation"
@@ -173,10 +179,10 @@ class RunSummary:
         processes = counted(self.processes, "process", "es")
         steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
         shared = [(self.tp_size, "attention"), (self.etp_size, "each expert")]
-        words = ", ".join(f"{size} share {what}" for size, what in shared if size > 1)
+        sharing = ", ".join(f"{size} share {what}" for size, what in shared if size > 1)
         return (
             f"{_millions(self.parameters)} parameters, {self.num_experts} experts per MoE layer, {steps} "
-            f"on {processes}{f' ({words})' if words else ''}, {self.schedule}"
+            f"on {processes}{f' ({sharing})' if sharing else ''}, {self.schedule}"
         )
 
     def _held_out(self) -> str:
@@ -207,8 +213,8 @@ class RunSummary:
             yield "network", f"overlap efficiency {self.overlap_efficiency:.2f} ({best})"
         if (away := self.rows_crossing_nodes) is not None:
             yield "balance", f"{100 * away:.0f} % of rows go to another node"
-        if (alike := self.loads_in_common) is not None:
-            yield "balance", f"expert loads overlap {100 * alike:.0f} % with those of the step before"
+        if (common := self.loads_in_common) is not None:
+            yield "balance", f"expert loads overlap {100 * common:.0f} % with those of the step before"
         yield "metrics", f"{self.metrics} (one line of JSON per step)"
         if self.cluster:
             yield "cluster", f"{self.cluster} (the measurements; plan.cluster={self.cluster} reuses them)"

@@ -72,8 +72,8 @@ def _three_digits(value: float) -> str:
 def _by_lane(records: Sequence[TaskRecord]) -> dict[Lane, list[TaskRecord]]:
     """Return the records of every lane that occurs, lanes in their own order, records by time."""
     by_time = sorted(records, key=lambda record: (record.start_s, record.end_s))
-    found = {lane: [record for record in by_time if record.lane is lane] for lane in Lane}
-    return {lane: lane_records for lane, lane_records in found.items() if lane_records}
+    by_lane = {lane: [record for record in by_time if record.lane is lane] for lane in Lane}
+    return {lane: lane_records for lane, lane_records in by_lane.items() if lane_records}
 
 
 # ---- windows: what a picture spans -------------------------------------------------------------------------

@@ -37,8 +37,9 @@ class Given:
     """What a stage needs to know.
 
     Attributes:
-        config: Not resolved.
-        cluster: As `Here` has it.
+        config: The settings, not resolved.
+        timeout_s: Seconds after which the stage is ended.
+        cluster: What the curves have found; None if they have not been measured.
     """
 
     config: RunConfig

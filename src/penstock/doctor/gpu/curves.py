@@ -45,7 +45,9 @@ def outcome_of(file: ClusterFile, large: Sequence[dict[str, Any]], *, judged: bo
     """Return the curves for people and for plans.
 
     Args:
-        judged: Whether doubts about them count.
+        file: The curves.
+        large: Larger collectives, one dictionary each.
+        judged: Whether doubts about the curves count.
     """
     lines = [
         f"{name}: {1e6 * link.alpha_s:.0f} us, {1 / link.beta_s_per_byte / 1e9:.2f} GB/s of what a rank has"

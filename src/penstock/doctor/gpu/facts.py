@@ -58,22 +58,22 @@ def run(here: Here) -> Outcome:
 
 def judge(outcomes: Mapping[int, Outcome]) -> Outcome:
     """Compare the facts of all ranks: with different software their results mean nothing."""
-    found = together(outcomes)
-    if found.verdict is Verdict.FAIL:
-        return found
-    everyone = {rank: each.figures for rank, each in sorted(outcomes.items())}
+    outcome = together(outcomes)
+    if outcome.verdict is Verdict.FAIL:
+        return outcome
+    everyone = {rank: own.figures for rank, own in sorted(outcomes.items())}
     first = min(everyone)
-    figures = {"ranks": [{"rank": rank, **each} for rank, each in everyone.items()]}
+    figures = {"ranks": [{"rank": rank, **own} for rank, own in everyone.items()]}
     wrong = [
         f"rank {rank} has {what} {_shown(value)}, and rank {first} {_shown(reference)}"
-        for rank, each in everyone.items()
-        for what, value, reference in _different(each, everyone[first])
+        for rank, own in everyone.items()
+        for what, value, reference in _different(own, everyone[first])
     ]
-    slow = "" if wrong or found.verdict is not Verdict.SLOW else found.reason
-    cards = {each["device"]["name"] for each in everyone.values()}
+    slow = "" if wrong or outcome.verdict is not Verdict.SLOW else outcome.reason
+    cards = {own["device"]["name"] for own in everyone.values()}
     if len(cards) > 1:
         slow = "; ".join(filter(None, [slow, f"ranks have different cards: {', '.join(sorted(cards))}"]))
-    return Outcome.of(found.lines, figures, slow=slow, wrong="; ".join(wrong))
+    return Outcome.of(outcome.lines, figures, slow=slow, wrong="; ".join(wrong))
 
 
 def _different(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -43,9 +43,11 @@ def why_wrong(said: str, waited_s: float, *, faulty: bool, lost: int, timeout_s:
     """Return what is wrong with the way in which a rank ended; "" if nothing is.
 
     Args:
-        said: Its error, "" if its step ended.
+        said: The rank's error, "" if its step ended.
+        waited_s: Seconds until the rank ended.
+        faulty: Whether it is the rank that failed.
         lost: The rank that failed.
-        timeout_s: After which a rank that knows nothing of a failure would give up.
+        timeout_s: Seconds after which a rank that knows nothing of a failure would give up.
     """
     if not said:
         return "the step ended as if no rank had failed"
@@ -60,16 +62,16 @@ def why_wrong(said: str, waited_s: float, *, faulty: bool, lost: int, timeout_s:
 
 def judge(outcomes: Mapping[int, Outcome]) -> Outcome:
     """Show what every rank said."""
-    found = together(outcomes)
+    outcome = together(outcomes)
     ranks: list[dict[str, Any]] = [dict(each.figures) for _, each in sorted(outcomes.items()) if each.figures]
     others = [each for each in ranks if not each["failed"]]
     lines = []
     if others:
         last = max(others, key=lambda each: float(each["seconds"]))
         lines = [f"{len(others)} learned of it, the last after {last['seconds']:.2f} s", f"{last['said']}"]
-    elif found.verdict is not Verdict.FAIL:
+    elif outcome.verdict is not Verdict.FAIL:
         lines = ["the rank's own error names its task; there is no other rank"]
-    return replace(found, lines=tuple(lines), figures={"ranks": ranks})
+    return replace(outcome, lines=tuple(lines), figures={"ranks": ranks})
 
 
 def _plant(ran: Running) -> None:

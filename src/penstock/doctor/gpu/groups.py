@@ -36,35 +36,35 @@ GROUPS: Final[dict[Lane, tuple[Axes, ...]]] = {
 
 def run(here: Here) -> Outcome:
     """Try all layouts, one after the other."""
-    found = [
+    results = [
         {"layout": name, **_try(here, Case(name=name, parallel=parallel))}
         for name, parallel in layouts(here.world_size).items()
     ]
     wrong = [
-        f"{layout['layout']}: group {each['group']} on lane {each['lane']} gave {each['got']}, "
-        f"not {each['wanted']}"
-        for layout in found
-        for each in layout["communicators"]
-        if each["got"] != each["wanted"]
+        f"{layout['layout']}: group {comm['group']} on lane {comm['lane']} gave {comm['got']}, "
+        f"not {comm['wanted']}"
+        for layout in results
+        for comm in layout["communicators"]
+        if comm["got"] != comm["wanted"]
     ]
-    number = sum(len(layout["communicators"]) for layout in found)
-    seconds = sum(layout["seconds"] for layout in found)
-    taken = [layout["bytes"] for layout in found if layout["bytes"] is not None]
+    number = sum(len(layout["communicators"]) for layout in results)
+    seconds = sum(layout["seconds"] for layout in results)
+    taken = [layout["bytes"] for layout in results if layout["bytes"] is not None]
     memory = f", {mib(max(0, *taken))} of the device at most" if taken else ""
     of = ", ".join(layouts(here.world_size))
     line = f"{of}: {counted(number, 'communicator')} made in {seconds:.2f} s{memory}"
-    return Outcome.of([line], {"layouts": found}, wrong="; ".join(wrong))
+    return Outcome.of([line], {"layouts": results}, wrong="; ".join(wrong))
 
 
 def layouts(world_size: int) -> dict[str, Mapping[str, Any]]:
     """Return the layouts that so many ranks can have, as settings of [parallel]."""
-    found: dict[str, Mapping[str, Any]] = {"flat": {}}
+    by_name: dict[str, Mapping[str, Any]] = {"flat": {}}
     if PAIR in group_sizes(world_size):
-        found["replicas"] = {"ep_size": holders(world_size, PAIR)}
-        found["hierarchical"] = {"ranks_per_node": holders(world_size, PAIR)}
-        found["tensor parallel"] = {"tp_size": 2}
-        found["sharded"] = {"tp_size": 2, "etp_size": 2}
-    return found
+        by_name["replicas"] = {"ep_size": holders(world_size, PAIR)}
+        by_name["hierarchical"] = {"ranks_per_node": holders(world_size, PAIR)}
+        by_name["tensor parallel"] = {"tp_size": 2}
+        by_name["sharded"] = {"tp_size": 2, "etp_size": 2}
+    return by_name
 
 
 def _try(here: Here, case: Case) -> dict[str, Any]:
@@ -104,8 +104,12 @@ def _use(here: Here, machinery: Machinery, lane: Lane, group: Axes) -> dict[str,
 
 
 def exchanged(transports: Transports, lane: Lane, group: Axes, here: Here) -> list[int]:
-    """Return the sum of the ranks' numbers, counted from 1, and what each rank of the group sent to this one:
-    its number times the size of the group, plus the receiver's place."""
+    """Return what a group of ranks exchanges by both kinds of collective.
+
+    Returns:
+        The sum of the ranks' numbers, counted from 1, then what each rank of the group sent to this one: its
+        number times the size of the group, plus the receiver's place.
+    """
     transport = transports.of(lane, group)
     size = transport.size(group)
     total = torch.full((1,), float(here.info.rank + 1), device=here.device)

@@ -34,11 +34,11 @@ class Scale:
     """How much the stages do.
 
     Attributes:
-        rounds: Of the lanes.
-        repeats: Of a step, in races and waits.
-        steps: Measured of every schedule.
-        budget_s: Of the curves.
-        largest_bytes: Of a collective; 0 = no more than a profile has.
+        rounds: How often the lanes exchange.
+        repeats: How often a step is repeated, in races and waits.
+        steps: How many steps of every schedule are measured.
+        budget_s: Seconds for the curves.
+        largest_bytes: The largest collective; 0 = as large as in a profile.
         judged: Whether times say anything about this device; on processors that stand in for GPUs they do
             not.
     """
@@ -63,7 +63,9 @@ class Here:
     """A rank in a stage.
 
     Attributes:
-        config: Resolved; the run for which curves and predictions are.
+        info: Which rank this is.
+        config: The resolved settings of the run for which curves and predictions are made.
+        scale: How much the stages do.
         cluster: What the curves have found; None if they have not been measured.
     """
 
@@ -111,7 +113,7 @@ class Case:
     """A way to run the small model.
 
     Attributes:
-        name: For people.
+        name: What people call it.
         parallel, moe, plan, placement, optimizer: Settings of those sections that differ from the usual ones.
     """
 
@@ -159,7 +161,7 @@ class Running:
     """A stack with its optimiser and one batch, on this rank.
 
     Attributes:
-        factor: On all fresh matrices.
+        factor: What all fresh matrices are multiplied by.
     """
 
     def __init__(self, config: RunConfig, machinery: Machinery, factor: float = 1.0) -> None:
@@ -171,10 +173,10 @@ class Running:
         optimizer = build_optimizer(self.stack, config.optimizer)
         self.update = build_update(self.stack, optimizer, config.optimizer)
         layout, samples = machinery.layout, config.data.batch_per_device
-        mine = slice(samples * layout.dp_rank, samples * (layout.dp_rank + 1))
+        own = slice(samples * layout.dp_rank, samples * (layout.dp_rank + 1))
         tokens, labels = batch_of(config.model, samples * layout.dp_size)
         numbers = torch.arange(len(tokens))
-        self._batch = tuple(each[mine].to(machinery.device) for each in (tokens, labels, numbers))
+        self._batch = tuple(each[own].to(machinery.device) for each in (tokens, labels, numbers))
 
     def step(self, number: int = 0) -> tuple[Tensor, Tensor]:
         """Run a whole step; return its loss and the norm of its gradients, on the device."""
@@ -184,8 +186,10 @@ class Running:
         return loss.detach(), norm
 
     def rehearse(self) -> None:
-        """Run a pass whose gradients are thrown away: where experts move and how many rows they get follows
-        from the loads of a pass before."""
+        """Run a pass whose gradients are thrown away.
+
+        Where experts move and how many rows they get follows from the loads of a pass before.
+        """
         self.stack(*self._batch).backward()
         self.stack.model.zero_grad()
 

@@ -42,10 +42,10 @@ def run(here: Here) -> Outcome:
     make = partial(build_transport, machinery.layout, here.device, case.config(here).parallel)
     transports = {lane: make((Group.WORLD,)) for lane in (Lane.INTER, Lane.INTRA)}
     wrong = rounds(here, machinery, transports)
-    alone = [seconds(here, machinery, {lane: each}) for lane, each in transports.items()]
+    alone = [seconds(here, machinery, {lane: transport}) for lane, transport in transports.items()]
     both = seconds(here, machinery, transports)
-    for each in transports.values():
-        each.close()
+    for transport in transports.values():
+        transport.close()
     machinery.close()
     share = both / sum(alone)
     figures = {"rounds": here.scale.rounds, "wrong": wrong, "alone_s": alone, "both_s": both}

@@ -43,10 +43,11 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Errors relative to the reference: of the loss, the gradient norm, and the step of all parameters of
-    this rank together.
+    """Errors relative to the reference.
 
     Attributes:
+        loss, norm: The errors of the loss and of the norm of its gradients.
+        parameters: The error of the step of all parameters of this rank together.
         worst: The tensor whose step is farthest off.
     """
 
@@ -79,15 +80,15 @@ BOTH: Final = ("flowmoe", "penstock")
 
 def run(here: Here) -> Outcome:
     """Run every case that the number of ranks allows."""
-    found: list[tuple[Case, Errors]] = []
+    errors: list[tuple[Case, Errors]] = []
     by_layout: dict[tuple[object, ...], list[Case]] = {}
     for case in cases(here.world_size):
         by_layout.setdefault(tuple(sorted(case.parallel.items())), []).append(case)
-    for alike in by_layout.values():
-        machinery = small_machinery(here, alike[0])
-        found += [(case, check(here, case, machinery)) for case in alike]
+    for same_layout in by_layout.values():
+        machinery = small_machinery(here, same_layout[0])
+        errors += [(case, check(here, case, machinery)) for case in same_layout]
         machinery.close()
-    return outcome_of(found)
+    return outcome_of(errors)
 
 
 def outcome_of(found: list[tuple[Case, Errors]]) -> Outcome:
@@ -157,8 +158,8 @@ def _options(world_size: int) -> Iterator[Case]:
         "samples move": {"placement": {"samples": "netmoe"}},
         "experts move": {"placement": {"experts": "least_loaded"}},
     }
-    known = {**always, **pairs} if PAIR in group_sizes(world_size) else always
-    for name, settings in known.items():
+    possible = {**always, **pairs} if PAIR in group_sizes(world_size) else always
+    for name, settings in possible.items():
         for schedule in BOTH:
             yield Case(name=f"{schedule}, {name}", schedule=schedule, **settings)  # type: ignore[arg-type]
 
@@ -170,7 +171,7 @@ def check(here: Here, case: Case, machinery: Machinery) -> Errors:
     """Return how far a step of a case is from the reference.
 
     Args:
-        machinery: Of a case with the same layout.
+        machinery: The machinery of a case with the same layout.
     """
     ran = small_run(here, case, machinery)
     if case.learns_from_loads:
@@ -228,8 +229,8 @@ def distance(stack: PipelinedStack, ours: Weights, wanted: Weights) -> tuple[flo
     for local, tensor in ours.items():
         for name, part in logical(stack, local, tensor):
             whole = wanted[name]
-            mine = shardings[local].part(whole) if local in shardings else whole
-            off, right = float((part.double() - mine).norm()), float(mine.norm())
+            own = shardings[local].part(whole) if local in shardings else whole
+            off, right = float((part.double() - own).norm()), float(own.norm())
             error, size = error + off**2, size + right**2
             worst = max(worst, (off if math.isfinite(off) else math.inf, name))
     return (error / size) ** 0.5, worst[1]
@@ -244,12 +245,12 @@ def reference_loss(
     """Return the mean loss over all tokens of the whole batch.
 
     Args:
-        weights: By their names in the model, experts by `name.EXPERT`.
+        weights: Weights by their names in the model, experts by `name.EXPERT`.
     """
     h_BLM, eps = weights["model.embed_tokens.weight"][tokens_BL], model.rms_norm_eps
     for layer in range(model.num_layers):
-        mine = f"model.layers.{layer}."
-        block = {name.removeprefix(mine): each for name, each in weights.items() if name.startswith(mine)}
+        prefix = f"model.layers.{layer}."
+        block = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
         h_BLM = h_BLM + _attention(_norm(h_BLM, block["input_layernorm.weight"], eps), block, model)
         h_BLM = h_BLM + _experts(_norm(h_BLM, block["post_attention_layernorm.weight"], eps), block, top_k)
     logits = _norm(h_BLM, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
@@ -266,11 +267,11 @@ def _attention(x_BLM: Tensor, weights: Named, model: ModelConfig) -> Tensor:
         for name in "qkv"
     )
     q, k = (
-        _rotated(_norm(each, weights[f"self_attn.{name}_norm.weight"], model.rms_norm_eps), model.rope_theta)
-        for name, each in (("q", q), ("k", k))
+        _rotated(_norm(x, weights[f"self_attn.{name}_norm.weight"], model.rms_norm_eps), model.rope_theta)
+        for name, x in (("q", q), ("k", k))
     )
     times = model.num_heads // model.key_value_heads
-    q, k, v = (each.transpose(1, 2) for each in (q, *(e.repeat_interleave(times, dim=2) for e in (k, v))))
+    q, k, v = (x.transpose(1, 2) for x in (q, *(e.repeat_interleave(times, dim=2) for e in (k, v))))
     scores_BALL = q @ k.transpose(-1, -2) / math.sqrt(model.head_size)
     later = torch.ones(scores_BALL.shape[-2:], dtype=torch.bool).triu(1)
     mixed_BALK = scores_BALL.masked_fill(later, -math.inf).softmax(-1) @ v

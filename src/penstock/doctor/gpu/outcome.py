@@ -43,9 +43,10 @@ class Outcome:
     """A stage on one rank.
 
     Attributes:
-        reason: Why it is not PASS.
-        lines: For people.
-        figures: For the JSON.
+        verdict: How the stage ended.
+        reason: Why it is not PASS; "" if it is.
+        lines: What is printed for people.
+        figures: What goes into the JSON.
     """
 
     verdict: Verdict
@@ -58,7 +59,8 @@ class Outcome:
         """Return the outcome of a stage that ran to its end.
 
         Args:
-            slow, wrong: The reason, "" if it is not.
+            slow: Why it is SLOW, "" if it is not.
+            wrong: Why it is FAIL, "" if it is not.
         """
         verdict = Verdict.FAIL if wrong else Verdict.SLOW if slow else Verdict.PASS
         return cls(verdict=verdict, reason=wrong or slow, lines=tuple(lines), figures=figures)
@@ -84,18 +86,20 @@ class Outcome:
 
 def together(outcomes: Mapping[int, Outcome]) -> Outcome:
     """Return what all ranks have found: the worst verdict, with its reasons, and the first rank's figures."""
-    worst = max((each.verdict for each in outcomes.values()), key=SEVERITY.index)
+    worst = max((outcome.verdict for outcome in outcomes.values()), key=SEVERITY.index)
     ranks: dict[str, list[int]] = {}
-    for rank, each in sorted(outcomes.items()):
-        if each.verdict is worst and each.reason:
-            ranks.setdefault(each.reason, []).append(rank)
+    for rank, outcome in sorted(outcomes.items()):
+        if outcome.verdict is worst and outcome.reason:
+            ranks.setdefault(outcome.reason, []).append(rank)
     said = [
         reason if len(where) == len(outcomes) else f"rank {', '.join(map(str, where))}: {reason}"
         for reason, where in ranks.items()
     ]
     if len(said) > MOST_REASONS:
         said = [*said[:MOST_REASONS], f"and {len(said) - MOST_REASONS} more"]
-    first = next((each for _, each in sorted(outcomes.items()) if each.figures), outcomes[min(outcomes)])
+    first = next(
+        (outcome for _, outcome in sorted(outcomes.items()) if outcome.figures), outcomes[min(outcomes)]
+    )
     return Outcome(verdict=worst, reason="; ".join(said), lines=first.lines, figures=first.figures)
 
 
@@ -114,26 +118,27 @@ PACKAGES: Final = {Path(module.__file__ or "").parent: module.__name__ for modul
 
 def names_here() -> dict[str, str]:
     """Return what this machine and its user are called, and what stands for each."""
-    found = dict.fromkeys((os.environ.get(name, "") for name in USER_VARIABLES), "<user>")
+    stand_ins = dict.fromkeys((os.environ.get(name, "") for name in USER_VARIABLES), "<user>")
     with suppress(OSError, KeyError):
-        found[getpass.getuser()] = "<user>"
+        stand_ins[getpass.getuser()] = "<user>"
     hosts = {platform.node(), *(os.environ.get(name, "") for name in HOST_VARIABLES)}
     hosts |= {host.partition(".")[0] for host in hosts if not ADDRESS.fullmatch(host)}
-    found |= dict.fromkeys(hosts, "<host>")
-    return {name: stands for name, stands in found.items() if name not in NO_NAMES}
+    stand_ins |= dict.fromkeys(hosts, "<host>")
+    return {name: stands for name, stands in stand_ins.items() if name not in NO_NAMES}
 
 
 def without_names(value: Any, names: Mapping[str, str]) -> Any:
     """Return plain data with every text in it cleaned, keys too.
 
     Args:
-        names: As `names_here` returns them.
+        value: The plain data.
+        names: What to replace, and by what; see `names_here`.
     """
     if isinstance(value, str):
         longest_first = sorted(map(re.escape, names), key=len, reverse=True)
         text = ADDRESS.sub(_no_address, PATH.sub(_short, value))
-        known = rf"(?<![\w<])(?:{'|'.join(longest_first)})(?![\w>])"
-        return re.sub(known, lambda found: names[found[0]], text) if names else text
+        pattern = rf"(?<![\w<])(?:{'|'.join(longest_first)})(?![\w>])"
+        return re.sub(pattern, lambda found: names[found[0]], text) if names else text
     if isinstance(value, Mapping):
         return {without_names(key, names): without_names(each, names) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -48,9 +48,10 @@ def run(here: Here) -> Outcome:
 
 
 def outcome_of(rows: Sequence[dict[str, Any]], *, judged: bool) -> Outcome:
-    """Return the table.
+    """Return the verdict on all schedules, with a table.
 
     Args:
+        rows: The schedules, one dictionary each.
         judged: Whether an error of predictions counts.
     """
     lines = [

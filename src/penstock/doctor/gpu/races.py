@@ -52,17 +52,17 @@ class Delayed:
 
 def run(here: Here) -> Outcome:
     """Compare undisturbed steps with each other, then with disturbed ones."""
-    found, wrong, lines = [], [], []
+    results, wrong, lines = [], [], []
     with _deterministic():
         for name in SCHEDULES:
             case = Case(name=name, schedule=name, optimizer=STEADY)
             machinery = small_machinery(here, case)
-            plain, again = (steps(here, case, machinery) for _ in range(2))
+            plain, repeated = (steps(here, case, machinery) for _ in range(2))
             disturbed = steps(here, case, replace(machinery, lanes=delayed(here, machinery.lanes)))
             machinery.close()
-            exact, equal = plain == again, plain == disturbed
+            exact, equal = plain == repeated, plain == disturbed
             off = max(map(_off, plain, disturbed))
-            found.append(
+            results.append(
                 {
                     "schedule": name,
                     "repeatable": exact,
@@ -72,11 +72,11 @@ def run(here: Here) -> Outcome:
             )
             if not (equal if exact else off <= NEAR):
                 wrong.append(f"{name}: disturbed steps differ from undisturbed ones by {off:.1e}")
-    repeatable = all(each["repeatable"] for each in found)
+    repeatable = all(each["repeatable"] for each in results)
     near = f"the same numbers within {NEAR:g}, as undisturbed steps do not repeat their bits"
     bits = "the same bits" if repeatable else near
     lines.append(f"{', '.join(SCHEDULES)}: {here.scale.repeats} steps each, wanted: {bits}")
-    return Outcome.of(lines, {"schedules": found}, wrong="; ".join(wrong))
+    return Outcome.of(lines, {"schedules": results}, wrong="; ".join(wrong))
 
 
 def delayed(here: Here, lanes: Lanes) -> Lanes:

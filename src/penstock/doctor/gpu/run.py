@@ -42,7 +42,9 @@ class Result:
     """A stage on all ranks.
 
     Attributes:
-        seconds: Of the first rank's child.
+        stage: The name of the stage.
+        seconds: How long it took, on the first rank.
+        outcome: What all ranks have found together.
     """
 
     stage: str
@@ -81,16 +83,20 @@ class Met:
         meeting.leave("names", names_here())
 
     def collect(self, stage: Stage, mine: Outcome, until_s: float) -> Outcome:
-        """Raises MeetingError where the store, or the rank that judges, is gone."""
+        """Return what all ranks have found in a stage; the same on all of them.
+
+        Raises:
+            MeetingError: If the store, or the rank that judges, is gone.
+        """
         self._meeting.leave(stage.name, asdict(mine))
         if self._meeting.rank == 0:
             heard = self._meeting.hear(stage.name, self._ranks, until_s)
             outcomes = {rank: Outcome.read(plain) for rank, plain in heard.items()}
             for rank in self._ranks:
                 outcomes.setdefault(rank, Outcome.failed("its doctor did not answer"))
-            found = stage.judge(outcomes)
-            self._meeting.announce(f"{stage.name} on all", asdict(found))
-            return found
+            outcome = stage.judge(outcomes)
+            self._meeting.announce(f"{stage.name} on all", asdict(outcome))
+            return outcome
         plain = self._meeting.announced(f"{stage.name} on all", until_s + SPARE_S)
         if plain is None:
             raise MeetingError(f"rank 0 did not say how stage {stage.name} ended")
@@ -107,10 +113,13 @@ def run_stages(
     """Run the stages in order; yield each result when it is there.
 
     Args:
-        timeout_s: Of every stage; None = its own.
+        stages: What to run.
+        config: The settings of the run for which curves and predictions are made.
+        crew: The ranks that run the stages together.
+        timeout_s: Seconds for every stage; None = its own limit.
 
     Raises:
-        MeetingError: Where the other ranks are lost.
+        MeetingError: If the other ranks are lost.
     """
     ended: dict[str, Verdict] = {}
     cluster: ClusterFile | None = None
@@ -118,15 +127,15 @@ def run_stages(
         start_s, limit_s = time.monotonic(), stage.timeout_s if timeout_s is None else timeout_s
         broken = [name for name in stage.needs if ended.get(name) in (Verdict.FAIL, Verdict.SKIPPED)]
         if broken:
-            found = Outcome.skipped(f"it needs what {' and '.join(broken)} did not bring")
+            outcome = Outcome.skipped(f"it needs what {' and '.join(broken)} did not bring")
         else:
             given = Given(config=config, timeout_s=limit_s, cluster=cluster)
-            mine = run_child(lambda folder, name=stage.name: _command(name, folder), given)  # type: ignore[misc]
-            found = crew.collect(stage, mine, start_s + limit_s + SPARE_S)
-        ended[stage.name] = found.verdict
-        measured: Any = found.figures.get("cluster")
+            own = run_child(lambda folder, name=stage.name: _command(name, folder), given)  # type: ignore[misc]
+            outcome = crew.collect(stage, own, start_s + limit_s + SPARE_S)
+        ended[stage.name] = outcome.verdict
+        measured: Any = outcome.figures.get("cluster")
         cluster = cluster if measured is None else from_dict(ClusterFile, measured, "cluster")
-        yield Result(stage=stage.name, seconds=time.monotonic() - start_s, outcome=found)
+        yield Result(stage=stage.name, seconds=time.monotonic() - start_s, outcome=outcome)
 
 
 def _command(stage: str, folder: Path) -> list[str]:
@@ -137,7 +146,9 @@ def run_child(command: Callable[[Path], Sequence[str]], given: Given) -> Outcome
     """Run a command to its end, or for as long as it may; return what it has found, or how it ended.
 
     Args:
-        command: Of the folder in which it finds what it is given, and leaves what it has found.
+        command: Returns the command for a folder, in which it finds what it is given and leaves what it has
+            found.
+        given: What the stage needs to know.
     """
     # Where ranks meet at their launcher's store, or at that of the first parent, no child makes one.
     environ = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -174,8 +185,8 @@ def _ending(code: int, said: str, timeout_s: float) -> str:
         where = f"; it was in {frame[1]} line {frame[2]}, {frame[3]}" if frame else ""
         return f"did not end within {timeout_s:g} s{where}"
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    words = " ".join(said.split())[-LAST_WORDS:]
-    return f"{how}: {words}" if words else how
+    tail = " ".join(said.split())[-LAST_WORDS:]
+    return f"{how}: {tail}" if tail else how
 
 
 def cluster_of(results: Sequence[Result]) -> dict[str, Any] | None:
@@ -202,7 +213,9 @@ def report_of(results: Sequence[Result], names: Mapping[str, str], ranks: int, d
     """Return the JSON: a cluster file, if one was measured, with everything else under one more key.
 
     Args:
-        names: Of hosts and users, none of which is in the result.
+        names: Names of hosts and users, none of which is in the result, and what stands for each.
+        ranks: How many ranks there are.
+        device: The name of their devices.
     """
     doctor = {
         "version": VERSION,
@@ -213,8 +226,8 @@ def report_of(results: Sequence[Result], names: Mapping[str, str], ranks: int, d
         "penstock": penstock.__version__,
         "torch": torch.__version__,
         "stages": [
-            {"stage": each.stage, "seconds": round(each.seconds, 3), **asdict(each.outcome)}
-            for each in map(without_cluster, results)
+            {"stage": result.stage, "seconds": round(result.seconds, 3), **asdict(result.outcome)}
+            for result in map(without_cluster, results)
         ],
     }
     plain: dict[str, Any] = without_names({**(cluster_of(results) or {}), DOCTOR: doctor}, names)

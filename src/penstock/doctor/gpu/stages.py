@@ -16,13 +16,13 @@ class Stage:
     """One stage.
 
     Attributes:
-        title: For people.
-        run: On every rank.
-        timeout_s: After which its processes are ended.
+        title: What it checks, in a few words.
+        run: Runs it on a rank.
+        timeout_s: Seconds after which its processes are ended.
         needs: Stages that must not have failed.
         judge: Makes one outcome of those of all ranks.
-        joins: Whether ranks connect before.
-        breaks: Whether connections are broken afterwards, on purpose.
+        joins: Whether ranks connect before it.
+        breaks: Whether it breaks connections on purpose.
     """
 
     name: str

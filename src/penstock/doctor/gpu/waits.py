@@ -52,8 +52,8 @@ def run(here: Here) -> Outcome:
         "tasks": tasks,
         "host_s_per_task": issue_s / tasks,
     }
-    each = (f"{one['schedule']} {one['waits']} of {one['allowed']}" for one in waits)
-    line = f"waits of a step, and how many may be: {', '.join(each)}"
+    counts = (f"{one['schedule']} {one['waits']} of {one['allowed']}" for one in waits)
+    line = f"waits of a step, and how many may be: {', '.join(counts)}"
     if any(one["waits"] is None for one in waits):
         line = "waits: this device cannot count them"
     lines = [
@@ -61,8 +61,8 @@ def run(here: Here) -> Outcome:
         f"{settled(here).schedule.name}: {counted(tasks, 'task')} of {1e6 * issue_s / tasks:.0f} us on the "
         f"host, which is done {percent(max(0.0, lead))} of a step before the device",
     ]
-    more = [each for each in waits if each["waits"] is not None and each["waits"] > each["allowed"]]
-    slow = [f"{each['schedule']} waits {each['waits']} times, not {each['allowed']}" for each in more]
+    more = [counts for counts in waits if counts["waits"] is not None and counts["waits"] > counts["allowed"]]
+    slow = [f"{counts['schedule']} waits {counts['waits']} times, not {counts['allowed']}" for counts in more]
     if here.scale.judged and lead < LEAST_LEAD:
         slow.append("the device waits for the host: its steps are too short, or the processor too slow")
     return Outcome.of(lines, figures, slow="; ".join(slow))
@@ -76,7 +76,7 @@ def allowed(schedule: str, microbatches: int) -> int:
 
 def _count(here: Here) -> list[dict[str, Any]]:
     """Return the waits of a later step of every schedule; None where the device cannot count them."""
-    found = []
+    rows = []
     machinery = small_machinery(here, Case(name="waits"))
     for name in TRIED:
         case = Case(name=name, schedule=name)
@@ -89,7 +89,7 @@ def _count(here: Here) -> list[dict[str, Any]]:
             {"file": "/".join(Path(file).parts[-3:]), "line": line, "what": what, "times": times}
             for (file, line, what), times in waits.most_common()
         ]
-        found.append(
+        rows.append(
             {
                 "schedule": name,
                 "waits": None if waits is None else sum(waits.values()),
@@ -98,4 +98,4 @@ def _count(here: Here) -> list[dict[str, Any]]:
             }
         )
     machinery.close()
-    return found
+    return rows

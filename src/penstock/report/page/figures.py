@@ -98,14 +98,16 @@ def layers_figure(course: Course, by_layer: ByLayer, layers: Sequence[int], titl
     """Return a figure of one quantity by MoE layer; None where no step has it.
 
     Args:
-        layers: Their numbers.
+        by_layer: The quantity of every step, by MoE layer.
+        layers: The numbers of the MoE layers.
+        title: The title of the figure.
     """
-    known = next((values for values in by_layer if values), None)
-    if known is None:
+    first = next((values for values in by_layer if values), None)
+    if first is None:
         return None
-    at, names = _chosen(course), layers if len(layers) == len(known) else range(len(known))
+    at, names = _chosen(course), layers if len(layers) == len(first) else range(len(first))
     data = []
-    for place, colour in zip(_spread(len(known)), SERIES, strict=False):
+    for place, colour in zip(_spread(len(first)), SERIES, strict=False):
         curve = tuple(values[place] if values else None for values in by_layer)
         data.append(_line(course, curve, at, f"L{names[place]}", colour))
     return {"data": data, "layout": _over_steps(course, title)}
@@ -337,8 +339,8 @@ def timeline_figure(step: StepFile, place: int) -> Figure:
 
 def families_of(step: StepFile) -> list[Family]:
     """Return the families in the step, in the order of legends."""
-    found = {family_of(Name.parse(task).op) for task in step.tasks}
-    return [family for family in Family if family in found]
+    families = {family_of(Name.parse(task).op) for task in step.tasks}
+    return [family for family in Family if family in families]
 
 
 def path_figure(binding: Binding) -> Figure:

@@ -26,9 +26,12 @@ class Course:
     """The steps of a run, each column as long as `steps`; None = a step has no such value.
 
     Attributes:
-        steps: Their numbers.
-        plans: Which plan ran each.
-        aux_loss, rows_dropped, rank_rows, loads_in_common: By MoE layer.
+        steps: Numbers of the steps.
+        loss, eval_loss, eval_noise: In nats per token.
+        utilisation: Model FLOPs over the peak.
+        plans: The plan that ran each step.
+        skipped: Whether a step was not finite and changed nothing.
+        aux_loss, rows_dropped, rank_rows, loads_in_common: One value per MoE layer.
     """
 
     steps: tuple[int, ...]
@@ -54,10 +57,10 @@ class FinishedRun:
     """What a run has left.
 
     Attributes:
-        name: Of its folder.
+        name: The name of its folder.
         settings: The text of its configuration.
-        failures: Messages of ranks before they ended.
-        missing: What does not exist, and why that may be, in sentences.
+        failures: What ranks said before they failed.
+        missing: Sentences on files that do not exist, and why that may be.
     """
 
     name: str
@@ -116,7 +119,7 @@ def kinds_of(step: StepFile) -> list[KindOfTask]:
     for place, (task, lane) in enumerate(zip(step.tasks, step.lanes, strict=True)):
         name = Name.parse(task)
         places[name.op, name.phase, lane].append(place)
-    found = [
+    kinds = [
         KindOfTask(
             op=op,
             phase=phase,
@@ -127,19 +130,20 @@ def kinds_of(step: StepFile) -> list[KindOfTask]:
         )
         for (op, phase, lane), at in places.items()
     ]
-    return sorted(found, key=lambda kind: -abs(kind.difference_s))
+    return sorted(kinds, key=lambda kind: -abs(kind.difference_s))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
     """What determined the length of a step.
 
-    Seconds of its critical path: shares by family of computation and of transfers.
+    Seconds are parts of its critical path.
 
     Attributes:
-        gaps_s: When nothing on the path ran.
-        length_s: The whole path.
-        ranks: Of the run.
+        computed_s, moved_s: Seconds of computation and of transfers, by family.
+        gaps_s: Seconds in which nothing on the path ran.
+        length_s: Seconds of the whole path.
+        ranks: How many ranks the run had.
     """
 
     computed_s: Mapping[Family, float]
@@ -233,8 +237,8 @@ def binding_of(step: StepFile) -> Binding | None:
     gaps_s = sum(link.gap_s for link in path)
     if step.ranks == 1:  # nothing is sent: tasks on the network's lanes are issued and done at once
         gaps_s, moved = gaps_s + sum(moved.values()), {}
-    found = Binding(computed_s=computed, moved_s=moved, gaps_s=gaps_s, ranks=step.ranks)
-    return found if path and found.length_s > 0 else None
+    binding = Binding(computed_s=computed, moved_s=moved, gaps_s=gaps_s, ranks=step.ranks)
+    return binding if path and binding.length_s > 0 else None
 
 
 def _by_family(path: Iterable[PathLink], *, network: bool) -> dict[Family, float]:

@@ -166,10 +166,10 @@ def _forward_and_backward(step: StepFile, course: Course, iteration_s: float | N
         text += "; longer than a median step of the run: these steps were slower"
         at = range(step.step - (steps or 0) + 1, step.step + 1)
         of_these = [
-            each for number, each in zip(course.steps, course.iteration_s, strict=True) if number in at
+            seconds for number, seconds in zip(course.steps, course.iteration_s, strict=True) if number in at
         ]
-        if known := [each for each in of_these if each is not None]:
-            text += f", {milliseconds(median(known))} with their updates"
+        if measured := [seconds for seconds in of_these if seconds is not None]:
+            text += f", {milliseconds(median(measured))} with their updates"
     return text
 
 
@@ -184,8 +184,8 @@ def _last_steps(step: StepFile, count: int | None) -> str:
 
 
 def _typical(values: Values) -> float | None:
-    known = [value for value in values[WARM_UP_STEPS:] or values if value is not None]
-    return median(known) if known else None
+    numbers = [value for value in values[WARM_UP_STEPS:] or values if value is not None]
+    return median(numbers) if numbers else None
 
 
 # ---- the step ----------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _plans(plan: PlanFile) -> dict[str, object]:
             "otherwise."
         )
     others = [line for line in plan.why if line.startswith(("What if", "Samples ", "Experts ", "Both "))]
-    why = tuple((what, words.strip()) for what, _, words in (line.partition("  ") for line in others))
+    why = tuple((what, reason.strip()) for what, _, reason in (line.partition("  ") for line in others))
     tried = any(each is not None for each in (plan.trial_s, *(other.measured_s for other in plan.others)))
     return {"said": (said,), "rows": tuple(plan_rows(plan, tried=tried)), "tried": tried, "why": why}
 

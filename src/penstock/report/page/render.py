@@ -68,7 +68,7 @@ class Row:
     Attributes:
         title: Its first cell, with a dot of `colour` before it and a quiet `note` behind it.
         bar: From -1 to 1, a bar that ends the row; None = the table has no bars.
-        total: Whether the row sums up others.
+        total: Whether the row is the sum of others.
         strong: Whether its title is bold.
     """
 
@@ -87,8 +87,10 @@ def render(
     """Return the page of a template, plotly.js included.
 
     Args:
-        figures: By the names that the template uses.
-        folder: Where the template is, if not here.
+        template: The file name of the template.
+        figures: Figures by the names that the template uses.
+        folder: The folder of the template.
+        values: Everything else that the template shows, by name.
 
     Raises:
         ConfigError: If the package plotly is not installed.
