@@ -343,7 +343,7 @@ class ModelExperts(StackedExperts):
         if not self.form.moves or wrappers(self.source):
             raise ValueError(
                 f"{type(core_of(self.source)).__name__} has several rows of a parameter for every expert, or "
-                "adapters, which are not moved: move no experts (plan.experts = none)"
+                "adapters, which are not moved: move no experts (placement.experts = none)"
             )
         cut = self.source.__dict__.pop("forward", None)  # a copy would have a copy of all that it refers to
         try:
