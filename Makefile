@@ -36,7 +36,7 @@ lint: $(INSTALLED)  ## style, layers and strict types
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
-bench: $(INSTALLED) $(PEERS)  ## everything that BENCHMARKS.md shows; Linux, root, an idle machine, one and a half hours
+bench: $(INSTALLED) $(PEERS)  ## everything that BENCHMARKS.md shows; Linux, root, an idle machine, an hour
 	$(BIN)/python -m benchmarks.suite .
 
 clean:

@@ -286,8 +286,8 @@ def render_drifts(result: DriftsResult) -> str:
     furthest = max(case.loss_distance for case in result.cases)
     at_end = max(case.end_loss_distance for case in result.cases)
     about = (
-        f"Losses of the two runs of a row, which run by different plans from the first step, differ by "
-        f"{furthest:.1e} at most, their means over the last steps by {at_end:.1e} (relative; rounding)."
+        f"Losses of the two runs of a row, whose learning rates decay over other numbers of steps, differ by "
+        f"{furthest:.1e} at most, their means over the last steps by {at_end:.1e} (relative)."
     )
     lines += ["", about, ""]
     return "\n".join([*lines, *(f"    {line}" for case in result.cases for line in case.said)])

@@ -194,8 +194,8 @@ FAULTS = (
     ),
     Fault(
         "step/passes.py",
-        "found.setdefault(state, []).append(task.name)",
-        "found[state] = [task.name]",
+        "last.setdefault(state, []).append(task.name)",
+        "last[state] = [task.name]",
         "gradients are reduced after one of the tasks that add to them",
         "step features",
     ),
@@ -258,8 +258,8 @@ FAULTS = (
     ),
     Fault(
         "runtime/statistics.py",
-        "return crc32(repr(known).encode())",
-        "return crc32(repr(known[:2]).encode())",
+        "return crc32(repr(terms).encode())",
+        "return crc32(repr(terms[:2]).encode())",
         "ranks may divide their losses by different numbers",
         "adapt/test_cut.py adapt/test_training.py",
     ),
@@ -294,15 +294,15 @@ FAULTS = (
     ),
     Fault(
         "moe/layer.py",
-        "known_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)",
-        "known_TM = x_TM",
+        "masked_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)",
+        "masked_TM = x_TM",
         "a NaN in padding reaches sums",
         "moe",
     ),
     # ---- prices --------------------------------------------------------------------------------------------
     Fault(
         "features/routed.py",
-        'Move("all_to_all", group, sizes, mine * len(sizes), row_bytes)',
+        'Move("all_to_all", group, sizes, own * len(sizes), row_bytes)',
         'Move("all_to_all", group, sizes, sizes, row_bytes)',
         "a reduce-scatter is priced as receiving what it sends",
         "cost lab/virtual/test_stack.py",
