@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.graph import Graph, Task
 from penstock.step import Stage
@@ -46,3 +47,15 @@ def ancestors(graph: Graph, start: Task) -> set[Task]:
         found.update(new)
         queue += new
     return found
+
+
+def check_chain(graph: Graph, chain: Sequence[str]) -> None:
+    """In both layers rows go from attention along these ops, and gradients the same way back."""
+    for layer in (0, 1):
+        for first, second in pairwise(chain):
+            there, back = f"L{layer}.{first}.m0.c0", f"L{layer}.{second}.m0.c0"
+            assert reads(graph, f"{back}.F")["rows"] == f"{there}.F"
+            assert reads(graph, f"{there}.B")["d_rows"] == f"{back}.B"
+        assert reads(graph, f"L{layer}.{chain[0]}.m0.c0.F")["rows"] == f"L{layer}.AT.m0.F"
+        assert reads(graph, f"L{layer}.U.m0.F")["rows"] == f"L{layer}.{chain[-1]}.m0.c0.F"
+        assert reads(graph, f"L{layer}.AT.m0.B")["d_rows"] == f"L{layer}.{chain[0]}.m0.c0.B"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -194,9 +194,14 @@ class Engine:
 
     def _begin(self, given: StepInputs) -> Tensor:
         """Begin the forward pass of a step on these samples; return their numbers."""
-        # The decoder keeps no tokens.
-        shared = {field.name: getattr(given, field.name) for field in fields(Inputs)}
-        self.decoder.begin(Inputs(**{**shared, "first": self._first}))
+        inputs = Inputs(  # the decoder would hold all of `given`, tokens and labels, until the next step
+            first=self._first,
+            mask_BL=given.mask_BL,
+            positions_BL=given.positions_BL,
+            routers=given.routers,
+            packed=given.packed,
+        )
+        self.decoder.begin(inputs)
         return torch.arange(self._first, self._first + len(given.tokens_BL))
 
     def warn_if_different(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from penstock.routing.legs import place_in
 from penstock.step.passes import Transpose
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
-from tests.step.support import names, reads
+from tests.step.support import check_chain, names, reads
 from tests.steps import task_at
 from tests.support.draws import draws
 
@@ -175,16 +174,7 @@ def test_the_picture_is_true() -> None:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_rows_go_from_leg_to_leg_and_gradients_the_same_way_back(name: str) -> None:
-    chain = CHAINS[name].split()
-    graph = Transpose()(rewritten(name)).check()
-    for layer in (0, 1):
-        for first, second in pairwise(chain):
-            there, back = f"L{layer}.{first}.m0.c0", f"L{layer}.{second}.m0.c0"
-            assert reads(graph, f"{back}.F")["rows"] == f"{there}.F"
-            assert reads(graph, f"{there}.B")["d_rows"] == f"{back}.B"
-        assert reads(graph, f"L{layer}.{chain[0]}.m0.c0.F")["rows"] == f"L{layer}.AT.m0.F"
-        assert reads(graph, f"L{layer}.U.m0.F")["rows"] == f"L{layer}.{chain[-1]}.m0.c0.F"
-        assert reads(graph, f"L{layer}.AT.m0.B")["d_rows"] == f"L{layer}.{chain[0]}.m0.c0.B"
+    check_chain(Transpose()(rewritten(name)).check(), CHAINS[name].split())
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -27,7 +26,7 @@ from penstock.step.passes import Chunks, Transpose
 from penstock.step.plain import PlainStep
 from penstock.step.shape import ExpertForm
 from tests.step.passes.pictures import check_picture
-from tests.step.support import needs, reads
+from tests.step.support import check_chain, needs, reads
 from tests.steps import SHARED, task_at
 
 PLAIN = PlainStep(moe_layers=(True, True)).graph()
@@ -84,15 +83,7 @@ def test_the_pictures_are_true(each: Pass) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_go_from_task_to_task_and_gradients_the_same_way_back(form: ExpertForm) -> None:
-    chain = CHAINS[form].split()
-    graph = Transpose()(rewritten(form)).check()
-    for layer in (0, 1):
-        for first, second in pairwise(chain):
-            there, back = f"L{layer}.{first}.m0.c0", f"L{layer}.{second}.m0.c0"
-            assert reads(graph, f"{back}.F")["rows"] == f"{there}.F"
-            assert reads(graph, f"{there}.B")["d_rows"] == f"{back}.B"
-        assert reads(graph, f"L{layer}.{chain[0]}.m0.c0.F")["rows"] == f"L{layer}.AT.m0.F"
-        assert reads(graph, f"L{layer}.U.m0.F")["rows"] == f"L{layer}.{chain[-1]}.m0.c0.F"
+    check_chain(Transpose()(rewritten(form)).check(), CHAINS[form].split())
 
 
 @pytest.mark.parametrize("form", FORMS)
