@@ -63,7 +63,14 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
         raise ValueError(f"{type(block).__name__} cannot be taken over; supported: {', '.join(BLOCKS)}")
     source: Any = block
     tensors, make_gate = kind
-    _check_tensors(block, tensors)
+    # Any other tensor, such as a bias, an adapter or a scale of quantised weights, affects the output.
+    named = chain(block.named_parameters(remove_duplicate=False), block.named_buffers(remove_duplicate=False))
+    present = {name for name, _ in named}
+    extra, missing = sorted(present - tensors), sorted(tensors - present)
+    if extra:
+        raise ValueError(f"{type(block).__name__} has {', '.join(extra)}, which a layer has no place for")
+    if missing:
+        raise ValueError(f"{type(block).__name__} has no {', '.join(missing)}; {AS_IN}")
     experts, hidden = source.gate.weight.shape
     width = source.experts.down_proj.shape[-1]
     for name, wanted in (
@@ -177,20 +184,6 @@ def _setting(module: Any, name: str) -> Any:
     if not hasattr(module, name):
         raise ValueError(f"{type(module).__name__} has no {name}; {AS_IN}")
     return getattr(module, name)
-
-
-def _check_tensors(block: nn.Module, expected: frozenset[str]) -> None:
-    """Raise ValueError unless a block has exactly the expected tensors: any other would affect its output.
-
-    Examples are biases, adapters, and scales of quantised weights.
-    """
-    named = chain(block.named_parameters(remove_duplicate=False), block.named_buffers(remove_duplicate=False))
-    present = {name for name, _ in named}
-    extra, missing = sorted(present - expected), sorted(expected - present)
-    if extra:
-        raise ValueError(f"{type(block).__name__} has {', '.join(extra)}, which a layer has no place for")
-    if missing:
-        raise ValueError(f"{type(block).__name__} has no {', '.join(missing)}; {AS_IN}")
 
 
 def _check_activation(source: Any) -> None:

@@ -173,7 +173,23 @@ class MoEConfig:
                 why += "is not" if key in ("capacity_factor", "gate") else "sends to several experts at once"
                 raise ConfigError("bound_factor", self.bound_factor, why, f"Use none, or another {key}.")
         self._check_router()
-        self._check_parts()
+        refused_by_gate = refusal(self.kind, self.permutation_name, dropless=self.capacity_factor is None)
+        if refused_by_gate is not None:
+            why = f"with gate = {self.gate}: {refused_by_gate}"
+            raise ConfigError("permutation", self.permutation, why, "Or use permutation = auto.")
+        # A row cannot always serve all of its token's experts in a node.
+        for key, which, other, refused in self._unjoinable if self.joins_rows else ():
+            if refused:
+                why = f"sends one row for several experts, and {key} = {getattr(self, key)} is set, {which}"
+                raise ConfigError("dispatch", self.dispatch, why, f"Use flat, or {other}.")
+        if self.one_copy_per_rank and self.permutation_name != "sort":
+            why = "slots belong to experts, so a row cannot serve two of them"
+            raise ConfigError(
+                "one_copy_per_rank", True, why, "Use it with the sort permutation (no capacity_factor)."
+            )
+        if self.one_copy_per_rank and self.comm_dtype is not None:
+            why = "numbers that travel with a shared row would be rounded with it"
+            raise ConfigError("comm_dtype", self.comm_dtype, why, "Use none, or one_copy_per_rank = false.")
 
     @property
     def kind(self) -> ChoiceKind:
@@ -268,29 +284,6 @@ class MoEConfig:
                 if getattr(self, key) != unset:
                     why = f"is about how tokens choose, and with gate = {self.gate} they do not"
                     raise ConfigError(key, getattr(self, key), why, "Leave it out, or use another gate.")
-
-    def _check_parts(self) -> None:
-        why = refusal(self.kind, self.permutation_name, dropless=self.capacity_factor is None)
-        if why is not None:
-            raise ConfigError(
-                "permutation",
-                self.permutation,
-                f"with gate = {self.gate}: {why}",
-                "Or use permutation = auto.",
-            )
-        # A row cannot always serve all of its token's experts in a node.
-        for key, which, other, refused in self._unjoinable if self.joins_rows else ():
-            if refused:
-                why = f"sends one row for several experts, and {key} = {getattr(self, key)} is set, {which}"
-                raise ConfigError("dispatch", self.dispatch, why, f"Use flat, or {other}.")
-        if self.one_copy_per_rank and self.permutation_name != "sort":
-            why = "slots belong to experts, so a row cannot serve two of them"
-            raise ConfigError(
-                "one_copy_per_rank", True, why, "Use it with the sort permutation (no capacity_factor)."
-            )
-        if self.one_copy_per_rank and self.comm_dtype is not None:
-            why = "numbers that travel with a shared row would be rounded with it"
-            raise ConfigError("comm_dtype", self.comm_dtype, why, "Use none, or one_copy_per_rank = false.")
 
     @property
     def _unjoinable(self) -> tuple[tuple[str, str, str, bool], ...]:

@@ -114,7 +114,14 @@ class MoELayer(nn.Module):
                     "exchange of its own has no steps that could be run again: use moe.bound_factor=none "
                     "(SortPermutation), or run the layer in a stack"
                 )
-        ep_size, ep_rank = _place_of(exchange, ep_size, ep_rank)
+        if ep_size is None:
+            ep_size = 1 if exchange is None else exchange.ep_size
+        if ep_rank is None:
+            ep_rank = 0 if exchange is None else exchange.ep_rank
+        if not 0 <= ep_rank < ep_size:
+            raise ValueError(f"ep_rank = {ep_rank}: must be between 0 and ep_size - 1 ({ep_size - 1})")
+        if exchange is not None:
+            _require_place(exchange, ep_size, ep_rank)
         if placement is not None:
             check_placement(placement, gate.num_experts, ep_size, expert.num_local_experts)
         check_parts(gate, permutation, expert, find_dispatch(dispatch), tuple(hooks), ep_size)
@@ -282,7 +289,19 @@ class MoELayer(nn.Module):
         _require_place(self.exchange, self.ep_size, self.ep_rank)
         self.exchange.check(self.experts, x, self._words, first=not self._has_met)
         self._has_met = True
-        routed, bias = self._route_checked(x.flatten(0, -2), tokens), self.gate.bias
+        try:
+            routed = self.route(x.flatten(0, -2), tokens)
+        except RuntimeError as error:
+            # In every gate of Penstock the first matrix meets the tokens. In other gates it need not, so it
+            # explains a failure and does not find one.
+            matrix = next((p for p in self.gate.parameters() if p.dim() == 2), None)
+            if matrix is None or matrix.shape[1] == x.shape[-1]:
+                raise
+            raise ValueError(
+                f"x has hidden size {x.shape[-1]}, and {type(self.gate).__name__} was built for "
+                f"{matrix.shape[1]}"
+            ) from error
+        bias = self.gate.bias
         if bias is not None and self.training:  # it counts in backward what has been trained on
             chosen_E = routed.sums.chosen_E
             if routed.weights.requires_grad:
@@ -317,20 +336,6 @@ class MoELayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without losses: they hold the graph of a pass."""
         return {**self.__dict__, "_losses": None, "_recomputed": None, "_replica_slots": None}
-
-    def _route_checked(self, x_TM: Tensor, tokens: Tokens) -> RoutedTokens:
-        try:
-            return self.route(x_TM, tokens)
-        except RuntimeError as error:
-            # In every gate of Penstock the first matrix meets the tokens. In other gates it need not, so it
-            # explains a failure and does not find one.
-            matrix = next((p for p in self.gate.parameters() if p.dim() == 2), None)
-            if matrix is None or matrix.shape[1] == x_TM.shape[1]:
-                raise
-            raise ValueError(
-                f"x has hidden size {x_TM.shape[1]}, and {type(self.gate).__name__} was built for "
-                f"{matrix.shape[1]}"
-            ) from error
 
     def _known(
         self, routed: RoutedTokens, tokens: Tokens, count: int
@@ -368,17 +373,6 @@ class _Hold(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         del ctx
         return grads[0], None
-
-
-def _place_of(exchange: Exchange | None, ep_size: int | None, ep_rank: int | None) -> tuple[int, int]:
-    """Return the number of ranks that share the experts, and this rank's place; ValueError if wrong."""
-    size = ep_size if ep_size is not None else 1 if exchange is None else exchange.ep_size
-    rank = ep_rank if ep_rank is not None else 0 if exchange is None else exchange.ep_rank
-    if not 0 <= rank < size:
-        raise ValueError(f"ep_rank = {rank}: must be between 0 and ep_size - 1 ({size - 1})")
-    if exchange is not None:
-        _require_place(exchange, size, rank)
-    return size, rank
 
 
 def _require_place(exchange: Exchange, ep_size: int, ep_rank: int) -> None:

@@ -151,7 +151,15 @@ class ExactSplit:
             full = max(full_ones, key=load.__getitem__, default=None)
             if full is None or load[full] <= most:
                 return
-            reached = self._reached(given, full)
+            # The ranks that rows of `full` can reach, nearest first: by which rank, of which expert.
+            reached, queue = {full: (full, -1)}, deque([full])
+            while queue:
+                rank = queue.popleft()
+                for j in self._shared_by_rank[rank]:
+                    for home in self._shared[j].homes if given[j][rank] else ():
+                        if home not in reached:
+                            reached[home] = rank, j
+                            queue.append(home)
             least = min(reached, key=load.__getitem__)
             gap = load[full] - load[least]
             if gap < 2:  # then no rank on the way can give rows away, either
@@ -169,19 +177,6 @@ class ExactSplit:
                 given[j][after] += rows
             load[full] -= rows
             load[least] += rows
-
-    def _reached(self, given: Sequence[Sequence[int]], start: int) -> dict[int, tuple[int, int]]:
-        """Return the ranks that rows of `start` can reach, nearest first: by which rank, of which expert."""
-        reached, queue = {start: (start, -1)}, deque([start])
-        while queue:
-            rank = queue.popleft()
-            for j in self._shared_by_rank[rank]:
-                if given[j][rank]:
-                    for home in self._shared[j].homes:
-                        if home not in reached:
-                            reached[home] = rank, j
-                            queue.append(home)
-        return reached
 
     # ---- what never changes --------------------------------------------------------------------------------
 

@@ -85,8 +85,17 @@ def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) 
     experts = [parts.expert_parameters(layer) for layer in layers]
     for layer in layers:
         moe = parts.parts[layer].moe
-        if moe is not None:
-            _check_apart(moe, layer)
+        if moe is None or moe.ep_size == 1:
+            continue
+        first_names: dict[int, str] = {}
+        for name, parameter in moe.experts.named_parameters(remove_duplicate=False):
+            first = first_names.setdefault(id(parameter), name)
+            if first != name and _numbers(moe, first, parameter) != _numbers(moe, name, parameter):
+                raise ValueError(
+                    f"layer {layer}: experts.{name} is the same parameter as experts.{first} of another "
+                    f"expert; the layer's experts are spread over {moe.ep_size} ranks, each with a copy that "
+                    "would be trained differently. Put what experts share into the layer's shared expert."
+                )
     of_experts = {id(p) for each in experts for p in each}
     for layer in layers:
         for parameter in replicated[layer]:
@@ -163,21 +172,6 @@ def _lowest(layers: Sequence[Sequence[nn.Parameter]]) -> Layers:
         kept.append(tuple({id(p): p for p in layer if id(p) not in seen}.values()))
         seen.update(map(id, layer))
     return tuple(kept)
-
-
-def _check_apart(moe: MoELayer, layer: int) -> None:
-    """Raise ValueError if experts of several ranks share a parameter: its copies would drift apart."""
-    if moe.ep_size == 1:
-        return
-    first_names: dict[int, str] = {}
-    for name, parameter in moe.experts.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(parameter), name)
-        if first != name and _numbers(moe, first, parameter) != _numbers(moe, name, parameter):
-            raise ValueError(
-                f"layer {layer}: experts.{name} is the same parameter as experts.{first} of another expert; "
-                f"the layer's experts are spread over {moe.ep_size} ranks, each with a copy that would be "
-                "trained differently. Put what experts share into the layer's shared expert."
-            )
 
 
 def _numbers(moe: MoELayer, name: str, parameter: nn.Parameter) -> set[int]:

@@ -92,7 +92,17 @@ def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable
         except KeyError as missing:
             raise ScheduleError(f"{task} reads {missing.args[0]}, which is not in the graph") from None
         for index, name in enumerate(named[task.name]):
-            inputs = {role: _overlapping(ends, index, of) for role, ends in read.items()}
+            inputs: dict[str, Names] = {}
+            for role, ends in read.items():
+                sources: list[Name] = []
+                for count, names in ends:
+                    if not (of and count):
+                        sources += names
+                    elif of == count:
+                        sources.append(names[index])
+                    else:  # from the first that ends after this piece begins to the last before its end
+                        sources += names[index * count // of : -(-(index + 1) * count // of)]
+                inputs[role] = tuple(sources)
             held = cut(task, index)
             state = task.accumulates, task.reads, task.writes
             out.append(Task(name, task.lane, task.axes, inputs, held, *state))
@@ -104,19 +114,6 @@ def _pieces(name: Name, axis: Axis, count: int) -> Names:
         return (name,)
     place = Name._fields.index(axis)
     return tuple([Name._make((*name[:place], i, *name[place + 1 :])) for i in range(count)])
-
-
-def _overlapping(ends: Sequence[tuple[int, Names]], mine: int, of: int) -> Names:
-    """Return the pieces, of tasks cut into `count` pieces each, that piece `mine` of `of` reads."""
-    read: list[Name] = []
-    for count, names in ends:
-        if not (of and count):
-            read += names
-        elif of == count:
-            read.append(names[mine])
-        else:  # from the first that ends after this piece begins to the last that begins before it ends
-            read += names[mine * count // of : -(-(mine + 1) * count // of)]
-    return tuple(read)
 
 
 def end_layers(graph: Graph, added: Mapping[int, Sequence[Task]]) -> Graph:

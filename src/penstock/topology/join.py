@@ -101,7 +101,8 @@ def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
         return _identity(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", launcher)
     # A batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS, yet is one process: it has no step id.
     is_script = environ.get("ENVIRONMENT") == "BATCH" and not environ.get("SLURM_STEP_ID")
-    size_name = _slurm_size(environ)
+    # The step's own count comes first, since a step may be part of its job.
+    size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     numbered = environ.get("SLURM_PROCID") and environ.get(size_name)
     if not is_script and numbered and _whole(environ, size_name) > 1:
         return _identity(environ, "SLURM_PROCID", size_name, "SLURM_LOCALID", "slurm")
@@ -119,8 +120,22 @@ def rendezvous_env(environ: Mapping[str, str]) -> dict[str, str]:
     if info is None or info.launcher != "slurm":
         why = "this process was not started by srun"
         raise ConfigError("SLURM_PROCID", UNSET, why, "Start it with srun.")
+    host = environ.get("MASTER_ADDR")
+    if not host:
+        name = next((n for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if environ.get(n)), None)
+        if name is None:
+            raise ConfigError(
+                "MASTER_ADDR", UNSET, "is not set, and Slurm lists no nodes", "Set MASTER_ADDR."
+            )
+        # A list like `node[003-008,12],other` begins with node003. Every bracket is replaced by the first
+        # number inside it; then only a comma can end the first name.
+        host = re.sub(r"\[(\w+)[^\[\]]*\]", r"\1", environ[name]).split(",")[0]
+        if not re.fullmatch(r"[\w.-]+", host):
+            raise ConfigError(
+                name, environ[name], "is not a list of hosts", "Set MASTER_ADDR to rank 0's host."
+            )
     return {
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ),
+        "MASTER_ADDR": host,
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + _whole(environ, "SLURM_JOB_ID") % 20000),
         "RANK": str(info.rank),
         "WORLD_SIZE": str(info.world_size),
@@ -182,7 +197,25 @@ def join(
         os.environ[VARIABLE] = name
     start_s = start_s or timeout_s
     store: Store = HashStore() if info == ALONE else _store(info, host, port, start_s)
-    _connect(info, store, start_s, "gloo" if transport == "staged" else device_of(device).backend)
+    # In torch's default process group every rank connects to every other.
+    backend = "gloo" if transport == "staged" else device_of(device).backend
+    start = partial(
+        dist.init_process_group,
+        backend=backend,
+        store=store,
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timedelta(seconds=start_s),
+    )
+    try:
+        within(start_s + SPARE_S, start)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {info.rank} of {info.world_size} has met the others, and could not connect to them within "
+            f"{start_s:g} s ({reason(error)}). Gloo uses {in_use(os.environ)}; there are {listed()}. "
+            f"Name in {VARIABLE} the interface that all other ranks reach, and check that no firewall closes "
+            "ports between them."
+        ) from error
     if info.world_size == 1:
         return
     if start_s != timeout_s:
@@ -274,23 +307,6 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _slurm_size(environ: Mapping[str, str]) -> str:
-    """Return the variable that counts tasks: the step's own count, since a step may be part of its job."""
-    return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-
-
-def _first_host(environ: Mapping[str, str]) -> str:
-    """Return the first host of Slurm's list: `node[003-008,12],other` begins with node003."""
-    name = next((n for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if environ.get(n)), None)
-    if name is None:
-        raise ConfigError("MASTER_ADDR", UNSET, "is not set, and Slurm lists no nodes", "Set MASTER_ADDR.")
-    # Every bracket is replaced by the first number inside it; then only a comma can end the first name.
-    host = re.sub(r"\[(\w+)[^\[\]]*\]", r"\1", environ[name]).split(",")[0]
-    if not re.fullmatch(r"[\w.-]+", host):
-        raise ConfigError(name, environ[name], "is not a list of hosts", "Set MASTER_ADDR to rank 0's host.")
-    return host
-
-
 # ---- connecting --------------------------------------------------------------------------------------------
 
 
@@ -373,27 +389,6 @@ def _told(store: Store, world_size: int, until_s: float) -> str:
 def _is_kept_by_launcher() -> bool:
     """Tell whether a launcher, as torchrun, keeps the store at which ranks meet, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _connect(info: ProcessInfo, store: Store, timeout_s: float, backend: str) -> None:
-    """Start torch's default process group, in which every rank connects to every other."""
-    start = partial(
-        dist.init_process_group,
-        backend=backend,
-        store=store,
-        rank=info.rank,
-        world_size=info.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    try:
-        within(timeout_s + SPARE_S, start)
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {info.rank} of {info.world_size} has met the others, and could not connect to them within "
-            f"{timeout_s:g} s ({reason(error)}). Gloo uses {in_use(os.environ)}; there are {listed()}. "
-            f"Name in {VARIABLE} the interface that all other ranks reach, and check that no firewall closes "
-            "ports between them."
-        ) from error
 
 
 def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:

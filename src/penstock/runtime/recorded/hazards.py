@@ -13,7 +13,7 @@ before that by an event, or the tensor must have been recorded on them (`record_
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Literal, NamedTuple
@@ -255,7 +255,33 @@ def find_disorder(ranks: Sequence[Sequence[Issued]]) -> list[Disorder]:
     """Return what does not fit in the calls of all ranks, by rank. [] = no rank waits for ever."""
     names = sorted({call.communicator for calls in ranks for _, call in calls})
     found = [disorder for name in names if (disorder := _of_communicator(name, ranks)) is not None]
-    return found or list(_deadlocks(ranks))
+    if found:
+        return found
+    # Calls of every communicator agree. What is left is a cycle of calls that each come before the next on
+    # some rank.
+    before: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
+    tasks: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
+    for rank, calls in enumerate(ranks):
+        numbers: dict[str, int] = defaultdict(int)
+        last, here = list[tuple[str, int]](), list[tuple[str, int]]()
+        exchange = None
+        for task, call in calls:
+            node = call.communicator, numbers[call.communicator]
+            numbers[call.communicator] += 1
+            tasks[node][rank] = task
+            if not call.exchange or exchange != (task, call.exchange):
+                last, here = here, []
+            exchange = task, call.exchange
+            here.append(node)
+            before[node].update(last)
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        cycle = error.args[1][:-1]
+        where = sorted({(rank, task) for node in cycle for rank, task in tasks[node].items()})
+        chain = " then ".join(f"{name} (call {number})" for name, number in cycle)
+        return [Disorder("deadlock", cycle[0][0], tuple(where), f"no order of all ranks has {chain}")]
+    return []
 
 
 def _of_communicator(name: str, ranks: Sequence[Sequence[Issued]]) -> Disorder | None:
@@ -281,32 +307,6 @@ def _of_communicator(name: str, ranks: Sequence[Sequence[Issued]]) -> Disorder |
                     both = {each: here[each] for each in (rank, peer)}
                     return Disorder("bytes", name, _tasks(both), detail)
     return None
-
-
-def _deadlocks(ranks: Sequence[Sequence[Issued]]) -> Iterator[Disorder]:
-    """Yield one cycle among calls that each come before the next on some rank."""
-    before: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
-    tasks: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
-    for rank, calls in enumerate(ranks):
-        numbers: dict[str, int] = defaultdict(int)
-        last, here = list[tuple[str, int]](), list[tuple[str, int]]()
-        exchange = None
-        for task, call in calls:
-            node = call.communicator, numbers[call.communicator]
-            numbers[call.communicator] += 1
-            tasks[node][rank] = task
-            if not call.exchange or exchange != (task, call.exchange):
-                last, here = here, []
-            exchange = task, call.exchange
-            here.append(node)
-            before[node].update(last)
-    try:
-        TopologicalSorter(before).prepare()
-    except CycleError as error:
-        cycle = error.args[1][:-1]
-        where = sorted({(rank, task) for node in cycle for rank, task in tasks[node].items()})
-        names = " then ".join(f"{name} (call {number})" for name, number in cycle)
-        yield Disorder("deadlock", cycle[0][0], tuple(where), f"no order of all ranks has {names}")
 
 
 def _tasks(here: Mapping[int, Issued]) -> tuple[tuple[int, str], ...]:
