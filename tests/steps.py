@@ -15,7 +15,7 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Kind, Op, Sizes, Work, spec_of
-from penstock.ops.transfers import FLAT
+from penstock.ops.core import FLAT
 from penstock.schedule import SCHEDULES, StepPlan, cut, plan_step, unit_cost
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import FORM_TOKENS

@@ -18,14 +18,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.mesh import Axes, Group
-from penstock.sharding import Sharding
+from penstock.sharding import Sharding, is_dtensor
 from penstock.topology.device_mesh import RankMeshes
 
 if TYPE_CHECKING:
@@ -208,15 +208,6 @@ PARTS, PART = "penstock_parts", "penstock_part"
 
 NAMES: dict[Axes, str] = {Group.TENSOR: "tp", Group.EXPERT: "ep", Group.SHARDS: "etp"}
 """The dimensions of meshes along which parameters are cut."""
-
-
-def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether a tensor is spread over a mesh.
-
-    No DTensor exists before its module has been loaded, which takes a second.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 @dataclass(frozen=True, eq=False)

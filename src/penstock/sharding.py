@@ -6,16 +6,20 @@ know no other form. A rank's part is cut from it by `Sharding.part` and put back
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from penstock.mesh import Axes, Group
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 MARK = "penstock_sharding"
 
@@ -298,3 +302,12 @@ def sharding_of(parameter: Tensor) -> Sharding | None:
     """Return which part of a larger parameter this is; None for a whole one or one that was never marked."""
     mark = getattr(parameter, MARK, None)
     return mark.sharding if isinstance(mark, _Mark) else None
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Return whether a tensor is spread over a mesh.
+
+    No DTensor exists before its module has been loaded, which takes a second.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

@@ -12,7 +12,7 @@ from penstock.autotune.watch import Diagnosis, diagnose
 from penstock.graph import Lane, Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
-from penstock.ops.transfers import Hop
+from penstock.ops.core import Hop
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.timing import simulate

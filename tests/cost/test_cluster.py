@@ -14,7 +14,7 @@ from penstock.cost.span import span_of
 from penstock.graph import Lane
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
-from penstock.ops.transfers import Hop
+from penstock.ops.core import Hop
 from penstock.step import StepShape
 from penstock.topology import Layout
 from tests.cost.test_step import workload

@@ -20,7 +20,7 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.transfers import HOME, TRANSFERS
+from penstock.ops.core import HOME, TRANSFERS
 from penstock.placement import ExpertPlacement
 from penstock.routing.rows import by_source_and_target
 from penstock.routing.sizes import split_sizes

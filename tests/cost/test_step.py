@@ -22,7 +22,7 @@ from penstock.features.sharded_optimizer.feature import of_optimizer
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.transfers import TRANSFERS
+from penstock.ops.core import TRANSFERS
 from penstock.plan import find_plan
 from penstock.plan.optimizers import sharing_updates
 from penstock.step import StepShape

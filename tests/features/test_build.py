@@ -16,7 +16,7 @@ from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, Phase, ScheduleError, Task
 from penstock.mesh import Group
 from penstock.ops import Kind, Op, spec_of
-from penstock.ops.transfers import TRANSFERS, Hop
+from penstock.ops.core import TRANSFERS, Hop
 from penstock.step import Stage, StepShape
 from tests.step.support import Rewriting, ancestors, needs
 from tests.steps import shapes, task_at

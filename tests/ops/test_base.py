@@ -11,8 +11,7 @@ from penstock.features.build import build_graph
 from penstock.graph import ScheduleError
 from penstock.ops import OPS, Backward, Kind, Op, OpSpec, register, spec_of
 from penstock.ops.base import place_of
-from penstock.ops.gradients import GRADIENT_KINDS
-from penstock.ops.transfers import AWAY, HOME, TRANSFERS
+from penstock.ops.core import AWAY, GRADIENT_KINDS, HOME, TRANSFERS
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import FORM_TOKENS, ExpertForm
 from tests.steps import no_work

@@ -23,7 +23,7 @@ from penstock.features.expert_sharding import feature as shards
 from penstock.graph import Task
 from penstock.mesh import Group, node_of
 from penstock.ops import Op
-from penstock.ops.transfers import TRANSFERS, outward
+from penstock.ops.core import TRANSFERS, outward
 from penstock.placement import SPLIT, ExpertPlacement, Replication
 from penstock.routing.joined import joined_legs, num_sets, sets_of
 from penstock.routing.legs import busier_rows, legs_of, place_in

@@ -19,7 +19,7 @@ from penstock.graph import Phase, Task
 from penstock.mesh import node_of
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.ops import Op, transfers
+from penstock.ops import Op, core
 from penstock.runtime import PipelinedStack
 from penstock.runtime.executor import Programs
 from penstock.runtime.handlers import HANDLERS, Handler, Inputs, Outputs
@@ -33,7 +33,7 @@ NODE = 2
 SAMPLES, LENGTH, HIDDEN = 2, 16, 8
 EXPERTS, TOP_K, FACTOR = 8, 2, 2
 BYTES = 4
-ROWS = (*transfers.TRANSFERS, "XG", "XS", "SD", "SG", "BG", "BR", "BS")
+ROWS = (*core.TRANSFERS, "XG", "XS", "SD", "SG", "BG", "BR", "BS")
 EDGES = (Op.KEEP_TOKENS, Op.GATHER_TOKENS, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT)
 
 Elements = tuple[Fraction, Fraction]

@@ -15,7 +15,7 @@ from penstock.decision import Decision, GradientBytes
 from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
-from penstock.ops.gradients import summed
+from penstock.ops.core import summed
 from penstock.schedule import SCHEDULES, Schedule, StepPlan, freeze, plan_step, unit_cost
 from penstock.step import StepShape
 from penstock.step.shape import Updating

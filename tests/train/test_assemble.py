@@ -14,8 +14,8 @@ from penstock.device import Cpu, using
 from penstock.models import ModelConfig
 from penstock.models.decoder import Attention, Rotary, on_meta
 from penstock.moe import MoEConfig
-from penstock.runtime.checks import shape_of, sharing_of
 from penstock.runtime.gradients import sizes_bytes
+from penstock.runtime.parts import shape_of, sharing_of
 from penstock.runtime.recorded.gpu import recorded
 from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.assemble import (

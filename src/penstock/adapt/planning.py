@@ -17,7 +17,7 @@ from penstock.data import DataConfig
 from penstock.decision import Decision, GradientBytes, PlacementConfig, ScheduleConfig
 from penstock.families.sizes import ModelSizes
 from penstock.models import ModelConfig
-from penstock.ops.transfers import FLAT
+from penstock.ops.core import FLAT
 from penstock.plan import Problem
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import PipelinedStack

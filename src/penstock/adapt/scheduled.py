@@ -27,7 +27,7 @@ from penstock.adapt.saving import expert_axes, save_model
 from penstock.checkpoint.storage import together
 from penstock.partial_state import refuse_pickle
 from penstock.runtime import PipelinedStack
-from penstock.runtime.checks import refuse_data_parallel
+from penstock.runtime.parts import refuse_data_parallel
 from penstock.sharding import sharding_of
 
 DECODED = ("input_ids", "attention_mask", "position_ids")

@@ -16,7 +16,7 @@ from penstock.autotune.planned import Order, Planned, decided
 from penstock.cost import MeasuredCost
 from penstock.cost.measured import Kind
 from penstock.decision import Decision
-from penstock.ops.gradients import kind_of
+from penstock.ops.core import kind_of
 from penstock.plan import Problem
 from penstock.plan.plan_config import DROPPED_STEPS, PlanConfig
 from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner

@@ -12,7 +12,7 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase
 from penstock.mesh import Axes, Group
 from penstock.ops import Work
-from penstock.ops.transfers import FLAT
+from penstock.ops.core import FLAT
 from penstock.timing import Issuing
 
 Speed = Annotated[float, Within(1e6, 1e18, "computers of 1980 did a million a second, and none does 1e18")]

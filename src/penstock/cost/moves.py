@@ -22,7 +22,7 @@ from penstock.features.table import ROUTED
 from penstock.graph import Task
 from penstock.mesh import Group, place_in_node
 from penstock.ops import Work
-from penstock.ops.transfers import HOME, TRANSFERS, outward
+from penstock.ops.core import HOME, TRANSFERS, outward
 from penstock.placement import ExpertPlacement, Replication
 from penstock.routing.joined import distinct_rows, num_sets
 from penstock.routing.legs import busier_rows

@@ -16,7 +16,7 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Phase
 from penstock.mesh import Axes, Group
 from penstock.ops import OPS, Backward, Work
-from penstock.ops.transfers import FLAT, outward
+from penstock.ops.core import FLAT, outward
 
 RAGGED: Final = 1.15
 """How many times as long as a ring an all-to-all of a GPU's library takes for as many bytes over a link."""

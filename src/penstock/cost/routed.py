@@ -23,8 +23,7 @@ from penstock.features.table import ROUTED
 from penstock.graph import Name, Task
 from penstock.mesh import Group
 from penstock.ops import spec_of
-from penstock.ops.blocks import computes_experts
-from penstock.ops.transfers import between_nodes
+from penstock.ops.core import between_nodes, computes_experts
 from penstock.placement import ExpertPlacement
 from penstock.routing.rows import Placed
 from penstock.step import StepShape

@@ -12,7 +12,7 @@ import numpy as np
 from penstock.features.dispatch import DISPATCHES, Dispatch, Place
 from penstock.graph import Lane
 from penstock.mesh import Axes, Mesh, node_of
-from penstock.ops.transfers import outward
+from penstock.ops.core import outward
 from penstock.routing.legs import place_in
 
 

@@ -17,7 +17,7 @@ from penstock.features.table import FEATURES
 from penstock.graph import Task
 from penstock.mesh import Group, stays_inside
 from penstock.ops import Work, spec_of
-from penstock.ops.gradients import KindName, kind_of_task
+from penstock.ops.core import KindName, kind_of_task
 from penstock.routing.sizes import part_sizes, split_sizes
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS

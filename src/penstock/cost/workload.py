@@ -12,7 +12,7 @@ from penstock.decision import GradientBytes
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.field import PartialByForm
 from penstock.mesh import Axes, Mesh, node_of, num_nodes
-from penstock.ops.gradients import KindName
+from penstock.ops.core import KindName
 from penstock.placement import ExpertPlacement
 from penstock.routing.joined import distinct_parts
 from penstock.routing.rows import BatchCut

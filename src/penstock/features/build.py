@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from penstock.features.table import FEATURES
 from penstock.graph import Graph, RefusalError
-from penstock.ops.gradients import GRADIENT_KINDS
+from penstock.ops.core import GRADIENT_KINDS
 from penstock.step.complete import check_complete
 from penstock.step.passes import (
     Chunks,

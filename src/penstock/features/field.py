@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from penstock.ops.gradients import KindName
+from penstock.ops.core import KindName
 from penstock.step.shape import ExpertForm, Recompute, StepShape
 from penstock.step.stages import Pass
 

@@ -1,6 +1,6 @@
 """The meaning of ops, before anything runs: the core's here, a feature's in its folder. No torch."""
 
-from penstock.ops import blocks, gradients, transfers
+from penstock.ops import core
 from penstock.ops.base import OPS, Backward, Kind, OpSpec, register, spec_of
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
@@ -13,9 +13,7 @@ __all__ = [
     "OpSpec",
     "Sizes",
     "Work",
-    "blocks",
-    "gradients",
+    "core",
     "register",
     "spec_of",
-    "transfers",
 ]

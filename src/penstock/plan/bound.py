@@ -20,7 +20,7 @@ from penstock.features.sharded_optimizer.feature import norm_of, updates_of
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.ops import Op, spec_of
 from penstock.ops.base import Family, place_of
-from penstock.ops.gradients import GRADIENT_KINDS, KindName
+from penstock.ops.core import GRADIENT_KINDS, KindName
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem
 from penstock.step import StepShape

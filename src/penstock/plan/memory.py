@@ -42,7 +42,7 @@ import numpy.typing as npt
 from penstock.cost import Workload
 from penstock.decision import Decision
 from penstock.features.sharded_optimizer.feature import LAYERS
-from penstock.ops.gradients import GRADIENT_KINDS, KindName
+from penstock.ops.core import GRADIENT_KINDS, KindName
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS

@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.apportion import Counts
 from penstock.mesh import Axes, Group, node_of, num_nodes, place_in_node
-from penstock.ops.transfers import Hop
+from penstock.ops.core import Hop
 
 Table = Counts
 """[P, P]: rows from each rank (first index) for each rank (second)."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.ops.gradients import GRADIENT_KINDS, KindName
+from penstock.ops.core import GRADIENT_KINDS, KindName
 from penstock.routing.sizes import part_sizes
 
 

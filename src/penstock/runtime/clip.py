@@ -21,8 +21,6 @@ from torch.nn.utils import clip_grad
 
 from penstock.device import device_of
 from penstock.mesh import Group
-from penstock.partial_state import is_dtensor
-from penstock.runtime.checks import living_stacks
 from penstock.runtime.expert_parallel.ranks import (
     ExpertRanks,
     is_sharded,
@@ -31,7 +29,9 @@ from penstock.runtime.expert_parallel.ranks import (
     ranks_of_parts,
     share_of,
 )
+from penstock.runtime.parts import living_stacks
 from penstock.runtime.transport import HostCounts
+from penstock.sharding import is_dtensor
 
 TINY = 1e-6
 EQUAL = 1e-5

@@ -25,7 +25,7 @@ from penstock.mesh import Axes, Group
 from penstock.moe import SampleKeys
 from penstock.moe.choices import uniform_bits
 from penstock.moe.experts import Experts
-from penstock.partial_state import is_dtensor
+from penstock.sharding import is_dtensor
 from penstock.topology import CommunicationError, Control, Layout
 
 EVERY = 64

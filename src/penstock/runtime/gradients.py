@@ -22,7 +22,7 @@ from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.moe.experts import Experts
-from penstock.ops.gradients import GRADIENT_KINDS, KindName
+from penstock.ops.core import GRADIENT_KINDS, KindName
 from penstock.runtime.buckets import (
     BackwardPass,
     Buckets,

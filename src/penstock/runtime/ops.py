@@ -13,9 +13,8 @@ from penstock.graph import Cut, Name, Phase, Task
 from penstock.moe import ChunkRoute
 from penstock.moe.choices import RouterSums
 from penstock.moe.products import AutogradWeights, WeightGradients
-from penstock.ops import Op, transfers
-from penstock.ops.gradients import GRADIENT_KINDS, kind_of_task
-from penstock.ops.transfers import AWAY, HOME
+from penstock.ops import Op, core
+from penstock.ops.core import AWAY, GRADIENT_KINDS, HOME, kind_of_task
 from penstock.routing.routes import Routes
 from penstock.runtime.batch import SampleMetadata
 from penstock.runtime.fingerprints import VALUES
@@ -52,7 +51,7 @@ def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outwar
     if not legs:  # every expert is on this rank
         return {"rows": rows}
     slices = routes.slices[cut.first : cut.stop]
-    number = context.legs(task.layer).index(transfers.outward(task.op))
+    number = context.legs(task.layer).index(core.outward(task.op))
     sent, received = [s.rows_sent for s in slices], [s.rows_received for s in slices]
     first, last = (0, len(legs) - 1) if outward else (len(legs) - 1, 0)
     if number == first:

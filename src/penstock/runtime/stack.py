@@ -39,24 +39,6 @@ from penstock.runtime.batch import (
 )
 from penstock.runtime.bounds import bounds_of
 from penstock.runtime.buckets import Buckets
-from penstock.runtime.checks import (
-    check_layers,
-    check_no_checkpoint,
-    check_no_data_parallel,
-    check_no_second_derivative,
-    check_not_moved,
-    check_not_sharded,
-    check_placements,
-    check_planned_for,
-    check_same,
-    check_shards,
-    placements_of,
-    refuse_data_parallel,
-    refuse_stale,
-    shape_of,
-    sharing_of,
-    watch_model,
-)
 from penstock.runtime.consistency import Consistency, Turns, check_agreement
 from penstock.runtime.endings import HiddenStates, SharedTokens, StepStates, TokenLoss
 from penstock.runtime.executor import Execution, Program, Programs
@@ -73,7 +55,26 @@ from penstock.runtime.features.sample_placement import SampleMoving
 from penstock.runtime.gradients import Gradients, OutsideGradients
 from penstock.runtime.handlers import HANDLERS, Ending, TensorPlace
 from penstock.runtime.machinery import Machinery, StackFeature
-from penstock.runtime.parts import ModelParts, maker_of
+from penstock.runtime.parts import (
+    ModelParts,
+    check_layers,
+    check_no_checkpoint,
+    check_no_data_parallel,
+    check_no_second_derivative,
+    check_not_moved,
+    check_not_sharded,
+    check_placements,
+    check_planned_for,
+    check_same,
+    check_shards,
+    maker_of,
+    placements_of,
+    refuse_data_parallel,
+    refuse_stale,
+    shape_of,
+    sharing_of,
+    watch_model,
+)
 from penstock.runtime.statistics import LoadHistory, StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step, Taken
 from penstock.schedule import StepPlan

@@ -19,7 +19,6 @@ from penstock.routing.routes import RouteMaker
 from penstock.runtime.batch import Batch
 from penstock.runtime.bounds import RowBounds
 from penstock.runtime.buckets import BackwardPass, Buckets
-from penstock.runtime.checks import raise_replaced
 from penstock.runtime.consistency import Consistency
 from penstock.runtime.executor import Execution, Program
 from penstock.runtime.fingerprints import Snapshot
@@ -34,7 +33,7 @@ from penstock.runtime.handlers import (
     anchor_on,
 )
 from penstock.runtime.machinery import Machinery, StepFeature
-from penstock.runtime.parts import ModelParts, SeparateResidual
+from penstock.runtime.parts import ModelParts, SeparateResidual, raise_replaced
 from penstock.runtime.statistics import LoadHistory, StatisticsCodec, StepStatistics
 from penstock.schedule import StepPlan
 from penstock.topology.faults import ACTIVITY

@@ -12,7 +12,7 @@ from penstock.decision import Decision, GradientBytes
 from penstock.features.build import build_graph
 from penstock.features.expert_replicas.prices import why_not_exact
 from penstock.graph import Graph, Phase, RefusalError
-from penstock.ops.transfers import FLAT
+from penstock.ops.core import FLAT
 from penstock.schedule.baseline_esp import BaselineESP
 from penstock.schedule.dense_overlap import DenseOverlap
 from penstock.schedule.flowmoe import FlowMoE

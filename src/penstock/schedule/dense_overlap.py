@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.decision import Decision, Slot
 from penstock.graph import Graph, Task
-from penstock.ops.gradients import summed
+from penstock.ops.core import summed
 from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import dense_gap, is_all_reduce, reduce_in_gaps

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from penstock.decision import TAIL, Decision, GradientBytes, Partition, Portion, Slot
 from penstock.graph import Graph, Task
-from penstock.ops.gradients import summed
+from penstock.ops.core import summed
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import System, dense_gap, reduce_in_gaps, whole
 from penstock.step import StepShape

@@ -13,7 +13,7 @@ from penstock.features.field import READERS
 from penstock.features.sharded_optimizer.feature import GATHERS, ROOM, UPDATES
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.ops import Op
-from penstock.ops.gradients import GRADIENT_KINDS, summed
+from penstock.ops.core import GRADIENT_KINDS, summed
 from penstock.schedule.schedule import Schedule
 from penstock.step import StepShape
 from penstock.step.shape import ExpertForm

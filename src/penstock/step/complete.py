@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from penstock.graph import Graph, Phase, ScheduleError, Task
 from penstock.ops import Backward, spec_of
-from penstock.ops.gradients import GRADIENT_KINDS, summed
+from penstock.ops.core import GRADIENT_KINDS, summed
 from penstock.step.shape import StepShape
 
 GRADIENT = "d_"

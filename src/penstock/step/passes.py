@@ -13,8 +13,7 @@ from penstock.graph import Cut, Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Backward, spec_of
 from penstock.ops.base import gradients_of, place_of
-from penstock.ops.blocks import PARTIAL, REPLICATED, computes_experts
-from penstock.ops.gradients import GRADIENT_KINDS, KindName
+from penstock.ops.core import GRADIENT_KINDS, PARTIAL, REPLICATED, KindName, computes_experts
 from penstock.ops.names import Op
 from penstock.step.rewrite import end_layers, require, split
 from penstock.step.stages import Stage

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.graph import Cut, Graph, Name, ScheduleError, Task
-from penstock.ops.transfers import Hop
+from penstock.ops.core import Hop
 
 Axis = Literal["microbatch", "chunk", "piece"]
 Names = tuple[Name, ...]

@@ -16,7 +16,7 @@ from penstock.config import Within, check_bounds
 from penstock.config.bounds import MOST_RANKS
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Axes, Mesh
-from penstock.ops.blocks import computes_experts
+from penstock.ops.core import computes_experts
 from penstock.timing import TaskRecord
 from penstock.writing import write_whole
 

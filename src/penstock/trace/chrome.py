@@ -15,7 +15,7 @@ from typing import Any
 import penstock.features  # noqa: F401  # the ops of features have titles, too
 from penstock.graph import Lane
 from penstock.ops import spec_of
-from penstock.ops.transfers import journeys
+from penstock.ops.core import journeys
 from penstock.timing import TaskRecord
 from penstock.writing import write_whole
 

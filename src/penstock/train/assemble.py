@@ -25,13 +25,12 @@ from penstock.moe.experts import ExpertShard
 from penstock.plan.problem import replica_slack
 from penstock.routing.sizes import split_sizes
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
-from penstock.runtime.checks import shape_of, sharing_of
 from penstock.runtime.features.expert_replicas.manager import ExpertMoving
 from penstock.runtime.features.sample_placement import NetMoE, SampleMoving
 from penstock.runtime.gradients import sizes_bytes
 from penstock.runtime.groups import build_transports
 from penstock.runtime.machinery import build_lanes
-from penstock.runtime.parts import ModelParts
+from penstock.runtime.parts import ModelParts, shape_of, sharing_of
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
 from penstock.step.shape import Updating

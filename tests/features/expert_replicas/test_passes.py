@@ -13,7 +13,7 @@ from penstock.features.expert_replicas.feature import PlannedReplicas, ReplicaGr
 from penstock.graph import Graph, Lane, ScheduleError
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.gradients import KindName
+from penstock.ops.core import KindName
 from penstock.step import StepShape
 from penstock.step.passes import GradientPieces, Microbatches, Parts, Transpose
 from penstock.step.plain import PlainStep

@@ -11,7 +11,7 @@ from penstock.features.build import build_graph
 from penstock.features.sharded_optimizer.feature import GATHERS, LAYERS, UPDATES, ShardedOptimizer
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
-from penstock.ops.gradients import summed as is_sum
+from penstock.ops.core import summed as is_sum
 from penstock.step import StepShape
 from penstock.step.passes import GradientPieces, Transpose
 from penstock.step.plain import PlainStep

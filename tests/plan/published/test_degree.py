@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.graph import Graph, Lane, Phase
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
-from penstock.ops.transfers import Hop
+from penstock.ops.core import Hop
 from penstock.plan.published import Linear, MoEPart, common_degree, makespan_s
 from penstock.plan.published.degree import Degree, exact, idle_s
 from penstock.step import StepShape

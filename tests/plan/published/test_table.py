@@ -17,8 +17,7 @@ from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Phase
 from penstock.ops import Op
-from penstock.ops.gradients import summed
-from penstock.ops.transfers import FLAT, Hop
+from penstock.ops.core import FLAT, Hop, summed
 from penstock.plan import Problem
 from penstock.plan.published import (
     PUBLISHED,

@@ -11,7 +11,7 @@ from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.transfers import Hop
+from penstock.ops.core import Hop
 from penstock.runtime.consistency import (
     ScheduleMismatchError,
     check_agreement,

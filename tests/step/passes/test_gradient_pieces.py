@@ -13,7 +13,7 @@ from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.gradients import summed
+from penstock.ops.core import summed
 from penstock.schedule import SCHEDULES, unit_cost
 from penstock.step import StepShape
 from penstock.step.passes import (

@@ -8,7 +8,7 @@ from penstock.features.dispatch.built_in import (
 )
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.transfers import Hop
+from penstock.ops.core import Hop
 from penstock.routing.joined import MOST_NODE_SIZE
 from penstock.routing.legs import Dispatch, Leg, Place, Stops
 

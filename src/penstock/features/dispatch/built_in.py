@@ -12,7 +12,7 @@ from typing import Any
 from penstock.graph import Lane
 from penstock.mesh import Group, first_of_node, place_in_node
 from penstock.ops import Op
-from penstock.ops.transfers import FLAT, Hop
+from penstock.ops.core import FLAT, Hop
 from penstock.routing.legs import Stops
 
 

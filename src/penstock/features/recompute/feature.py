@@ -11,7 +11,7 @@ from penstock.features.field import Field
 from penstock.graph import Graph, Name, Phase, Task
 from penstock.ops import spec_of
 from penstock.ops.base import place_of
-from penstock.ops.blocks import computes_experts
+from penstock.ops.core import computes_experts
 from penstock.step.shape import StepShape
 from penstock.step.stages import Pass, Stage
 

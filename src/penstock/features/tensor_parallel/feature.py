@@ -12,7 +12,7 @@ from penstock.graph import Graph, Lane, Name, Task
 from penstock.mesh import Group
 from penstock.ops import spec_of
 from penstock.ops.base import parameters_of
-from penstock.ops.blocks import PARTIAL, REPLICATED
+from penstock.ops.core import PARTIAL, REPLICATED
 from penstock.ops.names import Op
 from penstock.step.shape import FORM_TOKENS, StepShape
 from penstock.step.stages import Pass, Stage

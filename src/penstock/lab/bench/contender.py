@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from penstock.device import wait_for_gpu
 from penstock.features.dispatch import DISPATCHES, of_hops
 from penstock.graph import Lane
-from penstock.ops.transfers import FLAT
+from penstock.ops.core import FLAT
 from penstock.schedule import StepPlan
 from penstock.topology import Control
 from penstock.trace import TaskRecord, occupation, overhead_s

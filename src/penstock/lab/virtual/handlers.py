@@ -16,7 +16,7 @@ from penstock.features.sharded_optimizer.feature import GATHERS
 from penstock.graph import Graph, Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
-from penstock.ops.gradients import GRADIENT_KINDS
+from penstock.ops.core import GRADIENT_KINDS
 from penstock.routing.sizes import split_sizes
 from penstock.runtime.fingerprints import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs

@@ -11,8 +11,7 @@ from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, Phase
 from penstock.mesh import Axes
 from penstock.ops.base import place_of
-from penstock.ops.blocks import computes_experts
-from penstock.ops.gradients import GRADIENT_KINDS
+from penstock.ops.core import GRADIENT_KINDS, computes_experts
 from penstock.plan.problem import Problem
 from penstock.plan.published.degree import DEGREES, Backward, GapLayer, Linear, Made, MoEPart
 from penstock.step import StepShape

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.mesh import Group
 from penstock.moe.experts import Experts
-from penstock.partial_state import is_dtensor
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
 from penstock.runtime.fingerprints import (
     MODULUS,
@@ -30,6 +29,7 @@ from penstock.runtime.fingerprints import (
     weight_among,
 )
 from penstock.runtime.transport import HostCounts
+from penstock.sharding import is_dtensor
 from penstock.topology import CommunicationError, Control
 
 DESCRIBED_BYTES = 4096

@@ -13,7 +13,7 @@ from penstock.features.sharded_optimizer.feature import of_optimizer
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
-from penstock.ops.gradients import GRADIENT_KINDS, KindName, kind_of_task
+from penstock.ops.core import GRADIENT_KINDS, KindName, kind_of_task
 from penstock.runtime.buckets import Buckets, FlatGradients, ReleasedGradients
 from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS, ReleasingShare, Share
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
