@@ -150,12 +150,10 @@ class StepConsistency:
         layout, gradients = owner.layout, owner.gradients
         self._versions = owner.versions
         facts = [0.0] * FACTS
-        facts[RANKS], facts[REPLAN], facts[LOSS] = (
-            1.0,
-            float(bool(replan_request)),
-            fact_of_loss(terms, seed, layout),
-        )
         world = weight_among(Group.WORLD, layout)
+        # Ranks that share attention must have the seed of dropout in common; others may have their own.
+        checksum = crc32(f"{terms} {seed if layout.tp_size > 1 else None}".encode())
+        facts[RANKS], facts[REPLAN], facts[LOSS] = 1.0, float(bool(replan_request)), float(world * checksum)
         self.fingerprint: Callable[[], Tensor] | None = None
         if training:
             self._versions = gradients.versions
@@ -175,7 +173,8 @@ class StepConsistency:
         if layout.tp_size > 1:
             self.marks[SAMPLES] = mark_of_samples(batch, layout)
         if owner.slope is not None:  # compared in any next pass, so that no rank keeps one for later
-            self.marks[SLOPE] = mark_of_slope(owner.slope, layout)
+            bits = owner.slope.detach().reshape(1).double().view(torch.int64)
+            self.marks[SLOPE] = world * (bits % PRIME).double()[0]
             owner.slope = None
 
     def judge(self, total: HostCounts) -> None:
@@ -253,18 +252,6 @@ def check_replan_requests(
 PRIME, PERIOD, BASE = 2**31 - 1, 8191, 31
 
 
-def fact_of_loss(terms: str, seed: int, layout: Layout) -> float:
-    """Return what this rank adds to the sum of LOSS.
-
-    Args:
-        terms: The terms of this rank's loss, as text.
-        seed: The seed of dropout, which ranks that share attention must have in common; others may have seeds
-            of their own.
-    """
-    checksum = crc32(f"{terms} {seed if layout.tp_size > 1 else None}".encode())
-    return float(weight_among(Group.WORLD, layout) * checksum)
-
-
 def mark_of_samples(batch: Batch, layout: Layout) -> Tensor:
     """Return what this rank adds to the sum of SAMPLES, where ranks share attention."""
     total: Tensor = batch.tokens[0].new_zeros(())
@@ -280,16 +267,6 @@ def mark_of_samples(batch: Batch, layout: Layout) -> Tensor:
             mark = ((numbers + 1) % PRIME * places).sum() % PRIME
         total = (total * BASE + mark) % PRIME
     return weight_among(Group.TENSOR, layout) * total.double()
-
-
-def mark_of_slope(gradient: Tensor, layout: Layout) -> Tensor:
-    """Return what this rank adds to the sum of SLOPE.
-
-    Args:
-        gradient: The gradient of the loss, as a backward pass got it.
-    """
-    bits = gradient.detach().reshape(1).double().view(torch.int64)
-    return weight_among(Group.WORLD, layout) * (bits % PRIME).double()[0]
 
 
 def check_losses(facts: Sequence[float]) -> None:

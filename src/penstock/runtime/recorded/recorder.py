@@ -372,7 +372,9 @@ class Recording(TorchDispatchMode):
             found = None if name == "barrier" else collective_of(name, args)
             if found is None or found.group.group_name == self._recorder.control_group:
                 return func(*args, **kwargs)
-            out = gather_unevenly(args) if runs_unevenly(name, args) else func(*args, **kwargs)
+            # Gloo does not know a gather of parts of several sizes.
+            uneven = name == "allgather_" and len({tensor.numel() for tensor in args[0][0]}) > 1
+            out = gather_unevenly(args) if uneven else func(*args, **kwargs)
             self._recorder.launch(found.op, found.reads, found.writes, found.call)
             return out
         recorder, operator = self._recorder, _operator(func)
@@ -547,11 +549,6 @@ def _bytes(tensor: Tensor, splits: Sequence[int], group: ProcessGroup) -> list[i
         return _even(tensor, group)
     row_bytes = tensor[:1].nbytes
     return [split * row_bytes for split in splits]
-
-
-def runs_unevenly(name: str, args: Sequence[Any]) -> bool:
-    """Return whether this is a gather of parts of several sizes, which Gloo does not know."""
-    return name == "allgather_" and len({tensor.numel() for tensor in args[0][0]}) > 1
 
 
 def gather_unevenly(args: Sequence[Any]) -> Any:

@@ -84,7 +84,10 @@ class ShardedAdamW(torch.optim.Optimizer):
                 f"max_norm = {max_norm}, and the stack's steps {planned}: build the stack with "
                 f"updating=Updating(clips={max_norm is not None})"
             )
-        check_norm(max_norm)
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(
+                f"max_norm = {max_norm}: it must be more than 0; None leaves gradients as they are"
+            )
         self._stack = stack
         super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps})
         watch_optimizer(self)
@@ -257,12 +260,6 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 OPTIONS = ("amsgrad", "maximize", "differentiable")
 """Options of `torch.optim.AdamW` that an update of a share would ignore."""
-
-
-def check_norm(max_norm: float | None) -> None:
-    """Raise ValueError unless gradients can be scaled to this norm."""
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm = {max_norm}: it must be more than 0; None leaves gradients as they are")
 
 
 def check_group(group: Mapping[str, Any], trained: Sequence[nn.Parameter]) -> None:
