@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.features.build import build_graph
 from penstock.graph import Cut, Graph, Lane, Name, Phase, ScheduleError, Task
-from penstock.graph.state import lasts
+from penstock.graph.graph import lasts
 from penstock.graph.task import WHOLE
 from penstock.step import StepShape
 

@@ -7,7 +7,6 @@ from functools import lru_cache
 from penstock.features.table import FEATURES
 from penstock.graph import Graph, RefusalError
 from penstock.ops.core import GRADIENT_KINDS
-from penstock.step.complete import check_complete
 from penstock.step.passes import (
     Chunks,
     GatheredLoads,
@@ -16,6 +15,7 @@ from penstock.step.passes import (
     Settle,
     Transpose,
     WeightGradients,
+    check_complete,
 )
 from penstock.step.plain import PlainStep
 from penstock.step.shape import StepShape

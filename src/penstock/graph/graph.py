@@ -1,13 +1,13 @@
-"""`Graph`: all tasks of an iteration in program order, checked, with a text form."""
+"""`Graph`: all tasks of an iteration in program order, checked, with a text form. State has edges, too."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 
-from penstock.graph.state import check_state
 from penstock.graph.task import Name, ScheduleError, Task
 
 MOST_WITH_BITS = 1 << 14
@@ -147,3 +147,159 @@ class Graph:
         return {
             task: tuple([tasks[i] for i in positions]) for task, positions in zip(tasks, places, strict=True)
         }
+
+
+# ---- state: tasks that touch a named state must be ordered by edges, not by luck -------------------------
+#
+# A task names the state that it `reads`, `writes` and `accumulates` (adds to), as `KIND of L2`: gradients of
+# L2, expert parameters of L2. State that every step produces again, such as gradients, is read after all
+# tasks that write or add to it. State that lasts from step to step (`LASTING`) may also be read first: then
+# the reader has the value of the step before, and edges must lead from the reader to the writer. A step
+# begins when the one before has ended, so nothing needs an edge across that border.
+#
+# Tasks that have different pieces of one buffer, cut alike, do not touch each other's.
+
+LASTING = (
+    "parameters",
+    "partial parameters",
+    "expert parameters",
+    "moments",
+    "partial moments",
+    "expert moments",
+)
+"""Kinds of state whose value outlives a step."""
+
+
+def lasts(state: str) -> bool:
+    """Return whether a state keeps its value from step to step."""
+    return state.partition(" of ")[0] in LASTING
+
+
+@dataclass
+class _Touching:
+    """The places of the tasks that touch one state, by how they touch it, in program order."""
+
+    reading: list[int] = field(default_factory=list)
+    writing: list[int] = field(default_factory=list)
+    adding: list[int] = field(default_factory=list)
+
+
+def check_state(graph: Graph) -> None:
+    """Raise ScheduleError, naming a state and two tasks that touch it without an order between them."""
+    by_state: dict[str, _Touching] = {}
+    for place, task in enumerate(graph.tasks):
+        for state in task.writes:
+            by_state.setdefault(state, _Touching()).writing.append(place)
+        for state in task.accumulates:
+            by_state.setdefault(state, _Touching()).adding.append(place)
+    for place, task in enumerate(graph.tasks):
+        for state in task.reads:
+            if state in by_state:  # state that no task changes may be read at any time
+                by_state[state].reading.append(place)
+    for state, touching in by_state.items():
+        check = _Check(state, touching, graph)
+        check.reads()
+        check.changes()
+
+
+@dataclass
+class _Check:
+    """The check of one state."""
+
+    state: str
+    touching: _Touching
+    graph: Graph
+
+    def reads(self) -> None:
+        """Check that a reader stands after every task that adds, and before or after each that writes."""
+        checked: set[tuple[int, ...]] = set()  # pieces of one buffer read the same tasks
+        writing = _by_part(self.graph, self.touching.writing)
+        for reader in self.touching.reading:
+            if (needs := self.graph.links[reader]) not in checked:
+                checked.add(needs)
+                for adder in self.touching.adding:
+                    if adder != reader and not self._before(adder, reader):
+                        raise ScheduleError(
+                            f"{self._task(reader)} reads {self.state} before {self._task(adder)} has added "
+                            "to it: no edge leads from one to the other"
+                        )
+            for writer in writing(reader):
+                if writer != reader:
+                    self._read(reader, writer)
+
+    def _read(self, reader: int, writer: int) -> None:
+        if self._before(writer, reader):
+            return
+        early, late = self._task(reader), self._task(writer)
+        first = self._before(reader, writer)
+        if not lasts(self.state) and not (first and self.state in late.reads):
+            raise ScheduleError(
+                f"{early} reads {self.state} before {late} has written it: no edge leads from one to the "
+                "other"
+            )
+        if not first:
+            raise ScheduleError(
+                f"{early} reads {self.state}, which {late} writes: without an edge between them the schedule "
+                "decides whether that is this step's value or the last one's"
+            )
+
+    def changes(self) -> None:
+        """Check that edges order two writers of one part, and a writer and a task that adds."""
+        adding, writing = self.touching.adding, _by_part(self.graph, self.touching.writing)
+        for writer in self.touching.writing:
+            task = self._task(writer)
+            for other in writing(writer):
+                if other > writer and not self._before(writer, other):
+                    raise ScheduleError(
+                        f"{task} and {self._task(other)} both write {self.state}, and no edge says which of "
+                        "them comes last"
+                    )
+            # A writer that also reads the state stands after every task that adds to it.
+            for adder in adding if self.state not in task.reads else ():
+                if not (self._before(writer, adder) or self._before(adder, writer)):
+                    raise ScheduleError(
+                        f"{self._task(adder)} adds to {self.state}, which {task} writes, and no edge says "
+                        "which comes first"
+                    )
+        if len({self._task(adder).lane for adder in adding}) > 1:
+            for i, j in combinations(self.touching.adding, 2):
+                first, second = self._task(i), self._task(j)
+                if first.lane is not second.lane and not self._before(i, j):
+                    raise ScheduleError(
+                        f"{first} on lane {first.lane} and {second} on lane {second.lane} both add to "
+                        f"{self.state}, perhaps at the same time: give them an edge or one lane"
+                    )
+
+    def _task(self, place: int) -> Task:
+        return self.graph.tasks[place]
+
+    def _before(self, first: int, last: int) -> bool:
+        return self.graph.leads(first, last)
+
+
+def _by_part(graph: Graph, places: Sequence[int]) -> Callable[[int], Iterable[int]]:
+    """Return a function that finds which of the tasks at `places` share a part of a buffer with a given one.
+
+    A layer may have thousands of pieces: where all are cut alike they are looked up, not compared in pairs.
+    """
+    cuts = {_parts(graph.tasks[place]) for place in places}
+    by_piece: dict[int | None, list[int]] = {}
+    for place in places:
+        by_piece.setdefault(graph.tasks[place].piece, []).append(place)
+
+    def sharing(place: int) -> Iterable[int]:
+        task = graph.tasks[place]
+        if task.piece is not None and cuts == {_parts(task)}:
+            return by_piece.get(task.piece, ())
+        return [
+            other
+            for other in places
+            if task.piece in (None, graph.tasks[other].piece) or _parts(task) != _parts(graph.tasks[other])
+        ]
+
+    return sharing
+
+
+def _parts(task: Task) -> tuple[int, ...] | None:
+    """Return how the buffer is cut of which a task has a piece; None if the task has the whole buffer."""
+    return None if task.piece is None else task.cut.parts

@@ -8,8 +8,7 @@ from typing import Final, Literal
 
 from penstock.graph.task import Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
-from penstock.ops.base import OPS, Backward, Family, Kind, OpSpec, register, spec_of
-from penstock.ops.names import Op
+from penstock.ops.base import OPS, Backward, Family, Kind, Op, OpSpec, register, spec_of
 from penstock.ops.work import Sizes, Work
 
 # ---- computation: all tasks between two transfers ---------------------------------------------------------

@@ -16,7 +16,7 @@ from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.graph.task import Inputs
 from penstock.mesh import Group
 from penstock.ops import Kind, spec_of
-from penstock.ops.names import Op
+from penstock.ops.base import Op
 
 F = Phase.FORWARD
 

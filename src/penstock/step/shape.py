@@ -8,8 +8,8 @@ from math import lcm
 from typing import Literal
 
 from penstock.graph.task import Phase, ScheduleError
+from penstock.ops.base import Op
 from penstock.ops.core import FLAT, HOME, Hop, KindName
-from penstock.ops.names import Op
 from penstock.step.stages import Pass, check_passes
 
 TokenLayout = Literal["split", "replicated"]

@@ -9,8 +9,8 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.features.feature import Feature
 from penstock.features.field import READERS, Asked, Choice, Field
 from penstock.graph import Graph
+from penstock.ops.base import Op
 from penstock.ops.core import FLAT, Hop
-from penstock.ops.names import Op
 from penstock.step.rewrite import Beside, insert_after, insert_before
 from penstock.step.shape import StepShape
 from penstock.step.stages import Pass, Stage

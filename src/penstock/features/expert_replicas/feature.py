@@ -13,10 +13,9 @@ from penstock.features.feature import Feature
 from penstock.features.field import Asked, Choice, Field
 from penstock.graph import Cut, Graph, Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
-from penstock.ops.base import Backward, Kind, OpSpec, parameters_of
+from penstock.ops.base import Backward, Kind, Op, OpSpec, parameters_of
 from penstock.ops.core import EXPERTS as OWN_GRADIENTS
 from penstock.ops.core import LOAD_BYTES
-from penstock.ops.names import Op
 from penstock.ops.work import DIGEST_BYTES, Sizes, Work
 from penstock.step.passes import GatheredLoads, last_to_add
 from penstock.step.rewrite import end_layers, require

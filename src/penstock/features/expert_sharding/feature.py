@@ -19,9 +19,8 @@ from penstock.features.field import Asked, Choice, Field
 from penstock.features.routed import Routed, RoutedStep
 from penstock.graph import Cut, Graph, ScheduleError, Task
 from penstock.mesh import Group
-from penstock.ops.base import Family, Kind, OpSpec
+from penstock.ops.base import Family, Kind, Op, OpSpec
 from penstock.ops.core import TRANSFERS, Hop
-from penstock.ops.names import Op
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
 from penstock.routing.routes import in_turn
 from penstock.step.rewrite import Beside, insert_after, insert_before, split

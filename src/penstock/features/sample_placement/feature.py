@@ -26,8 +26,7 @@ from penstock.graph import Graph, Lane, Name, ScheduleError, Task
 from penstock.graph.task import Inputs
 from penstock.mesh import Axes, Group
 from penstock.ops import spec_of
-from penstock.ops.base import Backward, Kind, OpSpec
-from penstock.ops.names import Op
+from penstock.ops.base import Backward, Kind, Op, OpSpec
 from penstock.ops.work import Sizes, Work, compared
 from penstock.step.rewrite import require
 from penstock.step.shape import StepShape

@@ -13,9 +13,8 @@ from typing import Final
 from penstock.features.feature import Feature
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
-from penstock.ops.base import Backward, Family, Kind, OpSpec, parameters_of
+from penstock.ops.base import Backward, Family, Kind, Op, OpSpec, parameters_of
 from penstock.ops.core import GRADIENT_KINDS, GradientKind
-from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work, WorkOf
 from penstock.step.shape import StepShape
 from penstock.step.stages import Pass, Stage

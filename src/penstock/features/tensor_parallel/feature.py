@@ -11,9 +11,8 @@ from penstock.features.tensor_parallel.ops import OPS, ROUTED, Ways
 from penstock.graph import Graph, Lane, Name, Task
 from penstock.mesh import Group
 from penstock.ops import spec_of
-from penstock.ops.base import parameters_of
+from penstock.ops.base import Op, parameters_of
 from penstock.ops.core import PARTIAL, REPLICATED
-from penstock.ops.names import Op
 from penstock.step.shape import FORM_TOKENS, StepShape
 from penstock.step.stages import Pass, Stage
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from penstock.features.routed import Move, Routed, RoutedStep, within
 from penstock.graph.task import Task
-from penstock.ops.base import Backward, Family, Kind, OpSpec, Place, Turn
+from penstock.ops.base import Backward, Family, Kind, Op, OpSpec, Place, Turn
 from penstock.ops.core import PARTIAL, REPLICATED
-from penstock.ops.names import Op
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
 from penstock.routing.sizes import split_sizes
 
