@@ -16,8 +16,8 @@ from penstock.plan import Problem, evaluate, find_plan
 from penstock.plan.bound import QuickBounds
 from penstock.plan.space import space
 from penstock.step.passes import GatheredLoads
+from penstock.step.rewrite import Pass
 from penstock.step.shape import TokenLayout
-from penstock.step.stages import Pass
 from tests.plan.problems import every_kind, problem, problems, with_sharing
 from tests.support.draws import draws
 

@@ -20,7 +20,7 @@ from penstock.ops import Op
 from penstock.plan import MemoryBudget, Problem, Subject, evaluate, explain, find_plan
 from penstock.plan.moving import WORTH, in_full, weigh, with_routing
 from penstock.report.plan import PlanReport
-from penstock.step.stages import Stage
+from penstock.step.rewrite import Stage
 from penstock.workloads import RoutingConfig, routing_of
 from tests.plan.problems import problem
 from tests.support.searching import short_search

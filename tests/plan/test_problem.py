@@ -31,7 +31,7 @@ from penstock.plan.predict import bound
 from penstock.plan.space import neighbours, space
 from penstock.schedule import SCHEDULES, StepPlan
 from penstock.step.passes import WeightGradients
-from penstock.step.stages import Stage
+from penstock.step.rewrite import Stage
 from penstock.workloads import RoutingConfig
 from tests.plan.problems import FILE, every_kind, problem
 from tests.support.draws import draws

@@ -32,8 +32,8 @@ from penstock.features.expert_sharding.feature import EXPERT_FORM, expert_forms
 from penstock.features.field import READERS, Asked, Effect, Field, Unsearched
 from penstock.features.recompute.feature import RECOMPUTE
 from penstock.features.sample_placement.feature import SAMPLES, SampleMoves
+from penstock.step.rewrite import Pass
 from penstock.step.shape import ExpertForm, Recompute
-from penstock.step.stages import Pass
 from penstock.words import counted, mib
 
 MOST_PIECES = 256

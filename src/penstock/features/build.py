@@ -18,8 +18,8 @@ from penstock.step.passes import (
     check_complete,
 )
 from penstock.step.plain import PlainStep
+from penstock.step.rewrite import Pass, Stage, in_order, run
 from penstock.step.shape import StepShape
-from penstock.step.stages import Pass, Stage, in_order, run
 
 
 def passes_of(shape: StepShape) -> tuple[Pass, ...]:

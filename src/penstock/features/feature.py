@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from penstock.features.field import Field
 from penstock.features.routed import Routed
 from penstock.ops.base import OpSpec
+from penstock.step.rewrite import Pass
 from penstock.step.shape import StepShape
-from penstock.step.stages import Pass
 
 
 def _none(shape: StepShape) -> Sequence[Pass]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from penstock.ops.core import KindName
+from penstock.step.rewrite import Pass
 from penstock.step.shape import ExpertForm, Recompute, StepShape
-from penstock.step.stages import Pass
 
 PartialByForm = tuple[tuple[ExpertForm, tuple[int, ...]], ...]
 """For expert forms, the bytes of every layer's partial gradients."""

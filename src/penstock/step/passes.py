@@ -17,9 +17,8 @@ from penstock.mesh import Group
 from penstock.ops import Backward, spec_of
 from penstock.ops.base import Op, gradients_of, place_of
 from penstock.ops.core import GRADIENT_KINDS, PARTIAL, REPLICATED, KindName, computes_experts, summed
-from penstock.step.rewrite import end_layers, require, split
+from penstock.step.rewrite import Stage, end_layers, require, split
 from penstock.step.shape import StepShape
-from penstock.step.stages import Stage
 
 # ---- the backward half, derived from the forward half and never written ----------------------------------
 

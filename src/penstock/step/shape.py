@@ -10,7 +10,7 @@ from typing import Literal
 from penstock.graph.task import Phase, ScheduleError
 from penstock.ops.base import Op
 from penstock.ops.core import FLAT, HOME, Hop, KindName
-from penstock.step.stages import Pass, check_passes
+from penstock.step.rewrite import Pass, check_passes
 
 TokenLayout = Literal["split", "replicated"]
 Recompute = Literal["none", "experts", "blocks"]

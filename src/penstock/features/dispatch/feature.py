@@ -11,9 +11,8 @@ from penstock.features.field import READERS, Asked, Choice, Field
 from penstock.graph import Graph
 from penstock.ops.base import Op
 from penstock.ops.core import FLAT, Hop
-from penstock.step.rewrite import Beside, insert_after, insert_before
+from penstock.step.rewrite import Beside, Pass, Stage, insert_after, insert_before
 from penstock.step.shape import StepShape
-from penstock.step.stages import Pass, Stage
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from penstock.ops.core import EXPERTS as OWN_GRADIENTS
 from penstock.ops.core import LOAD_BYTES
 from penstock.ops.work import DIGEST_BYTES, Sizes, Work
 from penstock.step.passes import GatheredLoads, last_to_add
-from penstock.step.rewrite import end_layers, require
+from penstock.step.rewrite import Pass, Stage, end_layers, require
 from penstock.step.shape import StepShape
-from penstock.step.stages import Pass, Stage
 
 REPLICAS = "replica gradients of L{layer}"
 """State: the gradients of the experts of which a rank holds replicas for a step."""

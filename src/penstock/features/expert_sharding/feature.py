@@ -23,9 +23,8 @@ from penstock.ops.base import Family, Kind, Op, OpSpec
 from penstock.ops.core import TRANSFERS, Hop
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
 from penstock.routing.routes import in_turn
-from penstock.step.rewrite import Beside, insert_after, insert_before, split
+from penstock.step.rewrite import Beside, Pass, Stage, insert_after, insert_before, split
 from penstock.step.shape import ExpertForm, StepShape
-from penstock.step.stages import Pass, Stage
 
 
 def _over(ranks_of: Callable[[Sizes], int], forward: Collective, backward: Collective) -> WorkOf:

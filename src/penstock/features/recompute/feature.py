@@ -12,8 +12,8 @@ from penstock.graph import Graph, Name, Phase, Task
 from penstock.ops import spec_of
 from penstock.ops.base import place_of
 from penstock.ops.core import computes_experts
+from penstock.step.rewrite import Pass, Stage
 from penstock.step.shape import StepShape
-from penstock.step.stages import Pass, Stage
 
 Names = tuple[Name, ...]
 

@@ -28,9 +28,8 @@ from penstock.mesh import Axes, Group
 from penstock.ops import spec_of
 from penstock.ops.base import Backward, Kind, Op, OpSpec
 from penstock.ops.work import Sizes, Work, compared
-from penstock.step.rewrite import require
+from penstock.step.rewrite import Pass, Stage, require
 from penstock.step.shape import StepShape
-from penstock.step.stages import Pass, Stage
 
 PACKED_COLUMNS = 2
 """Numbers in a row beside the residual stream: a weight, and whether the residual is added there."""

@@ -16,8 +16,8 @@ from penstock.mesh import Group
 from penstock.ops.base import Backward, Family, Kind, Op, OpSpec, parameters_of
 from penstock.ops.core import GRADIENT_KINDS, GradientKind
 from penstock.ops.work import Sizes, Work, WorkOf
+from penstock.step.rewrite import Pass, Stage
 from penstock.step.shape import StepShape
-from penstock.step.stages import Pass, Stage
 
 NORM_BYTES = 8
 UPDATE_COPIES: Final = 5.0

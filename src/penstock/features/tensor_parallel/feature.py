@@ -13,8 +13,8 @@ from penstock.mesh import Group
 from penstock.ops import spec_of
 from penstock.ops.base import Op, parameters_of
 from penstock.ops.core import PARTIAL, REPLICATED
+from penstock.step.rewrite import Pass, Stage
 from penstock.step.shape import FORM_TOKENS, StepShape
-from penstock.step.stages import Pass, Stage
 
 Names = tuple[Name, ...]
 METADATA = "metadata"
