@@ -288,12 +288,8 @@ class Engine:
         gradients, shape = self.stack.gradients, self.stack.plan.shape
         if gradients.holds(shape):
             return True
-        sizes = gradients.sizes_bytes
-        pairs = (
-            (sizes.replicated, shape.all_reduce_chunks),
-            (sizes.partial, shape.partial_all_reduce_chunks),
-            (sizes.experts, shape.expert_all_reduce_chunks),
-        )
+        sizes = gradients.sizes_bytes.by_kind
+        pairs = ((sizes[kind], pieces) for kind, pieces in shape.pieces.items())
         return all(
             any(chunks[: layer + 1])
             for trained, chunks in pairs
