@@ -73,11 +73,23 @@ class SignalLog:
 
 
 class StopRequests(SignalLog):
-    """Requests to stop this rank, and the votes by which all ranks learn of them."""
+    """Requests to stop this rank, and the votes by which all ranks learn of them.
+
+    All ranks enter it together: whatever the first prints from then on, a signal ends none of them early.
+    """
 
     def __init__(self, control: Control) -> None:
         super().__init__(once=True)
         self._control = control
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self._control.barrier("beginning what a signal can stop")
+        except BaseException as error:
+            self.__exit__(error)
+            raise
+        return self
 
     @property
     def asked(self) -> bool:

@@ -223,4 +223,6 @@ def fails_on_the_last(rank: int) -> str:
 
 def test_the_others_learn_of_a_rank_that_fails(ranks: Pools) -> None:
     """They return at all: the timeout is longer than the pool waits."""
-    assert ranks(2).run(fails_on_the_last) == ["RuntimeError", "ZeroDivisionError"]
+    waited, failed = ranks(2).run(fails_on_the_last)
+    assert waited in ("RuntimeError", "PeerLostError")  # the exchange breaks, or the watch ends it
+    assert failed == "ZeroDivisionError"
