@@ -62,8 +62,7 @@ def shapes(
         chunks=draw(st.integers(1, chunks)),
         degree_backward=draw(st.integers(0, chunks)),
         exchange_counts=draw(st.booleans()),
-        all_reduce_chunks=draw(per_layer),
-        expert_all_reduce_chunks=draw(per_layer),
+        pieces={"replicated": draw(per_layer), "experts": draw(per_layer)},
         dispatch=draw(st.sampled_from(legs)),
         shared_experts=not plain and draw(st.booleans()),
     )
@@ -121,8 +120,8 @@ def no_work(task: Task, sizes: Sizes) -> Work:
 def gradients_of(shape: StepShape) -> GradientBytes:
     """Bytes that FlowMoE cuts, in chunks of a kibibyte, into as many pieces per layer as `shape` has."""
     return GradientBytes(
-        tuple(1024 * count for count in shape.all_reduce_chunks),
-        tuple(1024 * count for count in shape.expert_all_reduce_chunks),
+        tuple(1024 * count for count in shape.pieces["replicated"]),
+        tuple(1024 * count for count in shape.pieces["experts"]),
     )
 
 
@@ -166,7 +165,10 @@ def example_plan(name: str, *, exchange_counts: bool = True) -> StepPlan:
     form = SCHEDULES[name].expert_form
     shared = replace(SHARED, tokens=FORM_TOKENS[form]) if form else Sharing()
     shape = StepShape(
-        moe_layers=(True, True), exchange_counts=exchange_counts, all_reduce_chunks=(2, 2), sharing=shared
+        moe_layers=(True, True),
+        exchange_counts=exchange_counts,
+        pieces={"replicated": (2, 2)},
+        sharing=shared,
     )
     degrees: dict[str, Any] = {"chunks": 2, "backward_chunks": 3} if name == "fsmoe" else {}
     return planned(name, shape, **degrees)

@@ -260,7 +260,7 @@ def test_every_rank_keeps_the_rule_and_groups_end_together(shape: StepShape, mes
 def test_a_thousand_ranks_cost_no_more_python_than_one() -> None:
     asked: list[Task] = []
     mesh = Mesh(world_size=1024, ep_size=64)
-    shape = StepShape(moe_layers=(True,) * 4, expert_all_reduce_chunks=(1,) * 4)
+    shape = StepShape(moe_layers=(True,) * 4, pieces={"experts": (1,) * 4})
     plan = planned("flowmoe", shape)
 
     def cost(task: Task) -> Seconds:

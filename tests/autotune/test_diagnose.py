@@ -24,7 +24,7 @@ RANKS, THRESHOLD = 2, 0.15
 SHAPE = StepShape(
     moe_layers=(True, False, True),
     dispatch=(Hop(Op.DISPATCH, Group.EXPERT, Lane.INTER), Hop(Op.DISPATCH_SCATTER, Group.NODE)),
-    all_reduce_chunks=(2, 1, 3),
+    pieces={"replicated": (2, 1, 3)},
 )
 
 Steps = list[list[TaskRecord]]

@@ -102,7 +102,7 @@ def test_every_shipped_cluster_prices_a_step(name: str) -> None:
     file = find_cluster(name)
     assert file.name == name and file.source and file.measured is None
     assert file.memory_bytes is not None and file.memory_bytes >= 11 << 30
-    shape = StepShape(moe_layers=(True, False), all_reduce_chunks=(2, 2))
+    shape = StepShape(moe_layers=(True, False), pieces={"replicated": (2, 2)})
     cut = cut_by("flowmoe", shape)
     cost = StepCost(cut, workload(cut), ProfiledCluster.build(file))
     assert all(0 <= cost(task) < 10 for task in build_graph(cut).tasks)

@@ -58,10 +58,10 @@ def workload(shape: StepShape, *, ep_size: int = 2, capacity_factor: float | Non
         shared_ffn_hidden_size=12,
         element_bytes=4,
         all_reduce_bytes=tuple(
-            4 * (1000 + layer) if shape.all_reduce_chunks[layer] else 0 for layer in layers
+            4 * (1000 + layer) if shape.pieces["replicated"][layer] else 0 for layer in layers
         ),
         expert_all_reduce_bytes=tuple(
-            4 * (500 + layer) if shape.expert_all_reduce_chunks[layer] else 0 for layer in layers
+            4 * (500 + layer) if shape.pieces["experts"][layer] else 0 for layer in layers
         ),
     )
 
@@ -101,10 +101,8 @@ def test_totals_do_not_depend_on_the_cut(shape: StepShape, microbatches: int, ch
 @given(shapes(), st.lists(st.integers(1, 9), min_size=3, max_size=3))
 def test_an_all_reduce_moves_the_same_in_any_number_of_chunks(shape: StepShape, chunks: list[int]) -> None:
     layers = shape.num_layers
-    whole = replace(shape, all_reduce_chunks=(1,) * layers, expert_all_reduce_chunks=(1,) * layers)
-    cut = replace(
-        whole, all_reduce_chunks=tuple(chunks[:layers]), expert_all_reduce_chunks=tuple(chunks[:layers])
-    )
+    whole = replace(shape, pieces={"replicated": (1,) * layers, "experts": (1,) * layers})
+    cut = replace(whole, pieces={"replicated": tuple(chunks[:layers]), "experts": tuple(chunks[:layers])})
     assert volume_s(cut) == pytest.approx(volume_s(whole))
 
 
@@ -126,14 +124,14 @@ def test_every_task_has_a_cost(shape: StepShape, ep_size: int, factor: float | N
 
 
 def test_one_rank_communicates_for_nothing() -> None:
-    shape = StepShape(moe_layers=(True,), expert_all_reduce_chunks=(1,))
+    shape = StepShape(moe_layers=(True,), pieces={"experts": (1,)})
     cost = StepCost(shape, replace(workload(shape), world_size=1, ep_size=1), CLUSTER)
     sent = [task for task in build_graph(shape).tasks if task.lane is Lane.INTER]
     assert [cost(task) for task in sent] == [0.0] * len(sent)
 
 
 def test_seconds_written_out() -> None:
-    shape = StepShape(moe_layers=(True, False), chunks=5, all_reduce_chunks=(3, 1))
+    shape = StepShape(moe_layers=(True, False), chunks=5, pieces={"replicated": (3, 1)})
     cost, graph = cost_of(shape), build_graph(shape)
     tokens, hidden_bytes = 5 * 131, 16 * 4
     rows = tokens // 5 * 2

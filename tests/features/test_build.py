@@ -47,9 +47,9 @@ def expected_names(shape: StepShape) -> Iterator[Name]:
             yield from (Name(layer, Op.COUNTS, F, m) for layer, moe in enumerate(shape.moe_layers) if moe)
     yield Name(shape.num_layers - 1, Op.STATISTICS, F)
     for layer, is_moe in enumerate(shape.moe_layers):
-        yield from (Name(layer, Op.ALL_REDUCE, B, piece=c) for c in range(shape.all_reduce_chunks[layer]))
+        yield from (Name(layer, Op.ALL_REDUCE, B, piece=c) for c in range(shape.pieces["replicated"][layer]))
         if is_moe:
-            edp = range(shape.expert_all_reduce_chunks[layer])
+            edp = range(shape.pieces["experts"][layer])
             yield from (Name(layer, Op.EXPERT_ALL_REDUCE, B, piece=c) for c in edp)
 
 
@@ -200,9 +200,9 @@ def test_chunks_of_either_phase_are_runs_of_whole_slices(chunks: int, backward: 
 
 def test_parts_say_how_many_chunks_an_all_reduce_has() -> None:
     shape = StepShape(moe_layers=(True, True), all_reduce_parts=((5, 1, 2), ()))
-    assert shape.all_reduce_chunks == (3, 0)
+    assert shape.pieces["replicated"] == (3, 0)
     assert (shape.parts_of(0), shape.parts_of(1)) == ((5, 1, 2), ())
-    assert StepShape(moe_layers=(True,), all_reduce_chunks=(3,)).parts_of(0) == (1, 1, 1)
+    assert StepShape(moe_layers=(True,), pieces={"replicated": (3,)}).parts_of(0) == (1, 1, 1)
 
 
 def test_shared_experts_wait_for_no_transfer() -> None:
@@ -244,7 +244,7 @@ def test_a_dense_block_is_its_attention_alone() -> None:
 
 def test_without_a_word_about_it_a_layer_has_one_all_reduce_and_no_expert_replicas() -> None:
     shape = StepShape(moe_layers=(True, False))
-    assert (shape.all_reduce_chunks, shape.expert_all_reduce_chunks) == ((1, 1), (0, 0))
+    assert (shape.pieces["replicated"], shape.pieces["experts"]) == ((1, 1), (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,8 @@ def test_without_a_word_about_it_a_layer_has_one_all_reduce_and_no_expert_replic
         ({"moe_layers": ()}, "at least one layer"),
         ({"microbatches": 0}, "at least one layer, one microbatch"),
         ({"chunks": 0}, "one chunk"),
-        ({"all_reduce_chunks": (1,)}, r"all_reduce_chunks needs one number per layer \(2\)"),
-        ({"expert_all_reduce_chunks": (1, 1, 1)}, r"expert_all_reduce_chunks needs one number"),
+        ({"pieces": {"replicated": (1,)}}, r"replicated gradients: one number per layer \(2\)"),
+        ({"pieces": {"experts": (1, 1, 1)}}, "experts gradients: one number"),
     ],
 )
 def test_a_shape_that_is_no_step_is_refused(changes: dict[str, Any], why: str) -> None:

@@ -83,9 +83,7 @@ def with_sharing(each: Problem, tp_size: int, etp_size: int, tokens: TokenLayout
         each.shape,
         moe_layers=each.shape.moe_layers,
         sharing=Sharing(tp_size=tp_size, etp_size=etp_size, tokens=tokens),
-        all_reduce_chunks=(),
-        expert_all_reduce_chunks=(),
-        partial_all_reduce_chunks=(),
+        pieces={},
     )
     work = replace(
         work,

@@ -64,13 +64,12 @@ cuts = st.builds(
 
 def random_plan(shape: StepShape, cut: Cut) -> StepPlan:
     """The same on every rank, since it follows from the seed."""
-    edp = tuple(cut.all_reduce_chunks if n else 0 for n in shape.expert_all_reduce_chunks)
+    edp = tuple(cut.all_reduce_chunks if n else 0 for n in shape.pieces["experts"])
     shape = replace(
         shape,
         microbatches=cut.microbatches,
         chunks=cut.chunks,
-        all_reduce_chunks=(cut.all_reduce_chunks,) * shape.num_layers,
-        expert_all_reduce_chunks=edp,
+        pieces={"replicated": (cut.all_reduce_chunks,) * shape.num_layers, "experts": edp},
     )
     graph = build_graph(shape)
     return StepPlan(graph, random_schedule(graph, cut), shape)

@@ -84,11 +84,11 @@ def thawed(rank: int, case: Case, replan: bool) -> list[tuple[float, dict[str, t
             for name, parameter in stack.model.named_parameters():
                 parameter.requires_grad_("model.layers.0." in name)
             plan = stack.replan()
-            assert plan.shape.all_reduce_chunks[1] == 0
+            assert plan.shape.pieces["replicated"][1] == 0
             assert run(stack, rank, case).norm > 0
             stack.model.requires_grad_(True)
             if replan:
-                assert stack.replan().shape.all_reduce_chunks[1] > 0
+                assert stack.replan().shape.pieces["replicated"][1] > 0
         stepped = run(stack, rank, case)
         found.append((stepped.norm, stepped.gradients))
     return found

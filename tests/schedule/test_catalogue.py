@@ -88,7 +88,7 @@ def test_what_a_schedule_does_not_read_changes_nothing(name: str, field: str, va
     assert (usual_digest(name) != other.digest) is (field in SCHEDULES[name].reads)
 
 
-PLAIN_SHAPE = StepShape(moe_layers=(True, True), all_reduce_chunks=(0, 4), sharing=SHARED)
+PLAIN_SHAPE = StepShape(moe_layers=(True, True), pieces={"replicated": (0, 4)}, sharing=SHARED)
 
 
 @cache

@@ -91,7 +91,7 @@ def test_a_rank_that_is_slow_counts_for_all(shape: StepShape, seed: int) -> None
 
 def test_durations_decide_the_order() -> None:
     """The longer the computation before an all-to-all, the more all-reduce chunks fit under it."""
-    graph = build_graph(StepShape(moe_layers=(True, True), all_reduce_chunks=(0, 2)))
+    graph = build_graph(StepShape(moe_layers=(True, True), pieces={"replicated": (0, 2)}))
     gap, after = task_at(graph, "L0.U.m0.B"), task_at(graph, "L0.C.m0.c0.B")
 
     def chunks_in_the_gap(gap_s: float) -> list[str]:

@@ -83,6 +83,6 @@ def test_planners_and_tuners_ask_for_no_more_pieces_than_there_may_be() -> None:
     huge = problem((True,) * 16, all_reduce_bytes=HIDDEN_65536)
     for name in ("lina", "flowmoe"):
         choice = PUBLISHED[name](huge)
-        assert sum(huge.cut(choice).all_reduce_chunks) <= MOST_REDUCTIONS, name
+        assert sum(huge.cut(choice).pieces["replicated"]) <= MOST_REDUCTIONS, name
     many = (1 << 20,) * 2000
     assert sum(pieces_of(many, SizeRange.of(many).least_bytes)) <= MOST_REDUCTIONS

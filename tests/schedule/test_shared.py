@@ -69,8 +69,7 @@ def test_every_schedule_goes_with_every_form(
         sharing=Sharing(tp_size=ranks[0], etp_size=ranks[1], tokens=tokens),
         exchange_counts=counts,
         shared_experts=shared_experts,
-        all_reduce_chunks=(2,) * len(kinds),
-        expert_all_reduce_chunks=(edp,) * len(kinds),
+        pieces={"replicated": (2,) * len(kinds), "experts": (edp,) * len(kinds)},
         more=(Rewriting("same", Stage.SETTLE, lambda graph: graph),),  # has it checked that nothing is lost
     )
     cut: dict[str, Any] = {"microbatches": microbatches, "chunks": chunks, "backward_chunks": backward}
@@ -207,7 +206,7 @@ def dense_gap_of(plan: StepPlan, task: Task) -> int:
 @pytest.mark.parametrize("name", ["fsmoe", "dense_overlap"])
 @pytest.mark.parametrize("seed", range(3))
 def test_partial_gradients_are_reduced_under_attention_of_the_next_layer(name: str, seed: int) -> None:
-    shape = StepShape(moe_layers=(True,) * 4, sharing=SHARED, expert_all_reduce_chunks=(1,) * 4)
+    shape = StepShape(moe_layers=(True,) * 4, sharing=SHARED, pieces={"experts": (1,) * 4})
     plan, _ = run(name, shape, seed, chunks=2, backward_chunks=3)
     for task in plan.graph.tasks:
         if task.op == Op.PARTIAL_ALL_REDUCE:
@@ -230,7 +229,7 @@ def test_a_partition_says_nothing_of_partial_gradients() -> None:
 @pytest.mark.parametrize("name", ["flowmoe", "lina"])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_reduction_of_any_kind_starts_while_an_all_to_all_is_ready(name: str, form: ExpertForm) -> None:
-    shape = StepShape(moe_layers=(True,) * 3, sharing=SHARED, all_reduce_chunks=(2, 2, 2))
+    shape = StepShape(moe_layers=(True,) * 3, sharing=SHARED, pieces={"replicated": (2, 2, 2)})
     plan, times = run(name, shape, 3, chunks=2, backward_chunks=2, expert_form=form)
     order = plan.schedule.lanes[Lane.INTER]
     for i, task in enumerate(order):
@@ -245,7 +244,7 @@ def test_partial_gradients_are_cut_into_pieces_of_the_same_size(name: str) -> No
     gradients = gradients_of(shape)._replace(partial=(4096, 1000))
     choice = decision(name, all_reduce_chunk_bytes=1024)
     cut = SCHEDULES[name].shape(shape, choice, gradients)
-    assert cut.partial_all_reduce_chunks == (4, 1)
+    assert cut.pieces["partial"] == (4, 1)
 
 
 @pytest.mark.parametrize("name", OWN_FORM)

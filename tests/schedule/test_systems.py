@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.decision import TAIL, Partition, Portion, Slot
+from penstock.decision import TAIL, GradientBytes, Partition, Portion, Slot
 from penstock.graph import Lane, Name, Phase, ScheduleError, Task
 from penstock.ops import Op
 from penstock.schedule import SCHEDULES, StepPlan, cut, plan_step, unit_cost
@@ -40,9 +40,15 @@ F, B = Phase.FORWARD, Phase.BACKWARD
 
 def uncut(shape: StepShape) -> StepShape:
     """What systems are given to cut. The first layer has replicated gradients, as in every model."""
-    first, *others = shape.all_reduce_chunks
+    first, *others = shape.pieces["replicated"]
     first_has_some = (max(1, first), *others)
-    return replace(shape, microbatches=1, chunks=1, degree_backward=0, all_reduce_chunks=first_has_some)
+    return replace(
+        shape,
+        microbatches=1,
+        chunks=1,
+        degree_backward=0,
+        pieces={**shape.pieces, "replicated": first_has_some},
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -91,7 +97,7 @@ def test_whole_all_reduces_come_after_the_last_backward_computation(
     reduced = [task for task in plan.graph.tasks if is_all_reduce(task)]
     assert all(times[task][0] >= computed for task in reduced)
     assert [(t.layer, t.op) for t in reduced if t.piece != 0] == []
-    with_gradients = {i for i, chunks in enumerate(uncut(shape).all_reduce_chunks) if chunks}
+    with_gradients = {i for i, chunks in enumerate(uncut(shape).pieces["replicated"]) if chunks}
     assert {t.layer for t in reduced if t.op == Op.ALL_REDUCE} == with_gradients
 
 
@@ -277,13 +283,13 @@ def test_flowmoe_cuts_the_batch_and_the_gradients(shape: StepShape, microbatches
 
 
 def test_lina_cuts_layers_as_moe_pipeline_and_gradients_as_flowmoe() -> None:
-    shape = StepShape(moe_layers=(True, True), all_reduce_chunks=(3, 2))
+    shape = StepShape(moe_layers=(True, True), pieces={"replicated": (3, 2)})
     cut = cut_by("lina", shape, backward_chunks=5)
     assert cut == replace(shape, chunks=2, degree_backward=5)
 
 
 def test_flowmoe_serves_an_all_reduce_in_order_of_its_chunks() -> None:
-    shape = StepShape(moe_layers=(True, True, False), all_reduce_chunks=(3, 2, 2))
+    shape = StepShape(moe_layers=(True, True, False), pieces={"replicated": (3, 2, 2)})
     plan, _ = run("flowmoe", shape, 0)
     served: dict[int, list[int | None]] = defaultdict(list)
     for task in plan.schedule.lanes[Lane.INTER]:
@@ -299,4 +305,4 @@ def test_flowmoe_serves_an_all_reduce_in_order_of_its_chunks() -> None:
 def test_as_many_pieces_as_it_takes_and_no_more(sizes: list[int], chunk: int) -> None:
     for size, pieces in zip(sizes, pieces_of(tuple(sizes), chunk), strict=True):
         assert (pieces - 1) * chunk < size <= pieces * chunk or pieces == size == 0
-    assert whole(tuple(sizes)) == tuple(int(size > 0) for size in sizes)
+    assert whole(GradientBytes(tuple(sizes), ()))["replicated"] == tuple(int(size > 0) for size in sizes)

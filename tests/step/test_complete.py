@@ -15,7 +15,7 @@ from penstock.step import Stage, StepShape
 from tests.step.support import Rewriting
 from tests.steps import SHARED, task_at
 
-SHAPE = StepShape(moe_layers=(True, True), microbatches=2, shared_experts=True, all_reduce_chunks=(2, 2))
+SHAPE = StepShape(moe_layers=(True, True), microbatches=2, shared_experts=True, pieces={"replicated": (2, 2)})
 
 
 def without(name: str) -> Callable[[Graph], Graph]:

@@ -47,8 +47,10 @@ def _shape(rng: random.Random) -> StepShape:
         chunks=chunks,
         degree_backward=rng.choice([0, 1, 2]),
         exchange_counts=rng.random() < 0.5,
-        all_reduce_chunks=tuple(rng.randint(1, 2) for _ in range(layers)),
-        expert_all_reduce_chunks=(rng.choice([0, 0, 1]),) * layers,
+        pieces={
+            "replicated": tuple(rng.randint(1, 2) for _ in range(layers)),
+            "experts": (rng.choice([0, 0, 1]),) * layers,
+        },
         dispatch=rng.choice(list(DISPATCHES.values())).hops,
         shared_experts=rng.random() < 0.3,
         split_experts=True,

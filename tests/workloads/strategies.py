@@ -116,8 +116,8 @@ def steps(draw: st.DrawFn, *, capacity: bool | None = None) -> tuple[StepShape, 
         world_size=4,
         ep_size=ep_size,
         element_bytes=4,
-        all_reduce_bytes=tuple(400 * chunks for chunks in shape.all_reduce_chunks),
-        expert_all_reduce_bytes=tuple(400 * chunks for chunks in shape.expert_all_reduce_chunks),
+        all_reduce_bytes=tuple(400 * chunks for chunks in shape.pieces["replicated"]),
+        expert_all_reduce_bytes=tuple(400 * chunks for chunks in shape.pieces["experts"]),
     )
     batch = routing_sizes(work, sum(shape.moe_layers))
     return shape, work, draw(routings_of(batch))

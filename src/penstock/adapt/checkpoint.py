@@ -117,7 +117,10 @@ def save_checkpoint(
         close_model(work, names)
         write_whole(work / GROUPS, groups, durable=True)
 
-    files = AsWhole(path, close, _is_own)
+    # A whole model beside adapters stays: adapters are saved without it, and possibly where it lies.
+    files = AsWhole(
+        path, close, lambda name, new: bool((OF_ADAPTERS if ADAPTERS in new else OWN).fullmatch(name))
+    )
     begun = Saving(files, control, purpose, state_in, divide=_divide, copies=not wait)
     if wait:
         begun.finish()
@@ -322,11 +325,3 @@ def _number(setting: object) -> object:
     if isinstance(setting, Tensor):
         return setting.item()
     raise ValueError(f"an optimizer's setting {setting!r} cannot be saved: use a number")
-
-
-def _is_own(name: str, new: Collection[str]) -> bool:
-    """Return whether a file belongs to an older checkpoint, by its name and those of the new one's files.
-
-    Beside adapters a whole model does not: adapters are saved without it, and possibly where it lies.
-    """
-    return (OF_ADAPTERS if ADAPTERS in new else OWN).fullmatch(name) is not None

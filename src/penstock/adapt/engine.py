@@ -31,6 +31,7 @@ from penstock.families.inspection import code_of, is_patched, patched
 from penstock.moe import MoEConfig
 from penstock.moe.routers import GlobalBalance
 from penstock.runtime import ParameterMismatchError, PipelinedStack
+from penstock.runtime.batch import NO_LABEL
 from penstock.runtime.endings import RankLoss, StepStates, TokenLoss
 from penstock.runtime.handlers import Ending
 from penstock.step.shape import Recompute
@@ -62,9 +63,6 @@ class BalanceOverLayers(GlobalBalance):
     def _rows(self, chosen_YE: Tensor) -> Tensor:
         """Return the number of tokens of all MoE layers together."""
         return (chosen_YE.sum() / self._top_k).clamp(min=1)
-
-
-NO_LABEL = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,12 +286,8 @@ class Engine:
         gradients, shape = self.stack.gradients, self.stack.plan.shape
         if gradients.holds(shape):
             return True
-        sizes = gradients.sizes_bytes
-        pairs = (
-            (sizes.replicated, shape.all_reduce_chunks),
-            (sizes.partial, shape.partial_all_reduce_chunks),
-            (sizes.experts, shape.expert_all_reduce_chunks),
-        )
+        sizes = gradients.sizes_bytes.by_kind
+        pairs = ((sizes[kind], pieces) for kind, pieces in shape.pieces.items())
         return all(
             any(chunks[: layer + 1])
             for trained, chunks in pairs

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -80,7 +81,12 @@ def chain_of(decoder: Decoder, tokens_BL: Tensor) -> tuple[list[WatchedCall], st
         decoder.begin(Inputs())
         with naming(decoder.model, "where its layers only record how they are called"):
             decoder.embed(tokens_BL, keys)
-        broken = _unlike_recorded(watched.calls, decoder.calls.of(keys).layers)
+        for call, recorded in zip(watched.calls, decoder.calls.of(keys).layers, strict=True):
+            actual, wanted = _leaves(call.others), _leaves(recorded)
+            for place in actual.keys() | wanted.keys():
+                if not _same(actual.get(place), wanted.get(place)):
+                    what = f"layer {call.layer} gets what earlier layers have computed"
+                    return watched.calls, f"{what}, in its argument {place}"
     return watched.calls, broken
 
 
@@ -128,46 +134,27 @@ def _hooked(decoder: Decoder) -> Iterator[_Watched]:
 def _unlike_a_chain(decoder: Decoder, watched: _Watched, tokens_BL: Tensor) -> str | None:
     """Return in what a forward pass was none of a chain of layers; None if it was one."""
     calls, count = watched.calls, len(decoder.layers)
+    shape = (*tokens_BL.shape, decoder.hidden_size)
     order = [call.layer for call in calls]
     if order != list(range(count)):
         shown = ", ".join(map(str, order[:SHOWN])) + (", ..." if len(order) > SHOWN else "")
         return f"its decoder calls its {count} layers in the order {shown or 'none'}, and not each once"
-    for call, following in zip(calls, [*calls[1:], None], strict=True):
-        alone = _unlike_a_link(
-            call, type(decoder.layers[call.layer]).__name__, (*tokens_BL.shape, decoder.hidden_size)
-        )
-        if alone is not None:
-            return alone
-        if following is not None and not _same(call.left, following.entered):
-            return f"its decoder changes hidden states between layers {call.layer} and {following.layer}"
-    norm = decoder.family.norm
-    if not watched.normed or not _same(calls[-1].left, watched.normed[-1][0]):
-        return f"its decoder changes hidden states between its last layer and {norm}"
-    if not watched.last or not _same(watched.normed[-1][1], watched.last[-1]):
-        return f"its decoder changes hidden states after {norm}"
-    return None
-
-
-def _unlike_a_link(call: WatchedCall, kind: str, shape: tuple[int, ...]) -> str | None:
-    """Return why a layer is no link of a chain; None if it is one. shape: of hidden states."""
-    if isinstance(call.returned, tuple) and len(call.returned) > 1:
-        return f"{kind} returns {len(call.returned)} values, more than hidden states"
-    left: Any = call.left
-    for hidden in (call.entered, left):
-        if not isinstance(hidden, Tensor) or hidden.shape != shape:
-            what = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
-            return f"{kind} works on hidden states {what}, where {list(shape)} are expected"
-    return None
-
-
-def _unlike_recorded(calls: Sequence[WatchedCall], recorded: Sequence[LayerCall]) -> str | None:
-    """Return which argument of a layer depends on what earlier layers have computed; None if none does."""
-    for call, before in zip(calls, recorded, strict=True):
-        actual, wanted = (_leaves(each) for each in (call.others, before))
-        for place in actual.keys() | wanted.keys():
-            if not _same(actual.get(place), wanted.get(place)):
-                return f"layer {call.layer} gets what earlier layers have computed, in its argument {place}"
-    return None
+    for call in calls:
+        kind = type(decoder.layers[call.layer]).__name__
+        if isinstance(call.returned, tuple) and len(call.returned) > 1:
+            return f"{kind} returns {len(call.returned)} values, more than hidden states"
+        for hidden in (call.entered, call.left):
+            if not isinstance(hidden, Tensor) or hidden.shape != shape:
+                what = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+                return f"{kind} works on hidden states {what}, where {list(shape)} are expected"
+    norm, (entered, left) = decoder.family.norm, watched.normed[-1] if watched.normed else (None, None)
+    handed = [
+        *((a.left, b.entered, f"between layers {a.layer} and {b.layer}") for a, b in pairwise(calls)),
+        (calls[-1].left, entered, f"between its last layer and {norm}"),
+        (left, watched.last[-1] if watched.last else None, f"after {norm}"),
+    ]
+    changed = next((where for one, other, where in handed if not _same(one, other)), None)
+    return None if changed is None else f"its decoder changes hidden states {changed}"
 
 
 def _leaves(call: LayerCall) -> dict[str, Any]:

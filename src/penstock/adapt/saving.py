@@ -211,7 +211,13 @@ def model_state(
     named = None
     if not _has_own_adapters(model):
         named = _as_transformers_writes(model, naming, control, original=save_original_format)
-    if named is None or not _is_seen_by_all(work, control, purpose):
+    if named is not None:  # all ranks may write if this is one folder, by a file that only it can have
+        mark = work / control.gather(secrets.token_hex(), purpose)[0]
+        together(control, purpose, lambda: write_whole(mark, ""), rank=0)
+        if control.any(not mark.exists(), purpose):
+            named = None
+        together(control, purpose, mark.unlink, rank=0)
+    if named is None:
         _write_at_rank_0(model, plain, engine, work, None, **options)
         return {}
     with quiet():  # there are no weights to show
@@ -251,15 +257,6 @@ def close_model(work: Path, names: Collection[str]) -> None:
 def _has_own_adapters(model: Any) -> bool:
     """Return whether transformers has put adapters into a model; they are saved without it."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-def _is_seen_by_all(work: Path, control: Control, purpose: str) -> bool:
-    """Return whether this is one folder on all ranks, by a file that only it can have."""
-    mark = work / control.gather(secrets.token_hex(), purpose)[0]
-    together(control, purpose, lambda: write_whole(mark, ""), rank=0)
-    is_unseen = control.any(not mark.exists(), purpose)
-    together(control, purpose, mark.unlink, rank=0)
-    return not is_unseen
 
 
 def _as_transformers_writes(

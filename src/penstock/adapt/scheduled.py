@@ -191,7 +191,16 @@ def _forward(plain: Any, model: Any, /, *arguments: Any, **named: Any) -> Any:
         return _with_logits(model, plain, engine, named)
     with torch.no_grad() if engine.layout.world_size > 1 else nullcontext(), engine.passes.one():
         out = plain(model, **named)
-    return out if named.get("labels") is None else _only_evaluated(model, out)
+    trained = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    if named.get("labels") is None or not trained:
+        return out
+    # The loss of an evaluation refuses backward where weights are trained. On several ranks it has no graph
+    # through which backward would come here, so a tensor asks for it.
+    loss = _RefuseBackward.apply(out[0], torch.zeros((), requires_grad=True))
+    if isinstance(out, tuple):
+        return loss, *out[1:]
+    out["loss"] = loss
+    return out
 
 
 def _with_logits(model: Any, plain: Any, engine: Engine, named: dict[str, Any]) -> Any:
@@ -278,18 +287,6 @@ class _RefuseBackward(torch.autograd.Function):
             "gradients: call model.train() before the forward pass (model.eval() and from_pretrained leave "
             "training mode), or put torch.no_grad() around what only evaluates"
         )
-
-
-def _only_evaluated(model: Any, out: Any) -> Any:
-    """Return the output of a pass with labels; its loss refuses backward where weights are trained."""
-    if not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
-        return out
-    # On several ranks the loss has no graph through which backward would come here, so a tensor asks for it.
-    loss = _RefuseBackward.apply(out[0], torch.zeros((), requires_grad=True))
-    if isinstance(out, tuple):
-        return loss, *out[1:]
-    out["loss"] = loss
-    return out
 
 
 def _step(model: Any, engine: Engine, named: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from penstock.adapt.cut import Inside, is_foreign
 from penstock.config import ConfigError
 from penstock.families.adapters import core_of
+from penstock.families.experts import KeptWhole
 from penstock.families.inspection import Found
 from penstock.families.sections import DENSE_COLUMN, DENSE_ROWS
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard, held_rows
 from penstock.moe.experts import ExpertShard
-from penstock.partial_state import unmark_share
 from penstock.runtime import Machinery
 from penstock.runtime.batch import check_vocabulary
 from penstock.runtime.transport import Transport
@@ -256,18 +256,13 @@ class SharedLayer:
     dense: Skipped | None
 
 
-@dataclass
-class TensorShares:
-    """This rank's parts of a model's attention, dense layers and vocabulary, and what runs on them.
+class TensorShares(KeptWhole):
+    """This rank's parts of a model's attention, dense layers and vocabulary, and what runs on them."""
 
-    They are views of whole parameters until it is certain that the other parts are given up.
-    """
-
-    ranks: TensorRanks
-    layers: list[SharedLayer] = field(default_factory=list)
-    _stands: list[StandIn] = field(default_factory=list)
-    _declared: list[nn.Module] = field(default_factory=list)
-    _whole: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    def __init__(self, ranks: TensorRanks) -> None:
+        super().__init__()
+        self.ranks, self.layers = ranks, list[SharedLayer]()
+        self._stands: list[StandIn] = []
 
     @staticmethod
     def of(found: Found, layout: Layout) -> TensorShares | None:
@@ -288,22 +283,12 @@ class TensorShares:
             raise
         return shares
 
-    def settle(self) -> None:
-        """Give up the other parts: this rank's get memory of their own."""
-        while self._whole:
-            parameter = self._whole.popitem()[0]
-            parameter.data = parameter.data.clone()
-
     def undo(self) -> None:
-        """Give the modules whole parameters and their own code again."""
-        for parameter, (whole, grad) in self._whole.items():
-            parameter.data, parameter.grad = whole, grad
+        """Give the modules their own code again, too."""
+        super().undo()
         for stand in self._stands:
             stand.undo()
-        for module in self._declared:
-            del module.shardings
-            unmark_share(module)
-        self._whole, self._stands, self._declared = {}, [], []
+        self._stands = []
 
     def changed(self) -> Iterator[nn.Module]:
         """Yield the modules whose code is no longer what ranks share them by."""

@@ -1,4 +1,4 @@
-"""The command `penstock`. Exit codes: 0, 1 (failed), 2 (bad usage or configuration), 130, 143 (stopped)."""
+"""The command `penstock`. Exit codes: docs/training.md, "Errors and exit codes"."""
 
 from penstock.cli.main import main
 

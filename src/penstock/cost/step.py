@@ -97,9 +97,7 @@ class StepCost:
         columns: list[Sequence[object]] = [
             shape.moe_layers,
             *self._gradients.values(),
-            shape.all_reduce_chunks,
-            shape.expert_all_reduce_chunks,
-            shape.partial_all_reduce_chunks,
+            *shape.pieces.values(),
         ]
         if shape.all_reduce_parts:
             columns.append(shape.all_reduce_parts)

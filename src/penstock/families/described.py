@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from penstock.config import UNSET, ConfigError, read_json, shorten
-from penstock.models.qwen3_moe import CONFIG
 from penstock.topology.local import free_memory_bytes
 from penstock.words import gib
 
@@ -183,21 +181,6 @@ def few_modules(held: Held) -> Iterator[None]:
         hook.remove()
 
 
-def check_memory(file: Path, model: nn.Module, held: Held) -> None:
-    """Raise ValueError for a model far larger than its weights, where they do not fit into memory either.
-
-    Args:
-        file: The configuration.
-        model: The model, without values.
-    """
-    needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-    if needed > max(TIMES_AS_WIDE * held.bytes, (free := free_memory_bytes()) // 2):
-        raise ValueError(
-            f"{file}: the model that it describes has {gib(needed)}, its weights have {held.bytes} bytes, "
-            f"and {gib(free)} of memory are free. {COPY}"
-        )
-
-
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k")
 """Names in configurations for the number of experts, and for the number that a token chooses."""
@@ -212,28 +195,6 @@ MOST_BYTES = 1 << 22
 
 MOST_WORDS = 600
 """Most characters of a message from elsewhere that is shown."""
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """Read the configuration in a folder, as it stands there.
-
-    Raises:
-        ValueError: The file is no configuration, asks for code, or is that of quantized weights; the message
-            names it.
-    """
-    file = folder / CONFIG
-    if not file.is_file():
-        refuse_cut_off(folder)
-        raise ValueError(
-            f"{folder} holds no {CONFIG}. Give a folder that save_pretrained has written, or download the "
-            "model's files first: hf download NAME --local-dir FOLDER"
-        )
-    table = read_table(file)
-    if not isinstance(table.get("model_type"), str):
-        why = "is not there, so it is not known what model the folder is of"
-        raise ConfigError(f"{file}: model_type", UNSET, why, f"{COPY}.")
-    check_code(file, table)
-    return table
 
 
 def config_of(file: Path, table: Mapping[str, Any], held: Held) -> Any:
@@ -295,7 +256,8 @@ def empty_model(file: Path, config: Any, held: Held, kind: Any = None) -> Any:
         kind: The model's class; None = that of a causal language model.
 
     Raises:
-        ValueError: Transformers cannot make it, or weights do not bear it out; the message names the file.
+        ValueError: Transformers cannot make it, or it is far larger than its weights and does not fit into
+            memory either; the message names the file.
     """
     from transformers import AutoModelForCausalLM
 
@@ -309,7 +271,12 @@ def empty_model(file: Path, config: Any, held: Held, kind: Any = None) -> Any:
         what = "a causal language model" if kind is None else f"a {kind.__name__}"
         why = f"transformers cannot make {what} of it: {in_one_line(error)}"
         raise ValueError(f"{file}: {why}. {COPY}") from error
-    check_memory(file, model, held)
+    needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    if needed > max(TIMES_AS_WIDE * held.bytes, (free := free_memory_bytes()) // 2):
+        raise ValueError(
+            f"{file}: the model that it describes has {gib(needed)}, its weights have {held.bytes} bytes, "
+            f"and {gib(free)} of memory are free. {COPY}"
+        )
     return model
 
 

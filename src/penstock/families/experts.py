@@ -388,10 +388,31 @@ class _Times:
         return self.product(rows_RM, weight_EMH.transpose(1, 2) if turned else weight_EMH, self.sizes)
 
 
-class Shares:
-    """This rank's share of the experts in some modules: consecutive experts, and of each its shard.
+class KeptWhole:
+    """Parameters cut to this rank's part; whole ones are kept until it is certain that they are given up."""
 
-    All experts are kept until it is certain that the others are given up.
+    def __init__(self) -> None:
+        self._whole: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}  # values and gradient
+        self._declared: list[Any] = []  # modules whose `shardings` say what they have
+
+    def settle(self) -> None:
+        """Give up what other ranks have: this rank's part gets memory of its own."""
+        while self._whole:  # one by one, so that at most one parameter is in memory twice
+            parameter = self._whole.popitem()[0]
+            parameter.data = parameter.data.clone()
+
+    def undo(self) -> None:
+        """Give the modules whole parameters and their gradients again."""
+        for parameter, (whole, grad) in self._whole.items():
+            parameter.data, parameter.grad = whole, grad
+        for module in self._declared:
+            del module.shardings
+            unmark_share(module)
+        self._whole, self._declared = {}, []
+
+
+class Shares(KeptWhole):
+    """This rank's share of the experts in some modules: consecutive experts, and of each its shard.
 
     Args:
         modules: The modules, one for each layer with experts.
@@ -409,14 +430,15 @@ class Shares:
         shard: ExpertShard = ONE_SHARD,
         form: ExpertForm = STACKED,
     ) -> None:
+        super().__init__()
         cut, place, ranks = len(held) < num_experts, held[0] // len(held), num_experts // len(held)
         self._declared = [core_of(experts) for experts in modules] if shard.size > 1 else []
         cuts = [form.cut(core, shard) for core in self._declared]
         axes = {p: axis for experts in modules for p, axis in axes_of(experts).items()}
-        self._whole = [(p, p.data, p.grad) for p in axes if cut or shard.size > 1]
+        self._whole = {p: (p.data, p.grad) for p in axes if cut or shard.size > 1}
         self._around = [each for experts in modules for each in wrappers(experts) if cut]
         self._num_experts = num_experts
-        for parameter, whole, _ in self._whole:
+        for parameter, (whole, _) in self._whole.items():
             parameter.grad = None  # it has another shape
             parameter.data = axes[parameter].part(whole, place, ranks)  # an optimizer may hold the parameter
         for core, own in zip(self._declared, cuts, strict=True):
@@ -427,20 +449,8 @@ class Shares:
                 parameter.data = stacked.part(parameter.data)
         self._tell(len(held))
 
-    def settle(self) -> None:
-        """Give up the other experts: this rank's share gets memory of its own."""
-        while self._whole:  # one by one, so that at most one parameter is in memory twice
-            parameter = self._whole.pop()[0]
-            parameter.data = parameter.data.clone()
-
     def undo(self) -> None:
-        """Give the modules all experts and their gradients again."""
-        for parameter, whole, grad in self._whole:
-            parameter.data, parameter.grad = whole, grad
-        for core in self._declared:
-            del core.shardings
-            unmark_share(core)
-        self._whole, self._declared = [], []
+        super().undo()
         self._tell(self._num_experts)
 
     def _tell(self, num_experts: int) -> None:

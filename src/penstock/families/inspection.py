@@ -5,9 +5,10 @@ Steps run some modules in parts, by Penstock's knowledge of their family, and no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -40,30 +41,6 @@ def in_parts(layer: Any, block: Any, family: Family) -> list[nn.Module]:
     """Return the modules of a layer with experts that steps run in parts."""
     modules = [layer, block, core_of(family.experts_of(block))]
     return [*modules, family.router_of(block)] if family.form.rebuilds else modules
-
-
-def changed_code(modules: Iterable[nn.Module]) -> list[str]:
-    """Return the names of the functions, of these modules' classes, that are not those of transformers."""
-    names: dict[str, None] = {}
-    for module in modules:
-        for name in ("forward", "__call__"):
-            owner = next(each for each in type(module).__mro__ if name in vars(each))
-            function = vars(owner)[name]
-            own = (
-                name != "forward" or getattr(function, "__qualname__", None) == f"{owner.__qualname__}.{name}"
-            )
-            defined_in = [getattr(each, "__globals__", {}).get("__name__", "") for each in _layers(function)]
-            # Not from a library, but from a user or another tool.
-            if not own or not all(str(each).startswith(LIBRARIES) for each in defined_in):
-                names[f"{type(module).__name__}.{name}"] = None
-    return list(names)
-
-
-def _layers(function: Any) -> Iterator[Any]:
-    """Yield a function and what decorators have put it around."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -112,7 +89,19 @@ class Found:
         for layer, block in zip(self.layers, self.blocks, strict=True):
             if block is not None:
                 modules += in_parts(layer, block, self.family)
-        return changed_code(modules)
+        names: dict[str, None] = {}
+        for module, name in product(modules, ("forward", "__call__")):
+            owner = next(each for each in type(module).__mro__ if name in vars(each))
+            function: Any = vars(owner)[name]
+            qualified = getattr(function, "__qualname__", None)
+            moved = name == "forward" and qualified != f"{owner.__qualname__}.{name}"
+            places: list[str] = []
+            while function is not None:  # it, and what decorators have put it around
+                places.append(str(getattr(function, "__globals__", {}).get("__name__", "")))
+                function = getattr(function, "__wrapped__", None)
+            if moved or not all(place.startswith(LIBRARIES) for place in places):
+                names[f"{type(module).__name__}.{name}"] = None  # of a user, or of another tool
+        return list(names)
 
     @property
     def config(self) -> Any:

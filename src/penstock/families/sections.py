@@ -241,8 +241,10 @@ def _whole(found: Found) -> list[_Layer]:
         vocabulary += model.get_output_embeddings().parameters() if last else []
         parts = [] if cut is None else _cut(layer, block, cut, found.family.block)
         shared = fresh([*parts, *vocabulary])
-        norm = list(base.get_submodule(found.family.norm).parameters()) if last else []
-        inner = fresh([*([] if cut is None else _inner(layer, cut)), *norm])
+        whole: list[Any] = [base.get_submodule(found.family.norm)] if last else []
+        if cut is not None:  # the rest of attention, and the norm before it
+            whole += map(layer.get_submodule, filter(None, (cut.module, cut.norm)))
+        inner = fresh(parameter for module in whole for parameter in module.parameters())
         layers.append(_Layer(shared, inner, fresh(layer.parameters()), of_experts))
     rest = fresh(model.parameters())  # what no layer uses is reduced with the first
     layers[0] = replace(layers[0], tokens=layers[0].tokens + rest)
@@ -261,9 +263,3 @@ def _cut(layer: Any, block: Any, cut: AttentionCut, dense: str) -> list[nn.Param
             parameters += projection.parameters()
         parameters += [getattr(module, name).weight for name in columns]  # a bias is added once, and is whole
     return parameters
-
-
-def _inner(layer: Any, cut: AttentionCut) -> list[nn.Parameter]:
-    """Return the whole parameters of attention, and of the norm before it."""
-    norm = [] if cut.norm is None else list(layer.get_submodule(cut.norm).parameters())
-    return [*layer.get_submodule(cut.module).parameters(), *norm]

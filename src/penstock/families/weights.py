@@ -27,12 +27,13 @@ from penstock.config import UNSET, ConfigError
 from penstock.families.described import (
     COPY,
     Held,
+    check_code,
     config_of,
     empty_model,
     in_one_line,
     quiet,
-    read_description,
     read_generation,
+    read_table,
     refuse_cut_off,
 )
 from penstock.models.qwen3_moe import CONFIG
@@ -288,17 +289,28 @@ class ModelFolder:
             kind: The model's class; None = that of a causal language model.
 
         Raises:
-            ValueError: The folder holds no such model; the message names the file at fault.
+            ValueError: The folder holds no such model, or its configuration asks for code, or for quantized
+                weights; the message names the file at fault.
         """
         import transformers  # noqa: F401  # where it is missing, that is said first
 
-        table = read_description(path)
-        if pipe := next((file for file in path.iterdir() if file.is_fifo()), None):  # reading would wait
+        file = path / CONFIG
+        if not file.is_file():
+            refuse_cut_off(path)
+            raise ValueError(
+                f"{path} holds no {CONFIG}. Give a folder that save_pretrained has written, or download the "
+                "model's files first: hf download NAME --local-dir FOLDER"
+            )
+        table = read_table(file)
+        if not isinstance(table.get("model_type"), str):
+            why = "is not there, so it is not known what model the folder is of"
+            raise ConfigError(f"{file}: model_type", UNSET, why, f"{COPY}.")
+        check_code(file, table)
+        if pipe := next((each for each in path.iterdir() if each.is_fifo()), None):  # reading would wait
             raise ConfigError(str(pipe), UNSET, "is a pipe, not a file", f"{COPY}.")
         tensors = stored_tensors(path)
         files = {each.file for each in tensors.values()}
         held = Held(len(tensors), sum(each.stat().st_size for each in files))
-        file = path / CONFIG
         model = empty_model(file, config_of(file, table, held), held, kind)
         return cls(path, model, tensors)
 

@@ -62,7 +62,7 @@ def build_graph(shape: StepShape) -> Graph:
             is complete, or a gradient that a pass of one's own has lost.
     """
     pieces = shape.num_layers * shape.microbatches * shape.slices
-    pieces += sum(map(sum, (shape.all_reduce_chunks, shape.expert_all_reduce_chunks)))
+    pieces += sum(map(sum, shape.pieces.values()))
     return _small_graph(shape) if pieces <= SMALL else _large_graph(shape)
 
 

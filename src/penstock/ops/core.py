@@ -180,6 +180,7 @@ class GradientKind:
         scatter: The op that leaves every rank its share of the sum.
         update: The op that updates a rank's share of the parameters.
         gather: The op that gathers the parameters from all shares.
+        usual_pieces: Into how many pieces a layer's gradients are cut where a step does not say.
     """
 
     name: KindName
@@ -191,6 +192,7 @@ class GradientKind:
     scatter: str
     update: str
     gather: str
+    usual_pieces: int
 
     def axes_of(self, *, sharing: bool) -> Axes:
         """Return the axes of the ranks that sum the buffer.
@@ -222,6 +224,7 @@ GRADIENT_KINDS: Final[dict[KindName, GradientKind]] = {
             scatter=Op.SCATTER,
             update=Op.UPDATE,
             gather=Op.PARAMETERS,
+            usual_pieces=1,
         ),
         GradientKind(
             name="partial",
@@ -233,6 +236,7 @@ GRADIENT_KINDS: Final[dict[KindName, GradientKind]] = {
             scatter=Op.PARTIAL_SCATTER,
             update=Op.PARTIAL_UPDATE,
             gather=Op.PARTIAL_PARAMETERS,
+            usual_pieces=1,
         ),
         GradientKind(
             name="experts",
@@ -244,6 +248,7 @@ GRADIENT_KINDS: Final[dict[KindName, GradientKind]] = {
             scatter=Op.EXPERT_SCATTER,
             update=Op.EXPERT_UPDATE,
             gather=Op.EXPERT_PARAMETERS,
+            usual_pieces=0,  # most experts have no copy on another rank
         ),
     )
 }
@@ -259,6 +264,32 @@ _KIND_OF: Final = {
     op: kind for kind in _KINDS for op in (kind.reduce, kind.scatter, kind.update, kind.gather)
 }
 _SUMMED: Final = {op: kind.name for kind in _KINDS for op in (kind.reduce, kind.scatter)}
+
+
+class ByKind(Mapping[KindName, tuple[int, ...]]):
+    """For kinds of gradients, a number for every layer. It can be hashed, since equal steps share a graph.
+
+    Args:
+        numbers: The numbers by kind.
+    """
+
+    def __init__(self, numbers: Mapping[KindName, tuple[int, ...]]) -> None:
+        self._numbers = {name: numbers[name] for name in GRADIENT_KINDS if name in numbers}
+
+    def __getitem__(self, name: KindName) -> tuple[int, ...]:
+        return self._numbers[name]
+
+    def __iter__(self) -> Iterator[KindName]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._numbers.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._numbers)
 
 
 def kind_of(op: str) -> GradientKind | None:

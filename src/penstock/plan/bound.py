@@ -20,7 +20,7 @@ from penstock.features.sharded_optimizer.feature import norm_of, updates_of
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.ops import Op, spec_of
 from penstock.ops.base import Family, place_of
-from penstock.ops.core import GRADIENT_KINDS, KindName
+from penstock.ops.core import GRADIENT_KINDS, ByKind, KindName
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
@@ -236,10 +236,8 @@ class QuickBounds:
         shape = replace(
             cut,
             moe_layers=(is_moe,),
-            all_reduce_chunks=(0,),
+            pieces=ByKind(dict.fromkeys(GRADIENT_KINDS, (0,))),
             all_reduce_parts=(),
-            expert_all_reduce_chunks=(0,),
-            partial_all_reduce_chunks=(0,),
             updating=None,  # with nothing to reduce there is nothing to update
         )
         key = shape, priced

@@ -35,6 +35,7 @@ from penstock.features.sample_placement.prices import SampleMover
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
+from penstock.ops.core import ByKind
 from penstock.placement import Replication
 from penstock.routing.rows import Placed
 from penstock.schedule import StepPlan, cut, plan_step
@@ -322,10 +323,8 @@ class Problem:
             shape=replace(
                 shape,
                 moe_layers=tuple(shape.moe_layers[layer] for layer in layers),
-                all_reduce_chunks=(),
+                pieces=ByKind({}),
                 all_reduce_parts=(),
-                expert_all_reduce_chunks=(),
-                partial_all_reduce_chunks=(),
             ),
             workload=replace(
                 work,

@@ -73,7 +73,7 @@ def pieces_text(shape: StepShape) -> str:
         chunks = f"{shape.chunks} forward and {counted(backward, 'backward chunk')}"
     if shape.pair_slices > 1:
         chunks = f"{shape.pair_slices} slices of combine and gather (which overlap)"
-    reduced = counted(max(shape.all_reduce_chunks), "all-reduce chunk")
+    reduced = counted(max(shape.pieces["replicated"]), "all-reduce chunk")
     return f"{microbatches}, {chunks} per MoE layer, {reduced} per layer"
 
 
@@ -164,7 +164,7 @@ class ScheduleDescription:
             "communication_s": self.communication_s,
             "exposed_communication_s": self.exposed_communication_s,
             "notes": list(self.notes),
-            "shape": asdict(self.shape),
+            "shape": asdict(self.shape) | {"pieces": dict(self.shape.pieces)},
             "workload": asdict(self.workload),
             "cluster": asdict(self.cluster),
             "grid": self.grid,
@@ -440,7 +440,7 @@ def _notes(choice: Decision, shape: StepShape, given: Mapping[str, int | None]) 
         "microbatches": (shape.microbatches, given["microbatches"]),
         "chunks": (max(shape.chunks, shape.pair_slices), choice.chunks),
         "backward_chunks": (shape.backward_chunks, choice.backward_chunks),
-        "all_reduce_chunks": (max(shape.all_reduce_chunks), given["all_reduce_chunks"]),
+        "all_reduce_chunks": (max(shape.pieces["replicated"]), given["all_reduce_chunks"]),
         "expert_form": ("gather" if shape.sharing.is_none else shape.expert_form, choice.expert_form),
     }
     for key, (ran, wanted) in used.items():

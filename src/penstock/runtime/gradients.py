@@ -226,14 +226,12 @@ class Gradients:
         as_made = self._splits(shape) == self._splits(self._shape)
         if self.marks is None or not as_made:
             return False
-        # The plan reduces every bucket that holds something.
-        buckets = self.buckets
-        pairs = (
-            *zip(shape.all_reduce_chunks, buckets.of("replicated"), strict=True),
-            *zip(shape.expert_all_reduce_chunks, buckets.of("experts"), strict=True),
-            *zip(shape.partial_all_reduce_chunks, buckets.of("partial"), strict=True),
+        reduces_all = all(
+            pieces or not bucket.flats
+            for kind, numbers in shape.pieces.items()
+            for pieces, bucket in zip(numbers, self.buckets.of(kind), strict=True)
         )
-        return all(chunks or not bucket.flats for chunks, bucket in pairs) and self.snapshot.holds()
+        return reduces_all and self.snapshot.holds()
 
     @staticmethod
     def _splits(shape: StepShape) -> tuple[object, ...]:
@@ -254,11 +252,11 @@ class Gradients:
         """
         self._shape = shape
         assigned = self._look()
-        replicated, _ = _covered(assigned.replicated, shape.all_reduce_chunks, self._names)
-        partial, _ = _covered(assigned.partial, shape.partial_all_reduce_chunks, self._names)
+        replicated, _ = _covered(assigned.replicated, shape.pieces["replicated"], self._names)
+        partial, _ = _covered(assigned.partial, shape.pieces["partial"], self._names)
         experts, moved = assigned.experts, frozenset[int]()
         if self._sums_experts:
-            experts, moved = _covered(experts, shape.expert_all_reduce_chunks, self._names)
+            experts, moved = _covered(experts, shape.pieces["experts"], self._names)
         marked = experts if self._has_edp else ()
         everywhere = tuple((*own, *parts) for own, parts in zip(replicated, partial, strict=True))
         parameters = [p for layer in (*everywhere, *marked) for p in layer]

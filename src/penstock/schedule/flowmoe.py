@@ -8,7 +8,7 @@ from typing import ClassVar
 from penstock.decision import Decision, GradientBytes
 from penstock.graph import Graph, Task
 from penstock.schedule.schedule import Schedule, freeze
-from penstock.schedule.system import System, lateness, pieces_of
+from penstock.schedule.system import System, equal_pieces, lateness
 from penstock.step import StepShape
 from penstock.timing import Cost
 
@@ -37,14 +37,11 @@ class FlowMoE(System):
     reads: ClassVar[tuple[str, ...]] = ("microbatches", "all_reduce_chunk_bytes", "expert_form")
 
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
-        size = choice.all_reduce_chunk_bytes
         return replace(
             shape,
             microbatches=choice.microbatches,
             chunks=1,
-            all_reduce_chunks=pieces_of(gradients.replicated, size),
-            expert_all_reduce_chunks=pieces_of(gradients.experts, size),
-            partial_all_reduce_chunks=pieces_of(gradients.partial, size),
+            pieces=equal_pieces(gradients, choice.all_reduce_chunk_bytes),
         )
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:

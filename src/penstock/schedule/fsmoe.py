@@ -57,9 +57,8 @@ class FSMoE(System):
             microbatches=1,
             chunks=choice.chunks or self.usual_chunks,
             degree_backward=choice.backward_chunks or 0,
+            pieces=whole(gradients),
             all_reduce_parts=partition.parts,
-            expert_all_reduce_chunks=whole(gradients.experts),
-            partial_all_reduce_chunks=whole(gradients.partial),
         )
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:

@@ -9,7 +9,7 @@ from penstock.graph import Graph
 from penstock.schedule.flowmoe import all_to_all_first
 from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.schedule import Schedule, freeze
-from penstock.schedule.system import pieces_of
+from penstock.schedule.system import equal_pieces
 from penstock.step import StepShape
 from penstock.timing import Cost
 
@@ -35,12 +35,9 @@ class Lina(MoEPipeline):
     reads = (*MoEPipeline.reads, "all_reduce_chunk_bytes")
 
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
-        size = choice.all_reduce_chunk_bytes
         return replace(
             super().shape(shape, choice, gradients),
-            all_reduce_chunks=pieces_of(gradients.replicated, size),
-            expert_all_reduce_chunks=pieces_of(gradients.experts, size),
-            partial_all_reduce_chunks=pieces_of(gradients.partial, size),
+            pieces=equal_pieces(gradients, choice.all_reduce_chunk_bytes),
         )
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:

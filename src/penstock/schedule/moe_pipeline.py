@@ -39,9 +39,7 @@ class MoEPipeline(System):
             microbatches=1,
             chunks=choice.chunks or self.usual_chunks,
             degree_backward=choice.backward_chunks or 0,
-            all_reduce_chunks=whole(gradients.replicated),
-            expert_all_reduce_chunks=whole(gradients.experts),
-            partial_all_reduce_chunks=whole(gradients.partial),
+            pieces=whole(gradients),
         )
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:

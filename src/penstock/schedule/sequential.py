@@ -36,9 +36,7 @@ class Sequential(System):
             shape,
             microbatches=1,
             chunks=1,
-            all_reduce_chunks=whole(gradients.replicated),
-            expert_all_reduce_chunks=whole(gradients.experts),
-            partial_all_reduce_chunks=whole(gradients.partial),
+            pieces=whole(gradients),
         )
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:

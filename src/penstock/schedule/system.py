@@ -13,7 +13,7 @@ from penstock.features.field import READERS
 from penstock.features.sharded_optimizer.feature import GATHERS, ROOM, UPDATES
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.ops import Op
-from penstock.ops.core import GRADIENT_KINDS, summed
+from penstock.ops.core import GRADIENT_KINDS, ByKind, summed
 from penstock.schedule.schedule import Schedule
 from penstock.step import StepShape
 from penstock.step.shape import ExpertForm
@@ -94,9 +94,14 @@ def _most_reductions(total_bytes: tuple[int, ...]) -> int:
     return max(MOST_REDUCTIONS, 2 * len(total_bytes))
 
 
-def whole(total_bytes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return one chunk for every buffer that holds anything."""
-    return tuple(min(size, 1) for size in total_bytes)
+def equal_pieces(gradients: GradientBytes, chunk_bytes: int) -> ByKind:
+    """Return for every kind of gradients what `pieces_of` does."""
+    return ByKind({kind: pieces_of(sizes, chunk_bytes) for kind, sizes in gradients.by_kind.items()})
+
+
+def whole(gradients: GradientBytes) -> ByKind:
+    """Return one piece for every buffer that holds anything."""
+    return ByKind({kind: tuple(min(n, 1) for n in sizes) for kind, sizes in gradients.by_kind.items()})
 
 
 def is_all_reduce(task: Task) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -9,7 +10,7 @@ from typing import Literal
 
 from penstock.graph.task import Phase, ScheduleError
 from penstock.ops.base import Op
-from penstock.ops.core import FLAT, HOME, Hop, KindName
+from penstock.ops.core import FLAT, GRADIENT_KINDS, HOME, ByKind, Hop, KindName
 from penstock.step.rewrite import Pass, check_passes
 
 TokenLayout = Literal["split", "replicated"]
@@ -108,10 +109,11 @@ class StepShape:
             instead.
         exchange_counts: Whether sizes of pieces are exchanged first, since dropless routing sends uneven
             ones.
-        all_reduce_chunks: The number of pieces into which every layer's replicated gradients are cut.
-        all_reduce_parts: The relative sizes of those pieces, by layer; empty = nearly equal ones.
-        expert_all_reduce_chunks: The same as all_reduce_chunks for expert gradients; 0 where no expert has a
-            replica.
+        pieces: The number of pieces into which every layer's gradients are cut, by kind; a kind that is not
+            named has its usual number. Where no ranks share attention there are no partial gradients,
+            whatever this says.
+        all_reduce_parts: The relative sizes of the pieces of replicated gradients, by layer; empty = nearly
+            equal ones.
         dispatch: The legs of a dispatch in their order; combine takes them in reverse.
         shared_experts: Whether every MoE layer has shared experts, whose task waits for no transfer.
         more: The passes in addition to those that the other fields ask for.
@@ -120,9 +122,6 @@ class StepShape:
         sharing: The ranks that share attention or experts.
         expert_form: How rows meet all shards of their experts.
         pair_slices: The slices of combine and of the gather after it, which overlap (Parm's SAA, form s2).
-        partial_all_reduce_chunks: The same as all_reduce_chunks for gradients that ranks sharing attention
-            sum in parts; empty = one piece per layer. Where no ranks share attention, there are none,
-            whatever this says.
         moves_samples: Whether combine takes whole samples to new homes (NetMoE).
         carries_residual: Whether rows can bring the residual stream of those samples home; it matters only
             where samples move.
@@ -140,16 +139,14 @@ class StepShape:
     chunks: int = 1
     degree_backward: int = 0
     exchange_counts: bool = True
-    all_reduce_chunks: tuple[int, ...] = ()
+    pieces: Mapping[KindName, tuple[int, ...]] = ByKind({})
     all_reduce_parts: tuple[tuple[int, ...], ...] = ()
-    expert_all_reduce_chunks: tuple[int, ...] = ()
     dispatch: tuple[Hop, ...] = FLAT
     shared_experts: bool = False
     split_experts: bool = False
     sharing: Sharing = Sharing()
     expert_form: ExpertForm = "gather"
     pair_slices: int = 1
-    partial_all_reduce_chunks: tuple[int, ...] = ()
     moves_samples: bool = False
     carries_residual: bool = False
     replica_slots: int = 0
@@ -161,18 +158,16 @@ class StepShape:
 
     def __post_init__(self) -> None:
         check_passes(self.more)
-        if self.all_reduce_parts:
-            object.__setattr__(self, "all_reduce_chunks", tuple(map(len, self.all_reduce_parts)))
-        defaults = {
-            "all_reduce_chunks": 1,
-            "expert_all_reduce_chunks": 0,
-            "partial_all_reduce_chunks": 1,
+        pieces = {
+            name: self.pieces.get(name) or (kind.usual_pieces,) * self.num_layers
+            for name, kind in GRADIENT_KINDS.items()
         }
-        for name, default in defaults.items():
-            if not getattr(self, name):
-                object.__setattr__(self, name, (default,) * self.num_layers)
-            if len(getattr(self, name)) != self.num_layers:
-                raise ScheduleError(f"{name} needs one number per layer ({self.num_layers})")
+        if self.all_reduce_parts:
+            pieces["replicated"] = tuple(map(len, self.all_reduce_parts))
+        for name, numbers in pieces.items():
+            if len(numbers) != self.num_layers:
+                raise ScheduleError(f"pieces of {name} gradients: one number per layer ({self.num_layers})")
+        object.__setattr__(self, "pieces", ByKind(pieces))
         if self.replica_slots < 0 or self.replica_pieces < 1:
             raise ScheduleError("replica slots are 0 or more, and a replica travels in one piece or more")
         if not self.moe_layers or min(self.microbatches, self.chunks, self.backward_chunks) < 1:
@@ -243,13 +238,9 @@ class StepShape:
     @cached_property
     def _parts(self) -> dict[KindName, tuple[tuple[int, ...], ...]]:
         """Sizes of pieces by kind and layer, made once: every piece asks, and a layer may have thousands."""
-        numbers = {*self.all_reduce_chunks, *self.expert_all_reduce_chunks, *self.partial_all_reduce_chunks}
-        equal = {n: (1,) * n for n in numbers}
-        return {
-            "replicated": self.all_reduce_parts or tuple(equal[n] for n in self.all_reduce_chunks),
-            "partial": tuple(equal[n] for n in self.partial_all_reduce_chunks),
-            "experts": tuple(equal[n] for n in self.expert_all_reduce_chunks),
-        }
+        equal = {n: (1,) * n for numbers in self.pieces.values() for n in numbers}
+        parts = {name: tuple(equal[n] for n in numbers) for name, numbers in self.pieces.items()}
+        return parts | ({"replicated": self.all_reduce_parts} if self.all_reduce_parts else {})
 
     def slices_of(self, chunk: int, phase: Phase) -> range:
         """Return the slices that a chunk is made of."""

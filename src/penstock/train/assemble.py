@@ -149,6 +149,9 @@ def stack_of_run(
         samples: How the stack moves samples.
     """
     layout = machinery.layout
+    if moving is None and (choice := _given(config)).experts != "none":  # planned with assumed costs
+        cost = StepCost(base_shape(config, layout), workload(config, layout), config.cluster)
+        moving = expert_moving(config.placement, choice, cost)
     return kind(
         model,
         parts,
@@ -159,7 +162,7 @@ def stack_of_run(
         sample_moving=samples,
         gathers_loads=base_shape(config, layout).gathers_loads,
         updating=updating_of(config.optimizer, layout),
-        moving=moving or assumed_moving(config, layout),
+        moving=moving,
     )
 
 
@@ -178,15 +181,6 @@ def expert_moving(
     slack = () if plan is None else replica_slack(plan, cost, cost.workload.mesh)
     costs, every = expert_costs(cost), placement.every
     return ExpertMoving(planner=planner, costs=costs, slack=slack, every=every, exact=exact)
-
-
-def assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
-    """Return how replicas are planned with the costs of section [cluster]; None where experts stay."""
-    choice = _given(config)
-    if choice.experts == "none":
-        return None
-    cost = StepCost(base_shape(config, layout), workload(config, layout), config.cluster)
-    return expert_moving(config.placement, choice, cost)
 
 
 def _given(config: RunConfig) -> Decision:
@@ -336,7 +330,12 @@ def gradient_bytes(
         moe_layers = tuple(model.is_moe(layer) for layer in range(model.num_layers))
         shape = StepShape(moe_layers=moe_layers, sharing=sharing)
         return gradient_bytes_of(model.config, layout, shape, edp=edp)
-    few = _few_layers(model)
+    # The last layers that are alike, but for the very last one, are counted by one of them.
+    last = model.num_layers - 1
+    first = next(i for i in range(last, -1, -1) if i == 0 or model.is_moe(i - 1) is not model.is_moe(last))
+    count = min(max(first, 1) + 2, model.num_layers)
+    experts_in = model.moe_layers and tuple(layer for layer in model.moe_layers if layer < count)
+    few = replace(model, num_layers=count, moe_layers=experts_in)
     with on_meta():
         parts = model_of(few, moe, layout)
     shape = shape_of([part.moe for part in parts.parts], sharing)
@@ -352,17 +351,6 @@ def gradient_bytes(
         tuple((form, spread(sizes)) for form, sizes in few_bytes.partial_by_form),
         few_bytes.expert,
     )
-
-
-def _few_layers(model: ModelConfig) -> ModelConfig:
-    """Return the model with one of the layers before the last that are like it, and all that precede them."""
-    last = model.num_layers - 1
-    first = next(i for i in range(last, -1, -1) if i == 0 or model.is_moe(i - 1) is not model.is_moe(last))
-    few = max(first, 1) + 2
-    if few >= model.num_layers:
-        return model
-    moe_layers = model.moe_layers and tuple(layer for layer in model.moe_layers if layer < few)
-    return replace(model, num_layers=few, moe_layers=moe_layers)
 
 
 def on_device(config: RunConfig, device: torch.device) -> RunConfig:

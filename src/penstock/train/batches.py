@@ -396,7 +396,10 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
         problem = _as_config_error(config, error)
     _agree(config, control, problem, glimpse)
     scanning = [Scan(corpus.text) for corpus in corpora] if scans else []
-    _take_turns(config, control, chain.from_iterable(map(_to_the_end, scanning)), "reading the training text")
+    turns = chain.from_iterable(
+        iter(partial(scan.work, TURN_S), True) for scan in scanning
+    )  # each to its end
+    _take_turns(config, control, turns, "reading the training text")
     results = [result for scan in scanning if (result := scan.result) is not None]
     digests = _agree(config, control, None, [scan.digest for scan in results] or None)
     counts = control.gather(results if control.rank == 0 else None, "sharing what was found")
@@ -439,12 +442,7 @@ def _prepare(config: RunConfig) -> Iterator[None]:
             yield
 
 
-def _to_the_end(scan: Scan) -> Iterator[None]:
-    while not scan.work(TURN_S):
-        yield
-
-
-def _take_turns(config: RunConfig, control: Control, work: Iterator[None], purpose: str) -> None:
+def _take_turns(config: RunConfig, control: Control, work: Iterator[object], purpose: str) -> None:
     """Do the work, while the ranks that wait for it keep hearing that this one is still there."""
     ended = False
     while not ended:

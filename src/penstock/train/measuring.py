@@ -273,7 +273,13 @@ def figures_of(
     """
     loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
     owned_PY = rank_loads(loads, placements, mesh)
-    rows_PY, away_Y = replica_rows or (owned_PY, _away(loads, placements, mesh, nodes))
+    if replica_rows is None:  # owners compute all rows: away are those of a rank on another node
+        node_P, owners_YE = np.array(nodes), np.array([placement.owners for placement in placements])
+        ranks_PH = np.array([mesh.members(rank, Group.EXPERT) for rank in range(len(nodes))])
+        abroad_PYE = node_P[ranks_PH][:, owners_YE] != node_P[:, None, None]
+        away_Y = (loads * abroad_PYE).sum(axis=(0, 2), dtype=np.float64)
+        replica_rows = RowsOfReplicas(owned_PY.astype(np.float64), away_Y)
+    rows_PY, away_Y = replica_rows
     in_common = None
     if before_PYE is not None:
         pairs = zip(before_PYE.astype(np.int64).swapaxes(0, 1), loads.swapaxes(0, 1), strict=True)
@@ -314,18 +320,6 @@ def rank_loads(loads_PYE: Counts, placements: Sequence[ExpertPlacement], mesh: M
             by_place = np.bincount(placement.owners, together_YE[layer], minlength=holders)
             loads_PY[list(members), layer] = by_place[places].astype(np.int64)
     return loads_PY
-
-
-def _away(
-    loads_PYE: Counts, placements: Sequence[ExpertPlacement], mesh: Mesh, nodes: Sequence[int]
-) -> Counts:
-    """Return the rows whose expert is on another node than the rank that has them, [Y]."""
-    node_P = np.array(nodes)
-    owners_YE = np.array([placement.owners for placement in placements])
-    ranks_PH = np.array([mesh.members(rank, Group.EXPERT) for rank in range(len(nodes))])
-    abroad_PYE = node_P[ranks_PH][:, owners_YE] != node_P[:, None, None]
-    away_Y: Counts = (loads_PYE * abroad_PYE).sum(axis=(0, 2))
-    return away_Y
 
 
 def _nodes(mesh: Mesh, node_size: int) -> list[int]:

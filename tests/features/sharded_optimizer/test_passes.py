@@ -90,7 +90,7 @@ def test_every_reader_has_what_was_gathered_and_no_update_comes_before_it(
 
 
 def test_the_picture_of_rooms_is_true() -> None:
-    shape = StepShape(moe_layers=(True,) * 3, all_reduce_chunks=(2,) * 3, updating=Updating())
+    shape = StepShape(moe_layers=(True,) * 3, pieces={"replicated": (2,) * 3}, updating=Updating())
     kept, released = (
         build_graph(replace(shape, updating=Updating(releases=releases))) for releases in (False, True)
     )

@@ -18,7 +18,7 @@ from tests.steps import planned
 
 
 def plan(name: str) -> StepPlan:
-    return planned(name, StepShape(moe_layers=(True,), all_reduce_chunks=(2,)))
+    return planned(name, StepShape(moe_layers=(True,), pieces={"replicated": (2,)}))
 
 
 def sample(iteration_s: float) -> Sample:

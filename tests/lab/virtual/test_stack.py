@@ -97,7 +97,7 @@ def reduced_bytes(task: Task, stack: VirtualStack) -> int:
         return 8 * (4 + FIELDS + 2 * sum(shape.moe_layers) * (1 + work.num_experts))
     replicated = task.op == Op.ALL_REDUCE
     sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
-    pieces = shape.all_reduce_chunks if replicated else shape.expert_all_reduce_chunks
+    pieces = shape.pieces["replicated"] if replicated else shape.pieces["experts"]
     slices = torch.empty(sizes[task.layer] // 4).tensor_split(pieces[task.layer])
     assert task.piece is not None
     return slices[task.piece].nbytes

@@ -37,7 +37,7 @@ def simulated_s(cases: list[tuple[MoEPart, float]], degree: int, phase: Phase) -
     Every case is a rank that meets no other. Tasks that are not of the part take no time.
     """
     shape = StepShape(
-        moe_layers=(True, False), exchange_counts=False, dispatch=LEGS, all_reduce_chunks=(0, 4)
+        moe_layers=(True, False), exchange_counts=False, dispatch=LEGS, pieces={"replicated": (0, 4)}
     )
     plan = planned("fsmoe", shape, chunks=degree)
     chain = CHAIN if phase is F else tuple(reversed(CHAIN))

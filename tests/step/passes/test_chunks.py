@@ -90,8 +90,7 @@ SHAPE = StepShape(
     dispatch=DISPATCHES["hierarchical_2d"].hops,
     shared_experts=True,
     split_experts=True,
-    all_reduce_chunks=(2,),
-    expert_all_reduce_chunks=(1,),
+    pieces={"replicated": (2,), "experts": (1,)},
 )
 WRITTEN_OUT = """
     EM.m0.F EM.m1.F AT.m0.F AT.m1.F
