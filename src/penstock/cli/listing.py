@@ -19,7 +19,6 @@ from penstock.cost.clusters import names as cluster_names
 from penstock.cost.devices import DEVICES, Device
 from penstock.plan.models import MODELS, open_models
 from penstock.schedule import SCHEDULES
-from penstock.schedule.system import System
 from penstock.words import terminal_width
 from penstock.workloads.catalogue import ABOUT, READ_BY
 
@@ -69,12 +68,16 @@ def print_list(what: str | None, *, json_wanted: bool) -> int:
 
 
 def _listed() -> dict[str, Rows]:
+    # The first line of the file that defines a schedule says what it is and where it comes from.
+    texts = {name: inspect.getdoc(inspect.getmodule(type(system))) for name, system in SCHEDULES.items()}
     return {
         "open": [_open_model(name, path) for name, path in open_models().items()],
         "devices": [_device(device) for device in DEVICES],
         "models": [_model(name) for name in MODELS],
         "clusters": [_cluster(name) for name in cluster_names()],
-        "schedules": [{"name": name, "what it does": _about(system)} for name, system in SCHEDULES.items()],
+        "schedules": [
+            {"name": name, "what it does": (text or "").partition("\n")[0]} for name, text in texts.items()
+        ],
         "workloads": [
             {"name": name, "what it does": ABOUT[name], "settings": ", ".join(read)}
             for name, read in READ_BY.items()
@@ -125,11 +128,6 @@ def _cluster(name: str) -> dict[str, str]:
     cluster = find_cluster(name)
     about = (cluster.source or "").split(". ")[0]
     return {"name": name, "ranks": f"{cluster.nodes} x {cluster.ranks_per_node}", "what it is": about}
-
-
-def _about(system: System) -> str:
-    """Return the first line of the file that defines a schedule: what it is and where it comes from."""
-    return (inspect.getdoc(inspect.getmodule(type(system))) or "").partition("\n")[0]
 
 
 def _table(rows: Rows, width: int) -> Table:

@@ -119,10 +119,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
+        # A path as a key contains characters that need quotes.
+        keys = [key if BARE_KEY.fullmatch(key) else toml_value(key) for key in value]
+        items = (f"{key} = {toml_value(item)}" for key, item in zip(keys, value.values(), strict=True))
+        return "{" + ", ".join(items) + "}"
     return str(value)
-
-
-def _toml_key(key: str) -> str:
-    """Return a key as TOML reads it: a path contains characters that need quotes."""
-    return key if BARE_KEY.fullmatch(key) else toml_value(key)

@@ -70,15 +70,12 @@ class Shuffled:
         mask = np.uint64((1 << int(half)) - 1)
         left, right = numbers >> half, numbers & mask
         for key in self._keys:
-            left, right = right, left ^ (_mixed(right + key) & mask)
+            # The finaliser of splitmix64: flipping any bit of a word changes half of its bits on average.
+            words = right + key
+            words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((words ^ (words >> np.uint64(31))) & mask)
         return (left << half) | right
-
-
-def _mixed(words: Words) -> Words:
-    """Apply the finaliser of splitmix64: flipping any bit of a word changes half of its bits on average."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
 
 
 CYCLE: Final = 1 << 16

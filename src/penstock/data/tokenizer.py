@@ -118,7 +118,15 @@ def read_tokenizer(path: str) -> tuple[tokenizers.Tokenizer, str]:
         data = opened.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise ConfigError("tokenizer", path, "is larger than 1 GiB", hint)
-    tokenizer = _loaded(path, data)
+    try:
+        import tokenizers
+    except ImportError:
+        raise ConfigError("tokenizer", path, needs("tokenizers"), install("tokenizers")) from None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # its own errors are bare `Exception`
+        why = f"is no tokenizer that the package tokenizers reads ({error})"
+        raise ConfigError("tokenizer", path, why, "Give a tokenizer.json.") from error
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -148,15 +156,3 @@ def as_array(
     """Return the tokens of a text, followed, if `ends`, by the token that ends a document."""
     tokens = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asarray(text, dtype)
     return np.append(tokens, np.asarray([tokenizer.end], dtype)) if ends else tokens
-
-
-def _loaded(path: str, data: bytes) -> tokenizers.Tokenizer:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ConfigError("tokenizer", path, needs("tokenizers"), install("tokenizers")) from None
-    try:
-        return tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:  # its own errors are bare `Exception`
-        why = f"is no tokenizer that the package tokenizers reads ({error})"
-        raise ConfigError("tokenizer", path, why, "Give a tokenizer.json.") from error

@@ -64,25 +64,21 @@ def judge(outcomes: Mapping[int, Outcome]) -> Outcome:
     everyone = {rank: own.figures for rank, own in sorted(outcomes.items())}
     first = min(everyone)
     figures = {"ranks": [{"rank": rank, **own} for rank, own in everyone.items()]}
-    wrong = [
-        f"rank {rank} has {what} {_shown(value)}, and rank {first} {_shown(reference)}"
-        for rank, own in everyone.items()
-        for what, value, reference in _different(own, everyone[first])
-    ]
+    wrong = []
+    for rank, own in everyone.items():
+        mine, theirs = (
+            each["versions"] | {"NCCL": each["device"].get("nccl")} for each in (own, everyone[first])
+        )
+        wrong += [
+            f"rank {rank} has {what} {_shown(mine.get(what))}, and rank {first} {_shown(theirs.get(what))}"
+            for what in sorted(mine.keys() | theirs.keys())
+            if mine.get(what) != theirs.get(what)
+        ]
     slow = "" if wrong or outcome.verdict is not Verdict.SLOW else outcome.reason
     cards = {own["device"]["name"] for own in everyone.values()}
     if len(cards) > 1:
         slow = "; ".join(filter(None, [slow, f"ranks have different cards: {', '.join(sorted(cards))}"]))
     return Outcome.of(outcome.lines, figures, slow=slow, wrong="; ".join(wrong))
-
-
-def _different(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name in sorted(mine["versions"].keys() | theirs["versions"].keys()):
-        ours, other = mine["versions"].get(name), theirs["versions"].get(name)
-        if ours != other:
-            yield name, ours, other
-    if mine["device"].get("nccl") != theirs["device"].get("nccl"):
-        yield "NCCL", mine["device"].get("nccl"), theirs["device"].get("nccl")
 
 
 def _shown(value: Any) -> str:

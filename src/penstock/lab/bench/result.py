@@ -227,8 +227,14 @@ def render(result: BenchResult, width: int | None = None) -> str:
     """
     rows = [HEAD, *(_row(case) for case in result.cases)]
     if result.works_differ:
-        own = [SHARED_HEAD, *(_shared_cells(case) for case in result.cases)]
-        rows = [(*row, *cells) for row, cells in zip(rows, own, strict=True)]
+        rows[0] += SHARED_HEAD
+        for number, case in enumerate(result.cases, start=1):
+            rows[number] += (
+                _or_dash(case.busy_s.get("intra"), lambda s: f"{1e3 * s:.0f}"),
+                f"{case.limit.wire_bytes / 1e6:.1f}",
+                f"{case.limit.device_bytes / 1e6:.1f}",
+                f"{1e3 * case.limit_s:.0f}",
+            )
     parts = [rows] if width is None else stacked(rows, width)
     tables = [line for part in parts for line in ("", *markdown_table(part))]
     legend = [] if width is None else [LEGEND]
@@ -301,15 +307,6 @@ def _simulated(case: CaseResult, seconds: float) -> str:
     """Return milliseconds, with the interval if there is one."""
     text, ends = f"{1e3 * seconds:.0f}", case.simulated_interval_s
     return text if ends is None else f"{text} [{1e3 * ends[0]:.0f}, {1e3 * ends[1]:.0f}]"
-
-
-def _shared_cells(case: CaseResult) -> tuple[str, ...]:
-    return (
-        _or_dash(case.busy_s.get("intra"), lambda s: f"{1e3 * s:.0f}"),
-        f"{case.limit.wire_bytes / 1e6:.1f}",
-        f"{case.limit.device_bytes / 1e6:.1f}",
-        f"{1e3 * case.limit_s:.0f}",
-    )
 
 
 def _or_dash(value: float | None, text: Callable[[float], str]) -> str:

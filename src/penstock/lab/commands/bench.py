@@ -109,34 +109,27 @@ def _check_pieces(config: BenchConfig) -> None:
 
 
 def _check_fits(config: BenchConfig, options: argparse.Namespace, emulate: Emulation | None) -> None:
-    """Refuse sizes that ranks cannot share, and a model that does not fit this machine's memory; where there
-    are GPUs, torch reports that."""
+    """Refuse sizes that ranks cannot share, a contender whose step could not be built, and a model that does
+    not fit this machine's memory; where there are GPUs, torch reports that."""
     info = detect(os.environ)
     ranks = processes_of_bench(config) if emulate is None else emulate.ranks
     size = ranks if info is None else info.world_size
     check_shares(config.model, config.moe, config.parallel, size)
     if info is None:
         node_size = ranks if emulate is None else emulate.devices
-        _check_steps(
-            config, options, Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
-        )
+        planned = Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
+        for name in (AUTO,) if options.plan else config.compare.schedules:
+            if name == AUTO:
+                runs = [replace(run_config_of(config), plan=PlanConfig(mode="auto"))]
+            else:
+                runs = [run_of(config, name, variant) for variant in variants(config, name)]
+            for run in runs:
+                check_compatible(run, planned, computes=not options.virtual)
     if options.virtual or count_gpus():
         return
     layout = Layout.build(config.parallel, size, 0, config.moe.num_experts)
     sharing = ranks if info is None else 1
     check_run(run_config_of(config), layout, there_bytes=host_bytes(), sharing=sharing)
-
-
-def _check_steps(config: BenchConfig, options: argparse.Namespace, layout: Layout) -> None:
-    """Refuse settings with which the step of a contender could not be built."""
-    names = (AUTO,) if options.plan else config.compare.schedules
-    for name in names:
-        if name == AUTO:
-            searched = replace(run_config_of(config), plan=PlanConfig(mode="auto"))
-            check_compatible(searched, layout, computes=not options.virtual)
-            continue
-        for variant in variants(config, name):
-            check_compatible(run_of(config, name, variant), layout, computes=not options.virtual)
 
 
 def _compare(
