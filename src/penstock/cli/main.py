@@ -15,6 +15,7 @@ from penstock.cli.config import HelpSettings, add_config
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
 from penstock.cli.out import add, add_overrides, user_path
+from penstock.cli.own import import_own, own_modules
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
@@ -52,7 +53,10 @@ def lab() -> LabCommands:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     replace_unencodable()
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    every = list(sys.argv[1:] if arguments is None else arguments)
+    own, given = own_modules(every)
+    if code := exit_code(lambda: import_own(own)):
+        return code
     parser = _parser()
     if not given:
         parser.print_help(sys.stderr)
@@ -66,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(names)}."
             parser.error(f"there is no command {word!r}. {hint}")
     options = parse(parser, given)
-    return exit_code(lambda: options.run(options, given), getattr(options, "left", STOPPED))
+    return exit_code(lambda: options.run(options, every), getattr(options, "left", STOPPED))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="penstock help COMMAND prints the help of a command.",
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    add(
+        parser,
+        "--import MODULE",
+        "import code of your own first, on every rank: it may register schedules, ops, passes and decisions "
+        "(docs/extending.md); a module of this folder, or an installed one",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
     add_config(commands)
