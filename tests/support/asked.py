@@ -17,14 +17,14 @@ from penstock.checkpoint.storage import Saving
 from penstock.cli import main, train_rank
 from penstock.models import MoEDecoder
 from penstock.stops import STOPS
-from penstock.train import checkpoint, pilot, stopping, trainer
+from penstock.train import checkpoint, model, stopping, trainer
 from penstock.train.batches import BatchStream
 from penstock.train.stopping import StopRequests
 from tests.support.faulty import before, wait_for_all
 
 PLACES: dict[str, tuple[Any, str, int]] = {
     "joining": (train_rank, "join", 1),
-    "building the model": (pilot, "build_stack", 1),
+    "building the model": (model, "build_stack", 1),
     "in the first step": (MoEDecoder, "head", 1),
     "before step 3": (BatchStream, "batch", 3),
     "in the second save": (checkpoint, "Saving", 2),

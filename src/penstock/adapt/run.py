@@ -37,7 +37,7 @@ from penstock.topology import Layout
 from penstock.train.assemble import stack_of_run
 from penstock.train.checkpoint import COPY, same_files
 from penstock.train.config import RunConfig
-from penstock.train.pilot import Files, RunModel, decoder_of
+from penstock.train.model import Files, RunModel, decoder_of
 
 
 def model_of_run(

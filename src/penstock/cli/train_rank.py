@@ -23,9 +23,9 @@ from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.faults import give_up
 from penstock.train.config import RunConfig
 from penstock.train.logs import RankLog
+from penstock.train.model import decoder_of
 from penstock.train.optimizer import DivergedError
 from penstock.train.output import OutputError
-from penstock.train.pilot import decoder_of
 from penstock.train.trainer import Trainer
 from penstock.words import terminal_width
 from penstock.writing import write_whole

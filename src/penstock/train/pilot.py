@@ -1,27 +1,23 @@
-"""What the training loop is given: a pilot, such as `penstock.autotune`, for how steps run, and a model."""
+"""What the training loop requires of the code that decides how steps run, such as `penstock.autotune`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import nn
 
 from penstock.checkpoint.folder import Record
 from penstock.cost.model_flops import ModelFlops
-from penstock.models.qwen3_moe import CONFIG, config_json, lack_of
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.features.expert_replicas.manager import ExpertMoving
 from penstock.schedule import StepPlan
 from penstock.timing import Timeline
 from penstock.topology import Control
 from penstock.trace import TaskRecord
-from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
-from penstock.train.run_state import DecoderNaming, Naming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,57 +118,3 @@ class MakePilot(Protocol):
 
     def __call__(self, config: RunConfig, machinery: Machinery, resumption: Resumption | None, /) -> Pilot:
         """Make the first plan, or continue with a checkpoint's."""
-
-
-# ---- the model ---------------------------------------------------------------------------------------------
-
-
-Files = Mapping[str, Mapping[str, Any]]
-"""JSON files by which transformers knows a model, by name; none where it knows no such model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunModel:
-    """The model of a run.
-
-    Attributes:
-        stack: The stack that runs its steps.
-        naming: Returns how checkpoints name the tensors of the model.
-        files: Returns, for the sha256 of the tokenizer of the run's text, the JSON files of a checkpoint that
-            make it a folder of transformers.
-        repeats_late: Whether a step may be found only after its backward pass to have to run again, which
-            spares a GPU's host a wait.
-    """
-
-    stack: PipelinedStack
-    naming: Callable[[nn.Module], Naming]
-    files: Callable[[str | None], Files]
-    repeats_late: bool
-
-
-MakeModel = Callable[..., RunModel]
-"""Builds the model of a run, with its first plan, as `decoder_of` does; all ranks call it together."""
-
-
-def decoder_of(
-    config: RunConfig,
-    machinery: Machinery,
-    *,
-    plan: StepPlan | None,
-    moving: ExpertMoving | None,
-    begins: bool,
-) -> RunModel:
-    """Return Penstock's own decoder as the model of a run.
-
-    Args:
-        plan, moving, begins: As for `build_stack`.
-    """
-
-    def files(tokenizer: str | None) -> Files:
-        if lack_of(config.moe) is not None:
-            return {}
-        like = config.model.config
-        return {CONFIG: config_json(config.model, config.moe, tokenizer_digest=tokenizer, like=like)}
-
-    stack = build_stack(config, machinery, plan=plan, moving=moving, begins=begins)
-    return RunModel(stack=stack, naming=DecoderNaming, files=files, repeats_late=True)

@@ -43,9 +43,10 @@ from penstock.train.metrics import (
     check_wandb,
     open_logs,
 )
+from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import ADVICE, DivergedError, build_update, learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
-from penstock.train.pilot import MakeModel, MakePilot, Ranks, decoder_of
+from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
 from penstock.train.resume import changes, checkpoints_folder, find_resumption, restore
 from penstock.train.stopping import StopRequests
