@@ -157,8 +157,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
-    from penstock.topology.faults import ACTIVITY
-
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, False)
     dist.init_process_group(
@@ -174,7 +172,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
             if len(sys.modules) > loaded:  # what a file of tests has loaded stays, too
                 gc.collect()
                 gc.freeze()
-            ACTIVITY.lost = None  # a failure of an earlier test
             try:
                 send(pipe, function(rank, *arguments))
             except Exception:
