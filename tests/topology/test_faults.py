@@ -28,8 +28,10 @@ from penstock.topology.faults import (
     named,
     report_killed,
     silent_ranks,
+    unless_lost,
     watch,
 )
+from penstock.topology.meeting_point import in_thread
 from tests.support.patience import HANG_S, wait_for
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1."
@@ -227,6 +229,59 @@ def test_a_rank_that_watches_ends_its_exchanges_when_another_does_not_go_on(
         with pytest.raises(PeerLostError, match="lasted" if end == "is late" else "rank 2 .*L0.X"):
             ACTIVITY.check()
     assert ended.is_set() == (end != "leaves")
+
+
+def test_an_exchange_to_which_nobody_comes_any_more_ends(
+    three: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "END_S", 0.1)
+    watch(three.start(0))
+    waiting = in_thread(lambda: unless_lost(threading.Event().wait))
+    three.start(1).give_up()
+    with pytest.raises(PeerLostError, match="rank 1 has ended"):
+        waiting.result(HANG_S)
+
+
+def test_an_exchange_to_which_a_rank_had_come_before_it_ended_ends_well(three: Ranks) -> None:
+    watch(three.start(0))
+    arrives = threading.Event()
+    waiting = in_thread(lambda: unless_lost(lambda: arrives.wait() and "arrived"))
+    three.start(1).give_up()
+    arrives.set()
+    assert waiting.result(HANG_S) == "arrived"
+
+
+def test_ranks_that_have_survived_a_failure_are_given_time_to_meet_again(
+    three: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "END_S", 0.1)
+    watch(own := three.start(0))
+    three.start(1).give_up()
+    own.others_end.result(HANG_S)
+
+    def save() -> str:
+        time.sleep(0.5)
+        return "saved"
+
+    assert unless_lost(save) == "saved"
+    report_killed(three.root, 2, 3, "killed by signal 9 (SIGKILL)")
+    with pytest.raises(PeerLostError, match="rank 1 has ended"):
+        unless_lost(threading.Event().wait)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_a_fault_an_exchange_returns_and_raises_what_it_does(three: Ranks, fails: bool) -> None:
+    def exchange() -> str:
+        if fails:
+            raise RuntimeError(GLOO)
+        return "done"
+
+    watch(three.start(0))
+    if fails:
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            unless_lost(exchange)
+    else:
+        assert unless_lost(exchange) == "done"
 
 
 def test_ranks_are_named() -> None:

@@ -540,11 +540,11 @@ class OutsideGradients:
         axes = {name: Group.WORLD if sharding_of(p) is None else Group.DATA for name, p in names.items()}
         transports.open((Lane.INTER, each) for each in axes.values())
         what = f"summing gradients of {min(names)} and {len(names) - 1} more"
-        with self._machinery.control.naming(what):
-            for name in sorted(names):
-                total = caught[names[name]].clone(memory_format=torch.contiguous_format)
-                transports.of(Lane.INTER, axes[name]).all_reduce(total, axes[name])
-                _accumulate(names[name], total, self._share(names[name]))
+        for name in sorted(names):
+            total = caught[names[name]].clone(memory_format=torch.contiguous_format)
+            add = partial(transports.of(Lane.INTER, axes[name]).all_reduce, total, axes[name])
+            self._machinery.control.exchange(what, add)
+            _accumulate(names[name], total, self._share(names[name]))
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         """Return the name in the model as it is now: no step may have taken the parameter up."""

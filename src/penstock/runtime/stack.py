@@ -349,8 +349,10 @@ class PipelinedStack(MarksExperts):
             return slope
         total, transports = slope.clone(), machinery.transports
         transports.open([(Lane.INTER, Group.WORLD)])
-        with machinery.control.naming("summing the gradient of the balance loss"):
-            transports.of(Lane.INTER, Group.WORLD).all_reduce(total, Group.WORLD)
+        machinery.control.exchange(
+            "summing the gradient of the balance loss",
+            lambda: transports.of(Lane.INTER, Group.WORLD).all_reduce(total, Group.WORLD),
+        )
         return total / machinery.layout.world_size
 
     def _given(

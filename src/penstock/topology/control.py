@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from penstock.config import ConfigError
-from penstock.topology.faults import ACTIVITY, ANSWER_S, explain, named, reason
+from penstock.topology.faults import ACTIVITY, ANSWER_S, explain, named, reason, unless_lost
 from penstock.topology.meeting_point import SPARE_S, VARIABLE, check_interface, in_use, listed, within
 
 T = TypeVar("T")
@@ -57,11 +57,14 @@ class Control:
         """Return, for every entry, the largest value of any rank; all ranks get exactly the same numbers."""
         if self._group is None:
             return list(mine)
-        votes = torch.tensor(mine, dtype=torch.float64)
-        with self.naming(purpose):
+
+        def vote() -> list[float]:
+            votes = torch.tensor(mine, dtype=torch.float64)
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
-        values: list[float] = votes.tolist()
-        return values
+            values: list[float] = votes.tolist()
+            return values
+
+        return self.exchange(purpose, vote)
 
     def sum_later(self, mine: Sequence[float], purpose: str) -> Callable[[], list[float]]:
         """Begin to sum over all ranks; return the function that waits for the sums and returns them.
@@ -75,21 +78,23 @@ class Control:
 
         def wait() -> list[float]:
             assert work is not None, "this rank belongs to the group"
-            with self.naming(purpose):
-                work.wait()
+            work.wait()
             totals: list[float] = sums.tolist()
             return totals
 
-        return wait
+        return lambda: self.exchange(purpose, wait)
 
     def gather(self, mine: T, purpose: str) -> list[T]:
         """Return one picklable object of every rank, by rank."""
         if self._group is None:
             return [mine]
-        everyone = [mine] * self.world_size
-        with self.naming(purpose):
+
+        def collect() -> list[T]:
+            everyone = [mine] * self.world_size
             dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
+            return everyone
+
+        return self.exchange(purpose, collect)
 
     def agreed(self, work: Callable[[], object], purpose: str, *, by: int | None = None) -> None:
         """Do `work` on every rank, or on rank `by` alone; all ranks call it.
@@ -127,7 +132,8 @@ class Control:
         """
         raw = part.contiguous().reshape(-1).view(torch.uint8)  # Gloo does not support every type of numbers
         buffers = [raw if rank == at else torch.empty_like(raw) for rank in ranks] if self.rank == at else []
-        with self.naming(purpose):
+
+        def bring() -> None:
             if self.rank == at:
                 pairs = zip(ranks, buffers, strict=True)
                 begun = [dist.irecv(each, rank, group=self._group) for rank, each in pairs if rank != at]
@@ -139,6 +145,8 @@ class Control:
                     work.wait()
                 else:
                     work.wait(self._limit)
+
+        self.exchange(purpose, bring)
         return [each.view(part.dtype).view(part.shape) for each in buffers]
 
     @contextmanager
@@ -162,6 +170,15 @@ class Control:
     def barrier(self, purpose: str) -> None:
         """Wait for all ranks."""
         self.any(False, purpose)
+
+    def exchange(self, purpose: str, work: Callable[[], T]) -> T:
+        """Return what an exchange of hosts returns, which ends soon after another rank has (`unless_lost`).
+
+        Raises:
+            CommunicationError: It failed.
+        """
+        with self.naming(purpose):
+            return unless_lost(work)
 
     @contextmanager
     def naming(self, purpose: str) -> Iterator[None]:

@@ -22,18 +22,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
 # torch.distributed exports it as well, but hides it from type checkers.
 from torch._C._distributed_c10d import PrefixStore
 
-from penstock.topology.meeting_point import within
+from penstock.topology.meeting_point import in_thread, within
+
+T = TypeVar("T")
 
 Store = Any
 """One of torch's stores, of which type checkers know neither `clone` nor `append` nor `multi_set`."""
@@ -53,6 +56,11 @@ LEAVE_S: Final = 1.0
 """How long the rank that keeps the store waits for the others to leave before it."""
 IDLE: Final = timedelta(days=24)
 """How long a thread waits at the store; torch warns when that is over, and cannot count more milliseconds."""
+END_S: Final = 1.0
+"""How long an exchange of hosts may still last once a rank has given up. Most end at once, by an error of
+Gloo, and those to which that rank has come already end well."""
+SURVIVED_S: Final = 30.0
+"""The same for one that begins afterwards: programs may survive a failure together, and save their work."""
 STORE_GONE_S: Final = 5.0
 """How long an exchange may last on GPUs once the store has gone, and with it the machine that kept it."""
 EXCHANGES: Final = frozenset({"inter", "intra", "device"})
@@ -243,6 +251,8 @@ class FaultWatcher:
         self.watches = exchange_timeout_s is not None
         self._rank, self._world_size, self._held_by = rank, world_size, held_by
         self._timeout_s = float("inf") if exchange_timeout_s is None else exchange_timeout_s
+        self.others_end: Future[str] = Future()  # how the first that gave up did, in words
+        self.killed = False  # whether one of them was killed, so that the program does not survive it
         self._gone: dict[int, str | None] = {}
         self._heard, self._heard_s = 0, float("-inf")  # the last call, and when this rank heard of it
         self._poll_s = min(max(POLL_S, world_size / MOST_POLLS_PER_S), LONGEST_POLL_S)
@@ -367,6 +377,9 @@ class FaultWatcher:
                 message = f"rank {rank} has ended" + (f": {failure}" if failure else "")
                 for hear in HEARERS:
                     hear(message)
+                self.killed = self.killed or note.get("killed", False)
+                if not self.others_end.done():
+                    self.others_end.set_result(message)
                 self._lose(message)
         store.append(f"answers/{self._heard}", answer)
         store.add(f"answers/{self._heard}/count", 1)
@@ -432,6 +445,36 @@ def give_up(why: str) -> None:
     if _Process.watcher is None or not _Process.watcher.has_given_up:
         ACTIVITY.failure = why[:MOST_REASON]
         _ask_others()
+
+
+def unless_lost(exchange: Callable[[], T]) -> T:
+    """Return what an exchange of hosts returns, which does not outlast the end of another rank.
+
+    When a connection ends, Gloo does not tell who waits to send what the other rank has not asked for yet,
+    and leaves it to the timeout. Such a wait goes on in a thread that is left behind. Another thread costs
+    about 0.1 ms, so lanes do it otherwise (`ThreadLanes`); on GPUs exchanges are ended from outside, and this
+    thread has the device that is meant.
+
+    Args:
+        exchange: Exchanges tensors that it makes itself, as modes of torch belong to a thread.
+
+    Raises:
+        PeerLostError: Another rank has given up, and the exchange has not ended soon after.
+    """
+    watcher = _Process.watcher
+    if watcher is None or watcher.watches:
+        return exchange()
+    late, begun_s = watcher.others_end.done(), time.monotonic()
+    outcome = in_thread(exchange)
+    either: tuple[Future[Any], ...] = (outcome, watcher.others_end)
+    wait(either, return_when=FIRST_COMPLETED)
+    lost_s = begun_s if late else time.monotonic()
+    while not outcome.done():
+        grace_s = SURVIVED_S if late and not watcher.killed else END_S
+        if time.monotonic() - lost_s > grace_s:
+            raise PeerLostError(watcher.others_end.result())
+        wait((outcome,), POLL_S)
+    return outcome.result()
 
 
 def is_first_to_say(text: str) -> bool:

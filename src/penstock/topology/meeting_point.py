@@ -51,6 +51,17 @@ def within(timeout_s: float, work: Callable[[], T]) -> T:
     Raises:
         DistStoreError: The work takes longer.
     """
+    outcome = in_thread(work)
+    try:
+        return outcome.result(timeout_s)
+    except TimeoutError:
+        if outcome.done():  # the work itself has raised it
+            raise
+        raise dist.DistStoreError(f"the store does not answer within {timeout_s:g} s") from None
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Begin `work` in a thread of its own, which does not keep the process alive; return its outcome."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -60,12 +71,7 @@ def within(timeout_s: float, work: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="penstock-within", daemon=True).start()
-    try:
-        return outcome.result(timeout_s)
-    except TimeoutError:
-        if outcome.done():  # the work itself has raised it
-            raise
-        raise dist.DistStoreError(f"the store does not answer within {timeout_s:g} s") from None
+    return outcome
 
 
 def open_store(host: str, port: int, timeout_s: float, *, serves: bool = False) -> TCPStore:
