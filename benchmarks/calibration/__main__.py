@@ -11,12 +11,14 @@ from benchmarks.calibration.fit import fitted
 from benchmarks.calibration.gpu import Step, steps
 from benchmarks.calibration.hardware import HARDWARE
 from benchmarks.calibration.held_out import SAMPLE, Result, held_out
-from benchmarks.calibration.page import page
+from benchmarks.calibration.page import page, priced_tasks
+from benchmarks.calibration.tasks import DATA
 from benchmarks.command import parser_of, run_alone
 from penstock.cost.clusters import FOLDER
 from penstock.writing import write_whole
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "calibration.md"
+PRICED: Final = DATA / "priced_tasks.csv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +37,14 @@ class Calibration:
 
 
 def calibrated(options: argparse.Namespace) -> Calibration:
-    """Compare; write the files of the clusters before, and the page after, if that is asked for."""
+    """Compare; write the clusters' files before, the page and the tasks after, if that is asked for."""
     if options.write:
         for name in HARDWARE:
             fitted(name).file.save(FOLDER / f"{name}.json")
     calibration = Calibration(results=held_out(options.sample), steps=steps())
     if options.write:
         write_whole(PAGE, calibration.to_text())
+        write_whole(PRICED, priced_tasks())
     return calibration
 
 
@@ -50,7 +53,7 @@ if __name__ == "__main__":  # not in processes that share the work
     parser.add_argument(
         "--write",
         action="store_true",
-        help="fit the papers' clusters again, and write their files and the page",
+        help="fit the papers' clusters again, and write their files, all tasks and the page",
     )
     parser.add_argument(
         "--sample", type=int, default=SAMPLE, metavar="N", help=f"simulate N layers of a grid ({SAMPLE})"

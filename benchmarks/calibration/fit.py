@@ -182,6 +182,7 @@ def _described(found: Fitted, beliefs: Mapping[str, Belief]) -> Fitted:
         others = misses(file, left_out=True)
         parts.append(f"Errors of these constants: {errors.words}; tasks left out: {others.words}.")
     parts.append(
-        "`python -m benchmarks.calibration` shows every task beside its price, and what is held out."
+        "`benchmarks/data/priced_tasks.csv` has every task beside its price, docs/calibration.md what is "
+        "held out."
     )
     return replace(found, file=replace(file, source=" ".join(parts)))

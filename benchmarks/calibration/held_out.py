@@ -34,13 +34,13 @@ PLANNERS: Final[Mapping[str, Callable[[Problem], Decision]]] = {
 }
 
 NOT_PREDICTED: Final = {
-    "FlowMoE-AT": "its order is none of the schedules here",
-    "FlowMoE-AR(BO)": "its order is none of the schedules here",
-    "ScheMoE": "ScheMoE is not here",
-    "DeepSpeed-MoE": "its models' batch sizes are not printed",
-    "NetMoE": "depends on the routing of its text, which is not printed",
-    "KM solver": "a time of the solver; see benchmarks/solvers.py",
-    "Pro-Prophet": "depends on the routing of its text, which is not printed",
+    "FlowMoE-AT": "not a schedule here",
+    "FlowMoE-AR(BO)": "not a schedule here",
+    "ScheMoE": "not a schedule here",
+    "DeepSpeed-MoE": "batch sizes not printed",
+    "NetMoE": "routing not printed",
+    "KM solver": "see benchmarks/solvers.py",
+    "Pro-Prophet": "routing not printed",
     "estimate vs measured": "of its own model",
 }
 """Systems, or what they are compared with, of rows without a prediction."""

@@ -1,7 +1,9 @@
-"""The page `docs/calibration.md`: how far predictions are from what others measured."""
+"""The page `docs/calibration.md`: how far predictions are from what others measured; a file of tasks."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -9,15 +11,15 @@ from benchmarks.calibration.fit import WORDS, fitted, misses
 from benchmarks.calibration.gpu import Step
 from benchmarks.calibration.hardware import HARDWARE
 from benchmarks.calibration.held_out import Result
-from benchmarks.calibration.tasks import rows
+from benchmarks.calibration.tasks import Row, rows
 from penstock.cost.clusters import find_cluster
 from penstock.lab.bench.result import markdown_table
 
 HEAD: Final = """# Calibration
 
 How far predictions are from what others measured. `python -m benchmarks.calibration` prints this page; with
-`--write` it fits the constants of the papers' clusters again and writes their files and this page. What was
-measured lies in `benchmarks/data`."""
+`--write` it fits the constants of the papers' clusters again and writes their files, this page, and
+`benchmarks/data/priced_tasks.csv`. What was measured lies in `benchmarks/data`."""
 
 CONSTANTS: Final = """## Constants of the papers' clusters
 
@@ -25,16 +27,16 @@ Two studies print what single tasks took. Serial runs do not tell bandwidth from
 constants are sought by these rows and by what is believed of the class of network and library: least
 squares in logarithms, where a row may be off by 10 % (a task of one layer) or 20 % (all tasks of an
 iteration), and a constant by the factor of its belief (`benchmarks/calibration/hardware.py`). Start-ups
-that a study prints are taken as they are. NetMoE, Pro-Prophet and Parm print no time of a task: nothing can
-be fitted there. Where a fitted cluster has the same devices and links, it lends the shares of peak rates
+that a study prints are taken as they are. Of the other clusters no time of a task is printed, so nothing can
+be fitted. Where a fitted cluster has the same devices and links, it lends the shares of peak rates
 that it reaches; all else is assumed by class. After a value stands the factor within which it is known (one
 standard deviation; none = taken from the study)."""
 
 TASKS: Final = """## Tasks of the papers
 
-The sum of these tasks one behind the other, by the file's constants, beside what the study timed. Plain
-expert parallelism of FlowMoE's study is taken to sum the gradients of a block in five messages, tensor by
-tensor. Rows with a reason are not fitted."""
+The sum of all tasks of a kind, one behind the other, by the file's constants, beside what the study timed:
+`benchmarks/data/priced_tasks.csv` has every row. Plain expert parallelism of FlowMoE's study is taken to sum
+the gradients of a block in five messages, tensor by tensor. Rows with a reason are not fitted."""
 
 HELD_OUT: Final = """## Results of the papers that are held out
 
@@ -82,14 +84,12 @@ def _table(cells: Iterator[Sequence[str]]) -> str:
 
 
 def _constants() -> Iterator[Sequence[str]]:
-    yield ("cluster", *(f"{WORDS[name]}, {_unit(name)[1]}" for name in NAMES), "rows, error")
+    yield ("cluster", *(f"{WORDS[name]}, {_unit(name)[1]}" for name in NAMES))
     for name in HARDWARE:
         file, factors = find_cluster(name), fitted(name).factors
         values = [getattr(file.rates, each) * _unit(each)[0] for each in NAMES]
         spreads = [f" x{factors[each]:.2f}" if each in factors else "" for each in NAMES]
-        errors = misses(file)
-        cells = (f"{value:.3g}{factor}" for value, factor in zip(values, spreads, strict=True))
-        yield (name, *cells, errors.words if errors.errors else "nothing fitted")
+        yield (name, *(f"{value:.3g}{factor}" for value, factor in zip(values, spreads, strict=True)))
 
 
 def _unit(name: str) -> tuple[float, str]:
@@ -97,19 +97,43 @@ def _unit(name: str) -> tuple[float, str]:
 
 
 def _tasks() -> Iterator[Sequence[str]]:
-    yield ("cluster", "model", "task", "measured ms", "priced ms", "error", "")
+    yield ("cluster", "fitted, error", "farthest", "not fitted")
+    for name in dict.fromkeys(row.cluster for row in rows()):
+        of_cluster = [row for row in rows() if row.cluster == name]
+        fitted_rows = [row for row in of_cluster if not row.left_out]
+        left_out: dict[str, list[str]] = {}
+        for row in of_cluster:
+            if row.left_out:
+                left_out.setdefault(row.left_out, []).append(_missed(row))
+        reasons = (f"{', '.join(tasks)}: {reason}" for reason, tasks in left_out.items())
+        farthest = max(fitted_rows, key=lambda row: abs(_error(row)))
+        yield (name, misses(find_cluster(name)).words, _missed(farthest), "; ".join(reasons))
+
+
+def _priced_ms(row: Row) -> float:
+    return row.predicted_ms(find_cluster(row.cluster))
+
+
+def _error(row: Row) -> float:
+    return _priced_ms(row) / row.measured_ms - 1
+
+
+def _missed(row: Row) -> str:
+    return f"{row.model} {row.what} {100 * _error(row):+.0f} %"
+
+
+def priced_tasks() -> str:
+    """Return every task that a paper timed beside its price, as CSV."""
+    out = io.StringIO()
+    out.write("# Tasks that papers timed, and their prices: `python -m benchmarks.calibration --write`.\n")
+    lines = csv.writer(out, lineterminator="\n")
+    lines.writerow(("cluster", "model", "task", "measured_ms", "priced_ms", "error", "why_not_fitted"))
     for row in rows():
-        priced_ms = row.predicted_ms(find_cluster(row.cluster))
-        error = f"{100 * (priced_ms / row.measured_ms - 1):+.0f} %"
-        yield (
-            row.cluster,
-            row.model,
-            row.what,
-            f"{row.measured_ms:g}",
-            f"{priced_ms:.1f}",
-            error,
-            row.left_out,
+        measured, priced = f"{row.measured_ms:g}", f"{_priced_ms(row):.1f}"
+        lines.writerow(
+            (row.cluster, row.model, row.what, measured, priced, f"{_error(row):+.2f}", row.left_out)
         )
+    return out.getvalue()
 
 
 def _results(results: Sequence[Result]) -> Iterator[Sequence[str]]:

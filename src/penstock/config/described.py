@@ -9,12 +9,21 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
 from functools import cache
 from typing import Any, Final, get_args
 
-from penstock.config.bounds import Within, default_of, kind_of, may_be_none, section_of, settable, types_of
+from penstock.config.bounds import (
+    Within,
+    default_of,
+    kind_of,
+    may_be_none,
+    present,
+    section_of,
+    settable,
+    types_of,
+)
 from penstock.config.error import dotted, toml_value
 from penstock.config.validate import adapter, plain_data
 
@@ -30,7 +39,9 @@ value `none` unsets a key. `penstock config show FILE` prints what a file comes 
 FILE` all that is wrong with it, and `penstock config schema > penstock.json` the schema by which an editor
 completes and checks a file that begins with `#:schema penstock.json`. Files are TOML, or YAML or JSON if
 their names end so.
-What the schedules do: [schedules.md](schedules.md).
+
+Values: `1 to 8` is a whole number from 1 to 8, `number 1 to 8` any from 1 to 8, `number above 1 to 8` any
+but 1, and `a, b or none` one of these words. What the schedules do: [schedules.md](schedules.md).
 """
 
 
@@ -40,13 +51,15 @@ class Setting:
 
     Attributes:
         key: Its dotted key.
-        kind: What values it has.
+        kind: What values it has, as a part of a sentence.
+        values: The same in few words.
         default: Its default, as TOML.
         meaning: What it means, in Markdown with links.
     """
 
     key: str
     kind: str
+    values: str
     default: str
     meaning: str
 
@@ -86,9 +99,20 @@ def described(cls: type, prefix: str = "", base: object = None) -> Iterator[Sett
             some = (
                 next((each for each in get_args(tp) if each is not type(None)), tp) if may_be_none(tp) else tp
             )
-            ranges = [mark.words for mark in getattr(some, "__metadata__", ()) if isinstance(mark, Within)]
+            ranges = [mark for mark in getattr(some, "__metadata__", ()) if isinstance(mark, Within)]
             kind, optional, _ = kind_of(tp).partition(", or none")
-            yield Setting(key=key, kind=" ".join((kind, *ranges)) + optional, default=shown, meaning=meaning)
+            kind = " ".join((kind, *(mark.words for mark in ranges)))
+            values = _in_few_words(kind_of(present(tp)), ranges) + (" or none" if optional else "")
+            yield Setting(key=key, kind=kind + optional, values=values, default=shown, meaning=meaning)
+
+
+def _in_few_words(kind: str, ranges: Sequence[Within]) -> str:
+    """Return what `kind` and its range say, as the page's introduction explains it."""
+    kind = kind.removeprefix("one of ").removeprefix("a ")
+    kind = re.sub(", each item of which must be( a)?", ":", kind)
+    words = " ".join(mark.words for mark in ranges).replace(" and at most ", " to ")
+    words = re.sub("^from |^at least ", "", words).replace(" and below ", " to below ")
+    return words if words and kind == "whole number" else f"{kind} {words}".strip()
 
 
 def _toml(value: Any) -> str:
@@ -117,7 +141,7 @@ def page(cls: type) -> str:
         assert section is not None
         lines += [f"## {field.name}", "", "| key | values | default | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{item.key}` | {item.kind} | {item.default} | {item.meaning} |".replace("<", "&lt;")
+            f"| `{item.key}` | {item.values} | {item.default} | {item.meaning} |".replace("<", "&lt;")
             for item in described(section, field.name)
         ]
         lines.append("")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.calibration.__main__ import PAGE
+from benchmarks.calibration.__main__ import PAGE, PRICED
 from benchmarks.calibration.fit import fitted, misses
 from benchmarks.calibration.gpu import measured_step
 from benchmarks.calibration.hardware import HARDWARE
 from benchmarks.calibration.held_out import Result
-from benchmarks.calibration.page import page
+from benchmarks.calibration.page import page, priced_tasks
 from benchmarks.calibration.tasks import rows, table
 from penstock.cost import ProfiledCluster, Span
 from penstock.cost.clusters import find_cluster, names
@@ -85,6 +85,11 @@ def test_the_page_is_what_the_command_writes() -> None:
         assert each.setting in written and each.published in written
     for row in table("gpu_calibration.csv"):
         assert f"{float(row['step_s']):.4g}" in written
+
+
+def test_the_file_of_tasks_is_what_the_command_writes() -> None:
+    assert PRICED.read_text(encoding="utf-8") == priced_tasks()
+    assert len(table(PRICED.name)) == len(rows())
 
 
 @pytest.mark.slow
