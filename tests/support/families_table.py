@@ -14,29 +14,32 @@ Serves = Callable[[Family], str | None]
 """Maps a family to the reason why a feature does not serve it; None: it does."""
 
 
-ALWAYS: Serves = lambda family: None  # noqa: E731 - a cell of the table below
+EVERY = (
+    "experts spread over ranks (`ep_size`)",
+    'every schedule, `plan="auto"`',
+    "every dispatch, compressed rows (`moe.comm_dtype`)",
+    "`plan.recompute`",
+    "`ShardedAdamW`",
+    "loading a share, saving",
+    "`penstock train`: trials, checkpoints beside the steps, any layout into any other",
+    "samples that move (`placement.samples`, in runs)",
+)
+"""Features that serve every family."""
 
 FEATURES: Mapping[str, Serves] = {
-    "experts spread over ranks (`ep_size`)": ALWAYS,
     "attention shared by ranks (`tp_size`)": lambda family: None if family.attention else family.uncut,
     "every expert shared by ranks (`etp_size`)": lambda family: None if family.form.narrows else SEVERAL_ROWS,
-    'every schedule, `plan="auto"`': ALWAYS,
-    "every dispatch, compressed rows (`moe.comm_dtype`)": ALWAYS,
     "experts that move (`placement.experts`)": lambda family: None if family.form.moves else SEVERAL_ROWS,
-    "`plan.recompute`": ALWAYS,
-    "`ShardedAdamW`": ALWAYS,
-    "loading a share, saving": ALWAYS,
-    "`penstock train`: trials, checkpoints beside the steps, any layout into any other": ALWAYS,
-    "samples that move (`placement.samples`, in runs)": ALWAYS,
     "packed documents kept apart (`data.separate_documents`, `position_ids`)": lambda family: (
         None if family.separates_documents else "some of its layers go on where another document begins"
     ),
 }
-"""Features by what the table calls them."""
+"""Other features by what the table calls them."""
 
 
 def table(families: Mapping[str, Family]) -> str:
-    """Return the table of features and families in Markdown, with the reasons below it."""
+    """Return what serves every family, and the table of other features, in Markdown, with reasons below."""
+    every = ["Every family has", "", *(f"- {feature}" for feature in EVERY), ""]
     rows = [_row(("", *FEATURES)), _row(["---"] * (len(FEATURES) + 1))]
     reasons: dict[str, int] = {}
     for name, family in sorted(families.items()):
@@ -46,8 +49,8 @@ def table(families: Mapping[str, Family]) -> str:
         ]
         rows.append(_row((f"`{name}`", *cells)))
     numbered = (f"{number}. {why}" for why, number in reasons.items())
-    nobody = [f"- `plan.{name}` of `parallelize` other than `none`: {why}" for name, why in UNKNOWN]
-    return "\n".join(chain(rows, [""], numbered, ["", "No family has", ""], nobody))
+    nobody = [f"- `Decision({name}=...)` of `parallelize` other than `none`: {why}" for name, why in UNKNOWN]
+    return "\n".join(chain(every, rows, [""], numbered, ["", "No family has", ""], nobody))
 
 
 def _row(cells: Iterable[str]) -> str:
