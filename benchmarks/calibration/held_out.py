@@ -34,14 +34,14 @@ PLANNERS: Final[Mapping[str, Callable[[Problem], Decision]]] = {
 }
 
 NOT_PREDICTED: Final = {
-    "FlowMoE-AT": "not a schedule here",
-    "FlowMoE-AR(BO)": "not a schedule here",
-    "ScheMoE": "not a schedule here",
-    "DeepSpeed-MoE": "batch sizes not printed",
-    "NetMoE": "routing not printed",
-    "KM solver": "see benchmarks/solvers.py",
-    "Pro-Prophet": "routing not printed",
-    "estimate vs measured": "of its own model",
+    "FlowMoE-AT": "no schedule here",
+    "FlowMoE-AR(BO)": "no schedule here",
+    "ScheMoE": "no schedule here",
+    "DeepSpeed-MoE": "batch sizes are not printed",
+    "NetMoE": "routing is not printed",
+    "KM solver": "times of a solver: `python -m benchmarks.solvers`",
+    "Pro-Prophet": "routing is not printed",
+    "estimate vs measured": "the error of its own model",
 }
 """Systems, or what they are compared with, of rows without a prediction."""
 
@@ -51,7 +51,8 @@ class Result:
     """One published result.
 
     Attributes:
-        predicted: The prediction by the shipped files, or why there is none.
+        predicted: The prediction by the shipped files; "" if there is none.
+        why_not: Why there is none.
     """
 
     paper: str
@@ -61,6 +62,7 @@ class Result:
     metric: str
     published: str
     predicted: str
+    why_not: str = ""
 
 
 def held_out(sample: int = SAMPLE) -> list[Result]:
@@ -73,6 +75,7 @@ def held_out(sample: int = SAMPLE) -> list[Result]:
     results = []
     for row in table("published_results.csv"):
         system, baseline, paper = row["system"], row["baseline"], row["paper"]
+        why_not = ""
         if (
             paper == "FlowMoE"
             and row["setting"].startswith(("one customised", "same layer"))
@@ -86,11 +89,9 @@ def held_out(sample: int = SAMPLE) -> list[Result]:
         elif paper == "Parm" and row["setting"] == "1296 layers":
             predicted = parm
         else:
-            predicted = f"none: {NOT_PREDICTED.get(system) or NOT_PREDICTED[baseline]}"
-        names = ("paper", "setting", "system", "baseline", "metric")
-        results.append(
-            Result(**{name: row[name] for name in names}, published=row["value"], predicted=predicted)
-        )
+            predicted, why_not = "", NOT_PREDICTED.get(system) or NOT_PREDICTED[baseline]
+        given = {name: row[name] for name in ("paper", "setting", "system", "baseline", "metric")}
+        results.append(Result(**given, published=row["value"], predicted=predicted, why_not=why_not))
     return results
 
 

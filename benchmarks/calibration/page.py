@@ -40,7 +40,7 @@ the gradients of a block in five messages, tensor by tensor. Rows with a reason 
 
 HELD_OUT: Final = """## Results of the papers that are held out
 
-Nothing is fitted to speed-ups. Of grids 40 layers are simulated, drawn with a fixed seed. The noise of an
+Nothing is fitted to what follows. Of grids 40 layers are simulated, drawn with a fixed seed. The noise of an
 iteration's rows and the belief on the overhead of a task were set with FlowMoE's predicted speed-ups in
 sight."""
 
@@ -75,7 +75,7 @@ def page(results: Sequence[Result], steps: Sequence[Step]) -> str:
         steps: Steps that were measured on GPUs.
     """
     parts = [HEAD, CONSTANTS, _table(_constants()), TASKS, _table(_tasks())]
-    parts += [HELD_OUT, _table(_results(results)), GPU, _table(_steps(steps))]
+    parts += [HELD_OUT, _table(_results(results)), _not_predicted(results), GPU, _table(_steps(steps))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -139,15 +139,28 @@ def priced_tasks() -> str:
 def _results(results: Sequence[Result]) -> Iterator[Sequence[str]]:
     yield ("paper", "setting", "system", "over", "metric", "published", "predicted")
     for result in results:
-        yield (
-            result.paper,
-            result.setting,
-            result.system,
-            result.baseline,
-            result.metric,
-            result.published,
-            result.predicted,
-        )
+        if not result.why_not:
+            yield (
+                result.paper,
+                result.setting,
+                result.system,
+                result.baseline,
+                result.metric,
+                result.published,
+                result.predicted,
+            )
+
+
+def _not_predicted(results: Sequence[Result]) -> str:
+    """Return a sentence: how many results have no prediction, and why."""
+    papers: dict[str, list[str]] = {}
+    for result in results:
+        if result.why_not:
+            papers.setdefault(result.why_not, []).append(result.paper)
+    reasons = (f"{len(of)} of {' and '.join(dict.fromkeys(of))} ({why})" for why, of in papers.items())
+    return (
+        f"Without a prediction: {', '.join(reasons)}. `benchmarks/data/published_results.csv` has them, too."
+    )
 
 
 def _steps(steps: Sequence[Step]) -> Iterator[Sequence[str]]:
