@@ -37,8 +37,8 @@ class DataConfig:
     field: Name = "text"
     """Of JSON lines and Parquet, the field with the text."""
     separate_documents: bool = False
-    """Tokens attend to their own document alone, whose positions begin at 0, and none is to predict the first
-    token of the next."""
+    """Tokens attend to their own document alone, whose positions begin at 0; none is to predict the first
+    token of the next ([more](data.md#documents))."""
     cache: FilePath | None = None
     """Where a run keeps tokens that it has to prepare itself; none = `~/.cache/penstock`."""
     batch_per_device: Samples = 8

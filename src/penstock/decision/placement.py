@@ -36,15 +36,15 @@ class PlacementConfig:
 
     samples: Literal["auto", "none", "netmoe"] = "auto"
     """What moves samples: "netmoe" = every MoE layer gives samples the homes that save the most traffic
-    between nodes ([more](placement.md)); "none" = samples stay; "auto" = "none", unless `plan.mode=auto`
-    finds that moving them pays."""
+    between nodes ([more](placement.md)); "none" = nothing; "auto" = "none", unless `plan.mode=auto` finds
+    that moving them pays."""
     experts: Literal["auto", "none", "pro_prophet", "shadowing", "least_loaded", "planned"] = "auto"
     """By which planner popular experts get replicas on other ranks; "none", "auto" as for samples."""
     replica_slots: ReplicaSlots = 1
     """Experts of other ranks that each rank has room for, per MoE layer, where experts move."""
     split: Split = "auto"
     """Where experts move, whether rows are shared among replicas by the loads of their own step ("exact") or
-    those of the step before ("last_step"); "auto" = exactly where that can be."""
+    those of the step before ("last_step"); "auto" = "exact" where that can be."""
     every: EverySteps = 1
     """Steps between two plans of experts."""
     solver: Solver = "network_simplex"

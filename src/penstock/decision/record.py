@@ -172,15 +172,15 @@ class Decision:
     plan.comm_dtype=auto allows it."""
     expert_form: Annotated[ExpertForm | None, EXPERT_FORM] = None
     """Where ranks share attention or experts, how rows reach every shard of their experts
-    ([more](schedules.md)); none = the schedule's usual form, which is "gather"; all others need a flat
-    dispatch."""
+    ([more](parallelism.md#what-a-step-does)); none = the schedule's usual form, which is "gather"; all others
+    need a flat dispatch."""
     recompute: Annotated[Recompute, RECOMPUTE] = "none"
     """What runs a second time before its backward, so that memory need not hold what it saves until then; no
     rows are sent again."""
     priority: Annotated[PriorityName, PRIORITY] = "search"
     """The rule by which penstock orders tasks: "critical_path" (the task with the longest chain of work after
-    it goes first), "all_to_all_first" (FlowMoE's), or "search", a local search that starts from both rules
-    and takes the most time."""
+    it goes first), "all_to_all_first" (FlowMoE's), or "search", a local search from both, which takes the
+    most time."""
     samples: Annotated[SampleMoves, SAMPLES] = "none"
     """What moves samples."""
     experts: Annotated[ExpertMoves, EXPERTS] = "none"
@@ -336,9 +336,8 @@ class ScheduleConfig(Decision):
     """Pieces of the batch that pass through whole blocks (flowmoe, penstock); 1 for a batch of one sample."""
     chunks: PieceCount | None = None
     """Chunks of the tokens inside an MoE layer; none = the schedule's default (moe_pipeline, dense_overlap,
-    lina 2; fsmoe, penstock 1; sequential, flowmoe, baseline_esp and parm_s1 have no chunks). In parm_s2 it is
-    the number of slices of combine and the gather that runs beside it (2); with tp_size = 1 nothing is
-    gathered, and it has no effect."""
+    lina 2; fsmoe, penstock 1; sequential, flowmoe, baseline_esp and parm_s1 have no chunks). In parm_s2:
+    slices of combine and of the gather beside it (2); no effect with tp_size = 1."""
     backward_chunks: PieceCount | None = None
     """Chunks in the backward pass; none = as in the forward pass. Experts compute in slices; their number,
     the least common multiple of both, is at most 64."""

@@ -32,8 +32,8 @@ class ModelConfig:
     """
     config: FilePath | None = None
     """The `config.json` of a model of transformers, or its folder; its sizes replace those of `[model]` and
-    `[moe]` as a preset's do, and the weights in a folder are where training begins
-    ([more](training.md#a-model-of-transformers)); none = as given here."""
+    `[moe]` as a preset's do; training begins with the weights in a folder
+    ([more](training.md#a-model-of-transformers))."""
     model_type: Name = QWEN3_MOE
     """Architecture, as transformers names it; others than qwen3_moe come from `config` alone."""
     config_sha256: Name | None = None
@@ -65,8 +65,8 @@ class ModelConfig:
     """Probability, of embedding, attention output and feed-forward output; the masks are the same for every
     schedule and layout."""
     tie_word_embeddings: bool = False
-    """Token embedding and output head share one matrix, without weight decay as for any embedding; a
-    checkpoint written with one value cannot be resumed with the other."""
+    """Token embedding and output head share one matrix, without weight decay as for any embedding; a run
+    cannot be resumed with the other value."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -96,13 +96,13 @@ class MoEConfig:
     """Total hidden width of the shared experts, which process every token; 0 = no shared experts."""
     gate: RouterName = "softmax"
     """Router: "softmax", "noisy" (softmax with learnt noise in training), "sigmoid" (DeepSeek-V3, BASE),
-    "cosine" (X-MoE), "expert_choice" or "soft"; the last two look at later tokens too: a causal model then
-    sees the future ([more](moe-layer.md))."""
+    "cosine" (X-MoE), "expert_choice" or "soft"; with the last two a causal model sees the future
+    ([more](moe-layer.md))."""
     gate_proj_size: Width = 256
     """Width of the cosine gate's projection."""
     norm_topk_prob: bool | None = None
-    """Scale the chosen weights to sum to one; none = if top_k > 1. With one choice the weight would always be
-    one and the router would get no gradient: refused."""
+    """Scale the chosen weights to sum to one; none = if top_k > 1. Refused with one choice, whose weight
+    would always be one: the router would get no gradient."""
     routed_scaling_factor: Scale = 1.0
     """Multiplies the weights of the chosen experts."""
     num_groups: Experts | None = None
@@ -119,17 +119,16 @@ class MoEConfig:
     """The least number of slots with a `capacity_factor`."""
     bound_factor: BoundFactor | None = None
     """Dropless routing without an exchange of counts: how many rows each expert is sent, over the most of the
-    last 32 steps; a step that needs more runs again, counted
-    ([more](gpu.md#rows-that-are-known-before-the-gates-choose)); none = rows are counted."""
+    last 32 steps ([more](gpu.md#rows-that-are-known-before-the-gates-choose)); none = rows are counted."""
     slots_per_expert: Slots = 4
     """Slots per sample and expert with `gate = "soft"`."""
     permutation: PermutationSetting = "auto"
     """How rows are ordered: "sort" (dropless), "index" or "einsum" (both need a `capacity_factor`); "auto" =
     the fastest that supports the gate and capacity."""
     dispatch: str = "auto"
-    """How rows reach their experts: "flat", "hierarchical_1d", "hierarchical_2d" or "node_once" (a token with
-    several experts on a node crosses to it once); "auto" = where experts span nodes, the fastest by the
-    measured links."""
+    """How rows reach their experts: "flat", "hierarchical_1d", "hierarchical_2d" or "node_once" (a token
+    crosses once to a node); "auto" = where experts span nodes, the fastest by the measured links
+    ([more](moe-layer.md#parts))."""
     one_copy_per_rank: bool = False
     """A token with several experts on one rank is sent to that rank once, and its outputs are summed there.
     """

@@ -57,16 +57,15 @@ class PlanConfig:
     file: Name | None = None
     """The plan file to replay, such as `plan.json` of an earlier run or of `penstock plan --out`."""
     layout: Literal["given", "auto"] = "given"
-    """Layout of the ranks: "given" = `[parallel]` says which ranks share attention and experts; "auto" = they
-    are chosen at the start, with `plan.mode=auto` ([more](training.md#which-ranks-share-what))."""
+    """Layout of the ranks: "given" = as `[parallel]` says; "auto" = chosen at the start, with
+    `plan.mode=auto` ([more](training.md#which-ranks-share-what))."""
     comm_dtype: Literal["given", "auto"] = "given"
     """Format of rows in transit: "given" = as `moe.comm_dtype` says; "auto" = a search may round them to
-    bfloat16 or int8, and says what it chose and the bytes that this saves; refused with `plan.mode=fixed`,
-    where nothing is searched."""
+    bfloat16 or int8, and says what it chose; refused with `plan.mode=fixed`."""
     recompute: Literal["auto", "none", "experts", "blocks"] = "auto"
-    """What runs a second time before its backward, so that memory need not hold until then what it saves:
-    "none", "experts", or "blocks" (attention, router and experts); no rows are sent again; "auto" = nothing,
-    unless `plan.mode=auto` finds that nothing fits into memory otherwise."""
+    """What runs a second time before its backward, to save memory: "none", "experts", or "blocks" (attention,
+    router and experts); no rows are sent again; "auto" = nothing, unless `plan.mode=auto` finds that nothing
+    fits into memory otherwise."""
     cluster: Name | None = None
     """A cluster file by name or path; none = measure."""
     profile_s: Seconds = 15.0

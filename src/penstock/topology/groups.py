@@ -183,15 +183,16 @@ class ParallelConfig:
     """The same while a checkpoint is written or read; none = `timeout_s`."""
     send_buffer_bytes: BufferBytes = 64 * 1024
     """Send buffer of each connection of a CPU rank: too much delays the other side's announcements, less than
-    rate times round trip slows the link down; 0 = the operating system's default ([more](performance.md))."""
+    rate times round trip slows the link down; 0 = the operating system's default
+    ([more](performance.md#the-network-link))."""
     transport: TransportName = "direct"
-    """How tensors of GPUs travel: "direct", over NCCL, which takes one process for each GPU; "staged",
-    through pinned memory of the host and over Gloo, so that processes can share a GPU
+    """How tensors of GPUs travel: "direct", over NCCL, with one process for each GPU; "staged", through
+    memory of the host and over Gloo, so that processes can share a GPU
     ([more](gpu.md#several-ranks-on-one-gpu)); refused on CPUs."""
     reduce_scatter: Summation = "native"
     """How GPUs sum what each rank keeps a part of (shards and tensor parallelism): "native" = by NCCL where
     all parts have one size, "in_order" = added in the order of ranks, in float32 at least: the same bits on
-    every machine, for one buffer per rank and a kernel per addition. CPUs always add in order."""
+    every machine, but slower and with a buffer per rank. CPUs always add in order."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

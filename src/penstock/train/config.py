@@ -45,8 +45,8 @@ class TrainConfig:
     seed: Seed = 0
     """Seed of weights, data order and dropout."""
     resume: Resume = False
-    """Whether to go on: true = resume from the newest complete checkpoint, an error if there is none; "auto"
-    = resume if there is one, otherwise start from the beginning, for jobs that a batch system restarts
+    """Whether to go on: true = from the newest complete checkpoint, an error if there is none; "auto" = so if
+    there is one, otherwise from the beginning, for jobs that a batch system restarts
     ([more](training.md#resuming))."""
     precision: Precision = "auto"
     """Format of computation: "auto" = bfloat16 autocast where the device supports it, otherwise float32;
@@ -81,7 +81,7 @@ class OutputConfig:
     """How many of the last steps are traced; 0 = no trace."""
     loads: bool = True
     """Gather once per step how many tokens of every rank chose each expert, for metrics and pictures: a few
-    hundred bytes, in a gap of the backward half."""
+    hundred bytes."""
     routing: bool = False
     """Write `routing.jsonl`: how many tokens chose each expert in every step, for virtual devices and plans
     that route as this run did."""

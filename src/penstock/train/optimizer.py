@@ -52,14 +52,12 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     """Added to the denominator of an update."""
     clip_grad_norm: Positive | None = 1.0
-    """Largest gradient norm over the whole model, where every expert counts once; none = gradients stay as
-    they are."""
+    """Largest gradient norm over the whole model, where every expert counts once; none = no clipping."""
     zero_stage: ZeroStage = 0
     """What data-parallel ranks share (ZeRO): 1 = every rank keeps the moments of a share of the parameters
-    and updates it, by tasks of the step; "auto" = 1 if a whole iteration is predicted to be shorter so, or
-    does not fit into memory otherwise ([more](training.md#a-sharded-optimiser)); 2 = besides, gradients are
-    freed during backward as soon as they are summed, but for a rank's share
-    ([more](training.md#shares-of-gradients))."""
+    and updates it, by tasks of the step ([more](training.md#a-sharded-optimiser)); "auto" = 1 if a whole
+    iteration is predicted to be shorter so, or does not fit into memory otherwise; 2 = gradients are freed,
+    too, but for a rank's share ([more](training.md#shares-of-gradients))."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
