@@ -53,7 +53,7 @@ SETUPS: Final[Mapping[str, Setup]] = {
     ),
 }
 NOT_PREDICTED: Final = {
-    "primus-projection": "the sizes of its model are not among those that come with Penstock",
+    "primus-projection": "its model's sizes are not known",
     "ms-swift": "its layout and batch are not printed",
 }
 

@@ -27,10 +27,9 @@ Two studies print what single tasks took. Serial runs do not tell bandwidth from
 constants are sought by these rows and by what is believed of the class of network and library: least
 squares in logarithms, where a row may be off by 10 % (a task of one layer) or 20 % (all tasks of an
 iteration), and a constant by the factor of its belief (`benchmarks/calibration/hardware.py`). Start-ups
-that a study prints are taken as they are. Of the other clusters no time of a task is printed, so nothing can
-be fitted. Where a fitted cluster has the same devices and links, it lends the shares of peak rates
-that it reaches; all else is assumed by class. After a value stands the factor within which it is known (one
-standard deviation; none = taken from the study)."""
+that a study prints are taken as they are. Other clusters have the shares of peak rates that a fitted one with
+the same devices and links reaches; all else is assumed by class. After a value stands the factor within which
+it is known (one standard deviation; none = taken from the study)."""
 
 TASKS: Final = """## Tasks of the papers
 
@@ -59,12 +58,11 @@ UNITS: Final = {
 
 GPU: Final = """## Steps on GPUs
 
-What users of other frameworks measured of whole steps, updates included, and what `penstock plan` predicts
-for the row's layout, on devices of which nothing but the data sheet is known: by the schedule `sequential`
-(without expert parallelism `flowmoe`, where only sums of gradients are left to overlap), since these
-frameworks compute no part of a batch under the transfers of another, and with rows sent flat where they use
-all-to-all. The share of its rate that EFA reaches is fitted to its row; efficiencies of
-kernels are those that others measured of single kernels."""
+Whole steps, updates included, that users of other frameworks measured, and what `penstock plan` predicts for
+the row's layout from the devices' data sheets: by the schedule `sequential` (without expert parallelism
+`flowmoe`), since these frameworks compute no part of a batch under the transfers of another, and with rows
+sent flat where they use all-to-all. The share of its rate that EFA reaches is fitted to its row; efficiencies
+of kernels are those that others measured of single kernels."""
 
 
 def page(results: Sequence[Result], steps: Sequence[Step]) -> str:

@@ -69,8 +69,7 @@ class ClusterConfig:
     task_overhead_s: StartUp = 1e-4
     """Fixed cost of any compute task."""
     issue_task_s: HostTime = 0.0
-    """What the thread that hands tasks to a GPU takes for each; 0 on CPUs, where every lane has a thread of
-    its own."""
+    """What the thread that hands tasks to a GPU takes for each; 0 on CPUs."""
     issue_kernel_s: HostTime = 0.0
     """What it takes for each operation in a task; 0 on CPUs."""
 

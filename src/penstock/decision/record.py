@@ -178,9 +178,8 @@ class Decision:
     """What runs a second time before its backward, so that memory need not hold what it saves until then; no
     rows are sent again."""
     priority: Annotated[PriorityName, PRIORITY] = "search"
-    """The rule by which penstock orders tasks: "critical_path" (the task with the longest chain of work after
-    it goes first), "all_to_all_first" (FlowMoE's), or "search", a local search from both, which takes the
-    most time."""
+    """The rule by which penstock orders tasks: "critical_path" (the longest chain of work after a task),
+    "all_to_all_first" (FlowMoE's), or "search", a local search from both, which takes the most time."""
     samples: Annotated[SampleMoves, SAMPLES] = "none"
     """What moves samples."""
     experts: Annotated[ExpertMoves, EXPERTS] = "none"
@@ -192,7 +191,7 @@ class Decision:
     partition: Annotated[Partition | None, Unsearched(("cut", "order"))] = None
     """The gradients in each gap, for fsmoe; none = all of a layer's in the next gap below."""
     more: Annotated[Table, Items(100, "one per registered decision")] = NOTHING
-    """A table of decisions that your own code registered, such as `schedule.more.late_weights=true`
+    """Decisions that your own code registered, such as `schedule.more.late_weights=true`
     ([more](extending.md#a-decision)), where they differ from the default."""
 
     def reads(self, name: str) -> bool:

@@ -62,7 +62,7 @@ class ModelConfig:
     rms_norm_eps: Annotated[float, Within(0, 1, "it is added to a mean square", above=True)] = 1e-6
     """What norms add to the mean square."""
     dropout: Annotated[float, Within(0, 1, "it is a probability", below=True)] = 0.0
-    """Probability, of embedding, attention output and feed-forward output; the masks are the same for every
+    """Probability, of embedding, attention output and feed-forward output; masks are the same for every
     schedule and layout."""
     tie_word_embeddings: bool = False
     """Token embedding and output head share one matrix, without weight decay as for any embedding; a run

@@ -64,8 +64,8 @@ class PlanConfig:
     bfloat16 or int8, and says what it chose; refused with `plan.mode=fixed`."""
     recompute: Literal["auto", "none", "experts", "blocks"] = "auto"
     """What runs a second time before its backward, to save memory: "none", "experts", or "blocks" (attention,
-    router and experts); no rows are sent again; "auto" = nothing, unless `plan.mode=auto` finds that nothing
-    fits into memory otherwise."""
+    router and experts); "auto" = nothing, unless `plan.mode=auto` finds that nothing fits into memory
+    otherwise."""
     cluster: Name | None = None
     """A cluster file by name or path; none = measure."""
     profile_s: Seconds = 15.0
@@ -76,8 +76,7 @@ class PlanConfig:
     trials: Trials = 3
     """Number of promising plans that run for six steps each before the fastest is kept; trials take at most a
     tenth of a run's steps, so three need 180 steps or more; after 30 minutes no other plan is tried; a plan
-    that moves samples or experts is tried later, in a run of 120 steps or more; 1 = the prediction decides.
-    """
+    that moves samples or experts needs 120 steps; 1 = the prediction decides."""
     tuner: TunerName | None = None
     """What tunes the size of all-reduce pieces during training: "bayesian" (FlowMoE), "grid" or "random";
     none = nothing."""

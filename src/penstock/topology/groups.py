@@ -166,8 +166,8 @@ class ParallelConfig:
     ep_size: Ranks | None = None
     """Ranks over which the experts of a layer are spread; none = all, after `etp_size`."""
     tp_size: Ranks = 1
-    """Ranks of a node that share attention, dense feed-forward parts and vocabulary (tensor parallelism) and
-    work on the same samples."""
+    """Ranks of a node that share attention, dense feed-forward parts and vocabulary (tensor parallelism),
+    with the same samples."""
     etp_size: Ranks = 1
     """Ranks of a node that share every expert, each a part of its hidden width (expert sharding)."""
     tokens: TokenLayout = "split"
@@ -182,17 +182,15 @@ class ParallelConfig:
     checkpoint_timeout_s: Timeout | None = None
     """The same while a checkpoint is written or read; none = `timeout_s`."""
     send_buffer_bytes: BufferBytes = 64 * 1024
-    """Send buffer of each connection of a CPU rank: too much delays the other side's announcements, less than
-    rate times round trip slows the link down; 0 = the operating system's default
-    ([more](performance.md#the-network-link))."""
+    """Send buffer of each connection of a CPU rank; less than rate times round trip slows the link down; 0 =
+    the operating system's default ([more](performance.md#the-network-link))."""
     transport: TransportName = "direct"
-    """How tensors of GPUs travel: "direct", over NCCL, with one process for each GPU; "staged", through
-    memory of the host and over Gloo, so that processes can share a GPU
-    ([more](gpu.md#several-ranks-on-one-gpu)); refused on CPUs."""
+    """How tensors of GPUs travel: "direct", over NCCL; "staged", through memory of the host and over Gloo, so
+    that processes can share a GPU ([more](gpu.md#several-ranks-on-one-gpu)); refused on CPUs."""
     reduce_scatter: Summation = "native"
     """How GPUs sum what each rank keeps a part of (shards and tensor parallelism): "native" = by NCCL where
-    all parts have one size, "in_order" = added in the order of ranks, in float32 at least: the same bits on
-    every machine, but slower and with a buffer per rank. CPUs always add in order."""
+    all parts have one size, "in_order" = in the order of ranks, in float32 at least: the same bits on every
+    machine, but slower. CPUs always add in order."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

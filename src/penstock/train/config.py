@@ -62,8 +62,8 @@ class TrainConfig:
     log_every: Steps = 10
     """Steps between log lines; 0 = only at the end."""
     max_skipped_steps: Steps = 4
-    """Consecutive steps with a loss or gradients that are not finite that may be skipped; one more ends the
-    run ([more](training.md#non-finite-steps))."""
+    """Consecutive steps that may be skipped since the loss or gradients are not finite; one more ends the
+    run."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -54,10 +54,10 @@ class OptimizerConfig:
     clip_grad_norm: Positive | None = 1.0
     """Largest gradient norm over the whole model, where every expert counts once; none = no clipping."""
     zero_stage: ZeroStage = 0
-    """What data-parallel ranks share (ZeRO): 1 = every rank keeps the moments of a share of the parameters
-    and updates it, by tasks of the step ([more](training.md#a-sharded-optimiser)); "auto" = 1 if a whole
-    iteration is predicted to be shorter so, or does not fit into memory otherwise; 2 = gradients are freed,
-    too, but for a rank's share ([more](training.md#shares-of-gradients))."""
+    """What data-parallel ranks share (ZeRO): 1 = moments, of which every rank keeps and updates a part by
+    tasks of the step ([more](training.md#a-sharded-optimiser)); "auto" = 1 if a whole iteration is predicted
+    to be shorter so, or does not fit into memory otherwise; 2 = gradients, too
+    ([more](training.md#shares-of-gradients))."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
