@@ -25,8 +25,13 @@ HEAD = "| type | trains as in transformers | router loss | packed documents kept
 RANDOM = "phimoe"
 """Draws experts by chance in training."""
 
-KNOWN = ("cannot be scheduled: ", "is of no family that Penstock knows, and ")
-"""What goes without saying in the table, at the beginning of an error."""
+LEFT_OUT = re.compile(
+    r"^cannot be scheduled: |^is of no family that Penstock knows, and |: model\..*| \(model\.[^)]*\)"
+)
+"""What goes without saying in the table, or is of one family alone."""
+
+LAYER = re.compile(r"^\w+DecoderLayer ")
+NUMBER = re.compile(r"no \((\d+)\)")
 
 SENTENCE = re.compile(r"\.(?: |$)")
 """The end of a sentence, and not of a part of a name."""
@@ -111,9 +116,7 @@ def row(family: str) -> str:
         scheduled = penstock.parallelize(copy.deepcopy(model), plan="flowmoe")
     except ValueError as error:
         why = SENTENCE.split(str(error), maxsplit=1)[0].removeprefix(type(model).__name__).lstrip(": ")
-        for words in KNOWN:
-            why = why.removeprefix(words)
-        return f"{begin} no: {why} | | |"
+        return f"{begin} no: {LAYER.sub('a layer ', LEFT_OUT.sub('', why))} | | |"
     weighs = _router_loss(model)
     if weighs == "yes":
         try:
@@ -153,19 +156,34 @@ def _kept_apart(model: Any) -> str:
 
 
 def table() -> str:
-    """The table of all families."""
-    return "\n".join([HEAD, "| --- " * 4 + "|", *map(row, found())])
+    """The table of all families, with the reasons of those that are refused below it."""
+    return _numbered([row(family) for family in found()])
+
+
+def _numbered(lines: list[str]) -> str:
+    """The table of these rows, with numbers in the place of reasons."""
+    reasons: dict[str, int] = {}
+    short = [
+        re.sub(
+            r"no: (.*) \| \| \|", lambda no: f"no ({reasons.setdefault(no[1], len(reasons) + 1)}) | | |", line
+        )
+        for line in lines
+    ]
+    below = [f"{number}. {why}" for why, number in reasons.items()]
+    return "\n".join([HEAD, "| --- " * 4 + "|", *short, "", *below])
 
 
 def rows() -> dict[str, str]:
-    """The rows that the page has, by family."""
+    """The rows that the page has, by family, with reasons in the place of numbers."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    reasons = dict(line.split(". ", 1) for line in lines if re.match(r"\d+\. ", line))
     return {
-        line.split("`")[1]: line
-        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        line.split("`")[1]: NUMBER.sub(lambda no: f"no: {reasons[no[1]]}", line)
+        for line in lines
         if line[:3] == "| `"
     }
 
 
 if __name__ == "__main__":
     before, _, after = PAGE.read_text(encoding="utf-8").partition(HEAD)
-    print(f"{before}{table()}\n", after.partition("\n\n")[2], sep="\n", end="")
+    print(f"{before}{table()}\n\n- **trains{after.partition('- **trains')[2]}", end="")
