@@ -23,7 +23,7 @@ from tests.support.patience import HANG_S
 from tests.support.searching import short_search
 
 TIMEOUT_S = HANG_S
-MOST_THREADS = 60
+MOST_THREADS = 30
 PRELOADED = [
     "torch._dynamo",
     "ot.lp.emd_wrap",
