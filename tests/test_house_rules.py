@@ -74,9 +74,15 @@ NO_VERB = re.compile(
 )
 
 
+@cache
+def walked(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of a file: every rule looks at them."""
+    return tuple(ast.walk(tree))
+
+
 def arithmetic(tree: ast.AST) -> Iterator[str]:
     """Quotients and remainders in which something is called a rank, or a number of them."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         division = isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod)
         if isinstance(node, ast.BinOp) and isinstance(node.left, ast.Constant | ast.JoinedStr):
             division = division and not isinstance(getattr(node.left, "value", ""), str)
@@ -87,7 +93,7 @@ def arithmetic(tree: ast.AST) -> Iterator[str]:
 
 def decisions(tree: ast.AST) -> Iterator[str]:
     """Comparisons with an op or a lane, or with the name of one."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Compare) and any(map(_is_name, [node.left, *node.comparators])):
             yield f"line {node.lineno}: {ast.unparse(node)}"
         if isinstance(node, ast.Compare) and _by_letters(node):
@@ -96,7 +102,7 @@ def decisions(tree: ast.AST) -> Iterator[str]:
 
 def without_verb(tree: ast.AST) -> Iterator[str]:
     """Docstrings of functions that begin with an article, a preposition or a question."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_property(node):
             continue
         first = (ast.get_docstring(node) or "Return").split()[0].strip(",.:")
@@ -134,7 +140,7 @@ def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def _words(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Attribute):
@@ -161,7 +167,7 @@ def _by_letters(node: ast.Compare) -> bool:
 
 def unnamed_encodings(tree: ast.AST) -> Iterator[int]:
     """Lines in which a file of text is read or written in the encoding of whoever runs it."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Call) and "encoding" not in {each.arg for each in node.keywords}:
             called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
@@ -172,7 +178,7 @@ def unnamed_encodings(tree: ast.AST) -> Iterator[int]:
 
 def gpu_questions(tree: ast.AST) -> Iterator[str]:
     """Uses of torch.cuda, and comparisons with the name of a kind of device."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         asked = isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda")
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
@@ -184,8 +190,8 @@ def gpu_questions(tree: ast.AST) -> Iterator[str]:
 
 def writings(tree: ast.AST) -> Iterator[str]:
     """Calls that open a file for writing, or that may."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    entered = [item for node in ast.walk(tree) if isinstance(node, ast.With) for item in node.items]
+    calls = [node for node in walked(tree) if isinstance(node, ast.Call)]
+    entered = [item for node in walked(tree) if isinstance(node, ast.With) for item in node.items]
     files = {
         item.optional_vars.id
         for item in entered
@@ -205,7 +211,7 @@ def writings(tree: ast.AST) -> Iterator[str]:
 
 def short_timeouts(tree: ast.AST) -> Iterator[str]:
     """Timeouts that are numbers."""
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    for call in (node for node in walked(tree) if isinstance(node, ast.Call)):
         limits = [each.value for each in call.keywords if each.arg == "timeout"]
         if any(isinstance(limit, ast.Constant) and limit.value is not None for limit in limits):
             yield f"line {call.lineno}: {ast.unparse(call)}"

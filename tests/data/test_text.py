@@ -44,6 +44,7 @@ def test_any_range_is_that_of_all_files_joined(contents: list[bytes], data: st.D
     assert text.document_starts(start, stop).tolist() == [each for each in begins if start < each < stop]
 
 
+@pytest.mark.slow
 def test_more_files_than_may_be_open_are_read(tmp_path: Path) -> None:
     files = [tmp_path / f"{number:04}.txt" for number in range(3 * MOST_OPEN)]
     for number, file in enumerate(files):

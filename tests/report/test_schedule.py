@@ -110,6 +110,7 @@ def test_notes_say_where_a_form_changes_nothing() -> None:
     assert notes("parm_s2", expert_form="s1") == ("parm_s2 ignores expert_form = s1 and runs with s2",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("tokens", ["split", "replicated"])
 def test_ranks_that_share_have_an_order_within_its_bounds_too(name: str, tokens: TokenLayout) -> None:

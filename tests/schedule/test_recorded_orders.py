@@ -33,6 +33,7 @@ def test_orders_and_simulated_times_are_as_recorded(number: int, case: Case) -> 
     assert recording(number, case) == recorded(RECORDED, number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "case"), list(enumerate(shared_cases())))
 def test_orders_of_ranks_that_share_are_as_recorded(number: int, case: Case) -> None:
     assert recording(number, case) == recorded(SHARED, number)

@@ -237,6 +237,7 @@ def recorded_run(case: Case, path: Path) -> list[list[float]]:
     return loads
 
 
+@pytest.mark.slow
 def test_a_real_run_is_replayed(tmp_path: Path) -> None:
     """The same model and batch: the loads of the experts come out as they were."""
     case, path = case_of(world_size=1, ep_size=1), tmp_path / "routing.jsonl"
