@@ -122,6 +122,8 @@ def leads_to(path: Path, file: IO[Any]) -> bool:
 def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """Yield a file that replaces the one at `path` when the context is left; after an error nothing changes.
 
+    An error of the system, such as that of a full disk, names the file.
+
     Args:
         durable: See `Draft.settle`.
     """
@@ -129,7 +131,9 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     try:
         yield draft.file
         draft.settle(durable=durable).close()
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename = error.filename or str(path)
         draft.discard()
         raise
 

@@ -156,7 +156,8 @@ def save_and_lose(rank: int, world: int, folder: str) -> str:
 def test_a_shard_that_rank_0_does_not_see_leaves_the_former_model(ranks: Pools, tmp_path: Path) -> None:
     said = ranks(2).run(save_and_lose, 2, str(tmp_path))
     assert all(
-        f"saving {tmp_path} failed: OSError: rank 0 does not see model-00002-of" in each for each in said
+        f"saving {tmp_path} failed on rank 0: OSError: rank 0 does not see model-00002-of" in each
+        for each in said
     )
     assert is_read(tmp_path, small("mixtral"))
     assert not {UNFINISHED_MODEL, FORMER} & names_in(tmp_path)

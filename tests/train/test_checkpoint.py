@@ -173,7 +173,9 @@ def test_a_write_that_fails_is_heard_at_a_later_step_by_all(
 ) -> None:
     case = replace(CASE, world_size=world_size, ep_size=world_size)
     for error, saved in ranks(world_size).run(failing_beside_steps, case, tmp_path, full):
-        assert error.startswith("saving the checkpoint of step 3 failed") and "File too large" in error
+        where = f" on rank {full}" if world_size > 1 else ""
+        assert error.startswith(f"saving the checkpoint of step 3 failed{where}: ")
+        assert "File too large" in error and f"-{full + 1:05d}.safetensors" in error
         assert saved == "step-00000004"
 
 

@@ -296,20 +296,23 @@ def test_a_failure_describes_itself(failure: Failure, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "cause", "text"),
+    ("codes", "cause", "text"),
     [
-        (1, (None, ""), "rank 1 exited with code 1"),
-        (1, (1, "task a: no"), "rank 1 exited with code 1: task a: no"),
-        (1, (0, "task a: no"), "rank 0 exited with code 3: task a: no"),
-        (1, (None, "rank 0 waited in task a"), "rank 1 exited with code 1; rank 0 waited in task a"),
-        (-9, (1, "task a: no"), "rank 1 was killed by signal 9 (SIGKILL): task a: no"),
-        (-9, (0, "task a: no"), "rank 1 was killed by signal 9 (SIGKILL)"),
-        (-9, (None, "rank 0 was b"), "rank 1 was killed by signal 9 (SIGKILL); rank 0 was b"),
+        ((3, 1), (None, ""), "rank 1 exited with code 1"),
+        ((3, 1), (1, "task a: no"), "rank 1 exited with code 1: task a: no"),
+        ((3, 1), (0, "task a: no"), "rank 0 exited with code 3: task a: no"),
+        ((3, 1), (None, "rank 0 waited in task a"), "rank 1 exited with code 1; rank 0 waited in task a"),
+        ((0, 1), (None, "rank 1 waited in task a"), "rank 0 exited with code 0; rank 1 waited in task a"),
+        ((3, -9), (1, "task a: no"), "rank 1 was killed by signal 9 (SIGKILL): task a: no"),
+        ((3, -9), (0, "task a: no"), "rank 1 was killed by signal 9 (SIGKILL)"),
+        ((0, -9), (None, "rank 0 was b"), "rank 1 was killed by signal 9 (SIGKILL); rank 0 was b"),
     ],
 )
-def test_the_last_line_has_the_cause(code: int, cause: tuple[int | None, str], text: str) -> None:
-    first, known = Failure(rank=1, returncode=code), {"stopped": frozenset[int](), "interrupted_by": None}
-    outcome = LaunchOutcome(exit_codes=(3, code), first_failure=first, cause=cause, **known)  # type: ignore[arg-type]
+def test_the_last_line_has_the_cause(
+    codes: tuple[int, int], cause: tuple[int | None, str], text: str
+) -> None:
+    first, known = Failure(rank=1, returncode=codes[1]), {"stopped": frozenset[int](), "interrupted_by": None}
+    outcome = LaunchOutcome(exit_codes=codes, first_failure=first, cause=cause, **known)  # type: ignore[arg-type]
     assert outcome.describe() == text
 
 

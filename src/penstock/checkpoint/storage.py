@@ -117,7 +117,7 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
         What `work` returns on this rank, if it has worked.
 
     Raises:
-        CheckpointError: The work has failed on any rank; all ranks raise it.
+        CheckpointError: The work has failed on any rank; all ranks raise it, and it names the first.
         DamagedCheckpointError: It has failed with a DamagedError.
     """
     result: T | None = None
@@ -128,7 +128,8 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
         except Exception as error:  # of any kind: the others wait, and must be told
             damaged = isinstance(error, DamagedError)
             kind = "" if damaged else f"{type(error).__name__}: "
-            failure = damaged, f"{purpose} failed: {kind}{reason(error)}"
+            where = f" on rank {control.rank}" if control.world_size > 1 else ""
+            failure = damaged, f"{purpose} failed{where}: {kind}{reason(error)}"
     for damaged, text in filter(None, control.gather(failure, purpose)):
         raise (DamagedCheckpointError if damaged else CheckpointError)(text)
     return result  # type: ignore[return-value]  # only the rank that has worked reads it

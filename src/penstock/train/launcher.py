@@ -104,6 +104,9 @@ class LaunchOutcome:
         if failure is None or not why:
             return None if failure is None else failure.describe()
         if culprit is None:
+            ended = [rank for rank, code in enumerate(self.exit_codes) if code == 0]
+            if ended and failure.returncode > 0:  # the others failed as they waited for it
+                failure = Failure(rank=ended[0], returncode=0)
             return f"{failure.describe()}; {why}"
         if failure.returncode < 0 and culprit != failure.rank:  # whose death the others failed of
             return failure.describe()
