@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from itertools import product
@@ -135,7 +136,12 @@ def share_and_misuse(rank: int, world: int) -> list[str]:
     copied = copy.deepcopy(model)
     copied(**given).loss.backward()
     assert all(p.grad is None for p in model.parameters())
-    assert model(**given).loss.item() == copied(**given).loss.item()
+    loss = model(**given).loss
+    assert loss.item() == copied(**given).loss.item()
+    loss.backward()
+    of_both = [torch.nn.utils.clip_grad_norm_(each.parameters(), math.inf) for each in (model, copied)]
+    assert of_both[0].equal(of_both[1])
+    model.zero_grad()
     prompt = given["input_ids"].clone()
     prompt[1, rank] = 7 + rank
     for run in (

@@ -478,7 +478,7 @@ def living_stacks() -> Iterator[Any]:
 
 def watch_model(model: nn.Module, stack: Any) -> None:
     """Make `model.state_dict()` raise, too, where it would have old values."""
-    if model not in STACKS:
+    if refuse_stale_model not in model._state_dict_pre_hooks.values():  # a copy has those of its original
         model.register_state_dict_pre_hook(refuse_stale_model)
     STACKS[model] = ref(stack)
 

@@ -493,6 +493,7 @@ class PipelinedStack(MarksExperts):
         copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
         copied.consistency = Consistency(copied.gradients, machinery)
         copied.outside = OutsideGradients(copied.gradients, machinery)
+        watch_model(copied.model, copied)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
