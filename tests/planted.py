@@ -415,6 +415,13 @@ FAULTS = (
         "a registered decision's default makes another plan",
         "decision test_own_decision.py",
     ),
+    Fault(
+        "topology/faults.py",
+        "if watcher is None or watcher.watches:",
+        "if watcher is None or watcher.store:",
+        "a vote waits until the timeout for a rank that has gone",
+        "topology/test_faults.py",
+    ),
 )
 
 

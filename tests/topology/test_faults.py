@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -236,7 +237,7 @@ def test_an_exchange_to_which_nobody_comes_any_more_ends(
 ) -> None:
     monkeypatch.setattr(faults, "END_S", 0.1)
     watch(three.start(0))
-    waiting = in_thread(lambda: unless_lost(threading.Event().wait))
+    waiting = in_thread(lambda: unless_lost(partial(threading.Event().wait, HANG_S)))
     three.start(1).give_up()
     with pytest.raises(PeerLostError, match="rank 1 has ended"):
         waiting.result(HANG_S)
@@ -266,7 +267,7 @@ def test_ranks_that_have_survived_a_failure_are_given_time_to_meet_again(
     assert unless_lost(save) == "saved"
     report_killed(three.root, 2, 3, "killed by signal 9 (SIGKILL)")
     with pytest.raises(PeerLostError, match="rank 1 has ended"):
-        unless_lost(threading.Event().wait)
+        unless_lost(partial(threading.Event().wait, HANG_S))
 
 
 @pytest.mark.parametrize("fails", [False, True])
