@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,21 @@ def test_a_second_forward_pass_before_the_first_backward(again: bool) -> None:
     assert calls_kept() <= before, "losses are still there"
 
 
-def without_gradients_first(rank: int, world: int) -> tuple[float, bool]:
+def without_gradients_first(
+    rank: int, world: int, context: type[AbstractContextManager[None]]
+) -> tuple[float, bool]:
     model = penstock.parallelize(small("mixtral"), ep_size=world)
-    with torch.no_grad():
+    with context():
         loss: Tensor = model(**Batch().inputs(2 * rank, 2 * rank + 2)).loss
     return loss.item(), loss.requires_grad
 
 
-def test_a_first_step_without_gradients_needs_no_plan(ranks: Pools) -> None:
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_first_step_without_gradients_needs_no_plan(
+    ranks: Pools, context: type[AbstractContextManager[None]]
+) -> None:
     wanted = small("mixtral")(**Batch().inputs()).loss.item()
-    assert ranks(2).run(without_gradients_first, 2) == [(pytest.approx(wanted, rel=1e-5), False)] * 2
+    assert ranks(2).run(without_gradients_first, 2, context) == [(pytest.approx(wanted, rel=1e-5), False)] * 2
 
 
 def unequal_step(rank: int, world: int) -> None:

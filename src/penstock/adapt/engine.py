@@ -252,15 +252,17 @@ class Engine:
         stack = self.stack
         stack.training = True
         check_unchanged(self.decoder, balances=given.routers != "unused")
-        self.watch_outside()
+        trains = torch.is_grad_enabled()
+        if trains:
+            self.watch_outside()
         moe: MoEConfig = replace(stack.moe, aux_loss_coeff=weight)
         stack.minimise(moe, self._balance, valid, ending)
         device = stack.machinery.device
         stack.compute_in(
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         )
-        trains = torch.is_grad_enabled()  # a plan must be measured with backward
         plan = self._planned_for
+        # A plan must be measured with backward.
         if trains and (plan is None or plan.recompute != self._recompute or not self._reduces_all()):
             if plan is not None and self.layout.world_size > 1:
                 # The first plan all ranks need. A rank that alone was changed must not wait for the others:

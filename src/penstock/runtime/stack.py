@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from penstock.decision import GradientBytes
 from penstock.features.dispatch import find_dispatch
@@ -572,6 +573,7 @@ class _StepFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @_disable_dynamo  # a compiled function that calls `backward` would compile what the tasks run
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         check_no_second_derivative()
         ctx.step.backward(*grads)
