@@ -97,6 +97,20 @@ def test_evaluation_has_the_same_loss_and_no_backward(train: bool) -> None:
     assert gradients_of(stack)
 
 
+def test_a_compiled_stack_runs_as_it_is() -> None:
+    """The compiler would look into the whole schedule, for minutes."""
+    stack, graphs = stack_of(0, case_of()), list[object]()
+
+    def backend(graph: Any, inputs: object) -> Any:
+        del inputs
+        graphs.append(graph)
+        return graph.forward
+
+    tokens, labels = batch_of(case_of())
+    found = torch.compile(stack, backend=backend)(tokens, labels)
+    assert found.equal(stack(tokens, labels)) and not graphs
+
+
 def test_the_loss_can_be_scaled() -> None:
     """As loss scaling and dividing by accumulation steps do it."""
     case = case_of()

@@ -251,6 +251,7 @@ class PipelinedStack(MarksExperts):
         """The gradients of trained parameters, by the layer that they are reduced with."""
         return self.gradients.buckets
 
+    @_disable_dynamo  # a compiler would look into the whole schedule, for minutes
     def forward(
         self,
         tokens_BL: Tensor,
