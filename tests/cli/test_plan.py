@@ -21,6 +21,7 @@ from penstock.cli import main
 from penstock.cli.plan_search import find_best
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
+from penstock.decision import Decision
 from penstock.plan import PlanFile, published_problem
 from penstock.plan.problem import Problem
 from penstock.plan.search import FoundPlan, find_plan
@@ -142,8 +143,8 @@ def test_the_given_layout_is_taken_where_its_own_plan_is_faster() -> None:
     def subject(each: Problem, given: Subject | None = None) -> Subject:
         return Subject(title="", cluster_name="", problem=each, given=given)
 
-    def find(each: Problem) -> FoundPlan:
-        return find_plan(each, effort="low", budget=0.1)
+    def find(each: Problem, starts: tuple[Decision, ...] = (), /) -> FoundPlan:
+        return find_plan(each, effort="low", budget=0.1, starts=starts)
 
     slow, fast = problem(batch=2), problem(batch=1)
     for best, given in ((slow, fast), (fast, slow)):

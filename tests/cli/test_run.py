@@ -147,3 +147,14 @@ def test_a_terminal_without_a_character_is_shown_another(encoding: str) -> None:
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert b"AT0===" in ended.stdout and b"?" not in ended.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is full")
+@pytest.mark.parametrize("words", [("list", "models"), ("schedule", "flowmoe", "--json")])
+def test_a_full_disk_under_the_output_is_said_in_one_line(words: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command(*words), stdout=full, stderr=subprocess.PIPE, text=True, env=clean_environ(), check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("penstock: standard output") and len(done.stderr.splitlines()) == 1

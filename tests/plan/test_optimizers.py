@@ -22,11 +22,12 @@ CHOICE = Decision(schedule="flowmoe", microbatches=2)
 ROOM = 1 << 60
 
 
-def finds(memory_bytes: int) -> Find:
-    """The same choice for every problem, if it fits."""
+def finds(memory_bytes: int, own: Decision = CHOICE) -> Find:
+    """The same choice for every problem, or a better one of those to start from, if it fits."""
 
-    def find(each: Problem) -> FoundPlan:
-        best = evaluate(each, CHOICE)
+    def find(each: Problem, starts: tuple[Decision, ...] = (), /) -> FoundPlan:
+        tried = [evaluate(each, choice) for choice in (*starts, own)]
+        best = min(tried, key=lambda one: one.predicted_s)
         if best.memory_bytes > memory_bytes:
             raise ConfigError("--memory-gib", memory_bytes, "no plan fits", "Use more.")
         searched = Searched(simulated=1, ruled_out=0, left_out=0, placements=1, allowed=1, budget=1.0)
@@ -79,9 +80,28 @@ def test_of_equal_plans_the_one_of_the_full_search_is_taken() -> None:
     plain = problem()
     full, quick = finds(ROOM), finds(ROOM)
     _, found, _ = find_updated(
-        plain, sharing_updates(plain), lambda each: replace(full(each), lower_bound_s=0.5), quick
+        plain,
+        sharing_updates(plain),
+        lambda each, starts=(), /: replace(full(each, starts), lower_bound_s=0.5),
+        quick,
     )
     assert found.lower_bound_s == 0.5
+
+
+def test_what_a_full_search_has_found_serves_both_optimisers() -> None:
+    """Else a quick plan of one would be compared with the best one of the other."""
+    plain = problem(cluster=ClusterConfig(memory_bytes_per_s=1e10, link_bytes_per_s=3e8))
+    sharded, worse = sharing_updates(plain), Decision(schedule="sequential")
+    good, bad = finds(ROOM), finds(ROOM, worse)
+
+    def quick(each: Problem, starts: tuple[Decision, ...] = (), /) -> FoundPlan:
+        return bad(each, starts) if each is plain else good(each, starts)
+
+    cases = ((plain, CHOICE), (sharded, CHOICE), (plain, worse))
+    taken_s = [whole_s(each, evaluate(each, choice)) for each, choice in cases]
+    assert taken_s == sorted(taken_s), "by quick plans the sharded optimiser is the better one"
+    chosen, found, _ = find_updated(plain, sharded, good, quick)
+    assert chosen is plain and found.best.choice == CHOICE
 
 
 def test_both_optimisers_count_the_same_updates() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import errno
 import io
 import json
 import os
@@ -21,10 +22,12 @@ from typing import Any, Final
 
 from penstock.config import ConfigError, HintWarning
 from penstock.graph import ScheduleError
-from penstock.stops import STOPS
+from penstock.stops import STOPS, mute
 from penstock.writing import write_whole
 
 FAILED = 1
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a disk without room: no fault of the program, wherever it is noticed."""
 BAD_USAGE = 2
 """Wrong arguments or a setting that cannot be used."""
 
@@ -117,6 +120,7 @@ def exit_code(command: Callable[[], int], left: str = "") -> int:
         try:
             with _telling_hints():
                 code = command()
+            sys.stdout.flush()
         except (ConfigError, ScheduleError) as error:
             tell(str(error))
             code = BAD_USAGE
@@ -126,6 +130,12 @@ def exit_code(command: Callable[[], int], left: str = "") -> int:
         except BrokenPipeError:  # as in `penstock schedule ... | head`, which is no failure
             sys.stderr.close()
             code = 0
+        except OSError as error:
+            if error.errno not in FULL or error.filename is not None:
+                raise
+            mute(1)  # what is left to be written would fail again when Python ends
+            tell(f"standard output could not be written: {error.strerror}")
+            code = FAILED
         STOPS.finish(code)
     except KeyboardInterrupt:
         return STOPS.stopped()

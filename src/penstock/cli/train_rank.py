@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import traceback
@@ -10,7 +9,7 @@ import traceback
 from penstock.autotune import Autotuner
 from penstock.checkpoint.storage import CheckpointError
 from penstock.cli.ranks import Left, end_of_rank, refused
-from penstock.cli.run import FAILED, NOT_BEGUN, tell
+from penstock.cli.run import FAILED, FULL, NOT_BEGUN, tell
 from penstock.config import ConfigError
 from penstock.data import TextError
 from penstock.device import pick_device
@@ -41,8 +40,6 @@ EXPECTED = (
     OutputError,
     TextError,
 )
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a disk without room: no fault of the program, wherever it is noticed."""
 
 
 def be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from penstock.config import ConfigError
 from penstock.cost import Workload
+from penstock.decision import Decision
 from penstock.mesh import Group
 from penstock.plan.candidate import whole_s
 from penstock.plan.predict import interval_s
@@ -15,7 +17,14 @@ from penstock.plan.search import FoundPlan
 from penstock.step.shape import Updating
 from penstock.words import gib, within
 
-Find = Callable[[Problem], FoundPlan]
+
+class Find(Protocol):
+    """Finds the plan of a problem."""
+
+    def __call__(self, problem: Problem, starts: tuple[Decision, ...] = (), /) -> FoundPlan:
+        """Return the plan; `starts` are choices that are tried besides the search's own."""
+        ...
+
 
 SHARDED = "a sharded AdamW"
 
@@ -88,21 +97,35 @@ def find_updated(
         ConfigError: If neither fits: the error of the sharded problem.
     """
     both = [_found(each, quick or find) for each in (plain, sharded)]
-    best = min(both, key=lambda each: each.iteration_s)
+    best = min(both, key=_iteration_s)
     if best.found is None:
         assert both[1].refusal is not None, "nothing was found"
         raise both[1].refusal
-    if quick is not None:  # the longer one may be better ordered, but hardly by more than orders bring
-        full = _found(best.problem, find)
-        at = both.index(best)  # of equal ones the full search, which knows more of the other plans
-        best = both[at] = min(full, best, key=lambda each: each.iteration_s)
+    if quick is not None:
+        at = both.index(best)
+        both[at] = found = _improved(best, find)
+        assert found.found is not None, "it is at least as good as before"
+        # What a full search has found may serve the other optimiser as well, whose plan is a quick one.
+        both[1 - at] = _improved(both[1 - at], quick, (found.found.best.choice,))
+        best = min(found, both[1 - at], key=_iteration_s)
+        if best is not found:
+            best = both[1 - at] = _improved(best, find, (found.found.best.choice,))
     assert best.found is not None, "it has the shorter iteration"
     line = f"Update   predicted whole iterations: {both[0].words}, {both[1].words}"
     return best.problem, best.found, line
 
 
-def _found(problem: Problem, find: Find) -> Updated:
+def _iteration_s(updated: Updated) -> float:
+    return updated.iteration_s
+
+
+def _improved(updated: Updated, find: Find, starts: tuple[Decision, ...] = ()) -> Updated:
+    """Return the plan of a further search, unless it is worse; of equal ones the last, which knows more."""
+    return min(_found(updated.problem, find, starts), updated, key=_iteration_s)
+
+
+def _found(problem: Problem, find: Find, starts: tuple[Decision, ...] = ()) -> Updated:
     try:
-        return Updated(problem=problem, found=find(problem))
+        return Updated(problem=problem, found=find(problem, starts))
     except ConfigError as error:
         return Updated(problem=problem, found=None, refusal=error)
