@@ -158,7 +158,13 @@ def start_ranks(
     # After a failure the others need up to one timeout to notice it and to say what they waited for.
     try:
         outcome = launch(
-            command, processes, grace_s=timeout_s + SPARE_S, place=place, hears=True, ended=_note_end
+            command,
+            processes,
+            grace_s=timeout_s + SPARE_S,
+            place=place,
+            hears=True,
+            meets=not reports,  # a doctor waits for those who do not come, and says who
+            ended=_note_end,
         )
     except OSError as error:
         why = f"this machine could not start them all ({error.strerror or error})"

@@ -68,6 +68,8 @@ EXCHANGES: Final = frozenset({"inter", "intra", "device"})
 MOST_REASON: Final = 500
 JOB_KEY: Final = "penstock/job"
 """Key under which ranks leave the prefix of their notes, for the launcher that keeps the store."""
+MET_KEY: Final = "penstock/met"
+"""Key under which ranks count those that have connected to all others, for that launcher."""
 LEAVING: Final = "leaving"
 """What the rank that keeps the store calls before it ends in order."""
 CULPRITS_KEY: Final = "penstock/culprits"
@@ -591,6 +593,11 @@ def report_killed(root: Store, rank: int, world_size: int, how: str) -> None:
         leave_note(job, {"rank": rank, "failure": how, "waited_in": None, "killed": True})
         number = next(number for number in count(1) if not job.check([f"call/{number}"]))
         call(job, world_size, number, "launcher")
+
+
+def have_met(root: Store, world_size: int) -> bool:
+    """Return whether all ranks have connected to each other; before, they do not hear how others end."""
+    return bool(root.add(MET_KEY, 0) >= world_size)
 
 
 def silent_ranks(root: Store) -> list[int]:

@@ -33,6 +33,7 @@ from penstock.device import device_of
 from penstock.topology.control import CommunicationError, Control, host_group
 from penstock.topology.faults import (
     JOB_KEY,
+    MET_KEY,
     FaultWatcher,
     has_ended,
     is_watched,
@@ -223,6 +224,7 @@ def join(
     held_by = None if _is_kept_by_launcher() else 0
     limit_s = timeout_s if device_of(device).is_gpu else None
     watch(FaultWatcher(store, info.rank, info.world_size, held_by=held_by, exchange_timeout_s=limit_s))
+    underlying(store).add(MET_KEY, 1)
     if device_of(device).is_cpu:
         # Ranks share the cores of a node; more threads than cores makes every one of them slower.
         _CHANGES.callback(torch.set_num_threads, torch.get_num_threads())

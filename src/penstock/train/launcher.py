@@ -39,7 +39,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from penstock.stops import SIGNALS
-from penstock.topology.faults import cause, named, report_killed, silent_ranks
+from penstock.topology.faults import cause, have_met, named, report_killed, silent_ranks
 from penstock.train.stopping import SignalLog
 
 T = TypeVar("T")
@@ -48,6 +48,8 @@ POLL_S: Final = 0.02
 KILL_AFTER_TERM_S: Final = 5.0
 KILL_AFTER_VERDICT_S: Final = 1.5
 """Seconds for ranks that answer, where others do not: enough to report what they waited for."""
+END_UNMET_S: Final = 2.0
+"""Seconds for ranks that wait in vain to meet one that has ended: enough to find the same fault."""
 LOOPBACK: Final = "127.0.0.1"
 
 
@@ -152,6 +154,7 @@ def launch(
     grace_s: float,
     place: Place | None = None,
     hears: bool = False,
+    meets: bool = False,
     ended: Callable[[LaunchOutcome], object] | None = None,
 ) -> LaunchOutcome:
     """Run `command` as ranks 0 to `processes` - 1 on this machine and wait until all have ended.
@@ -163,6 +166,7 @@ def launch(
         place: Where the ranks run; None = beside this process.
         hears: Whether the command lets signals through by `penstock.stops`; until then they wait, so that
             none ends Python's own start with a traceback.
+        meets: Whether the ranks meet by `penstock.topology.join`, which ends for none if one ends before.
         ended: Called when all ranks have ended, while signals still interrupt nothing.
 
     Raises:
@@ -194,7 +198,7 @@ def launch(
         monitor_interval=POLL_S,
     )
     with SignalLog() as log:
-        agent = _Agent(spec, store, grace_s=grace_s, received=log.received, hears=hears)
+        agent = _Agent(spec, store, grace_s=grace_s, received=log.received, hears=hears, meets=meets)
         agent.run()
         outcome = agent.outcome()
         if ended is not None:
@@ -213,10 +217,11 @@ class _Agent(LocalElasticAgent):
         grace_s: float,
         received: list[signal.Signals],
         hears: bool,
+        meets: bool,
     ) -> None:
         super().__init__(spec, _NoLogs(), shutdown_timeout=1)
         self.store = store  # where ranks say why they end, and who does not answer
-        self.grace_s, self.hears = grace_s, hears
+        self.grace_s, self.hears, self.meets = grace_s, hears, meets
         self.received = received  # filled by the signal handler, in the order of arrival
         self.silent: dict[int, bool] = {}
         self.heeded = 0  # how many of the received signals have been acted upon
@@ -273,7 +278,8 @@ class _Agent(LocalElasticAgent):
         if returncode < 0:
             how = failure.describe().partition(" was ")[2]
             report_killed(self.store, rank, len(self.processes), how)
-        self.stop_within(self.grace_s)
+        unmet = self.meets and not have_met(self.store, len(self.processes))
+        self.stop_within(min(self.grace_s, END_UNMET_S) if unmet else self.grace_s)
 
     def heed_verdict(self) -> None:
         """Kill, once a rank has failed, the ranks that the others call silent, and soon all that are left."""
