@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -338,6 +339,16 @@ def outcome_of(*codes: int, stopped: tuple[int, ...] = (), by: signal.Signals | 
 )
 def test_the_exit_code_of_a_launch(outcome: LaunchOutcome, code: int) -> None:
     assert outcome.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"), [((143, -15), 143), ((143, 0), 143), ((143, 1), 1), ((1, 143), 1)]
+)
+def test_a_signal_to_one_rank_is_the_exit_code_unless_a_rank_failed(
+    codes: tuple[int, int], code: int
+) -> None:
+    first = Failure(rank=0, returncode=codes[0])
+    assert replace(outcome_of(*codes), first_failure=first).exit_code == code
 
 
 # ---- the store ---------------------------------------------------------------------------------------------

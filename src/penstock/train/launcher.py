@@ -119,14 +119,17 @@ class LaunchOutcome:
     def exit_code(self) -> int:
         """The code with which the launcher should exit.
 
-        0 if all ranks did; 128 + signal if an interruption ended them, as shells expect (130 is Ctrl-C), and
-        none failed at that; 2, bad usage, if every rank that failed by itself exited with it; else 1.
+        0 if all ranks did; 128 + signal if an interruption of the run or of one rank ended them, as shells
+        expect (130 is Ctrl-C), and none failed at that; 2, bad usage, if every rank that failed by itself
+        exited with it; else 1.
         """
         if not any(self.exit_codes):
             return 0
         failed_then = any(code > 0 and code - 128 not in SIGNALS for code in self.exit_codes)
-        if self.interrupted_by is not None and self.first_failure is None and not failed_then:
-            return 128 + self.interrupted_by
+        first = self.first_failure
+        by = self.interrupted_by if first is None else first.returncode - 128
+        if by in SIGNALS and not failed_then:
+            return 128 + by
         failed = {code for rank, code in enumerate(self.exit_codes) if code and rank not in self.stopped}
         return 2 if failed == {2} else 1
 
