@@ -21,6 +21,8 @@ from penstock.train.config import RunConfig
 from tests.support.forked import run_forked
 
 ROOT = Path(__file__).parent.parent
+MOST_WORDS = 25_000
+"""Of all pages in docs."""
 OWN_LOOP = (ROOT / "docs" / "own-loop.md").read_text()
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 
@@ -62,6 +64,12 @@ def test_a_model_that_trl_has_trained_is_read_by_transformers(
     assert result.returncode == 0, result.stderr
     found = re.fullmatch(r"loss (\S+) -> (\S+): The network .*", result.stdout.splitlines()[-1])
     assert found is not None and float(found[2]) < float(found[1])
+
+
+def test_pages_have_few_words() -> None:
+    """Those of tables and of commands count, their lines do not."""
+    words = [word for page in (ROOT / "docs").glob("*.md") for word in page.read_text().split()]
+    assert len([word for word in words if re.search(r"\w", word)]) <= MOST_WORDS, "say each thing once"
 
 
 def test_the_page_of_settings_is_the_generated_one() -> None:
