@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakSet, finalize
 
 from penstock.graph import Graph, Lane, Name, Phase, Task
@@ -21,7 +21,7 @@ from penstock.ops import Op, spec_of
 from penstock.runtime.handlers import Handler, Handlers, Inputs, Missing, check_handlers
 from penstock.schedule import StepPlan
 from penstock.timing import issue_order
-from penstock.topology.faults import ACTIVITY, HEARERS, PeerLostError, explain
+from penstock.topology.faults import ACTIVITY, END_S, HEARERS, PeerLostError, explain
 from penstock.trace import TaskRecord
 
 MOST_KEPT = 32
@@ -344,9 +344,6 @@ class Execution:
 
 # ---- lanes, on which tasks really run, and threads of the CPU for them ------------------------------------
 
-
-END_S: Final = 1.0
-"""How long a lane may still be in a transfer after a failure. What can be woken ends in milliseconds."""
 
 Execute = Callable[[Call], Any]
 """Runs a call; returns what it read, whose memory must outlive the stream that reads it."""

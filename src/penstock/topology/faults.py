@@ -57,8 +57,8 @@ LEAVE_S: Final = 1.0
 IDLE: Final = timedelta(days=24)
 """How long a thread waits at the store; torch warns when that is over, and cannot count more milliseconds."""
 END_S: Final = 1.0
-"""How long an exchange of hosts may still last once a rank has given up. Most end at once, by an error of
-Gloo, and those to which that rank has come already end well."""
+"""How long a transfer or an exchange of hosts may still last once a rank has given up. What can be woken ends
+in milliseconds by an error of Gloo, and that to which the rank has come already ends well."""
 SURVIVED_S: Final = 30.0
 """The same for one that begins afterwards: programs may survive a failure together, and save their work."""
 STORE_GONE_S: Final = 5.0
