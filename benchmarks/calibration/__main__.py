@@ -37,7 +37,7 @@ class Calibration:
 
 
 def calibrated(options: argparse.Namespace) -> Calibration:
-    """Compare; write the clusters' files before, the page and the tasks after, if that is asked for."""
+    """Compare. With `--write`, fit the clusters first, and write the page and the tasks afterwards."""
     if options.write:
         for name in HARDWARE:
             fitted(name).file.save(FOLDER / f"{name}.json")

@@ -97,6 +97,7 @@ def test_evaluation_has_the_same_loss_and_no_backward(train: bool) -> None:
     assert gradients_of(stack)
 
 
+@pytest.mark.slow
 def test_a_compiled_stack_runs_as_it_is() -> None:
     """The compiler would look into the whole schedule, for minutes."""
     stack, graphs = stack_of(0, case_of()), list[object]()

@@ -45,8 +45,8 @@ class TrainConfig:
     seed: Seed = 0
     """Seed of weights, data order and dropout."""
     resume: Resume = False
-    """Whether to go on: true = from the newest complete checkpoint, an error if there is none; "auto" = so if
-    there is one, otherwise from the beginning, for jobs that a batch system restarts
+    """Whether to go on: true = from the newest complete checkpoint, an error if there is none; "auto" = from
+    it if there is one, otherwise from the beginning, for jobs that a batch system restarts
     ([more](training.md#resuming))."""
     precision: Precision = "auto"
     """Format of computation: "auto" = bfloat16 autocast where the device supports it, otherwise float32;
