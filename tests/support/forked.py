@@ -103,8 +103,8 @@ def _be_ranks(
         importlib.import_module(name)
     ranks: list[BaseProcess] = []
     for environ in environs:
-        given = (os.getpid(), program, words, environ, out, errors)
-        ranks.append(multiprocessing.get_context("fork").Process(target=_be_rank_of, args=given))
+        given_one = (program, words, environ, out, errors)
+        ranks.append(multiprocessing.get_context("fork").Process(target=_be_rank, args=given_one))
         ranks[-1].start()
     for rank in ranks:
         rank.join()
@@ -112,15 +112,10 @@ def _be_ranks(
     os._exit(max(codes))
 
 
-def _be_rank_of(
-    parent: int, program: str, words: list[str], environ: dict[str, str], out: Path, errors: Path
-) -> None:
-    if ask := die_with_parent(parent):
-        ask()
-    _be_rank(program, words, environ, out, errors)
-
-
 def _be_rank(program: str, words: list[str], environ: dict[str, str], out: Path, errors: Path) -> None:
+    """Go on as a rank, which ends with the process that has forked it, also when that is killed."""
+    if ask := die_with_parent(os.getppid()):
+        ask()
     for path, descriptor in ((out, 1), (errors, 2)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)

@@ -109,8 +109,13 @@ def _run_module(module: str, words: Sequence[str], environ: dict[str, str]) -> N
 
 
 def alone(stderr: Path, stdout: Path | None = None) -> None:
-    """As a shell starts a program: in a group of its own; errors go to a file, output to one or nowhere."""
+    """As a shell starts a program: in a group of its own; errors go to a file, output to one or nowhere.
+
+    Unlike there it ends with the tests, also when they are killed.
+    """
     os.setsid()
+    if ask := die_with_parent(os.getppid()):
+        ask()
     nowhere = os.open(os.devnull, os.O_RDWR)
     errors, out = (
         os.open(path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for path in (stderr, stdout)

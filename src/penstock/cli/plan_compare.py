@@ -108,6 +108,9 @@ def _searched(options: argparse.Namespace) -> Callable[[], Side]:
 
 def _other(options: argparse.Namespace, what: str) -> Callable[[], Side]:
     """Return what finds the other plan: of a file, changed options, or another model or configuration."""
+    if not what.strip():
+        hint = "Give a plan file, a model, or what is to change, such as ep_size=8."
+        raise ConfigError("--against", what, "is empty", hint)
     path = expanded(what, "--against")
     if (file := _saved(path)) is not None:
         return partial(Side.of_file, file)
