@@ -106,8 +106,8 @@ def test_without_replicas_rows_go_where_the_placement_sends_them() -> None:
     for rank in range(3):
         positions = [part.position for (part,) in replication.splits[rank]]
         assert [replication.by_position[position] for position in positions] == list(range(5))
-        old = [Home(*divmod(position, 2)) for position in placement.positions(rank)]
-        assert positions == [replication.own(home) for home in old]
+        old = [divmod(position, 2) for position in placement.positions(rank)]
+        assert positions == [home * replication.slots + slot for home, slot in old]
 
 
 def test_a_replica_takes_the_rows_of_its_own_rank() -> None:

@@ -2,8 +2,7 @@
 
 `device_of` returns the device of a tensor. Everything else asks it: whether work is queued, for streams and
 events, for memory that copies can reach, for random numbers. `using` puts another implementation in the place
-of one: tests run the code for GPUs on tensors of the CPU, with streams and events that are recorded
-(`penstock.runtime.recorded`).
+of one: tests run the code for GPUs on tensors of the CPU, with streams and events that are recorded.
 """
 
 from __future__ import annotations

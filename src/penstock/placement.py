@@ -357,14 +357,6 @@ class Replication:
         """Whether no rank has a replica."""
         return all(expert == EMPTY for replicas in self.replicas for expert in replicas)
 
-    def own(self, home: Home) -> int:
-        """Return the position of a slot of `placement`."""
-        return home.rank * self.slots + home.slot
-
-    def replica(self, rank: int, slot: int) -> int:
-        """Return the position of a rank's replica slot."""
-        return rank * self.slots + self.placement.slots + slot
-
     @cached_property
     def pairs(self) -> SplitPairs:
         """The splits as arrays: by rank, then expert, then position."""

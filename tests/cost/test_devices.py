@@ -218,6 +218,7 @@ def test_a_device_has_the_memory_that_is_sold(line: str, memory_gb: int, precisi
         "4x8xA100",
         "2x8xA100,net=100gbit,fabric=token-ring",
         "4x4xGB200,net=4x400gbit,nvlink=6",
+        f"4x4xGB200,net=4x400gbit,nvlink={'8' * 5000}",
         "3x4xGB200,net=4x400gbit,nvlink=8",
         "4x4xGB200,nvlink=8",
         "8xA100,products=float8",

@@ -9,7 +9,7 @@ the code for GPUs, and what a GPU would refuse or wait for is seen:
 that block,
   sizes that depend on data, events and streams that are waited for.
 
-What it cannot show: how long anything takes, and whether streams are ordered (`penstock.runtime.recorded`
+What it cannot show: how long anything takes, and whether streams are ordered (`tests.support.recording`
 does that).
 """
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from penstock.device import using
 from penstock.runtime import PipelinedStack
-from penstock.runtime.recorded.gpu import recorded
-from penstock.runtime.recorded.hazards import Hazard, Issued, calls_of, find_hazards
-from penstock.runtime.recorded.recorder import Entry, Launch
 from penstock.train.assemble import build_optimizer
 from penstock.train.optimizer import build_update
 from tests.support.card import CardDevice, Wait, counted, install
 from tests.support.parity import Case, batch_of, stack_of
+from tests.support.recording.gpu import recorded
+from tests.support.recording.hazards import Hazard, Issued, calls_of, find_hazards
+from tests.support.recording.recorder import Entry, Launch
 from tests.support.reference_moe import Weights
 from tests.support.replicas import RandomReplicas, stack_with_replicas, turn_gates
 

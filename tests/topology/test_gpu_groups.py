@@ -16,8 +16,6 @@ from penstock.device import device_of, using
 from penstock.graph import Lane
 from penstock.mesh import Axes, Group
 from penstock.runtime.groups import build_transports
-from penstock.runtime.recorded.gpu import RecordedGpu
-from penstock.runtime.recorded.recorder import Recorder
 from penstock.topology import (
     CommunicationError,
     Layout,
@@ -29,6 +27,8 @@ from penstock.topology import (
 from tests.support.card import CardDevice, install
 from tests.support.cardccl import NAME
 from tests.support.ranks import Pools
+from tests.support.recording.gpu import RecordedGpu
+from tests.support.recording.recorder import Recorder
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -16,7 +16,6 @@ from penstock.models.decoder import Attention, Rotary, on_meta
 from penstock.moe import MoEConfig
 from penstock.runtime.gradients import sizes_bytes
 from penstock.runtime.parts import shape_of, sharing_of
-from penstock.runtime.recorded.gpu import recorded
 from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.assemble import (
     COPIES,
@@ -39,6 +38,7 @@ from penstock.train.assemble import (
 from penstock.train.config import Precision, RunConfig, TrainConfig
 from penstock.train.optimizer import OptimizerConfig
 from tests.support.ranks import Pools
+from tests.support.recording.gpu import recorded
 
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=1, hidden_size=8, num_heads=2, seq_len=4, vocab_size=11),

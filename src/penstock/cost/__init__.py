@@ -1,4 +1,4 @@
-"""`cost(task)` in seconds: the only package that knows durations. Pure Python: no torch."""
+"""`cost(task)` in seconds: the only package that knows durations. No torch."""
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile

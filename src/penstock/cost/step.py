@@ -159,11 +159,6 @@ class StepCost:
             self._lines[key] = line
         return self._lines[key].seconds(load * work.sent_bytes if work.follows_rows else work.sent_bytes)
 
-    def forward_work(self, task: Task) -> tuple[float, float]:
-        """Return the floating-point operations and copied bytes of the forward task."""
-        work = self.work(task)
-        return work.flops, work.copied_bytes
-
     def row_bytes(self, *, outward: bool) -> float:
         """Return bytes of a row in transit, with what it brings along, see `Workload.row_bytes`."""
         columns = self._row_columns if outward else 0

@@ -51,7 +51,6 @@ class Shuffled:
 
     @cached_property
     def _list(self) -> npt.NDArray[np.int32]:
-        # These are the same draws as for a list of 64 bits per number, which earlier versions used.
         numbers = np.arange(self.count, dtype=np.int32)
         self._generator.shuffle(numbers)
         return numbers

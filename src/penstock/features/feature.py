@@ -12,16 +12,6 @@ from penstock.step.rewrite import Pass
 from penstock.step.shape import StepShape
 
 
-def _none(shape: StepShape) -> Sequence[Pass]:
-    del shape
-    return ()
-
-
-def _fine(shape: StepShape) -> str:
-    del shape
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Feature:
     """A way to train that a step may use or not: what it means, before anything runs.
@@ -46,8 +36,8 @@ class Feature:
     title: str
     source: str
     ops: tuple[OpSpec, ...] = ()
-    passes: Callable[[StepShape], Sequence[Pass]] = _none
-    why_not: Callable[[StepShape], str] = _fine
+    passes: Callable[[StepShape], Sequence[Pass]] = lambda shape: ()
+    why_not: Callable[[StepShape], str] = lambda shape: ""
     fields: Mapping[str, Field] = field(default_factory=dict)
     routed: Mapping[str, Routed] = field(default_factory=dict)
     row_columns: Callable[[StepShape], int] = lambda shape: 0

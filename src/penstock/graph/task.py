@@ -170,7 +170,7 @@ class Task:
         axes: The axes of the mesh along which it meets other ranks; () = it meets none.
         inputs: The names of the tasks whose outputs it reads, by role.
         accumulates, reads, writes: The named mutable state that it adds to, reads and changes; of a buffer
-            cut into pieces, its own piece only. See `graph.state`.
+            cut into pieces, its own piece only. See `graph.check_state`.
     """
 
     name: Name

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from penstock.features.dispatch import Dispatch, Place
 from penstock.moe.permute.sort import Permutation, PermutationPlan
 from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
-
-if TYPE_CHECKING:
-    from penstock.moe.permute.sort import Permutation
 
 
 def check_dispatch(permutation: Permutation, dispatch: Dispatch, node_size: int | None = None) -> None:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,6 @@ from penstock.moe.routers import BALANCES, Router
 from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement, PlacementError
 from penstock.routing.routes import ChunkRoute
-
-if TYPE_CHECKING:
-    from penstock.moe.experts import Experts
-    from penstock.moe.hooks import Hook
-    from penstock.moe.permute.sort import Permutation
-    from penstock.moe.routers import Router
 
 
 @dataclass(frozen=True)

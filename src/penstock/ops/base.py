@@ -37,7 +37,7 @@ class Op:
     EXPERT_ALL_REDUCE: Final = "XR"
     LOADS: Final = "LG"
 
-    # an optimiser of which every rank owns a share: see `features.sharded_optimizer.ops`
+    # an optimiser of which every rank owns a share: see `features.sharded_optimizer.feature`
     SCATTER: Final = "RA"
     PARTIAL_SCATTER: Final = "RP"
     EXPERT_SCATTER: Final = "RX"
@@ -49,13 +49,13 @@ class Op:
     PARTIAL_PARAMETERS: Final = "PP"
     EXPERT_PARAMETERS: Final = "PX"
 
-    # experts as replicas: see `features.expert_replicas.ops`
+    # experts as replicas: see `features.expert_replicas.feature`
     REPLICA_PARAMETERS: Final = "GP"
     REPLICA_GRADIENTS: Final = "GG"
     PLAN_REPLICAS: Final = "PE"
     COMPARE_REPLICAS: Final = "PH"
 
-    # tensor parallelism: see `features.tensor_parallel.ops`
+    # tensor parallelism: see `features.tensor_parallel.feature`
     EMBED_SCATTER: Final = "ES"
     EMBED_REDUCE: Final = "ER"
     TOKEN_GATHER: Final = "TG"
@@ -82,7 +82,7 @@ class Op:
     KEEP_OUTPUT: Final = "US"
     GATHER_OUTPUT: Final = "UG"
 
-    # shards of experts: see `features.expert_sharding.ops`
+    # shards of experts: see `features.expert_sharding.feature`
     SHARD_GATHER: Final = "XG"
     SHARD_SCATTER: Final = "XS"
     DEAL_SLOTS: Final = "SD"
@@ -91,7 +91,7 @@ class Op:
     ROWS_REDUCE: Final = "BR"
     ROWS_KEEP: Final = "BS"
 
-    # samples that move: see `features.sample_placement.ops`
+    # samples that move: see `features.sample_placement.feature`
     SAMPLE_COUNTS: Final = "SC"
     SAMPLE_LOADS: Final = "SN"
     SAMPLE_PLACES: Final = "SP"

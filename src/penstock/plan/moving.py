@@ -24,16 +24,12 @@ from penstock.mesh import Group, holders, standing_ranks
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.plan_file import PLACED, LostTrial, corrected, miss
-from penstock.plan.problem import Problem
+from penstock.plan.problem import QUICK, Problem
 from penstock.words import change, counted, gib
 from penstock.workloads import RoutingConfig, RoutingSizes, routing_of, routing_of_layers
 
 WORTH = 0.97
 """Moves must shorten a step to less than this part of its time; predictions err by about as much."""
-
-
-QUICK_RULE: Final = "critical_path"
-"""By which plans are ordered when they are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +166,7 @@ def _usable(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidat
 def _settled(problem: Problem, choice: Decision) -> Decision:
     """Return the choice without open moves and with a quick rule, so that like is compared with like."""
     free = choice.reads("priority") and "priority" not in dict(problem.forced)
-    quick = QUICK_RULE if free else choice.priority
+    quick = QUICK if free else choice.priority
     return replace(staying(problem, choice), priority=quick)
 
 
@@ -213,7 +209,7 @@ def _base(still: Candidate, choices: Sequence[Decision], routing: str) -> str:
     """Return what moves are compared with, and why it is not the time predicted for the plan before."""
     of = "forward and backward take"
     of = of if still.plan.shape.updating is None else "the step, updates included, takes"
-    quick = any(choice.reads("priority") and choice.priority != QUICK_RULE for choice in choices)
+    quick = any(choice.reads("priority") and choice.priority != QUICK for choice in choices)
     order = " (ordered by a quick rule, as with every move below)" if quick else ""
     return f"Moving   with {routing} instead of even routing, {of} {still.predicted} without moves{order}"
 

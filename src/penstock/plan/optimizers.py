@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Protocol
 
 from penstock.config import ConfigError
@@ -97,7 +98,7 @@ def find_updated(
         ConfigError: If neither fits: the error of the sharded problem.
     """
     both = [_found(each, quick or find) for each in (plain, sharded)]
-    best = min(both, key=_iteration_s)
+    best = min(both, key=attrgetter("iteration_s"))
     if best.found is None:
         assert both[1].refusal is not None, "nothing was found"
         raise both[1].refusal
@@ -107,7 +108,7 @@ def find_updated(
         assert found.found is not None, "it is at least as good as before"
         # What a full search has found may serve the other optimiser as well, whose plan is a quick one.
         both[1 - at] = _improved(both[1 - at], quick, (found.found.best.choice,))
-        best = min(found, both[1 - at], key=_iteration_s)
+        best = min(found, both[1 - at], key=attrgetter("iteration_s"))
         if best is not found:
             best = both[1 - at] = _improved(best, find, (found.found.best.choice,))
     assert best.found is not None, "it has the shorter iteration"
@@ -115,13 +116,9 @@ def find_updated(
     return best.problem, best.found, line
 
 
-def _iteration_s(updated: Updated) -> float:
-    return updated.iteration_s
-
-
 def _improved(updated: Updated, find: Find, starts: tuple[Decision, ...] = ()) -> Updated:
     """Return the plan of a further search, unless it is worse; of equal ones the last, which knows more."""
-    return min(_found(updated.problem, find, starts), updated, key=_iteration_s)
+    return min(_found(updated.problem, find, starts), updated, key=attrgetter("iteration_s"))
 
 
 def _found(problem: Problem, find: Find, starts: tuple[Decision, ...] = ()) -> Updated:

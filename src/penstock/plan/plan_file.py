@@ -15,7 +15,6 @@ from penstock.config import (
     Within,
     check_bounds,
     from_dict,
-    parse_json,
     read_json,
     to_dict,
 )
@@ -218,7 +217,7 @@ class PlanFile:
         """
         table = read_json(path, "Give a plan file, or make one with `penstock plan --out`.")
         try:
-            file = from_dict(PlanFile, _with_table(_with_shards(table, path), path), str(path))
+            file = from_dict(PlanFile, table, str(path))
             # The default of a missing decision is not what the file was made for. Some files are older
             # than one that may be left out.
             given = table.get("choice", {})
@@ -338,29 +337,6 @@ class PlanFile:
             if sum(portions) != size:
                 why = f"layer {layer} has {size} bytes of gradients to reduce"
                 raise ConfigError(f"{key}.portions[{layer}]", f"{sum(portions)} bytes", why, hint)
-
-
-def _with_shards(table: Any, path: Path) -> Any:
-    """Return a file's table without older files' `shard_size`. Raise ConfigError unless that was 1."""
-    sizes = table.get("sizes") if isinstance(table, dict) else None
-    if not isinstance(sizes, dict) or "shard_size" not in sizes:
-        return table
-    if sizes["shard_size"] != 1:
-        why = "was planned with ranks that stand for several, which no step has any more"
-        raise ConfigError(f"{path}.sizes.shard_size", sizes["shard_size"], why, RECOMPUTE)
-    return {**table, "sizes": {key: value for key, value in sizes.items() if key != "shard_size"}}
-
-
-def _with_table(table: Any, path: Path) -> Any:
-    """Return a file's table with registered decisions as pairs; in older files each was JSON text."""
-    try:
-        more = [(each["name"], parse_json(each["value"])) for each in table["choice"]["more"]]
-    except ValueError as error:
-        hint = 'Write pairs such as ["mine", 2].'
-        raise ConfigError(f"{path}.choice.more", UNSET, f"is not JSON: {error}", hint) from error
-    except (KeyError, TypeError):  # the table has pairs already, or its error is reported when it is read
-        return table
-    return {**table, "choice": {**table["choice"], "more": more}}
 
 
 # ---- trials that a plan lost to another which moves otherwise: by how much predictions of its moves err ---

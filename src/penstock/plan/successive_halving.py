@@ -24,9 +24,6 @@ ROUNDS = ((20, 80), (5, 20))
 """For each round: the number of cuts searched, the best of the round before, and the divisor of a full
 search's length that each of them gets."""
 
-FIRST_CUTS = ROUNDS[0][0]
-"""The number of cuts that get a short search each time orders are searched."""
-
 
 @dataclass
 class SuccessiveHalving:

@@ -27,7 +27,7 @@ def unit_cost(task: Task) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ordered tasks per lane, equal on all ranks; ranks compare `digest` before first use."""
+    """Ordered tasks per lane, equal on all ranks."""
 
     name: str
     lanes: Mapping[Lane, tuple[Task, ...]]

@@ -1,4 +1,4 @@
-"""The step as data: the plainest one, and the passes of the core that rewrite it. Pure Python: no torch."""
+"""The step as data: the plainest one, and the passes of the core that rewrite it. No torch."""
 
 from penstock.step.rewrite import Pass, Stage, apply
 from penstock.step.shape import Sharing, StepShape

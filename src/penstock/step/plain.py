@@ -64,9 +64,5 @@ class PlainStep:
             hidden = task(layer, Op.UNPERMUTE, **read, rows=home)
         last = len(self.moe_layers) - 1
         head = task(last, Op.HEAD, hidden=hidden)
-        return Graph.of([*made, statistics(last, {"loss": (head.name,), "routers": tuple(routers)})])
-
-
-def statistics(last: int, read: Inputs | None = None) -> Task:
-    """Return the task that sums over all ranks at the end of a forward half; `last` is the last layer."""
-    return Task(Name(last, Op.STATISTICS, F), Lane.INTER, Group.WORLD, read or {})
+        ends: Inputs = {"loss": (head.name,), "routers": tuple(routers)}
+        return Graph.of([*made, Task(Name(last, Op.STATISTICS, F), Lane.INTER, Group.WORLD, ends)])

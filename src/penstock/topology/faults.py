@@ -411,9 +411,11 @@ class _Process:
 
 
 def watch(watcher: FaultWatcher | None) -> None:
-    """Set this process's watcher, in place of an earlier one, which is closed."""
+    """Set this process's watcher, in place of an earlier one, which is closed and leaves no trace."""
     if _Process.watcher is not None and _Process.watcher is not watcher:
         _Process.watcher.close()
+    if watcher is None:  # else it has begun anew itself
+        ACTIVITY.failure = ACTIVITY.waited_in = ACTIVITY.lost = None
     _Process.watcher = watcher
 
 

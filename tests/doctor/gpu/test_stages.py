@@ -22,13 +22,13 @@ from penstock.doctor.gpu.numerics import LIMITS, Errors
 from penstock.doctor.gpu.outcome import Outcome, Verdict
 from penstock.doctor.gpu.stages import STAGES
 from penstock.runtime.groups import GroupTransport
-from penstock.runtime.recorded.gpu import recorded
-from penstock.runtime.recorded.hazards import Hazard, find_hazards
-from penstock.runtime.recorded.recorder import Launch
 from penstock.topology import ProcessInfo
 from penstock.train.config import RunConfig
 from tests.support.card import CardDevice, counted, install
 from tests.support.ranks import Pools, RankPool
+from tests.support.recording.gpu import recorded
+from tests.support.recording.hazards import Hazard, find_hazards
+from tests.support.recording.recorder import Launch
 
 SCALE = Scale(rounds=4, repeats=2, steps=1, budget_s=0.5, largest_bytes=0, judged=False)
 TINY = (

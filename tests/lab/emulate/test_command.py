@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -102,11 +103,12 @@ def test_down_once_and_again(made: dict[str, Any], capsys: pytest.CaptureFixture
         ("down", "say which cluster"),
         ("down pen1-0 --all", "say which cluster"),
         ("rate pen1-0", "there is no rate to set"),
+        ("rate pen1-0 --inter-rate ''", "--inter-rate = "),
         ("exec pen1-0 0", "there is no command to run"),
     ],
 )
 def test_bad_usage(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["emulate", *arguments.split()]) == 2
+    assert main(["emulate", *shlex.split(arguments)]) == 2
     assert message in capsys.readouterr().err
 
 

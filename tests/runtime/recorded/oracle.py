@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 
-from penstock.runtime.recorded.hazards import overlap
-from penstock.runtime.recorded.recorder import (
+from tests.support.recording.hazards import overlap
+from tests.support.recording.recorder import (
     Access,
     Actor,
     Allocate,

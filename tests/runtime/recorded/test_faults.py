@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.recorded.hazards import Issued, calls_of, find_disorder, find_hazards
-from penstock.runtime.recorded.recorder import Actor, Block, Entry, Free, Keep, Launch, Record, Wait
 from tests.runtime.recorded import oracle
 from tests.runtime.recorded.test_steps import device_step
 from tests.support.parity import Case
 from tests.support.ranks import Pools
 from tests.support.recorded import log_of_steps
+from tests.support.recording.hazards import Issued, calls_of, find_disorder, find_hazards
+from tests.support.recording.recorder import Actor, Block, Entry, Free, Keep, Launch, Record, Wait
 from tests.support.replicas import RandomReplicas
 
 CASES: Mapping[str, Mapping[str, Any]] = {

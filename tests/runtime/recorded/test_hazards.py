@@ -8,8 +8,10 @@ from random import Random
 import pytest
 from hypothesis import given
 
-from penstock.runtime.recorded.hazards import find_hazards, overlap
-from penstock.runtime.recorded.recorder import (
+from tests.runtime.recorded import oracle
+from tests.steps import seeds
+from tests.support.recording.hazards import find_hazards, overlap
+from tests.support.recording.recorder import (
     Access,
     Actor,
     Allocate,
@@ -22,8 +24,6 @@ from penstock.runtime.recorded.recorder import (
     Span,
     Wait,
 )
-from tests.runtime.recorded import oracle
-from tests.steps import seeds
 
 HOST, OTHER = Actor(0, "host", on_device=False), Actor(1, "other", on_device=False)
 MAIN, SIDE, THIRD = (

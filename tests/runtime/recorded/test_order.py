@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.runtime.recorded.hazards import Issued, find_disorder
-from penstock.runtime.recorded.recorder import Call
+from tests.support.recording.hazards import Issued, find_disorder
+from tests.support.recording.recorder import Call
 
 EVEN = (8, 8)
 

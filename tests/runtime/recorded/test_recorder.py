@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.device import device_of, gpu_of
-from penstock.runtime.recorded.gpu import recorded
-from penstock.runtime.recorded.hazards import find_hazards
-from penstock.runtime.recorded.recorder import Allocate, Entry, Free, Launch, Recorder
+from tests.support.recording.gpu import recorded
+from tests.support.recording.hazards import find_hazards
+from tests.support.recording.recorder import Allocate, Entry, Free, Launch, Recorder
 
 CPU = torch.device("cpu")
 Touched = list[tuple[str, bool, int, int]]

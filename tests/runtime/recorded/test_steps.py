@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.recorded.hazards import find_disorder
 from tests.runtime.features.expert_replicas.test_moving import small
 from tests.support import cases
 from tests.support.cases import Step, drawn, step_of
@@ -18,6 +17,7 @@ from tests.support.close import check_close
 from tests.support.pairwise import covering, each_value
 from tests.support.ranks import Pools
 from tests.support.recorded import carded_steps, plain_steps, recorded_steps
+from tests.support.recording.hazards import find_disorder
 from tests.support.replicas import RandomReplicas
 from tests.support.waits import PLANS, check_waits
 

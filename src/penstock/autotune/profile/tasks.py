@@ -266,7 +266,8 @@ def _alike(
     """Return numbers of tasks by layer, op, phase and size, with their work in seconds by the rates."""
     groups: dict[tuple[int, str, Phase, float], tuple[list[int], float]] = {}
     for number, task in enumerate(tasks):
-        nominal_s = rates.nominal_s(*cost.forward_work(task))
+        work = cost.work(task)
+        nominal_s = rates.nominal_s(work.flops, work.copied_bytes)
         key = (task.layer, task.op, task.phase, nominal_s)
         groups.setdefault(key, ([], nominal_s))[0].append(number)
     return groups

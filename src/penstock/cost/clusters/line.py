@@ -134,7 +134,7 @@ def _device(text: str, name: str) -> tuple[Device, int]:
 
 def _joined(text: str, value: str, nodes: int, per_node: int) -> int:
     """Return how many devices the links inside nodes join."""
-    joined = int(value) if value.isdecimal() else 0
+    joined = whole_number(value) or 0
     if joined < per_node or joined % per_node or nodes * per_node % joined:
         _refuse(text, f"nvlink={value} is no whole number of its nodes of {per_node}, or does not divide all")
     return joined

@@ -1,4 +1,4 @@
-"""Ways to bring rows to the ranks of their experts, as legs on lanes. Pure Python: no torch."""
+"""Ways to bring rows to the ranks of their experts, as legs on lanes. No torch."""
 
 from penstock.features.dispatch.built_in import (
     FlatDispatch,
@@ -6,8 +6,6 @@ from penstock.features.dispatch.built_in import (
     HierarchicalDispatch2D,
     NodeOnceDispatch,
 )
-from penstock.mesh import Group
-from penstock.ops import Op
 from penstock.ops.core import Hop
 from penstock.routing.joined import MOST_NODE_SIZE
 from penstock.routing.legs import Dispatch, Leg, Place, Stops
@@ -63,12 +61,10 @@ __all__ = [
     "DISPATCHES",
     "Dispatch",
     "FlatDispatch",
-    "Group",
     "HierarchicalDispatch1D",
     "HierarchicalDispatch2D",
     "Leg",
     "NodeOnceDispatch",
-    "Op",
     "Place",
     "Stops",
     "find_dispatch",

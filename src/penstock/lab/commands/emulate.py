@@ -227,8 +227,10 @@ def _rate(options: argparse.Namespace) -> int:
     if options.inter_rate is None and options.intra_rate is None:
         hint = "Give one or both, such as --inter-rate 300mbit."
         raise ConfigError("--inter-rate, --intra-rate", UNSET, "there is no rate to set", hint)
-    inter = options.inter_rate and parse_rate(options.inter_rate, "--inter-rate")
-    intra = options.intra_rate and parse_rate(options.intra_rate, "--intra-rate")
+    inter, intra = (
+        None if rate is None else parse_rate(rate, key)
+        for rate, key in ((options.inter_rate, "--inter-rate"), (options.intra_rate, "--intra-rate"))
+    )
     check_available()
     cluster = open_cluster(options.id)
     if options.node is not None:

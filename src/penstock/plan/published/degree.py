@@ -186,7 +186,3 @@ class Backward:
 
     def degree(self, gap: GapLayer, reduce_s: float = 0.0) -> Degree:
         return exact(gap.part, reduce_s, self.degrees)
-
-    def tail_s(self, left_bytes: float) -> float:
-        """Return the seconds of reducing what is left, exposed after everything else."""
-        return self.all_reduce.seconds(left_bytes)

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from penstock.runtime.recorded.recorder import (
+from tests.support.recording.recorder import (
     Access,
     Actor,
     Allocate,

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.device import Cpu, Event, Gpu, Pending, Stream, using
 from penstock.runtime.groups import Sockets
-from penstock.runtime.recorded.recorder import Actor, Recorder, Recording
+from tests.support.recording.recorder import Actor, Recorder, Recording
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class RecordedEvent:
 
     def happens_after(self, actor: Actor) -> None:
         """Put it after everything that an actor has been given so far."""
-        self.number, self.at_s = self._recorder.record(actor), time.perf_counter()
+        self.number, self.at_s = self._recorder.record(actor), time.perf_counter()  # noqa: TID251 - as torch events do
 
     def synchronize(self) -> None:
         self._recorder.wait(self._recorder.thread, self.number)
