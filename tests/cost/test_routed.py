@@ -20,7 +20,7 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.core import HOME, TRANSFERS
+from penstock.ops.core import COMBINE_OF, TRANSFERS
 from penstock.placement import ExpertPlacement
 from penstock.routing.rows import by_source_and_target
 from penstock.routing.sizes import split_sizes
@@ -292,7 +292,7 @@ def test_joined_rows_are_sent_to_who_expects_them_and_no_more_often_than_by_choi
             place = work.mesh.place(rank, mine.group)
             assert list(mine.output_splits) == [found[peer].input_splits[place] for peer in members]
             assert mine.row_bytes == work.element_bytes * (
-                work.hidden_size + (2 * work.top_k if task.op in HOME else 0)
+                work.hidden_size + (2 * work.top_k if task.op in COMBINE_OF else 0)
             )
         if task.op == Op.DISPATCH_SCATTER and work.capacity_factor is None:
             by_choice = renamed(task, op=Op.DISPATCH)

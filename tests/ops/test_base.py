@@ -11,7 +11,7 @@ from penstock.features.build import build_graph
 from penstock.graph import ScheduleError
 from penstock.ops import OPS, Backward, Kind, Op, OpSpec, register, spec_of
 from penstock.ops.base import place_of
-from penstock.ops.core import AWAY, GRADIENT_KINDS, HOME, TRANSFERS
+from penstock.ops.core import COMBINE_OF, DISPATCH_OF, GRADIENT_KINDS, TRANSFERS
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import FORM_TOKENS, ExpertForm
 from tests.steps import no_work
@@ -69,7 +69,7 @@ def test_every_op_that_has_a_name_has_facts() -> None:
 
 
 def test_transposes_of_transfers_are_the_legs_home() -> None:
-    assert {op: OPS[op].transpose for op in TRANSFERS} == {**HOME, **AWAY}
+    assert {op: OPS[op].transpose for op in TRANSFERS} == {**COMBINE_OF, **DISPATCH_OF}
     assert all(OPS[OPS[op].transpose].transpose == op for op in TRANSFERS)
 
 

@@ -22,7 +22,7 @@ from penstock.features.table import ROUTED
 from penstock.graph import Task
 from penstock.mesh import Group, place_in_node
 from penstock.ops import Work
-from penstock.ops.core import HOME, TRANSFERS, outward
+from penstock.ops.core import COMBINE_OF, TRANSFERS, outward
 from penstock.placement import ExpertPlacement, Replication
 from penstock.routing.joined import distinct_rows, num_sets
 from penstock.routing.legs import busier_rows
@@ -116,7 +116,7 @@ class RowMoves:
 
     def row_bytes(self, task: Task) -> float:
         """Return the bytes of a row as the task moves it."""
-        return self.even.row_bytes(outward=task.op in HOME)
+        return self.even.row_bytes(outward=task.op in COMBINE_OF)
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
         """Return what a COUNTS task sends and is to receive on one rank.
@@ -245,7 +245,7 @@ class RowMoves:
         work = self.even.workload
         if work.joins_rows:
             across = self._legs.joins_rows and self._number(task) == 0
-            key = task.microbatch, task.cut.held, self.column(task), task.op in HOME, across
+            key = task.microbatch, task.cut.held, self.column(task), task.op in COMBINE_OF, across
             if key not in self._known_joined:
                 table_GSTN = self.table(task)[:, :, 0]
                 groups, ranks = table_GSTN.shape[:2]
@@ -354,7 +354,7 @@ class RowMoves:
 
 def to_experts(task: Task) -> bool:
     """Return whether data goes to the experts: rows in dispatch, or in backward gradients in combine."""
-    return (task.op in HOME) is task.forward
+    return (task.op in COMBINE_OF) is task.forward
 
 
 # ---- all-to-alls in which pairs of ranks send different amounts, over links inside nodes and cards

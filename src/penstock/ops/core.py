@@ -331,15 +331,15 @@ register(
 
 # ---- transfers of rows, and the exchange that says how many rows there are --------------------------------
 
-HOME = {
+COMBINE_OF = {
     Op.DISPATCH_GATHER: Op.COMBINE_SCATTER,
     Op.DISPATCH: Op.COMBINE,
     Op.DISPATCH_SCATTER: Op.COMBINE_GATHER,
 }
 """By leg of a dispatch, the leg of combine that takes the same way home: its transpose."""
-AWAY = {home: out for out, home in HOME.items()}
+DISPATCH_OF = {home: out for out, home in COMBINE_OF.items()}
 """By leg of combine, the leg of a dispatch that takes the same way out."""
-TRANSFERS = (*HOME, *AWAY)
+TRANSFERS = (*COMBINE_OF, *DISPATCH_OF)
 """Every op that moves rows."""
 
 
@@ -354,7 +354,7 @@ class Hop:
     @property
     def home(self) -> Hop:
         """The leg of combine that takes the same way."""
-        return Hop(HOME[self.op], self.axes, self.lane)
+        return Hop(COMBINE_OF[self.op], self.axes, self.lane)
 
 
 FLAT = (Hop(Op.DISPATCH, Group.EXPERT, Lane.INTER),)
@@ -369,7 +369,7 @@ def _counts(task: Task, sizes: Sizes) -> Work:
 
 def _leg(task: Task, sizes: Sizes) -> Work:
     rows = sizes.rows(task) * task.cut.row_copies
-    sent_bytes = sizes.leg_bytes(rows, outward=task.op in HOME, between=between_nodes(task.op))
+    sent_bytes = sizes.leg_bytes(rows, outward=task.op in COMBINE_OF, between=between_nodes(task.op))
     return Work(collective="leg", sent_bytes=sent_bytes, follows_rows=True)
 
 
@@ -439,12 +439,12 @@ register(
     *(
         OpSpec(
             name=op,
-            turn="routed" if op in HOME else None,
+            turn="routed" if op in COMBINE_OF else None,
             family=Family.ROWS,
             title=title,
             kind=Kind.COLLECTIVE,
             work=_leg,
-            transpose={**HOME, **AWAY}[op],
+            transpose={**COMBINE_OF, **DISPATCH_OF}[op],
             given=frozenset({"route"}),
             indices="mc",
         )
@@ -455,7 +455,7 @@ register(
 
 def outward(op: str) -> str:
     """Return the op of dispatch that takes the same leg as `op`, towards the experts."""
-    return AWAY.get(op, op)
+    return DISPATCH_OF.get(op, op)
 
 
 def between_nodes(op: str) -> bool:

@@ -14,7 +14,7 @@ from penstock.moe import ChunkRoute
 from penstock.moe.choices import RouterSums
 from penstock.moe.products import AutogradWeights, WeightGradients
 from penstock.ops import Op, core
-from penstock.ops.core import AWAY, GRADIENT_KINDS, HOME, kind_of_task
+from penstock.ops.core import COMBINE_OF, DISPATCH_OF, GRADIENT_KINDS, kind_of_task
 from penstock.routing.routes import Routes
 from penstock.runtime.batch import SampleMetadata
 from penstock.runtime.fingerprints import VALUES
@@ -70,16 +70,16 @@ def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outwar
     return {"rows": came}
 
 
-@handles((*HOME, *AWAY), F)
+@handles((*COMBINE_OF, *DISPATCH_OF), F)
 def move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return rows: after a leg of dispatch or combine."""
-    return _leg(context, task, inputs, inputs.one("rows"), outward=task.op in HOME)
+    return _leg(context, task, inputs, inputs.one("rows"), outward=task.op in COMBINE_OF)
 
 
-@handles((*HOME, *AWAY), B)
+@handles((*COMBINE_OF, *DISPATCH_OF), B)
 def move_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return rows: their gradients after the transpose of the leg."""
-    return _leg(context, task, inputs, inputs.one("d_rows"), outward=task.op not in HOME)
+    return _leg(context, task, inputs, inputs.one("d_rows"), outward=task.op not in COMBINE_OF)
 
 
 def held(rows: tuple[Tensor, ...], cut: Cut) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from penstock.graph.task import Phase, ScheduleError
 from penstock.ops.base import Op
-from penstock.ops.core import FLAT, GRADIENT_KINDS, HOME, ByKind, Hop, KindName
+from penstock.ops.core import COMBINE_OF, FLAT, GRADIENT_KINDS, ByKind, Hop, KindName
 from penstock.step.rewrite import Pass, check_passes
 
 TokenLayout = Literal["split", "replicated"]
@@ -181,8 +181,10 @@ class StepShape:
             raise ScheduleError(
                 "a simultaneous pair needs expert_form=s2, ranks that share attention, and no chunks"
             )
-        if not set(ops) <= set(HOME) or ops.count(Op.DISPATCH) != 1 or len(set(ops)) < len(ops):
-            raise ScheduleError(f"the legs of a dispatch are {', '.join(HOME)}, one of them D; got {ops}")
+        if not set(ops) <= set(COMBINE_OF) or ops.count(Op.DISPATCH) != 1 or len(set(ops)) < len(ops):
+            raise ScheduleError(
+                f"the legs of a dispatch are {', '.join(COMBINE_OF)}, one of them D; got {ops}"
+            )
 
     @property
     def moves(self) -> bool:
