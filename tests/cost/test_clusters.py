@@ -132,6 +132,9 @@ def test_no_shipped_card_is_faster_than_the_paper_says(name: str) -> None:
     assert rates.link_bytes_per_s <= said.get(name, 100) * 1e9 / 8
 
 
+RATES = {"flops_per_s": 1e13, "memory_bytes_per_s": 1e11, "intra_bytes_per_s": 1e10}
+
+
 @pytest.mark.parametrize("measured", [None, HERE])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_described_cluster_says_whose_rate_it_is(
@@ -156,7 +159,7 @@ def test_a_described_cluster_says_whose_rate_it_is(
 
 def test_a_described_cluster_says_in_which_precision_it_computes(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
-    table = {"name": "mine", "nodes": 1, "ranks_per_node": 2, "rates": {"flops_per_s": 1e13}}
+    table = {"name": "mine", "nodes": 1, "ranks_per_node": 2, "rates": RATES}
     path.write_text(json.dumps(table))
     with pytest.raises(ConfigError) as caught:
         find_cluster(str(path))
@@ -164,6 +167,22 @@ def test_a_described_cluster_says_in_which_precision_it_computes(tmp_path: Path)
     for precision in ("float32", "bfloat16", None):
         path.write_text(json.dumps({**table, "precision": precision}))
         assert find_cluster(str(path)).precision == precision
+
+
+@pytest.mark.parametrize("left_out", [*RATES, "link_bytes_per_s"])
+def test_rates_of_a_described_cluster_are_not_those_of_a_processor(tmp_path: Path, left_out: str) -> None:
+    path = tmp_path / "cluster.json"
+    rates = {**RATES, "link_bytes_per_s": 1e9, "link_rate_of": "device"}
+    table = {"name": "mine", "nodes": 2, "ranks_per_node": 2, "precision": None, "rates": rates}
+    path.write_text(json.dumps(table))
+    assert find_cluster(str(path)).memory_bytes is None
+    path.write_text(json.dumps(table | {"device": "H100"}))
+    assert find_cluster(str(path)).memory_bytes == 74_000_000_000
+    rates.pop(left_out)
+    path.write_text(json.dumps(table))
+    with pytest.raises(ConfigError) as caught:
+        find_cluster(str(path))
+    assert caught.value.key == f"{path}.rates.{left_out}"
 
 
 @pytest.mark.parametrize("name", ["", " ", "missing", f"{'9' * 5000}x8xH100", f"2x8xH100,net={'9' * 5000}"])

@@ -24,7 +24,7 @@ from penstock.config import (
 )
 from penstock.config.bounds import MOST_RANKS, Name, Ranks
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
-from penstock.cost.devices import CPU, Computing, find_device
+from penstock.cost.devices import CPU, Computing, find_device, usable_bytes
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase
 from penstock.mesh import Group
@@ -40,6 +40,8 @@ WHAT_TO_WRITE: Final = (
     "that rate. Files that gave a device's share of its node's card: \"node\", and the share times "
     "ranks_per_node."
 )
+OF_DEVICES: Final = ("flops_per_s", "memory_bytes_per_s")
+"""Rates that a file without measurements must have, if it has any."""
 
 PAIR: Final = "simultaneous_pair"
 """Combine and the gather that follows it, run simultaneously: Parm's SAA, with its alpha_o and beta_o."""
@@ -386,13 +388,29 @@ class ClusterFile:
         if isinstance(table, dict):
             table = {key: value for key, value in table.items() if key != DOCTOR}
         file = from_dict(ClusterFile, table, str(path))
-        if file.nodes > 1 and file.measured is None and "link_rate_of" not in table.get("rates", {}):
+        if file.measured is None:
+            file._check_by_hand(table, path)
+            device = find_device(file.device_name)
+            if device is not None and "memory_bytes" not in table:
+                file = replace(file, memory_bytes=usable_bytes(max(device.memory_gb)))
+        return replace(file, version=VERSION)
+
+    def _check_by_hand(self, table: Mapping[str, Any], path: Path) -> None:
+        """Raise ConfigError unless a file that nobody has measured says what no default can stand for."""
+        given = table.get("rates", {})
+        if self.nodes > 1 and "link_rate_of" not in given:
             raise ConfigError(f"{path}.rates.link_rate_of", UNSET, WHOSE_RATE, WHAT_TO_WRITE)
-        if file.measured is None and "flops_per_s" in table.get("rates", {}) and "precision" not in table:
+        if "flops_per_s" in given and "precision" not in table:
             why = "is missing, so nobody can tell in which precision flops_per_s is reached"
             hint = 'Write "float32" or "bfloat16"; null if devices compute as fast in either.'
             raise ConfigError(f"{path}.precision", UNSET, why, hint)
-        return replace(file, version=VERSION)
+        of_links = {"link_bytes_per_s": self.nodes > 1, "intra_bytes_per_s": self.ranks_per_node > 1}
+        needed = [*OF_DEVICES, *(name for name, is_used in of_links.items() if is_used and not self.links)]
+        missing = [name for name in needed if name not in given]
+        if missing and (given or self.device_name not in ("", CPU)):
+            why = "is missing, and the default is the rate of one core and its loopback link"
+            hint = f"A data sheet has it, or `penstock profile` measures it. Missing: {', '.join(missing)}."
+            raise ConfigError(f"{path}.rates.{missing[0]}", UNSET, why, hint)
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> ClusterFile:
         """Return the cluster with these factors on bandwidth between and inside nodes, and on compute.

@@ -113,6 +113,15 @@ def find_device(name: str) -> Device | None:
     return max(devices, key=lambda each: len(each.name), default=None)
 
 
+KEPT_BYTES, KEPT_SHARE = 2e9, 0.05
+"""What contexts, communicators and fragmented memory take of a device: bytes, and a share of all."""
+
+
+def usable_bytes(memory_gb: int) -> int:
+    """Return what tensors may take of a device's memory, given in 1e9 bytes."""
+    return int(memory_gb * 1e9 * (1 - KEPT_SHARE) - KEPT_BYTES)
+
+
 # ---- how fast the kernels of a device are of which nothing but the data sheet is known --------------------
 #
 # A product is computed in tiles, one on each of a device's units at a time: rows that do not fill a tile, and

@@ -8,7 +8,7 @@ from typing import Final, NoReturn
 from penstock.config import ConfigError
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
-from penstock.cost.devices import DEVICES, FLOAT8, HAS_FLOAT8, SHARES, Device, find_device
+from penstock.cost.devices import DEVICES, FLOAT8, HAS_FLOAT8, SHARES, Device, find_device, usable_bytes
 from penstock.words import whole_number
 
 EXAMPLE: Final = "4x8xA100-80GB,net=100gbit"
@@ -32,8 +32,6 @@ NETWORK_START_S, TASK_S, ISSUE_S = 2e-5, 1e-5, 1e-5
 """Seconds before a message leaves a node, of a task on a device, and of the thread that hands over an
 operation of PyTorch (5 to 30 microseconds where it was measured)."""
 KEYS: Final = ("net", "fabric", "inside", "nvlink", "products", "graphs")
-KEPT_BYTES, KEPT_SHARE = 2e9, 0.05
-"""What contexts, communicators and fragmented memory take of a device: bytes, and a share of all."""
 
 
 def in_line(text: str) -> ClusterFile | None:
@@ -84,7 +82,7 @@ def in_line(text: str) -> ClusterFile | None:
             task_overhead_s=TASK_S,
             issue_kernel_s=0.0 if "graphs" in given else ISSUE_S,
         ),
-        memory_bytes=int(memory_gb * 1e9 * (1 - KEPT_SHARE) - KEPT_BYTES),
+        memory_bytes=usable_bytes(memory_gb),
         device=device.name,
         precision=device.usual,
         kernels_of="device in float8" if in_float8 else "device",
