@@ -31,7 +31,7 @@ FEATURES: Mapping[str, Serves] = {
     "every expert shared by ranks (`etp_size`)": lambda family: None if family.form.narrows else SEVERAL_ROWS,
     "experts that move (`placement.experts`)": lambda family: None if family.form.moves else SEVERAL_ROWS,
     "packed documents kept apart (`data.separate_documents`, `position_ids`)": lambda family: (
-        None if family.separates_documents else "some of its layers go on where another document begins"
+        None if family.separates_documents else "some of its layers carry state across documents"
     ),
 }
 """Other features by what the table calls them."""

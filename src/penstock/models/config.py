@@ -48,7 +48,7 @@ class ModelConfig:
     """Heads of keys and values, each of which serves as many heads of queries; must divide `num_heads`; none
     = `num_heads`."""
     head_dim: Width | None = None
-    """Width of a head, which is even; none = `hidden_size / num_heads`."""
+    """Width of a head, an even number; none = `hidden_size / num_heads`."""
     seq_len: Tokens = 128
     """Tokens per sample."""
     vocab_size: Symbols = 256

@@ -75,8 +75,8 @@ class PlanConfig:
     ([more](planning.md#search))."""
     trials: Trials = 3
     """Number of promising plans that run for six steps each before the fastest is kept; trials take at most a
-    tenth of a run's steps, so three need 180 steps or more; after 30 minutes no other plan is tried; a plan
-    that moves samples or experts needs 120 steps; 1 = the prediction decides."""
+    tenth of a run's steps, so three need 180 steps or more; after 30 minutes no other plan is tried;
+    with a plan that moves samples or experts it takes 120 steps or more; 1 = the prediction decides."""
     tuner: TunerName | None = None
     """What tunes the size of all-reduce pieces during training: "bayesian" (FlowMoE), "grid" or "random";
     none = nothing."""

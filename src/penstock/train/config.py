@@ -62,7 +62,7 @@ class TrainConfig:
     log_every: Steps = 10
     """Steps between log lines; 0 = only at the end."""
     max_skipped_steps: Steps = 4
-    """Consecutive steps that may be skipped since the loss or gradients are not finite; one more ends the
+    """Consecutive steps that may be skipped because the loss or gradients are not finite; one more ends the
     run."""
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class OutputConfig:
     """Write `routing.jsonl`: how many tokens chose each expert in every step, for virtual devices and plans
     that route as this run did."""
     routing_samples: bool = False
-    """Also how many of every sample did."""
+    """Also count them by sample."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -106,7 +106,7 @@ class MetricsConfig:
     wandb_project: Name = "penstock"
     """Under which project."""
     wandb_entity: Name | None = None
-    """Of which user or team; none = the usual one of who is logged in."""
+    """Of which user or team; none = the default of who is logged in."""
     wandb_name: Name | None = None
     """Name of the run; none = that of its folder."""
     wandb_tags: Annotated[tuple[Name, ...], Items(100, "more tags find nothing")] = ()
