@@ -305,8 +305,16 @@ def spread_states(module: nn.Module, parts: Mapping[str, Sharding], meshes: Rank
         module.register_state_dict_post_hook(_spread)
         module.register_load_state_dict_pre_hook(_take)
     setattr(module, PARTS, boxes)
-    for name, part in boxes.items():
-        setattr(module.get_parameter(name), PART, part)
+    mark_held(module)
+
+
+def mark_held(model: nn.Module) -> None:
+    """Let parameters say again which parts they are: copies, and those that took their place, do not."""
+    for module in model.modules():
+        parts: Mapping[str, Part] = getattr(module, PARTS, {})
+        held = dict(module.named_parameters(remove_duplicate=False)) if parts else {}
+        for name in parts.keys() & held.keys():
+            setattr(held[name], PART, parts[name])
 
 
 def _spread(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -332,6 +340,7 @@ def taken_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         ShareError: See `Part.of`.
     """
     taken = without_marks(state)
+    mark_held(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in taken and (part := part_of(parameter)) is not None:
             taken[name] = part.of(name, taken[name])

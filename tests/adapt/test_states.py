@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -128,3 +129,29 @@ def fused(rank: int, folder: Path) -> list[str]:
 
 def test_parts_of_fused_matrices_are_written_by_no_other_tool(ranks: Pools, tmp_path: Path) -> None:
     assert ranks(2).run(fused, tmp_path) == [["ShareError", "", "ShareError"]] * 2
+
+
+def put_in_place(rank: int) -> list[float]:
+    """How losses differ when states go on that were saved with a copy of a model, and when other parameters
+    had taken the place of its own."""
+    found, layout = list[float](), {"ep_size": 2}
+    for exchange in (True, False):
+        saved = Training(rank, layout)
+        if exchange:
+            saved.model.load_state_dict(saved.model.state_dict(), assign=True)
+        else:
+            saved.model = copy.deepcopy(saved.model)
+        saved.optimizer = torch.optim.AdamW(saved.model.parameters(), lr=0.01)
+        saved.step()
+        states = copy.deepcopy((saved.model.state_dict(), saved.optimizer.state_dict()))
+        loaded = Training(rank, layout, seed=1)
+        loaded.step()  # from now on its optimiser is known
+        loaded.model.load_state_dict(states[0])
+        loaded.optimizer.load_state_dict(states[1])
+        found += [abs(loaded.step() - saved.step()) for _ in range(2)]
+    return found
+
+
+def test_what_takes_the_place_of_a_part_says_which_it_is(ranks: Pools) -> None:
+    for found in ranks(2).run(put_in_place):
+        assert max(found) < 1e-10

@@ -342,8 +342,12 @@ def test_kept_logits_are_those_asked_for() -> None:
         assert distance(model(**given, logits_to_keep=asked).logits, expected) < 1e-5
     out = model(**given)
     out.loss.backward()
+    _, plain = model(**given, return_dict=False)
+    for read in (plain, out[1], out[:2][1], out.get("logits")):
+        assert read.equal(out.logits) and "logits" in out
     assert distance(out.logits, wanted(tokens_BL).logits) < 1e-5 and not out.logits.requires_grad
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
     with pytest.raises(ValueError, match="read them before"):
         out["logits"].sum()
+    assert out[0] is out.loss

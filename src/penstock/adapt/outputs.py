@@ -38,7 +38,24 @@ class StepOutput(MoeCausalLMOutputWithPast):
     def __getitem__(self, key: Any) -> Any:
         if key == "logits" and (logits_BLV := self.logits) is not None:
             return logits_BLV
+        if isinstance(key, int):
+            return self[self._named()[key]]
         return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._named()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self._named() else default
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self[name] for name in self._named())
+
+    def _named(self) -> list[str]:
+        """Return the names of what a model's own output has, in its order; the logits are not made."""
+        make, _ = LOGITS.get(super().__getattribute__("loss"), (None, None))
+        names = list(self.keys())
+        return names if make is None or "logits" in names else [*names, "logits"]
 
 
 class LastOnly(Sequence[Tensor]):

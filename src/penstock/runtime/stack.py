@@ -26,7 +26,7 @@ from penstock.moe.build import build_permutation
 from penstock.moe.config import MoEConfig
 from penstock.moe.layer import count_updates
 from penstock.moe.routers import BALANCES, Balance
-from penstock.partial_state import mark_states_of_shards, refuse_pickle
+from penstock.partial_state import mark_held, mark_states_of_shards, refuse_pickle
 from penstock.runtime import ops as _ops  # noqa: F401  # registers handlers
 from penstock.runtime.batch import (
     NO_LABEL,
@@ -461,12 +461,13 @@ class PipelinedStack(MarksExperts):
         self.machinery.close()
 
     def mark_experts(self) -> None:
-        """Mark experts and parts of parameters with the ranks that hold them, for `clip_grad_norm_`."""
+        """Mark experts and parts of parameters: which they are, and the ranks that hold the others."""
         for layer, moe in enumerate(self.moe_layers):
             stacked = moe is not None and moe.experts.stacked
             mark_experts(self.parts.expert_parameters(layer), self._expert_ranks, stacked=stacked)
         mark_shards(self.model)
         mark_parts(self.model.parameters(), self._expert_ranks)
+        mark_held(self.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a stack with a copy of the model, on the same machinery: for averages of weights, say."""
@@ -496,6 +497,7 @@ class PipelinedStack(MarksExperts):
         copied.consistency = Consistency(copied.gradients, machinery)
         copied.outside = OutsideGradients(copied.gradients, machinery)
         watch_model(copied.model, copied)
+        copied.mark_experts()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
