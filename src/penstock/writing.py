@@ -119,21 +119,31 @@ def leads_to(path: Path, file: IO[Any]) -> bool:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name a file in an error of the system, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """Yield a file that replaces the one at `path` when the context is left; after an error nothing changes.
 
-    An error of the system, such as that of a full disk, names the file.
+    An error of the system names the file.
 
     Args:
         durable: See `Draft.settle`.
     """
     draft = Draft(path)
     try:
-        yield draft.file
-        draft.settle(durable=durable).close()
-    except BaseException as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            error.filename = error.filename or str(path)
+        with naming(path):
+            yield draft.file
+            draft.settle(durable=durable).close()
+    except BaseException:
         draft.discard()
         raise
 

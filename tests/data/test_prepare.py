@@ -357,9 +357,34 @@ def test_what_is_wrong_in_a_file_is_told_by_its_place(
 
 def test_a_field_that_a_table_lacks_is_told_with_those_it_has(tmp_path: Path) -> None:
     folder = write_inputs(tmp_path / "in")
-    for field, why in (("body", "has columns id, text"), ("id", "is no text")):
+    twice = pyarrow.table([["x"], ["y"]], names=["text", "text"])
+    (tmp_path / "twice").mkdir()
+    pyarrow.parquet.write_table(twice, tmp_path / "twice" / "a.parquet")
+    for inputs, field, why in (
+        (folder, "body", "has columns id, text"),
+        (folder, "id", "is no text"),
+        (tmp_path / "twice", "text", "has columns text, text"),
+    ):
         with pytest.raises(ConfigError, match=why):
-            replace(preparation(folder), field=field).check()
+            replace(preparation(inputs), field=field).check()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pyarrow.string(),
+        pyarrow.large_string(),
+        pyarrow.string_view(),
+        pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    ],
+    ids=str,
+)
+def test_a_column_of_text_is_found_by_its_whole_name(tmp_path: Path, kind: pyarrow.DataType) -> None:
+    texts = pyarrow.array(["x", None, "y", "x"]).cast(kind)
+    table = pyarrow.table({"page": [{"text": "no"}] * 4, "page.text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    work = replace(preparation(tmp_path), field="page.text")
+    assert bytes(finish(work, tmp_path / "out").tokens(0, 6)) == b"x\xffy\xffx\xff"
 
 
 def test_a_text_cannot_spell_a_special_token(tokenizer_file: Path) -> None:

@@ -1,9 +1,11 @@
 """The words at the end of a run: one whole text, then what changes when a run was less fortunate."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -225,12 +227,38 @@ def test_loads_are_read_as_they_were_saved(tmp_path: Path, steps: int) -> None:
         {"layers": [1], "steps": [1, 2], "loads": np.ones((1, 1, 3), dtype=int)},
         {"layers": [1], "steps": [1], "loads": np.ones((1, 1, 3))},
         {"layers": [1], "steps": [1], "loads": np.array([None])},
+        {"layers": [1], "steps": [], "loads": np.ones((0, 1, 3), dtype=int)},
+        {"layers": [1], "steps": [1], "loads": np.ones((1, 1, 0), dtype=int)},
+        {"layers": [1, 1], "steps": [1], "loads": np.ones((1, 2, 3), dtype=int)},
+        {"layers": [1], "steps": [2, 1], "loads": np.ones((2, 1, 3), dtype=int)},
+        {"layers": [1], "steps": [1], "loads": -np.ones((1, 1, 3), dtype=int)},
     ],
 )
 def test_other_arrays_are_refused_with_the_name_of_the_file(tmp_path: Path, arrays: dict[str, Any]) -> None:
     np.savez(tmp_path / NUMBERS, **arrays)
     with pytest.raises(ConfigError, match=NUMBERS):
         LoadCourse.read(tmp_path / NUMBERS)
+
+
+@pytest.mark.parametrize("at", ["version", "flags", "method", "rows"])
+def test_a_damaged_archive_is_refused_with_the_name_of_the_file(tmp_path: Path, at: str) -> None:
+    """Its directory asks for what zipfile lacks, or an array says that it is larger than any memory."""
+    course(2).save(tmp_path)
+    path = tmp_path / NUMBERS
+    data = bytearray(path.read_bytes())
+    place = {"version": 6, "flags": 8, "method": 10}.get(at)
+    if place is not None:
+        data[data.index(b"PK\x01\x02") + place] = 0x63
+        path.write_bytes(data)
+    else:
+        header = io.BytesIO()
+        facts = {"descr": "<i8", "fortran_order": False, "shape": (2**50,)}
+        np.lib.format.write_array_header_1_0(header, facts)
+        with ZipFile(path, "w") as archive:
+            for name in ("layers", "steps", "loads"):
+                archive.writestr(f"{name}.npy", header.getvalue())
+    with pytest.raises(ConfigError, match=NUMBERS):
+        LoadCourse.read(path)
 
 
 # ---- profiles ----------------------------------------------------------------------------------------------

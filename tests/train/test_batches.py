@@ -289,7 +289,8 @@ def test_a_mixture_has_its_proportions_and_every_text_its_own_order() -> None:
     assert set((held_out[:, 0] % 2).tolist()) == {0, 1}
 
 
-def test_documents_are_separated() -> None:
+@pytest.mark.parametrize("batch_per_device", [1, 4])
+def test_documents_are_separated(batch_per_device: int) -> None:
     """The files of a text: where each begins is told for every token, and no token is to predict that."""
     contents = [bytes([65 + number]) * (3 * number + 1) for number in range(12)]
     with TemporaryDirectory() as folder:
@@ -297,10 +298,19 @@ def test_documents_are_separated() -> None:
         for file, content in zip(files, contents, strict=True):
             file.write_bytes(content)
         corpus = Corpus(text=Text(None, files), source="test")
-    sizes = {"batch_per_device": 4, "dp_rank": 0, "dp_size": 1, "seed": 3, "held_out_fraction": 0.5}
-    stream = BatchStream([corpus], seq_len=7, **sizes, separate_documents=True)  # type: ignore[arg-type]
+    stream = BatchStream(
+        [corpus],
+        seq_len=7,
+        batch_per_device=batch_per_device,
+        dp_rank=0,
+        dp_size=1,
+        seed=3,
+        held_out_fraction=0.5,
+        separate_documents=True,
+    )
     for batch in (*map(stream.batch, range(6)), *stream.held_out_batches(9)):
         assert batch.documents_BL is not None
+        assert batch.tokens_BL.min() >= 0
         for row, labels, begins in zip(
             *map(torch.Tensor.tolist, (batch.tokens_BL, batch.labels_BL, batch.documents_BL)), strict=True
         ):

@@ -369,7 +369,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     for version in (None, record["format"] + 1, "2"):
         (path / RECORD).write_text(json.dumps({**record, "format": version}))
         write_sums(path, {**read_sums(path), RECORD: digest_of(path / RECORD)})
-        with pytest.raises(CheckpointError, match=rf"is of format {version}, and this version of Penstock"):
+        with pytest.raises(ConfigError, match=rf"is of format {version}, and this version of Penstock"):
             bare(0, CASE, tmp_path).load(path)
 
 

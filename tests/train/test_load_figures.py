@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config import ConfigError
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import EMPTY, ExpertPlacement, Replication
+from penstock.report.loads import NUMBERS, LoadCourse
+from penstock.train.history import LoadBook
 from penstock.train.measuring import (
     RowsOfReplicas,
     _joined,
@@ -176,3 +180,14 @@ def test_samples_that_move_between_layers_keep_their_numbers() -> None:
 def test_parts_of_a_sample_on_several_ranks_are_added() -> None:
     shared = [[(np.array([7]), ONE)], [(np.array([7]), TWO)]]
     assert _joined(shared).tolist() == [[[1, 2]]]
+
+
+def test_a_run_goes_on_with_its_own_loads_alone(tmp_path: Path) -> None:
+    """With those of another model the next checkpoint would fail."""
+    LoadCourse((0, 2), (1, 2, 3), np.ones((3, 2, 4), dtype=np.int64)).save(tmp_path)
+    course = LoadBook.resumed(tmp_path, 2, (0, 2), 4).course((0, 2))
+    assert course is not None and course.steps == (1, 2)
+    for layers, experts in (((0, 1), 4), ((0,), 4), ((0, 2), 8)):
+        with pytest.raises(ConfigError) as caught:
+            LoadBook.resumed(tmp_path, 2, layers, experts)
+        assert caught.value.key == str(tmp_path / NUMBERS)

@@ -150,6 +150,7 @@ def test_a_last_line_cut_anywhere_is_dropped(cut: int) -> None:
         b"\xff",
         b'{"step": 2}',
         json.dumps({**vars(EXAMPLE), "step": 2.5}).encode(),
+        json.dumps({**vars(EXAMPLE), "step": None}).encode(),
         json.dumps({**vars(EXAMPLE), "loss": "much"}).encode(),
         json.dumps({**vars(EXAMPLE), "loss": 10**320}).encode(),
         json.dumps({**vars(EXAMPLE), "loss": "nan"}).encode(),

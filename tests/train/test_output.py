@@ -209,14 +209,15 @@ def test_a_lock_that_is_another_file_too_keeps_what_it_holds(tmp_path: Path) -> 
         assert other.read_text() == "mine"
 
 
+@pytest.mark.parametrize("kind", ["link", "file"])
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_run_does_not_go_on_in_another_folder(tmp_path: Path, name: str) -> None:
+def test_a_run_does_not_go_on_in_another_folder(tmp_path: Path, name: str, kind: str) -> None:
     """A run removes checkpoints, also those of another run, if a link leads to them."""
     folder, other = tmp_path / "run", tmp_path / "other"
     other.mkdir()
     leave_run(folder)
     (folder / "checkpoints").rename(tmp_path / "kept")
-    (folder / name).symlink_to(other)
+    (folder / name).symlink_to(other) if kind == "link" else (folder / name).touch()
     for start in (OutputFolder(folder, keep=True).check, OutputFolder(folder, keep=True).__enter__):
         with pytest.raises(ConfigError) as caught:
             start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,6 +190,18 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         ConfigError, match=r"data\.cache = .*tokens cannot be written there \(Not a directory"
     ):
         open_source(config, LONELY, Control(0, 1))
+
+
+def test_tokens_for_which_there_is_no_room_are_told_with_their_file(tmp_path: Path) -> None:
+    config = lines_config(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+    try:
+        with pytest.raises(ConfigError) as caught:
+            open_source(config, LONELY, Control(0, 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.key == "data.cache" and "tokens-00000.npy" in caught.value.why
 
 
 def test_a_line_that_is_no_document_ends_all_ranks(ranks: Pools, tmp_path: Path) -> None:

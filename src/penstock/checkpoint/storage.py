@@ -50,6 +50,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from penstock.checkpoint.folder import INDEX, DamagedError, open_regular
+from penstock.config import ConfigError
 from penstock.mesh import Mesh
 from penstock.sharding import Place, Sharding, boxes_of
 from penstock.topology import Control
@@ -119,19 +120,26 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
     Raises:
         CheckpointError: The work has failed on any rank; all ranks raise it, and it names the first.
         DamagedCheckpointError: It has failed with a DamagedError.
+        ConfigError: It has failed with this.
     """
     result: T | None = None
-    failure: tuple[bool, str] | None = None
+    failure: tuple[bool, str] | ConfigError | None = None
     if rank in (None, control.rank):
         try:
             result = work()
+        except ConfigError as error:
+            failure = error
         except Exception as error:  # of any kind: the others wait, and must be told
             damaged = isinstance(error, DamagedError)
             kind = "" if damaged else f"{type(error).__name__}: "
             where = f" on rank {control.rank}" if control.world_size > 1 else ""
             failure = damaged, f"{purpose} failed{where}: {kind}{reason(error)}"
-    for damaged, text in filter(None, control.gather(failure, purpose)):
-        raise (DamagedCheckpointError if damaged else CheckpointError)(text)
+    for each in control.gather(failure, purpose):
+        if isinstance(each, ConfigError):
+            raise each
+        if each is not None:
+            damaged, text = each
+            raise (DamagedCheckpointError if damaged else CheckpointError)(text)
     return result  # type: ignore[return-value]  # only the rank that has worked reads it
 
 

@@ -144,7 +144,7 @@ def _column(file: Path, table: pyarrow.parquet.ParquetFile, group: int, field: s
 
     try:
         for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=[field]):
-            yield from batch.column(0).to_pylist()
+            yield from batch.column(field).to_pylist()  # m.x also selects the x inside of a column m
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise TextError(f"{file}: rows of group {group} cannot be read ({error})") from error
 
@@ -163,10 +163,11 @@ def _table(file: Path, field: str) -> pyarrow.parquet.ParquetFile:
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError("path", str(file), f"is no Parquet file ({error})", HINT) from error
     names = table.schema_arrow.names
-    if field not in names:
+    if names.count(field) != 1:
         why = f"{file} has columns {', '.join(names)}"
         raise ConfigError("field", field, why, "Name the one with the text.")
-    kind = table.schema_arrow.field(field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    kind, types = table.schema_arrow.field(field).type, pyarrow.types
+    text = kind.value_type if types.is_dictionary(kind) else kind  # categories, each of which stands once
+    if not (types.is_string(text) or types.is_large_string(text) or types.is_string_view(text)):
         raise ConfigError("field", field, f"is no text in {file}, but {kind}", "Name the one with the text.")
     return table

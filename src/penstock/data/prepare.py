@@ -41,7 +41,7 @@ from penstock.data.tokens import (
     sums_file,
     write_record,
 )
-from penstock.writing import DRAFT, Draft, make_durable, open_lock, remove_drafts, write_whole
+from penstock.writing import DRAFT, Draft, make_durable, naming, open_lock, remove_drafts, write_whole
 
 
 class ShardWriter:
@@ -64,18 +64,20 @@ class ShardWriter:
         self.tokens += tokens.size
         self._waiting += tokens.tobytes()
         whole = len(self._waiting) - len(self._waiting) % BLOCK_BYTES
-        for start in range(0, whole, BLOCK_BYTES):
-            self._write(bytes(self._waiting[start : start + BLOCK_BYTES]))
+        with naming(self._path):
+            for start in range(0, whole, BLOCK_BYTES):
+                self._write(bytes(self._waiting[start : start + BLOCK_BYTES]))
         del self._waiting[:whole]
 
     def finish(self) -> Shard:
         """Finish the shard on the disk, and return its entry for the record."""
-        if self._waiting:
-            self._write(bytes(self._waiting))
-        self._file.seek(0)
-        self._write_header()
-        write_whole(self._sums_path, bytes(self._sums), durable=True)
-        self._draft.settle(durable=True)
+        with naming(self._path):
+            if self._waiting:
+                self._write(bytes(self._waiting))
+            self._file.seek(0)
+            self._write_header()
+            write_whole(self._sums_path, bytes(self._sums), durable=True)
+            self._draft.settle(durable=True)
         return Shard(tokens=self.tokens, sha256=self._hash.hexdigest())
 
     def __enter__(self) -> ShardWriter:

@@ -40,6 +40,19 @@ CELL: Final = 8
 COLD, EVEN, HOT = (0x0B, 0x6E, 0x99), (0xF7, 0xF7, 0xF5), (0xB4, 0x5F, 0x06)
 """Colours of less than the mean, the mean, and more: blue, nearly white, orange."""
 
+UNREADABLE: Final = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    TypeError,
+    RuntimeError,
+    MemoryError,
+    BadZipFile,
+    zlib.error,
+)
+"""What numpy and zipfile raise for files that hold no arrays, or such as they do not read."""
+
 
 @dataclass(frozen=True)
 class LoadCourse:
@@ -69,17 +82,23 @@ class LoadCourse:
         """
         try:
             with open_regular(path, str(path), REMOVE) as file, np.load(file, allow_pickle=False) as held:
-                layers, steps, loads_SYE = (np.asarray(held[name]) for name in ("layers", "steps", "loads"))
-                whole = all(np.issubdtype(each.dtype, np.integer) for each in (layers, steps, loads_SYE))
-        except (OSError, ValueError, KeyError, EOFError, TypeError, BadZipFile, zlib.error) as error:
+                arrays = [np.asarray(held[name]) for name in ("layers", "steps", "loads")]
+        except UNREADABLE as error:
             if isinstance(error, ConfigError):
                 raise
             why = f"does not hold the loads of a run ({shorten(str(error) or type(error).__name__)})"
             raise ConfigError(str(path), UNSET, why, REMOVE) from error
-        sizes = (*steps.shape, *layers.shape)
-        if not whole or layers.ndim != 1 or steps.ndim != 1 or loads_SYE.shape[:-1] != sizes:
-            raise ConfigError(str(path), UNSET, "does not hold the loads of a run", REMOVE)
-        return LoadCourse(tuple(layers.tolist()), tuple(steps.tolist()), loads_SYE.astype(np.int64))
+        if all(np.issubdtype(each.dtype, np.integer) for each in arrays):
+            layers, steps, loads_SYE = (each.astype(np.int64) for each in arrays)
+            fits = layers.ndim == steps.ndim == 1 and loads_SYE.shape[:-1] == (*steps.shape, *layers.shape)
+            if (
+                fits
+                and all((np.diff(each, prepend=-1) > 0).all() for each in (layers, steps))
+                and loads_SYE.size
+                and loads_SYE.min() >= 0
+            ):
+                return LoadCourse(tuple(layers.tolist()), tuple(steps.tolist()), loads_SYE)
+        raise ConfigError(str(path), UNSET, "does not hold the loads of a run", REMOVE)
 
 
 def draw_loads(course: LoadCourse, folder: Path) -> Path:

@@ -197,7 +197,7 @@ class BatchStream:
             start = int(window) * self._seq_len
             row[:] = self._parts[text].text.tokens(start, start + self._seq_len + 1)
         whole_BL = torch.from_numpy(cut_BL)
-        labels_BL, documents_BL = whole_BL[:, 1:].contiguous(), None
+        labels_BL, documents_BL = whole_BL[:, 1:].clone(), None  # one sample's would be a view of its tokens
         if self._separate:
             starts_BL = np.zeros_like(cut_BL)  # where in its window every token's document begins
             for row, text, window in zip(starts_BL, texts_B, windows_B, strict=True):

@@ -20,12 +20,13 @@ from typing import Final
 import numpy as np
 
 from penstock.apportion import Counts
+from penstock.config import UNSET, ConfigError
 from penstock.cost import MeasuredCost
 from penstock.graph import Task
 from penstock.mesh import Mesh, Seconds
 from penstock.placement import ExpertPlacement
 from penstock.report import RunSummary
-from penstock.report.loads import NUMBERS, LoadCourse
+from penstock.report.loads import NUMBERS, REMOVE, LoadCourse
 from penstock.runtime import PipelinedStack
 from penstock.runtime.gradients import assign
 from penstock.sharding import shardings_of
@@ -302,15 +303,21 @@ class LoadBook:
             self._steps, self._loads = [self._steps[i] for i in kept], [self._loads[i] for i in kept]
 
     @staticmethod
-    def resumed(folder: Path, done: int) -> LoadBook:
+    def resumed(folder: Path, done: int, layers: Sequence[int], experts: int) -> LoadBook:
         """Return what an earlier start kept of steps up to `done`.
 
+        Args:
+            layers: Numbers of the MoE layers.
+            experts: Number of experts of each.
+
         Raises:
-            ConfigError: If its file is damaged.
+            ConfigError: If its file is damaged, or of another model.
         """
         book, path = LoadBook(), folder / NUMBERS
         if done and path.exists():
             course = LoadCourse.read(path)
+            if (course.layers, course.loads_SYE.shape[-1]) != (tuple(layers), experts):
+                raise ConfigError(str(path), UNSET, "holds the loads of another model", REMOVE)
             for step, loads_YE in zip(course.steps, course.loads_SYE, strict=True):
                 if step <= done:
                     book.add(step, loads_YE)

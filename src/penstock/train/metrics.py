@@ -209,7 +209,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def _from_json(key: str, value: Any) -> Any:
-    if value is None:
+    if value is None and key != "step":
         return None if key in OPTIONAL else math.nan
     if key in WHOLE:
         return operator.index(value)  # rejects anything but integers

@@ -177,11 +177,15 @@ class OutputFolder:
             raise self._refused(why, "Choose a folder that contains only runs, such as a subfolder.")
 
     def _check_links(self) -> None:
-        """Raise ConfigError for a link in the place of one of the run's folders."""
+        """Raise ConfigError for a link, or anything else, in the place of one of the run's folders."""
         for name in FOLDERS:
             if asked((self.path / name).is_symlink):
                 why = f"{name} in it is a link, and a run writes inside its own folder alone"
                 raise self._refused(why, "Remove the link, or choose a folder where there is room for all.")
+            if self._holds(name) and not asked((self.path / name).is_dir):
+                raise self._refused(
+                    f"{name} in it is not a folder", "Move it away, or choose another folder."
+                )
 
     def _has_earlier(self) -> bool:
         """Return whether there is an earlier run to move aside."""

@@ -418,7 +418,8 @@ class Trainer:
                 if isinstance(log, LineFile | TensorBoard):
                     self.output.records.append(log)
             self._save_settings(first)
-            self.loads = LoadBook.resumed(output.dir, first)
+            experts = self.config.moe.num_experts
+            self.loads = LoadBook.resumed(output.dir, first, self.moe_layers, experts)
 
         def prepare_routing() -> None:
             self.routing = RoutingFile(self.config, self.control, self.layout, first)
