@@ -68,7 +68,8 @@ def test_all_answer_at_once(three: Ranks) -> None:
     first, _, _ = (three.start(rank) for rank in range(3))
     with ACTIVITY.exchanging("waiting for the others"):
         found = first.give_up()
-    assert (found.silent, found.culprits, found.verdict()) == ((), (), "")
+    assert (found.silent, found.culprits) == ((), ())
+    assert found.verdict() == "ranks 1 and 2 were waiting for the others"
     assert found.answers.keys() == {1, 2}
 
 
@@ -110,6 +111,20 @@ def test_who_has_given_up_before_is_not_taken_for_the_culprit(three: Ranks) -> N
     found = first.give_up()
     assert found.silent == (2,)
     assert found.gone == {1: None}
+
+
+def test_ranks_that_wait_elsewhere_are_said_to(three: Ranks) -> None:
+    three.world_size = 2
+    first, second = three.start(0), three.start(1)
+    ACTIVITY.fail("task L1.N.m0.F", RuntimeError(GLOO))
+    second.give_up()
+    found = first.give_up()
+    assert (found.culprits, found.verdict()) == ((), "rank 1 had given up in L1.N.m0.F")
+    waits = {
+        rank: {"doing": "saving" if rank == 7 else "in L0.N.m0.F", "failure": None, "exchanging": True}
+        for rank in range(9)
+    }
+    assert Roll((), waits, {}).verdict().startswith("rank 7 was saving; ranks 0, 1, ")
 
 
 def test_a_rank_that_fails_by_itself_leaves_its_reason(three: Ranks) -> None:

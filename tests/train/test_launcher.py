@@ -83,10 +83,12 @@ be_ready()
 def run(tmp_path: Path) -> Callable[..., LaunchOutcome]:
     """Launches a script from this process, with `tmp_path` as its only argument."""
 
-    def launch_script(text: str, processes: int = 2, grace_s: float = ENDLESS_S) -> LaunchOutcome:
+    def launch_script(
+        text: str, processes: int = 2, grace_s: float = ENDLESS_S, *, meets: bool = False
+    ) -> LaunchOutcome:
         path = tmp_path / "script.py"
         path.write_text(text)
-        return launch([sys.executable, str(path), str(tmp_path)], processes, grace_s=grace_s)
+        return launch([sys.executable, str(path), str(tmp_path)], processes, grace_s=grace_s, meets=meets)
 
     return launch_script
 
@@ -173,10 +175,15 @@ def test_a_number_of_threads_that_is_set_stays(run: Run, monkeypatch: pytest.Mon
     assert run("import os; assert os.environ['OMP_NUM_THREADS'] == '7'", 1).exit_code == 0
 
 
-def test_an_exit_code_is_the_first_failure_and_the_others_are_stopped(run: Run) -> None:
-    outcome = run("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)", 3, 0.3)
-    assert outcome.exit_codes == (-signal.SIGTERM, 3, -signal.SIGTERM)
-    assert outcome.first_failure == Failure(rank=1, returncode=3)
+@pytest.mark.parametrize(("code", "meets"), [(3, False), (0, True)])
+def test_an_exit_code_is_the_first_failure_and_the_others_are_stopped(
+    run: Run, code: int, meets: bool
+) -> None:
+    """So is a zero where the others wait in vain to meet the rank."""
+    script = f"import os, sys, time\nif os.environ['RANK'] == '1': sys.exit({code})\ntime.sleep(600)"
+    outcome = run(script, 3, 0.3, meets=meets)
+    assert outcome.exit_codes == (-signal.SIGTERM, code, -signal.SIGTERM)
+    assert outcome.first_failure == Failure(rank=1, returncode=code)
     assert (outcome.stopped, outcome.exit_code) == (frozenset({0, 2}), 1)
 
 

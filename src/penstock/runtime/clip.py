@@ -32,6 +32,7 @@ from penstock.runtime.expert_parallel.ranks import (
 from penstock.runtime.parts import living_stacks
 from penstock.runtime.transport import HostCounts
 from penstock.sharding import is_dtensor
+from penstock.topology.faults import ACTIVITY, explain
 
 TINY = 1e-6
 EQUAL = 1e-5
@@ -190,11 +191,13 @@ def _total_norm(
         return _p_norm(row, order)
     ranks = min(spread, key=lambda home: home.number)
     try:
-        table = ranks.gather(row)  # norms of experts, parts and whole parameters, [ranks, 3]
+        with ACTIVITY.exchanging("clipping gradients"):
+            table = ranks.gather(row)  # norms of experts, parts and whole parameters, [ranks, 3]
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {ranks.layout.rank}: clip_grad_norm_ waited in vain for the others. Every rank must call "
-            "it, with its experts, trained or not: pass the module, or all of model.parameters()"
+            f"rank {ranks.layout.rank}: clip_grad_norm_ waited in vain for the others: {explain(error)}. "
+            "Every rank must call it, with its experts, trained or not: pass the module, or all of "
+            "model.parameters()"
         ) from error
     # What is equal on ranks is compared now, but on GPUs in the next call: nobody waits for the host here.
     counted = HostCounts(table)

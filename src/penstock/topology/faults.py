@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import Any, Final, TypeVar
@@ -66,6 +66,7 @@ STORE_GONE_S: Final = 5.0
 EXCHANGES: Final = frozenset({"inter", "intra", "device"})
 """What may wait for other ranks in a step: lanes, and the host for the device."""
 MOST_REASON: Final = 500
+MOST_TOLD: Final = 2
 JOB_KEY: Final = "penstock/job"
 """Key under which ranks leave the prefix of their notes, for the launcher that keeps the store."""
 MET_KEY: Final = "penstock/met"
@@ -167,8 +168,12 @@ class Activity:
         """Return what other ranks are told."""
         now, now_s = dict(self._now), time.monotonic()
         computing = None if "device" in now else now.pop("compute", None)
-        what, since_s = computing or (None, self._left_s)
-        doing = f"in {what}" if computing else "outside every exchange and task"
+        doing, since_s = "outside every exchange and task", self._left_s
+        if computing:
+            doing, since_s = f"in {computing[0]}", computing[1]
+        if now:  # what others may never come to has lasted longest
+            place, (what, since_s) = min(now.items(), key=lambda each: each[1][1])
+            doing = {"device": "waiting for its device", what: str(what)}.get(place, f"in {what}")
         return {
             "exchanging": bool(now) or self.waited_s > 0,
             "doing": doing,
@@ -188,17 +193,29 @@ class Roll:
         silent: Ranks that do not answer.
         answers: What the others said, by rank.
         gone: Ranks that had given up, with the reason if it was their own.
+        stuck: What those of them were doing that had waited in vain.
     """
 
     silent: tuple[int, ...]
     answers: Mapping[int, Mapping[str, Any]]
     gone: Mapping[int, str | None]
+    stuck: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> dict[int, str]:
         """Ranks that failed for a reason of their own, with the reason."""
         failures = [*((rank, said["failure"]) for rank, said in self.answers.items()), *self.gone.items()]
         return {rank: why for rank, why in sorted(failures, key=lambda each: each[0]) if why}
+
+    @property
+    def waiting(self) -> str:
+        """What ranks are doing of which none is to blame: of many, those who do what the fewest do."""
+        doing = {rank: ("", said["doing"]) for rank, said in self.answers.items() if rank not in self.gone}
+        doing |= {rank: ("had given up", what) for rank, what in self.stuck.items()}
+        ranks = {each: [rank for rank in sorted(doing) if doing[rank] == each] for each in doing.values()}
+        fewest = sorted(ranks.items(), key=lambda each: len(each[1]))[:MOST_TOLD]
+        verbs = ("was", "were")
+        return "; ".join(f"{named(at)} {verb or verbs[len(at) > 1]} {what}" for (verb, what), at in fewest)
 
     @property
     def busy(self) -> dict[int, str]:
@@ -215,13 +232,14 @@ class Roll:
         return self.silent or (() if self.failed else tuple(self.busy))
 
     def verdict(self) -> str:
-        """Return one clause that names the ranks at fault; "" if every rank answers and waits as well."""
+        """Return one clause that names the ranks at fault, or says where they are if all answer and wait."""
         if self.failed:
             return "; ".join(f"rank {rank} had failed: {why}" for rank, why in self.failed.items())
         if self.silent:
             verb = "does not answer: it is" if len(self.silent) == 1 else "do not answer: they are"
             return f"{named(self.silent)} {verb} stopped, disconnected or dead"
-        return "; ".join(f"rank {rank} answers, but was {what}" for rank, what in self.busy.items())
+        busy = (f"rank {rank} answers, but was {what}" for rank, what in self.busy.items())
+        return "; ".join(busy) or self.waiting
 
 
 class FaultWatcher:
@@ -334,12 +352,18 @@ class FaultWatcher:
         return True
 
     def _read(self, store: Store, number: int) -> Roll:
-        gone = {**self._gone, **{rank: note["failure"] for rank, note in notes(store).items()}}
+        left = notes(store)
+        left.pop(self._rank, None)
+        gone = {**self._gone, **{rank: note["failure"] for rank, note in left.items()}}
         said = _lines(store, f"answers/{number}") if store.add(f"answers/{number}/count", 0) else []
         answers = {each["rank"]: each for each in said if each["rank"] != self._rank}
-        gone.pop(self._rank, None)
+        stuck = {
+            rank: re.sub("^task ", "in ", note["waited_in"])
+            for rank, note in left.items()
+            if note["waited_in"]
+        }
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        return Roll(tuple(r for r in others if r not in answers and r not in gone), answers, gone)
+        return Roll(tuple(r for r in others if r not in answers and r not in gone), answers, gone, stuck)
 
     # ---- the thread ----------------------------------------------------------------------------------------
 

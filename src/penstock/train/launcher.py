@@ -269,19 +269,22 @@ class _Agent(LocalElasticAgent):
             self.heeded += 1
 
     def notice_failure(self) -> None:
-        """Record the first rank that failed by itself.
+        """Record the first rank that failed by itself, or ended before others could meet it.
 
         Of ranks that ended within one poll, one that was killed comes first: the others reacted to its end.
         """
-        ended = [(rank, code) for rank, child in enumerate(self.processes) if (code := child.poll())]
-        if self.first_failure or self.received or not ended:
+        codes = [child.poll() for child in self.processes]
+        if self.first_failure or self.received or not any(code is not None for code in codes):
+            return
+        unmet = self.meets and None in codes and not have_met(self.store, len(codes))
+        ended = [(rank, code) for rank, code in enumerate(codes) if code or (unmet and code == 0)]
+        if not ended:
             return
         rank, returncode = min(ended, key=lambda each: (each[1] > 0, each[0]))
         self.first_failure = failure = Failure(rank=rank, returncode=returncode)
         if returncode < 0:
             how = failure.describe().partition(" was ")[2]
             report_killed(self.store, rank, len(self.processes), how)
-        unmet = self.meets and not have_met(self.store, len(self.processes))
         self.stop_within(min(self.grace_s, END_UNMET_S) if unmet else self.grace_s)
 
     def heed_verdict(self) -> None:

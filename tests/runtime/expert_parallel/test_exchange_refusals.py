@@ -11,6 +11,7 @@ import penstock
 from penstock.config import ConfigError
 from penstock.moe import GeluExperts, MergedPermutation, MoELayer, SoftmaxRouter, SortPermutation
 from penstock.runtime.expert_parallel.exchange import ExpertParallel
+from penstock.topology import CommunicationError
 from tests.support.exchange import CHOICES, EXPERTS, HIDDEN, Case, exchange_of, model_of, numbers
 from tests.support.ranks import Pools
 
@@ -85,3 +86,25 @@ def mismatched(rank: int, what: str) -> str:
 def test_parts_and_batches_that_do_not_fit(ranks: Pools, what: str, told: tuple[str, ...]) -> None:
     for message in ranks(2).run(mismatched, what):
         assert all(part in message for part in told), message
+
+
+def taken_by_one_rank(rank: int, half: str) -> str:
+    """Rank 1 stays, since a connection that it closed would end the wait as well."""
+    case, message = Case(world=2), ""
+    model = model_of(case, ExpertParallel(num_experts=EXPERTS, timeout_s=2.0))
+    x = numbers(8, HIDDEN, seed=rank).requires_grad_()
+    out = model.layer(x) if half == "backward" else x
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(CommunicationError) as caught:
+            out.sum().backward() if half == "backward" else model.layer(x)
+        message = str(caught.value)
+    dist.barrier()
+    return message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_pass_in_which_a_rank_takes_no_part_names_what_was_waited_for(ranks: Pools, half: str) -> None:
+    message, _ = ranks(2).run(taken_by_one_rank, half)
+    assert message.startswith("rank 0: ") and "of an MoE layer failed: " in message

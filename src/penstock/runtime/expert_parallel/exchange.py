@@ -29,6 +29,8 @@ from penstock.topology.control import host_group
 from penstock.topology.groups import TransportName
 from penstock.topology.local import staging_device
 
+COUNTS = "exchanging counts of rows of an MoE layer"
+
 
 class ExpertParallel:
     """Ranks of the default process group share experts: `ep_size` consecutive ranks hold each expert once.
@@ -124,7 +126,8 @@ class ExpertParallel:
             # notice. Checked where no device has to be waited for.
             if not device_of(self._device).is_gpu:
                 sums = torch.tensor([slots, slots**2])
-                self._transport.all_reduce(sums, Group.EXPERT)
+                with self._control.naming(COUNTS):
+                    self._transport.all_reduce(sums, Group.EXPERT)
                 total, squares = sums.tolist()
                 if total**2 != squares * self.ep_size:
                     raise ValueError(
@@ -135,17 +138,26 @@ class ExpertParallel:
             guard.judge_change()
             return maker.even(plan.slots, num_local_experts)
         assert plan.counts_CN is not None
-        routes = Later.of(exchange_counts(plan.counts_CN, maker, self._transport))
+        with self._control.naming(COUNTS):
+            routes = Later.of(exchange_counts(plan.counts_CN, maker, self._transport))
         guard.judge()  # what was summed before the counts has arrived with them
         return routes
 
     def to_experts(self, rows: Tensor, route: ChunkRoute) -> Tensor:
-        moved: Tensor = _Travel.apply(rows, route, self._transport, True)
+        moved: Tensor = _Travel.apply(rows, route, self, True)
         return moved
 
     def to_home(self, rows: Tensor, route: ChunkRoute) -> Tensor:
-        moved: Tensor = _Travel.apply(rows, route, self._transport, False)
+        moved: Tensor = _Travel.apply(rows, route, self, False)
         return moved
+
+    def travel(self, rows: Tensor, route: ChunkRoute, what: str, *, outward: bool) -> Tensor:
+        """Move `what`, in words, along all legs."""
+        with self._control.naming(f"exchanging {what} of an MoE layer"):
+            for leg in route.legs if outward else reversed(route.legs):
+                move = send_out if outward else send_home
+                rows = move(rows, leg, self._transport)
+        return rows if route.legs else rows.view_as(rows)
 
     def adopt(self, experts: nn.Module) -> None:
         self._guard_of(experts).adopt(experts)
@@ -164,7 +176,8 @@ class ExpertParallel:
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().clone()
-        self._transport.all_reduce(total, Group.WORLD)
+        with self._control.naming("comparing and summing what ranks know of an MoE layer"):
+            self._transport.all_reduce(total, Group.WORLD)
         return total
 
     def sum_of_alike(
@@ -190,7 +203,8 @@ class ExpertParallel:
     def finish_gradient(self, gradient: Tensor) -> Tensor:
         """Return an expert's gradient, summed over its replicas and divided by the number of ranks."""
         finished = (gradient / self.layout.world_size).contiguous()
-        self._transport.all_reduce(finished, Group.EXPERT_DATA)
+        with self._control.naming("summing gradients of replicas of experts of an MoE layer"):
+            self._transport.all_reduce(finished, Group.EXPERT_DATA)
         return finished
 
     @torch.no_grad()
@@ -287,14 +301,14 @@ class _Travel(torch.autograd.Function):
     """Moves rows along all legs, outward or home; gradients travel the opposite way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: ChunkRoute, transport: Transport, outward: bool) -> Tensor:
-        ctx.route, ctx.transport, ctx.outward = route, transport, outward
-        return _travel(rows, route, transport, outward=outward)
+    def forward(ctx: Any, rows: Tensor, route: ChunkRoute, exchange: ExpertParallel, outward: bool) -> Tensor:
+        ctx.route, ctx.exchange, ctx.outward = route, exchange, outward
+        return exchange.travel(rows, route, "rows", outward=outward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         came = grads[0].detach().contiguous()
-        (back,) = _once(_travel(came, ctx.route, ctx.transport, outward=not ctx.outward))
+        (back,) = _once(ctx.exchange.travel(came, ctx.route, "gradients of rows", outward=not ctx.outward))
         return back, None, None, None
 
 
@@ -322,12 +336,6 @@ def _once(*gradients: Tensor) -> tuple[Tensor, ...]:
         return gradients
     passed: tuple[Tensor, ...] = _Once.apply(*(gradient.requires_grad_() for gradient in gradients))
     return passed
-
-
-def _travel(rows: Tensor, route: ChunkRoute, transport: Transport, *, outward: bool) -> Tensor:
-    for leg in route.legs if outward else reversed(route.legs):
-        rows = send_out(rows, leg, transport) if outward else send_home(rows, leg, transport)
-    return rows if route.legs else rows.view_as(rows)
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

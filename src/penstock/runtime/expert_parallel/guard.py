@@ -160,7 +160,8 @@ class ExpertGuard:
         self._mark(experts.parameters())  # a copy of a parameter, and what replaced one, have no mark
         self._now = self._look(experts, x, parts)
         if first:
-            _require_equal(self._now.words, self._ranks)
+            with self._control.naming("comparing the parts of an MoE layer"):
+                _require_equal(self._now.words, self._ranks)
             self._agreed = self._now
 
     def judge(self) -> None:
