@@ -12,7 +12,7 @@ config = penstock.RunConfig(
 with penstock.session(config) as run:  # joins the other processes, builds the model
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(run.rank)
-    text = torch.randint(256, (4, 33), generator=generator).to(run.device)  # four samples to learn by heart
+    text = torch.randint(256, (4, 33), generator=generator).to(run.device)  # four samples to memorise
     for step in range(30):
         loss = run.model(text[:, :-1], text[:, 1:])  # the whole batch's loss, the same on every rank
         loss.backward()  # when it returns, every gradient is synchronised

@@ -11,8 +11,9 @@ import pytest
 from penstock.autotune.choose.layouts import check_some_layout, run_layouts, with_layout
 from penstock.autotune.problem import check_shared
 from penstock.config import ConfigError, load
-from penstock.cost import ClusterFile
-from penstock.plan import MemoryBudget, PlanFile
+from penstock.cost import ClusterFile, StateTypes
+from penstock.plan import MemoryBudget, PlanFile, Problem
+from penstock.plan.candidate import least_memory
 from penstock.plan.layouts import FoundLayouts, LayoutSizes
 from penstock.plan.plan_config import PlanConfig
 from penstock.train.config import RunConfig
@@ -50,6 +51,22 @@ def test_layouts_of_a_run_have_its_samples(tmp_path: Path) -> None:
     twice = replace(config, parallel=replace(config.parallel, tp_size=2, ep_size=1))
     assert {each.problem.batch / each.sizes.tp_size for each in found_by(twice).ranked} == {2}
     assert {each.sizes.ep_size for each in found_by(twice).ranked} == {1}
+
+
+def test_a_layout_fits_by_what_is_assumed_and_with_any_optimizer_that_is_open(tmp_path: Path) -> None:
+    plain, sharded = (found_by(config_of(tmp_path, f"optimizer.zero_stage={n}")) for n in (0, 1))
+    fewest = min(least_memory(each.problem).total_bytes for each in plain.ranked)
+    memory = MemoryBudget(bytes=fewest - 1)
+    left_open = config_of(tmp_path, "optimizer.zero_stage=auto")
+    found = found_by(left_open, memory=memory)
+    assert shares(found) <= shares(sharded) and all(each.problem.shape.updating for each in found.ranked)
+
+    def halved(problem: Problem) -> Problem:
+        state = StateTypes(parameter_bytes=2, gradient_bytes=2, moment_bytes=2)
+        return replace(problem, workload=replace(problem.workload, state=state))
+
+    file = ClusterFile(name="by hand", nodes=1, ranks_per_node=RANKS)
+    assert run_layouts(config_of(tmp_path), file, memory, assumed=halved).ranked
 
 
 @pytest.mark.parametrize(

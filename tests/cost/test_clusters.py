@@ -185,7 +185,18 @@ def test_rates_of_a_described_cluster_are_not_those_of_a_processor(tmp_path: Pat
     assert caught.value.key == f"{path}.rates.{left_out}"
 
 
-@pytest.mark.parametrize("name", ["", " ", "missing", f"{'9' * 5000}x8xH100", f"2x8xH100,net={'9' * 5000}"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        " ",
+        "missing",
+        "2x0xH100,net=1gbit",
+        "0x8xH100",
+        f"{'9' * 5000}x8xH100",
+        f"2x8xH100,net={'9' * 5000}",
+    ],
+)
 def test_what_names_no_cluster_is_refused_by_its_key(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find_cluster(name, "--cluster")

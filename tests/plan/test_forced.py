@@ -73,7 +73,7 @@ def answers(each: Problem) -> Iterator[tuple[str, Decision]]:
     """Yield the choices of every planner, and of all that a search begins with."""
     yield from ((name, planner(each)) for name, planner in planners(each).items())
     yield from (("first", choice) for choice in first_choices(each))
-    ranked = rank_layouts([LayoutSizes(tp_size=1, ep_size=4, etp_size=1)], lambda _: each)
+    ranked = rank_layouts([LayoutSizes(tp_size=1, ep_size=4, etp_size=1)], lambda _: [each])
     yield "layout", ranked.best.best.choice
 
 

@@ -132,34 +132,38 @@ def cluster_of(options: argparse.Namespace) -> ClusterFile:
 
 def subject_of(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """Return what a plan is sought for on this cluster; its plans must hold the rows of a given routing."""
-    subject, imbalance = _stepping(options, file), options.imbalance
+    imbalance, state = options.imbalance, _state_of(options)
+
+    def assumed(problem: Problem) -> Problem:
+        problem = problem if imbalance is None else problem.with_imbalance(imbalance)
+        return replace(problem, workload=replace(problem.workload, state=state))
+
+    notes = []
     if imbalance is not None:
-        note = f"the busiest rank of every expert group gets {imbalance:g} times the mean number of tokens"
-        subject = subject.changed(lambda problem: problem.with_imbalance(imbalance), note)
+        notes += [
+            f"the busiest rank of every expert group gets {imbalance:g} times the mean number of tokens"
+        ]
     if in_line(options.cluster) is not None:
-        subject = subject.changed(lambda problem: problem, file.source)
+        notes += [file.source]
+    if state != StateTypes():
+        notes += [PLANNED_ONLY]
+    subject = _stepping(options, file, assumed).changed(assumed, *notes)
     if options.global_batch is not None:
         subject = _accumulating(subject, options.global_batch)
-    subject = _typed(subject, options)
     return subject if options.routing is None else _observing(subject, options)
 
 
-def _typed(subject: Subject, options: argparse.Namespace) -> Subject:
-    """Return the subject with the types and shares of what is trained that options ask for."""
+def _state_of(options: argparse.Namespace) -> StateTypes:
+    """Return the types and shares of what is trained that options ask for."""
     given = {key: getattr(options, name) for name, key in STATE.items()}
     sizes: dict[str, Any] = {key: ELEMENT_BYTES[value] for key, value in given.items() if value is not None}
     if options.zero_stage == SHARDED:
         sizes["fully_sharded"] = True
     state = replace(StateTypes(), **sizes)
-    if state == StateTypes():
-        return subject
-    if options.out is not None:
+    if state != StateTypes() and options.out is not None:
         why = f"is for plans that can be run: {PLANNED_ONLY}"
         raise ConfigError("--out", str(options.out), why, "Remove it, or the options for types and shares.")
-    return subject.changed(
-        lambda problem: replace(problem, workload=replace(problem.workload, state=state)),
-        PLANNED_ONLY,
-    )
+    return state
 
 
 def _accumulating(subject: Subject, samples: int) -> Subject:
@@ -182,10 +186,15 @@ def _accumulating(subject: Subject, samples: int) -> Subject:
     return subject.changed(lambda problem: replace(problem, passes=passes))
 
 
-def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
-    """Return the step of the model or of the configuration, in the given or the best layout."""
+def _stepping(
+    options: argparse.Namespace, file: ClusterFile, assumed: Callable[[Problem], Problem]
+) -> Subject:
+    """Return the step of the model or of the configuration, in the given or the best layout.
+
+    assumed: changes a step as options say; layouts are compared by what it returns.
+    """
     if options.model is not None and (config := of_transformers(options.model)) is not None:
-        return _configured(config, options, file, title=options.model)
+        return _configured(config, options, file, assumed, title=options.model)
     if options.model is not None:
         if options.overrides:
             why = "is a setting of a configuration, and --model has none"
@@ -205,6 +214,7 @@ def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
             sizes,
             memory,
             time_limit(time.process_time, options.budget or 1.0, COMMAND_S),
+            lambda subject: _shared(subject, options).changed(assumed),
         )
         subject = with_layout(options.model, file, sizes, layouts.best.sizes)
         subject = replace(subject, notes=(*subject.notes, *layouts.lines))
@@ -216,7 +226,7 @@ def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
         if getattr(options, name) is not None:
             why = "is an option for --model; a configuration has settings"
             raise ConfigError(option(name), getattr(options, name), why, "Write it as section.key=value.")
-    return _configured(options.config, options, file)
+    return _configured(options.config, options, file, assumed)
 
 
 def of_transformers(model: str) -> Path | None:
@@ -267,11 +277,15 @@ def _observing(subject: Subject, options: argparse.Namespace) -> Subject:
 
 
 def _configured(
-    config: Path, options: argparse.Namespace, file: ClusterFile, title: str | None = None
+    config: Path,
+    options: argparse.Namespace,
+    file: ClusterFile,
+    assumed: Callable[[Problem], Problem],
+    title: str | None = None,
 ) -> Subject:
     """Return the problem of a training run on this cluster's ranks.
 
-    title: of a model of transformers, for which options stand in place of settings.
+    assumed: see `_stepping`. title: of a model of transformers, for which options stand in place of settings.
     """
     from penstock.autotune.choose.layouts import has_settings, run_subject
 
@@ -282,7 +296,7 @@ def _configured(
     memory = memory_of(options.memory_gib, file.memory_bytes)
     given = [*settings, *options.overrides]
     try:
-        subject = run_subject(config, given, file, layout=options.layout, memory=memory)
+        subject = run_subject(config, given, file, layout=options.layout, memory=memory, assumed=assumed)
     except ConfigError as error:
         as_option = {key: option(name) for name, key in OF_CONFIGURATIONS.items()}
         if title is None or error.key not in as_option:
@@ -408,12 +422,9 @@ class Fitting:
         """Return the least memory of a rank with these changes; None if they are impossible, or no time."""
         key = self.describe(changes)
         if key not in self._known:
-            problems: list[Problem] = []
+            problems: Sequence[Problem] = ()
             with suppress(ConfigError):  # a size does not divide, or this step cannot have it
-                subject = None if self.ends() else self.subject_of(changes)
-                problems = (
-                    [] if subject is None else [each for each in (subject.problem, subject.sharded) if each]
-                )
+                problems = () if self.ends() else self.subject_of(changes).problems
             self._known[key] = min((least_memory(each).total_bytes for each in problems), default=None)
         return self._known[key]
 

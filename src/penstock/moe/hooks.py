@@ -102,10 +102,16 @@ class Hooks(nn.Module):
         encoding = next((hook for hook in self if hook.encodes_rows), None)
         return rows * by if encoding is None else encoding.scaled(rows, by)
 
-    def run(self, moment: Moment, tensor: Tensor) -> Tensor:
-        """Return `tensor` after all hooks of this moment."""
+    def run(self, moment: Moment, tensor: Tensor, beside: int = 0) -> Tensor:
+        """Return `tensor` after all hooks of this moment.
+
+        Args:
+            beside: Columns at the end that no hook sees.
+        """
         if not self.any:
             return tensor
+        if beside:
+            return torch.cat([self.run(moment, tensor[:, :-beside]), tensor[:, -beside:]], dim=1)
         hooks = list(self)
         for hook in reversed(hooks) if moment.startswith("after") else hooks:
             tensor = getattr(hook, moment)(tensor)

@@ -193,14 +193,12 @@ class MoELayer(nn.Module):
         choice = what.chosen(
             expert_slots.placed(choice), tokens, self.ep_rank * expert_slots.experts.num_local_experts
         )
-        plan = expert_slots.permutation.plan(choice, chunks)
-        rows_RM = self.hooks.run(
-            "before_dispatch", what.rows(expert_slots.permutation, masked_TM, choice, plan)
-        )
+        permutation = expert_slots.permutation
+        plan = permutation.plan(choice, chunks)
+        rows_RM = what.rows(permutation, masked_TM, choice, plan)
+        rows_RM = self.hooks.run("before_dispatch", rows_RM, permutation.beside)
         positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
-        return RoutedTokens(
-            rows_RM, expert_slots.permutation.weights(choice), x_TM, choice.sums, plan, positions_Tk
-        )
+        return RoutedTokens(rows_RM, permutation.weights(choice), x_TM, choice.sums, plan, positions_Tk)
 
     def expected(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
         """Return what the gate would choose for tokens that are still in transit, [T, k]; no gradient."""
@@ -222,8 +220,8 @@ class MoELayer(nn.Module):
         Args:
             product: How rows and weights are multiplied; it decides when weight gradients are computed.
         """
-        rows_RM = self.hooks.run("after_dispatch", rows_RM)
         expert_slots = self.expert_slots
+        rows_RM = self.hooks.run("after_dispatch", rows_RM, expert_slots.permutation.beside)
         out_RM = expert_slots.permutation.run_experts(rows_RM, route, expert_slots.experts, product)
         return self.hooks.run("before_combine", out_RM)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from penstock.config import ConfigError
 from penstock.decision import Decision
@@ -168,6 +169,13 @@ class Room:
         """Return the choice with the least recomputation that fits; None if nothing does."""
         tried = (replace(choice, recompute=what) for what in self.problem.recompute)
         return next((each for each in tried if self.holds(each)), None)
+
+    @property
+    def first_held(self) -> list[Decision]:
+        """The first choice of all that fits, where any does."""
+        if not any(map(self.holds, space(self.problem, "memory"))):
+            return []
+        return list(islice(filter(self.holds, space(self.problem)), 1))
 
     @property
     def needed(self) -> Problem:

@@ -1,8 +1,8 @@
 """Which ranks share attention and experts: every layout of a model on a cluster, ranked.
 
 All layouts process the same samples per step. They are ranked by quick plans: the first choices of a search,
-the choice of Parm's planner, and the best of these with every dispatch. Only the layout that is taken and
-the given one get the full search.
+the choice of Parm's planner, the first that fits where none of these does, and the best with every dispatch.
+Only the layout that is taken and the given one get the full search.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.config import ConfigError, IndivisibleError
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.mesh import group_sizes, holders
-from penstock.plan.candidate import Candidate, NothingFitsError, Room, evaluate
+from penstock.plan.candidate import Candidate, NothingFitsError, Room, evaluate, whole_s
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.published import parm_choice
@@ -113,7 +113,7 @@ class FoundLayouts:
         return (*lines, f"{counted(len(self.ranked), 'layout')} compared; {left_out}{late}")
 
     def _slower(self, other: RankedLayout) -> str:
-        return change(other.best.predicted_s, self.best.best.predicted_s)
+        return change(_seconds(other), _seconds(self.best))
 
 
 def layout_sizes(
@@ -139,7 +139,7 @@ def layout_sizes(
 
 def rank_layouts(
     tried: Iterable[LayoutSizes],
-    problem_of: Callable[[LayoutSizes], Problem],
+    problems_of: Callable[[LayoutSizes], Sequence[Problem]],
     memory: MemoryBudget | None = None,
     *,
     key: str = "plan.layout",
@@ -149,8 +149,9 @@ def rank_layouts(
 
     Args:
         tried: The layouts to compare.
-        problem_of: Returns the step in a layout. It raises IndivisibleError for a layout in which a size does
-            not divide, and ConfigError for one that is impossible for another reason.
+        problems_of: Returns the step in a layout with every optimiser that is open, of which the fastest
+            that fits counts. It raises IndivisibleError for a layout in which a size does not divide, and
+            ConfigError for one that is impossible for another reason.
         memory: The budget of a rank, which plans must fit; None = not known.
         key: The setting that errors name.
         ends: Tells whether the time is over; the best of the layouts compared by then is taken, of one at
@@ -165,25 +166,30 @@ def rank_layouts(
             late += 1
             continue
         try:
-            problem = problem_of(sizes)
+            problems = problems_of(sizes)
         except IndivisibleError:
             undivided += 1
             continue
         except ConfigError as error:
             refused.append(str(error))
             continue
-        best = _best(problem, memory)
-        ranked += [RankedLayout(sizes=sizes, problem=problem, best=best)] if best else []
-        too_large += best is None
+        found = ((each, _best(each, memory)) for each in problems)
+        fit = [RankedLayout(sizes=sizes, problem=each, best=best) for each, best in found if best]
+        ranked += sorted(fit, key=_seconds)[:1]
+        too_large += not fit
     if not ranked:
         why = f"no layout fits: {_left_out(str(undivided), too_large, refused)}"
         hint = "Use more ranks, or a smaller model or batch." if too_large or not refused else ""
         refusal = NothingFitsError if too_large else ConfigError
         raise refusal(key, "auto", why.rstrip("."), hint)
-    ranked.sort(key=lambda layout: layout.best.predicted_s)
+    ranked.sort(key=_seconds)
     return FoundLayouts(
         ranked=tuple(ranked), undivided=undivided, too_large=too_large, refused=tuple(refused), late=late
     )
+
+
+def _seconds(layout: RankedLayout) -> float:
+    return whole_s(layout.problem, layout.best)
 
 
 def _left_out(undivided: str, too_large: int, refused: Sequence[str]) -> str:
@@ -207,6 +213,7 @@ def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
         return min(seconds, key=seconds.__getitem__, default=None)
 
     best = best_of([*first_choices(problem), settled(problem, parm_choice(problem))])
+    best = best or best_of(room.first_held)
     if best is None:
         return None
     others = (best.deciding("dispatch", name) for name in problem.dispatches)
@@ -224,12 +231,14 @@ def find_layouts(
     overrides: Overrides,
     memory: MemoryBudget | None = None,
     ends: Callable[[], bool] = lambda: False,
+    updated: Callable[[Subject], Subject] = lambda subject: subject,
 ) -> FoundLayouts:
     """Return the layouts of published model `name`, ranked.
 
     Args:
         memory: The budget of a rank, which plans must fit; None = not known.
         ends: Tells whether the time is over; then the layouts that are left are not looked at.
+        updated: Returns the subject with the optimisers that are open, and what else is to hold.
 
     Raises:
         ConfigError: If no layout fits.
@@ -239,7 +248,7 @@ def find_layouts(
     tried = layout_sizes(work.world_size, work.devices_per_node, work.num_experts, overrides.ep_size)
     return rank_layouts(
         tried,
-        lambda sizes: with_layout(name, file, overrides, sizes).problem,
+        lambda sizes: updated(with_layout(name, file, overrides, sizes)).problems,
         memory,
         key="--layout",
         ends=ends,

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import islice
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, Partition
@@ -195,8 +194,7 @@ class _Search:
         wanted = dict.fromkeys((*starts, *self._basis.firsts))
         least = map(self._room.with_least_recompute, wanted)
         firsts = [choice for choice in least if choice is not None]
-        if not firsts and any(map(self._fits, space(self._problem, "memory"))):
-            firsts = list(islice(filter(self._fits, space(self._problem)), 1))
+        firsts = firsts or self._room.first_held
         if self._effort == "quick":
             # Look at the first plans and go down from the best, on the short model; simulate one in full.
             self._stage, screen = "quick plans", self._screen

@@ -107,6 +107,11 @@ class Subject:
     movable: Movable = NOTHING_MOVES
     budget: float = 1.0
 
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The problem with every optimiser that is open."""
+        return (self.problem,) if self.sharded is None else (self.problem, self.sharded)
+
     def changed(self, change: Callable[[Problem], Problem], *notes: str) -> Subject:
         """Return the subject with every problem changed, and more notes."""
         return replace(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.moe.experts import GeluExperts
 from penstock.moe.hooks import Hook, Hooks, Moment, two_way
 from penstock.moe.layer import MoELayer
-from penstock.moe.permute.sort import SortPermutation
+from penstock.moe.permute.merged import MergedPermutation
+from penstock.moe.permute.sort import Permutation, SortPermutation
 from penstock.moe.routers import SoftmaxRouter
 
 MOMENTS: tuple[Moment, ...] = (
@@ -53,10 +55,11 @@ class Recording(Hook):
         return self.note("before_moe_end", out_TM)
 
 
-def layer_of(*hooks: Hook) -> MoELayer:
+def layer_of(*hooks: Hook, permutation: Permutation | None = None) -> MoELayer:
     torch.manual_seed(0)
     gate, expert = SoftmaxRouter(HIDDEN, 3, CHOICES), GeluExperts(HIDDEN, 6, 3)
-    return MoELayer(gate=gate, permutation=SortPermutation(3), expert=expert, hooks=hooks).double()
+    permutation = permutation or SortPermutation(3)
+    return MoELayer(gate=gate, permutation=permutation, expert=expert, hooks=hooks).double()
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -96,6 +99,21 @@ def test_a_layer_goes_on_with_what_a_hook_returns(moment: Moment) -> None:
     setattr(hook, moment, silence)
     assert layer_of()(x_TM).abs().sum() > 0
     assert layer_of(hook)(x_TM).abs().sum() == 0
+
+
+def test_a_hook_sees_hidden_states_alone_also_of_a_row_for_several_experts() -> None:
+    class Bounded(Hook):
+        def before_dispatch(self, rows_RM: Tensor) -> Tensor:
+            return F.normalize(rows_RM)
+
+        def after_dispatch(self, rows_RM: Tensor) -> Tensor:
+            return rows_RM.tanh()
+
+    x_TM = torch.randn(TOKENS, HIDDEN).double()
+    of_one, of_several = (
+        layer_of(Bounded(), permutation=each)(x_TM) for each in (None, MergedPermutation(3, CHOICES, 1))
+    )
+    torch.testing.assert_close(of_several, of_one, rtol=1e-10, atol=1e-12)
 
 
 def test_a_hook_that_overrides_nothing_changes_nothing() -> None:

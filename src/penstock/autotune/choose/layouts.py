@@ -109,6 +109,7 @@ def run_layouts(
     file: ClusterFile,
     memory: MemoryBudget | None = None,
     given: Mapping[str, Any] = NOTHING,
+    assumed: Callable[[Problem], Problem] = lambda problem: problem,
 ) -> FoundLayouts:
     """Rank all layouts of a resolved configuration on a cluster's ranks.
 
@@ -117,11 +118,12 @@ def run_layouts(
     Args:
         memory: What every rank has for training; None = not known.
         given: Decisions that every plan has, by name.
+        assumed: Changes the step of every layout.
 
     Raises:
         ConfigError: If no layout fits.
     """
-    return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory, given)
+    return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory, given, assumed)
 
 
 # ---- keeping it --------------------------------------------------------------------------------------------
@@ -263,14 +265,16 @@ def _ranked(
     file_of: Callable[[LayoutSizes], ClusterFile],
     memory: MemoryBudget | None,
     given: Mapping[str, Any] = NOTHING,
+    assumed: Callable[[Problem], Problem] = lambda problem: problem,
 ) -> FoundLayouts:
-    def problem_of(sizes: LayoutSizes) -> Problem:
+    def problems_of(sizes: LayoutSizes) -> Sequence[Problem]:
         file = file_of(sizes)
         candidate = _possible(config, sizes, world_size, 0, node_size)
-        return forced(run_problem(candidate.config, candidate.layout, file), given)
+        runs = open_runs(candidate.config)
+        return [assumed(forced(run_problem(run, candidate.layout, file), given)) for run in runs]
 
     tried, ends = _tried(config, world_size, node_size), time_limit(time.monotonic, config.plan.budget)
-    return rank_layouts(tried, problem_of, memory, ends=ends)
+    return rank_layouts(tried, problems_of, memory, ends=ends)
 
 
 OF_A_RUN: Final = "schedule.refine_after"
@@ -294,6 +298,7 @@ def run_subject(
     *,
     layout: str | None = None,
     memory: MemoryBudget | None = None,
+    assumed: Callable[[Problem], Problem] = lambda problem: problem,
 ) -> Subject:
     """Return the step of a configuration on this cluster's ranks.
 
@@ -303,6 +308,7 @@ def run_subject(
         overrides: Settings `key=value`. Those of section [schedule] hold in every plan.
         layout: What counts instead of `plan.layout`; None = that.
         memory: What every rank has for training; None = not known.
+        assumed: Changes the steps by which layouts are compared.
 
     Raises:
         ConfigError: If an override would have no effect.
@@ -330,7 +336,7 @@ def run_subject(
         of_user = replace(config, parallel=replace(config.parallel, ep_size=widest))
     if (layout or config.plan.layout) != AUTO:
         return subject(of_user)
-    ranked = run_layouts(config, file, memory, decided)
+    ranked = run_layouts(config, file, memory, decided, assumed)
     best = with_layout(config, ranked.best.sizes)
     return subject(best, *ranked.lines).beside(lambda: subject(of_user))
 

@@ -50,8 +50,8 @@ def in_line(text: str) -> ClusterFile | None:
     if match is None:
         return None
     nodes, per_node = whole_number(match[1] or "1"), whole_number(match[2])
-    if nodes is None or per_node is None:
-        _refuse(text, "nobody has so many devices")
+    if not nodes or not per_node:
+        _refuse(text, "nobody has so many devices, or none")
     device, memory_gb = _device(text, match[3])
     given = _options(text, match[4], device)
     fabric, in_float8 = given.get("fabric", ""), "products" in given

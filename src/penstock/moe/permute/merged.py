@@ -92,6 +92,10 @@ class MergedPermutation(Permutation):
             raise ConfigError(key, value, why, "Use moe.dispatch=hierarchical_2d.")
 
     @property
+    def beside(self) -> int:
+        return 2 * self.choices
+
+    @property
     def counts_slots(self) -> bool:
         return self.capacity_factor is not None
 

@@ -71,6 +71,11 @@ class Permutation(ABC):
     row_counts: ClassVar[bool] = False
 
     @property
+    def beside(self) -> int:
+        """Columns of a row on its way out that stand after the hidden state."""
+        return 0
+
+    @property
     def counts_slots(self) -> bool:
         """Whether an expert takes a limited number of a rank's tokens, hence of a batch of one size."""
         return not self.dynamic
