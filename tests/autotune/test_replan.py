@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from penstock.autotune.planned import Planned
-from penstock.autotune.watch import WORTH, Diagnosis, _decide
+from penstock.autotune.planned import Order, Planned
+from penstock.autotune.problem import run_problem
+from penstock.autotune.watch import WORTH, Diagnosis, Verdict, _decide, replan
 from penstock.config import load
 from penstock.features.field import NOTHING_MOVES
 from penstock.plan import evaluate, find_plan
+from penstock.runtime import Machinery
+from penstock.topology import Control, Layout
 from penstock.train.config import RunConfig
 from tests.plan.problems import FILE
 from tests.plan.test_moving import routed
@@ -20,6 +25,27 @@ from tests.support.searching import short_search
 
 BUDGET = 0.02
 SLOW = Diagnosis(transfers={}, compute=(1.0, 1.0, 1.0, 1.5), threshold=0.2)
+
+
+@pytest.mark.slow
+def test_a_cluster_file_of_other_sizes_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = load(RunConfig, write_config(tmp_path), ["parallel.ep_size=2"])
+    layout = Layout(world_size=2, ep_size=2, rank=0)
+    assert FILE.ranks != layout.world_size
+    problem = run_problem(config, layout, FILE)
+    with short_search():
+        found = find_plan(problem, budget=BUDGET)
+    best = found.best
+    planned = Planned(problem=problem, choice=best.choice, plan=best.plan, file=FILE)
+    order = Order.of(best.choice, best.plan)
+    verdict = Verdict(order=order, why=(), line="", searched=found.searched, others=())
+    monkeypatch.setattr("penstock.autotune.watch._decide", lambda *_: verdict)
+    machinery = cast("Machinery", SimpleNamespace(layout=layout, control=Control(0, 1)))
+    slow = Diagnosis(transfers={}, compute=(1.0, 1.5), threshold=0.2)
+    now = replan(config, machinery, planned, slow)
+    assert (now.problem.slowness, now.file) == ((1.0, 1.5), FILE)
 
 
 @pytest.mark.slow

@@ -316,6 +316,8 @@ def test_a_checkpoint_is_compared_with_its_settings_before_memory_is_allocated(
     [
         ("--temperature", "1e-40", "'1e-40': must be 0, for the likeliest token, or at least 0.0001"),
         ("--temperature", "nan", "'nan': must be 0"),
+        ("--temperature", "warm", "'warm': must be 0"),
+        ("--top-p", "half", "'half': must be above 0 and at most 1"),
         ("--top-p", "2", "argument --top-p: '2': must be above 0 and at most 1"),
         ("--prompt", "hel\udcff", "is not UTF-8; write it in UTF-8"),
     ],

@@ -272,8 +272,10 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
             old * (ratio if diagnosis.differs(ratio) else 1.0)
             for old, ratio in zip(before, diagnosis.compute, strict=True)
         )
-    file = replace(file, slowness=slowness)
-    problem = replace(run_problem(config, machinery.layout, file), observed=planned.problem.observed)
+    if file.ranks == machinery.layout.world_size:
+        file = replace(file, slowness=slowness)
+    problem = run_problem(config, machinery.layout, file)
+    problem = replace(problem, slowness=slowness, observed=planned.problem.observed)
     now = replace(planned, problem=problem, file=file).seeing(planned.problem.evidence)
     verdict = decided_slowly(
         machinery.control,

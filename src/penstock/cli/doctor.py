@@ -224,7 +224,7 @@ def _gpu_doctor(
     usual = () if path is not None else ON_CPU if on_cpu else ON_GPUS
     config, info = load(RunConfig, path, [*usual, *overrides]), detect(os.environ)
     ranks = ranks_of(config, info, emulate)
-    if info is None:
+    if info is None or info.rank == 0:
         check_out(options.out, EXAMPLE)
     if path is None:
         config = load(RunConfig, None, [*usual, f"moe.num_experts={max(2, ranks)}", *overrides])
@@ -243,8 +243,10 @@ def _gpu_doctor(
         code = FAILED if worst_of(results) is Verdict.FAIL else 0
         if info.rank == 0:
             whole = report_of(results, names, info.world_size, device)
-            code = code if save_out(lambda path: write_json(path, whole), options.out) else FAILED
-            print(json.dumps(whole) if options.json else f"\n{last_line(whole)}; saved as {options.out}")
+            saved = save_out(lambda path: write_json(path, whole), options.out)
+            code = code if saved else FAILED
+            where = f"; saved as {options.out}" if saved else ""
+            print(json.dumps(whole) if options.json else f"\n{last_line(whole)}{where}")
         if meeting is not None:
             meeting.close(range(info.world_size))
         return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -134,8 +135,16 @@ def _explained(command: Callable[[], int]) -> int:
         return FAILED if isinstance(error, CheckpointError) else BAD_USAGE
 
 
+def _number(text: str) -> float:
+    """Return the number that a text spells; nan, which no option takes, for another text."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def _temperature(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if value != 0 and not LEAST_TEMPERATURE <= value < float("inf"):
         raise argparse.ArgumentTypeError(
             f"{text!r}: must be 0, for the likeliest token, or at least {LEAST_TEMPERATURE}"
@@ -152,7 +161,7 @@ def _unicode(text: str) -> str:
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be above 0 and at most 1")
     return value

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-from penstock.cli.plan_search import find_best, searching
+from penstock.cli.plan_search import Searching, find_best, searching
 from penstock.cli.plan_subject import (
     OF_CONFIGURATIONS,
     SIZES,
@@ -21,11 +22,13 @@ from penstock.cli.plan_subject import (
     replaced,
     subject_of,
 )
+from penstock.cli.run import INTERRUPTED
 from penstock.config import ConfigError, asked, expanded, read_json
 from penstock.config.files import found_or_shipped
 from penstock.cost.clusters.line import EXAMPLE, in_line
 from penstock.plan import PlanFile
 from penstock.plan.candidate import NothingFitsError
+from penstock.plan.effort import COMMAND_S, time_limit
 from penstock.plan.explain import reasons
 from penstock.plan.models import model_name
 from penstock.report.plans_compared import Side, Sweep, TwoPlans
@@ -44,7 +47,9 @@ def compared(options: argparse.Namespace, width: int) -> int:
     """Print two plans beside each other; return the exit code."""
     _check_alone("--against", options)
     one, other = _own(options), _other(options, options.against)
-    return _printed(TwoPlans(one=one(), other=other()), options, width)
+    with searching(None, 1.0) as search:
+        found = TwoPlans(one=one(search), other=other(search))
+    return _printed(found, search, options, width)
 
 
 def swept(options: argparse.Namespace, width: int) -> int:
@@ -56,11 +61,12 @@ def swept(options: argparse.Namespace, width: int) -> int:
         why = "is no setting with values"
         raise ConfigError("--sweep", options.sweep, why, "Write it like net=25,100,400 or ep_size=8,16,32.")
     sought = [(value, _fitting(_with(options, "--sweep", name, value))) for value in values]
-    sides = [(value, search()) for value, search in sought]
-    return _printed(Sweep(name=name, sides=sides), options, width)
+    with searching(None, 1.0) as search:
+        sides = [(value, side(search)) for value, side in sought]
+    return _printed(Sweep(name=name, sides=sides), search, options, width)
 
 
-def _fitting(options: argparse.Namespace) -> Callable[[], Side | str]:
+def _fitting(options: argparse.Namespace) -> Callable[[Searching], Side | str]:
     """Return a search as `_searched`; where nothing fits, it returns the reason."""
 
     def tried(work: Callable[[], T]) -> T | str:
@@ -69,13 +75,13 @@ def _fitting(options: argparse.Namespace) -> Callable[[], Side | str]:
         except NothingFitsError as error:
             return f"nothing fits: {error.why}"
 
-    search = tried(lambda: _searched(options))
-    return lambda: search if isinstance(search, str) else tried(search)
+    side = tried(lambda: _searched(options))
+    return lambda search: side if isinstance(side, str) else tried(lambda: side(search))
 
 
-def _printed(found: TwoPlans | Sweep, options: argparse.Namespace, width: int) -> int:
+def _printed(found: TwoPlans | Sweep, search: Searching, options: argparse.Namespace, width: int) -> int:
     print(json.dumps(found.to_dict()) if options.json else found.to_text(width), end="")
-    return 0
+    return INTERRUPTED if search.stopped() else 0
 
 
 def _check_alone(key: str, options: argparse.Namespace) -> None:
@@ -86,34 +92,35 @@ def _check_alone(key: str, options: argparse.Namespace) -> None:
             raise ConfigError(option(name), str(value), why, "Remove one of the two options.")
 
 
-def _own(options: argparse.Namespace) -> Callable[[], Side]:
+def _own(options: argparse.Namespace) -> Callable[[Searching], Side]:
     """Return what finds the plan that the command's own options ask for, or that a file has."""
     if options.config is not None and (file := _saved(options.config)) is not None:
-        return partial(Side.of_file, file)
+        return lambda _: Side.of_file(file)
     return _searched(options)
 
 
-def _searched(options: argparse.Namespace) -> Callable[[], Side]:
+def _searched(options: argparse.Namespace) -> Callable[[Searching], Side]:
     """Return the search with these options; what is wrong with them is said before any search begins."""
     subject = subject_of(options, cluster_of(options))
     memory, budget = memory_of(options.memory_gib, subject.memory_bytes), budget_of(options, subject)
 
-    def found() -> Side:
-        with searching(memory, budget) as search:
-            best, plan, _ = find_best(subject, search.find, search.quick)
+    def found(search: Searching) -> Side:
+        over = time_limit(time.process_time, budget, COMMAND_S)
+        own = replace(search, memory=memory, budget=budget, over=over)
+        best, plan, _ = find_best(subject, own.find, own.quick)
         return Side.of(best, plan, reasons(best.problem, plan, memory))
 
     return found
 
 
-def _other(options: argparse.Namespace, what: str) -> Callable[[], Side]:
+def _other(options: argparse.Namespace, what: str) -> Callable[[Searching], Side]:
     """Return what finds the other plan: of a file, changed options, or another model or configuration."""
     if not what.strip():
         hint = "Give a plan file, a model, or what is to change, such as ep_size=8."
         raise ConfigError("--against", what, "is empty", hint)
     path = expanded(what, "--against")
     if (file := _saved(path)) is not None:
-        return partial(Side.of_file, file)
+        return lambda _: Side.of_file(file)
     if "=" in what and not asked(path.exists):
         return _searched(_changed(options, what))
     has_settings = False

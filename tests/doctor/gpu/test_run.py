@@ -204,6 +204,26 @@ def test_what_cannot_be_done_is_refused(
     assert f"penstock: {key} = " in capsys.readouterr().err
 
 
+def test_where_nothing_can_be_saved_the_first_rank_says_so_before_it_waits_for_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("penstock.cli.doctor.Meeting", None)
+    assert main(["doctor", "--gpu", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "penstock: --out = " in capsys.readouterr().err
+
+
+def test_a_report_that_could_not_be_saved_is_not_said_to_be(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("penstock.cli.doctor.ranks_of", lambda *_: 1)
+    monkeypatch.setattr("penstock.cli.doctor.run_stages", lambda *_: iter(()))
+    monkeypatch.setattr("penstock.cli.doctor.save_out", lambda *_: False)
+    assert main(["doctor", "--gpu", "--device", "cpu", "--out", str(tmp_path / "found.json")]) == 1
+    assert "saved as" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_ranks_that_torchrun_started_find_the_facts_together(tmp_path: Path) -> None:
     out = tmp_path / "found.json"

@@ -17,11 +17,11 @@ from plotly.offline import get_plotlyjs
 
 from penstock.config import ConfigError
 from penstock.decision import Decision
-from penstock.graph import Name
+from penstock.graph import Name, Phase
 from penstock.plan import PlanFile, evaluate
 from penstock.report.loads import LoadCourse
 from penstock.report.page.figures import MOST_CELLS, loads_over_time_figure, shown_layers, timeline_figure
-from penstock.report.page.findings import Course, FinishedRun, binding_of, kinds_of
+from penstock.report.page.findings import Course, FinishedRun, KindOfTask, binding_of, kinds_of, title_of
 from penstock.report.page.html import write_page
 from tests.plan.problems import problem
 from tests.report.page.examples import STEPS, course, finished, loads, step_file
@@ -189,6 +189,12 @@ def test_kinds_sum_up_to_all_tasks_and_the_largest_error_comes_first() -> None:
     attention = [place for place, task in enumerate(step.tasks) if Name.parse(task)[1:3] == ("AT", "F")]
     (kind,) = [kind for kind in kinds if (kind.op, kind.phase) == ("AT", "F")]
     assert kind.measured_s == pytest.approx(sum(step.typical_measured_s[place] for place in attention))
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_every_phase_of_a_task_has_words(phase: Phase) -> None:
+    kind = KindOfTask(op="AT", phase=phase, lane="compute", count=1, predicted_s=1.0, measured_s=1.0)
+    assert kind.title.startswith(title_of("AT"))
 
 
 def test_what_bound_the_step_is_told_in_shares_of_its_path() -> None:

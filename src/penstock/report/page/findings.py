@@ -80,6 +80,7 @@ PHASES: Final = {
     Phase.BACKWARD: "backward",
     Phase.INPUT: "backward, gradients of inputs",
     Phase.WEIGHT: "backward, gradients of weights",
+    Phase.RECOMPUTE: "forward, recomputed",
 }
 MOSTLY: Final = 0.6
 """A side with a larger share of the critical path than this limits the step."""
