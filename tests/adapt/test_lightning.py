@@ -78,6 +78,28 @@ class Late(Module):
             self.model = penstock.parallelize(self.whole.pop(), plan="flowmoe")
 
 
+class Apart(Module):
+    """With an optimiser for experts, and one for everything else."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
+        loss = super().training_step(batch, number)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        kinds: tuple[list[Any], list[Any]] = ([], [])
+        for name, parameter in self.model.named_parameters():
+            kinds["experts" in name].append(parameter)
+        return [torch.optim.AdamW(each, lr=1e-2) for each in kinds]
+
+
 def loader(world: int) -> Any:
     given = Batch(samples=SAMPLES).inputs()
     given["labels"] = given["input_ids"].clone()
@@ -150,6 +172,17 @@ def test_lightning_trains_saves_and_goes_on(ranks: Pools, tmp_path: Path, kind: 
     with torch.no_grad():  # the checkpoint of the last step, after which comes an evaluation
         losses = [read(**batch).loss.item() for _, batch in zip(range(2), loader(1), strict=False)]
     assert losses == pytest.approx(wanted[-2:], rel=1e-4)
+
+
+def test_several_optimisers_of_a_model_go_on(ranks: Pools, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    wanted = fit(Apart(small("mixtral", initializer_range=0.1)), tmp_path / "plain", 1, **more)
+    saved = tmp_path / "ranks"
+    assert on_ranks(ranks, Apart, saved, **more) == pytest.approx(wanted, rel=1e-4)
+    half = f"step={SAVED_AT}.ckpt"
+    plain = Apart(small("mixtral", initializer_range=0.1))
+    wanted = fit(plain, tmp_path / "plain on", 1, tmp_path / "plain" / half, **more)
+    assert on_ranks(ranks, Apart, tmp_path / "on", saved / half, **more) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_what_a_module_trains_beside_a_model_is_averaged(ranks: Pools, tmp_path: Path) -> None:

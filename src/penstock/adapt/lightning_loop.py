@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.adapt.checkpoint import load_optimizer, save_checkpoint
+from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_optimizer
 from penstock.adapt.engine import refuse_sharing
 from penstock.adapt.scheduled import engine_if_any, engine_of
 from penstock.adapt.upstream import load_weights, place_of, replace_functions
@@ -72,6 +72,13 @@ class _Held:
         """Yield the models and their places in the folder of a checkpoint."""
         for number, model in enumerate(self.models.values()):
             yield model, place_of(str(folder), number)
+
+    def optimizers_in(self, folder: str | Path, optimizers: Sequence[Any]) -> Iterator[tuple[Any, Any, Path]]:
+        """Yield the models' optimisers with model and place: a model's first one lies beside it."""
+        for model, place in self.in_folder(folder):
+            own = (each for each in optimizers if self.owner(each) is model)
+            for number, optimizer in enumerate(own):
+                yield optimizer, model, place / f"optimizer_{number}" if number else place
 
 
 def _held(strategy: Any, *given: Any, **named: Any) -> _Held | None:
@@ -156,14 +163,18 @@ def _save(
     if "://" in str(filepath):
         raise ValueError(f"{filepath}: checkpoints of scheduled models are folders of a file system")
     optimizers = strategy.optimizers if "optimizer_states" in checkpoint else []
-    owners = {id(owner): each for each in optimizers if (owner := held.owner(each)) is not None}
+    states = {place: (model, each) for each, model, place in held.optimizers_in(filepath, optimizers)}
     if strategy.is_global_zero and (Path(filepath) / OWN).is_file():
         remove_tree(Path(filepath) / OWN)
     for model, place in held.in_folder(filepath):
-        if id(model) in owners:
-            save_checkpoint(model, owners[id(model)], place)
+        if place in states:
+            save_checkpoint(*states.pop(place), place)
         else:
             model.save_pretrained(place, is_main_process=strategy.is_global_zero)
+    for place, (model, optimizer) in states.items():  # further ones of a model
+        if strategy.is_global_zero:
+            place.mkdir(exist_ok=True)
+        save_optimizer(model, optimizer, place)
     plain(strategy, checkpoint, Path(filepath) / OWN, storage_options=storage_options)
 
 
@@ -205,14 +216,13 @@ def _load_optimizers(
     if FOLDER not in checkpoint:
         plain(strategy, checkpoint)
         return
-    places = {id(model): place for model, place in held.in_folder(checkpoint[FOLDER])}
     states: Sequence[Any] = checkpoint["optimizer_states"]
     pairs: Iterator[tuple[torch.optim.Optimizer, Any]] = zip(strategy.optimizers, states, strict=True)
     for optimizer, state in pairs:
-        if (owner := held.owner(optimizer)) is None:
+        if held.owner(optimizer) is None:
             optimizer.load_state_dict(state)
-        else:
-            load_optimizer(owner, optimizer, places[id(owner)])
+    for optimizer, model, place in held.optimizers_in(checkpoint[FOLDER], strategy.optimizers):
+        load_optimizer(model, optimizer, place)
 
 
 REPLACED: Mapping[tuple[str, str], Mapping[str, Callable[..., Any]]] = {
