@@ -194,12 +194,14 @@ class Roll:
         answers: What the others said, by rank.
         gone: Ranks that had given up, with the reason if it was their own.
         stuck: What those of them were doing that had waited in vain.
+        launcher_is_silent: Whether nobody could be asked, as the launcher's store does not answer.
     """
 
     silent: tuple[int, ...]
     answers: Mapping[int, Mapping[str, Any]]
     gone: Mapping[int, str | None]
     stuck: Mapping[int, str] = field(default_factory=dict)
+    launcher_is_silent: bool = False
 
     @property
     def failed(self) -> dict[int, str]:
@@ -238,6 +240,8 @@ class Roll:
         if self.silent:
             verb = "does not answer: it is" if len(self.silent) == 1 else "do not answer: they are"
             return f"{named(self.silent)} {verb} stopped, disconnected or dead"
+        if self.launcher_is_silent:
+            return "the launcher that keeps the ranks' store is stopped, disconnected or dead"
         busy = (f"rank {rank} answers, but was {what}" for rank, what in self.busy.items())
         return "; ".join(busy) or self.waiting
 
@@ -316,7 +320,7 @@ class FaultWatcher:
             if not rolls:
                 gone, held_by = dict(self._gone), self._held_by
                 silent = () if held_by is None or held_by in gone else (held_by,)
-                return Roll(silent, {}, gone)
+                return Roll(silent, {}, gone, launcher_is_silent=held_by is None)
         return rolls[-1]
 
     # ---- asking --------------------------------------------------------------------------------------------
