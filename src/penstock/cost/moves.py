@@ -23,7 +23,7 @@ from penstock.graph import Task
 from penstock.mesh import Group, place_in_node
 from penstock.ops import Work
 from penstock.ops.core import HOME, TRANSFERS, outward
-from penstock.placement import ExpertPlacement, Replication
+from penstock.placement import Replication
 from penstock.routing.joined import distinct_rows, num_sets
 from penstock.routing.legs import busier_rows
 from penstock.routing.links import Links
@@ -48,7 +48,6 @@ class RowMoves:
     Attributes:
         even: The step with even routing.
         rows_PRCYE: The rows that every rank brings for every expert.
-        placement: The placement of experts.
         columns: The layer of the rows that stands for each MoE layer; () = each has its own.
         places: The places of samples and replicas; None = nothing moves.
         arriving_PRCYE: The rows of the samples to which they come home; None = of those that they left.
@@ -56,7 +55,6 @@ class RowMoves:
 
     even: StepCost
     rows_PRCYE: Counts
-    placement: ExpertPlacement
     columns: tuple[int, ...] = field(default=(), kw_only=True)
     places: Placed | None = field(default=None, kw_only=True)
     arriving_PRCYE: Counts | None = field(default=None, kw_only=True)
@@ -84,8 +82,18 @@ class RowMoves:
         return self.even.work(task)
 
     def argument(self, sent_PP: Rows) -> Rows:
-        """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P]."""
-        return self._links.argument(sent_PP)
+        """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P].
+
+        What leaves a node passes its card (or its device's, see `ClusterConfig.link_rate_of`) while the rest
+        passes the devices' links inside.
+
+        Args:
+            sent_PP: The amount from rank to rank, in any unit; what stays on a rank takes no time.
+        """
+        if not self._even_s:  # one rank, which sends nothing
+            return np.zeros(len(sent_PP))
+        argument: Rows = self._links.rank_seconds(sent_PP) / self._even_s
+        return argument
 
     # ---- of one rank ---------------------------------------------------------------------------------------
 
@@ -171,7 +179,7 @@ class RowMoves:
             flat = not self._legs.needs_table and not self._fused(task)
             span = self.even.workload.span(Group.EXPERT)
             if flat and span.nodes > 1 and span.most > 1:
-                return self._links.argument(self._ranks(task))
+                return self.argument(self._ranks(task))
             work = self.sizes  # the part of an even leg's argument that goes over the busiest rank's link
             if self._fused(task):
                 share = (work.mesh.size(task.axes) - 1) / work.mesh.size(task.axes)
@@ -212,7 +220,8 @@ class RowMoves:
         crossing = (
             self._ranks if routed is None or routed.crossing is None else partial(routed.crossing, self)
         )
-        return self._links.crossing(crossing(task))
+        links = self._links
+        return float((crossing(task) * (links.across if max(links.nodes) else links.inside)).sum())
 
     def _ranks(self, task: Task) -> Rows:
         """Return rows from rank to rank of the world, [P, P]."""
@@ -228,8 +237,15 @@ class RowMoves:
         return DISPATCHES[self.even.workload.dispatch]
 
     @cached_property
-    def _links(self) -> NodeLinks:
-        return NodeLinks(self.even.workload, self.even.cluster)
+    def _links(self) -> Links:
+        """The links of all ranks, in an all-to-all of all expert groups at once."""
+        return links_of(self.sizes, self.even.cluster, range(self.sizes.world_size))
+
+    @cached_property
+    def _even_s(self) -> float:
+        """Seconds of one unit of an even buffer, by the rates of links."""
+        even = ClusterConfig.all_to_all(self.even.cluster, self.sizes.span(Group.EXPERT))
+        return even.beta_s_per_byte
 
     # ---- tables --------------------------------------------------------------------------------------------
 
@@ -304,7 +320,7 @@ class RowMoves:
     def _by_target(self, rows_PE: Counts, task: Task) -> Counts:
         work = self.sizes
         if not self._replications:  # experts of all layers are placed alike
-            return by_source_and_target(rows_PE, self.placement, work.etp_size)
+            return by_source_and_target(rows_PE, work.placement, work.etp_size)
         replication = self._replications[self.column(task)]
         rows_PH, ranks = rows_by_position(rows_PE, replication, work.mesh), replication.placement.ranks
         return rows_PH.reshape(-1, ranks, work.etp_size, ranks, replication.slots)
@@ -355,47 +371,3 @@ class RowMoves:
 def to_experts(task: Task) -> bool:
     """Return whether data goes to the experts: rows in dispatch, or in backward gradients in combine."""
     return (task.op in HOME) is task.forward
-
-
-# ---- all-to-alls in which pairs of ranks send different amounts, over links inside nodes and cards
-# between them
-#
-# Shapes: P ranks of the world.
-
-
-@dataclass(frozen=True)
-class NodeLinks:
-    """The links of a cluster in an all-to-all of all expert groups at once.
-
-    What leaves a node passes its card (or its device's, see `ClusterConfig.link_rate_of`) while the rest
-    passes the devices' links inside.
-    """
-
-    work: Workload
-    cluster: ClusterConfig
-
-    def argument(self, sent_PP: Rows) -> Rows:
-        """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P].
-
-        Args:
-            sent_PP: The amount from rank to rank, in any unit; what stays on a rank takes no time.
-        """
-        if not self._even_s:  # one rank, which sends nothing
-            return np.zeros(len(sent_PP))
-        argument: Rows = self._links.rank_seconds(sent_PP) / self._even_s
-        return argument
-
-    def crossing(self, sent_PP: Rows) -> float:
-        """Return the amount that leaves its node, or its rank where there is one node."""
-        links = self._links
-        return float((sent_PP * (links.across if max(links.nodes) else links.inside)).sum())
-
-    @cached_property
-    def _even_s(self) -> float:
-        """Seconds of one unit of an even buffer, by the rates of links."""
-        even = ClusterConfig.all_to_all(self.cluster, self.work.span(Group.EXPERT))
-        return even.beta_s_per_byte
-
-    @cached_property
-    def _links(self) -> Links:
-        return links_of(self.work, self.cluster, range(self.work.world_size))

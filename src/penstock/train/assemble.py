@@ -15,7 +15,7 @@ from penstock.cost import Attention, HeldBytes, StepCost, Workload
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.device import device_of
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.expert_replicas.planners import find_planner
+from penstock.features.expert_replicas.planners import PLANNERS
 from penstock.features.expert_replicas.prices import expert_costs, splits_exactly
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.decoder import MakeLayer, TensorShard, on_meta
@@ -177,9 +177,9 @@ def expert_moving(
     """
     if choice.experts == "none":
         return None
-    planner, exact = find_planner(choice.experts), splits_exactly(choice, cost.workload)
+    planner, exact = PLANNERS[choice.experts], splits_exactly(choice, cost.workload)
     slack = () if plan is None else replica_slack(plan, cost, cost.workload.mesh)
-    costs, every = expert_costs(cost), placement.every
+    costs, every = expert_costs(cost.workload, cost.cluster), placement.every
     return ExpertMoving(planner=planner, costs=costs, slack=slack, every=every, exact=exact)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from penstock.apportion import Counts
 from penstock.config import ConfigError
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.encoding import told_bytes
-from penstock.features.expert_replicas.planners import find_planner, pays, planning_s
+from penstock.features.expert_replicas.planners import PLANNERS, pays, planning_s
 from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem, copies_of
 from penstock.features.field import Choice
 from penstock.features.routed import (
@@ -47,22 +47,11 @@ LOCAL = ("pro_prophet", "shadowing")
 """Planners whose replicas compute only rows of their own ranks."""
 
 
-class PricedStep(Protocol):
-    """A step with even routing. `cost.StepCost` is one."""
-
-    @property
-    def workload(self) -> Batch: ...
-
-    @property
-    def cluster(self) -> Rates: ...
-
-
-def expert_costs(even: PricedStep) -> ExpertCosts:
+def expert_costs(work: Batch, cluster: Rates) -> ExpertCosts:
     """Return the costs of a step for a planner of replicas; slack as in Eq 8.
 
     Where replicas were seen to travel longer than their bytes by the links, these are more bytes.
     """
-    work, cluster = even.workload, even.cluster
     tokens = work.tokens(0, 1)
     forward = partial(cluster.compute_s, phase=Phase.FORWARD, moved_bytes=0.0)
     rows_s = [forward(Op.EXPERTS, flops=work.expert_flops(n)) for n in (0, tokens)]
@@ -129,7 +118,7 @@ def planned_replications(
     Raises:
         RefusalError: If the time is over.
     """
-    plan, replications = find_planner(planner), list[Replication]()
+    plan, replications = PLANNERS[planner], list[Replication]()
     common = partial(ExpertProblem, placement=placement, replica_slots=replica_slots, exact=exact)
     for loads_PE, cost in zip(loads_YPE, costs, strict=True):
         if ends():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -32,24 +32,12 @@ SOLVING_S, SOLVING_S_PER_CELL = 1e-3, 3e-7
 """Seconds to find new homes, fixed and per cell (see `_solving_s`): twice what a 2 GHz core needs."""
 
 
-class Solving(Protocol):
-    """How samples are assigned. Section [placement] says it."""
-
-    @property
-    def solver(self) -> str: ...
-
-    @property
-    def prediction(self) -> str:
-        """What samples are expected to need in the next layer, "none" = nothing."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class SampleMover:
     """Assigns samples to homes, as NetMoE's tasks do.
 
     Attributes:
-        solver: The name of the solver, see `find_solver`.
+        solver: The name of the solver, see `SOLVERS`.
         predicts: Whether the rows of the next layer count.
     """
 
@@ -57,11 +45,6 @@ class SampleMover:
     shape: StepShape
     solver: str = "network_simplex"
     predicts: bool = True
-
-    @staticmethod
-    def of(how: Solving, work: Batch, shape: StepShape) -> SampleMover:
-        """Return the mover that section [placement] describes."""
-        return SampleMover(work=work, shape=shape, solver=how.solver, predicts=how.prediction != "none")
 
     def placed(self, counts_DBYE: Counts, replications: tuple[Replication, ...] = ()) -> Placed:
         """Return the places of samples with these counts before and after every layer.
