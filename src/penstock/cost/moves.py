@@ -17,7 +17,7 @@ from penstock.cost.span import even_leg
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
 from penstock.features.dispatch import DISPATCHES, Dispatch, Leg, Place
-from penstock.features.routed import Move, Rows, links_of, within
+from penstock.features.routed import Move, links_of, within
 from penstock.features.table import ROUTED
 from penstock.graph import Task
 from penstock.mesh import Group, place_in_node
@@ -30,6 +30,7 @@ from penstock.routing.links import Links
 from penstock.routing.replicas import rows_by_position
 from penstock.routing.routes import RouteMaker, ShardPlace, in_turn
 from penstock.routing.rows import Placed, by_source_and_target
+from penstock.routing.sizes import Floats
 from penstock.step import StepShape
 
 ROW_MOVES: Final = (*TRANSFERS, *(op for op, each in ROUTED.items() if each.sizes))
@@ -81,7 +82,7 @@ class RowMoves:
         """Return what the task asks of a rank with even routing."""
         return self.even.work(task)
 
-    def argument(self, sent_PP: Rows) -> Rows:
+    def argument(self, sent_PP: Floats) -> Floats:
         """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P].
 
         What leaves a node passes its card (or its device's, see `ClusterConfig.link_rate_of`) while the rest
@@ -92,7 +93,7 @@ class RowMoves:
         """
         if not self._even_s:  # one rank, which sends nothing
             return np.zeros(len(sent_PP))
-        argument: Rows = self._links.rank_seconds(sent_PP) / self._even_s
+        argument: Floats = self._links.rank_seconds(sent_PP) / self._even_s
         return argument
 
     # ---- of one rank ---------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ class RowMoves:
         by_target = self.table(task).sum(axis=(1, 2, 4))
         return np.repeat(by_target.reshape(-1), self.even.workload.etp_size)
 
-    def busier(self, task: Task) -> Rows:
+    def busier(self, task: Task) -> Floats:
         """Return rows over every rank's link in its busier direction, as argument of the collective, [P].
 
         With even routing the argument is the one in the op's `work`.
@@ -185,27 +186,27 @@ class RowMoves:
                 share = (work.mesh.size(task.axes) - 1) / work.mesh.size(task.axes)
             else:
                 share = even_leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).share
-            argument: Rows = self._remote(task) * (1 / share if share else 0.0)
+            argument: Floats = self._remote(task) * (1 / share if share else 0.0)
             return argument
         sizes_PW = self._sizes(task)
-        total: Rows = sizes_PW.sum(axis=1).astype(np.float64)
+        total: Floats = sizes_PW.sum(axis=1).astype(np.float64)
         members = sizes_PW.shape[1]
         if collective == "all_reduce" or members == 1:
             return total
         mesh = self.even.workload.mesh
         places = np.array([mesh.place(rank, task.axes) for rank in range(len(sizes_PW))])
         own = np.take_along_axis(sizes_PW, places[:, None], axis=1)[:, 0]
-        busier: Rows = np.maximum((members - 1) * own, total - own) * members / (members - 1)
+        busier: Floats = np.maximum((members - 1) * own, total - own) * members / (members - 1)
         return busier
 
-    def _remote(self, task: Task) -> Rows:
+    def _remote(self, task: Task) -> Floats:
         """Return rows to or from other ranks in this leg, whichever are more, [P]."""
         work = self.even.workload
         if self._fused(task):
             table_GSHT = self.table(task).sum(axis=4)
             sent_GSH, came_GT = table_GSHT.sum(axis=3) * work.etp_size, table_GSHT.sum(axis=(1, 2))
             own_GSH = np.einsum("gshs->gsh", table_GSHT)
-            away: Rows = (np.maximum(sent_GSH, came_GT[:, :, None]) - own_GSH).astype(np.float64)
+            away: Floats = (np.maximum(sent_GSH, came_GT[:, :, None]) - own_GSH).astype(np.float64)
             return away.reshape(-1)
         number, size = self._number(task), work.ranks_per_node
         away_GHP = [
@@ -223,7 +224,7 @@ class RowMoves:
         links = self._links
         return float((crossing(task) * (links.across if max(links.nodes) else links.inside)).sum())
 
-    def _ranks(self, task: Task) -> Rows:
+    def _ranks(self, task: Task) -> Floats:
         """Return rows from rank to rank of the world, [P, P]."""
         planes_GHST, mesh = self._planes(task), self.even.workload.mesh
         rows_PP = np.zeros((mesh.world_size, mesh.world_size))

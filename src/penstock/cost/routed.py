@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.apportion import Counts
 from penstock.cost.cluster import ClusterConfig
@@ -20,14 +19,12 @@ from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
 from penstock.features.table import ROUTED
 from penstock.graph import Name, Task
-from penstock.mesh import Group
+from penstock.mesh import Group, Seconds
 from penstock.ops import spec_of
 from penstock.ops.core import between_nodes, computes_experts
 from penstock.routing.rows import Placed
 from penstock.step import StepShape
 from penstock.workloads import RoutingSizes
-
-Seconds = npt.NDArray[np.float64]
 
 
 def routing_sizes(work: Workload, moe_layers: int) -> RoutingSizes:

@@ -11,13 +11,14 @@ import numpy.typing as npt
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.parts import kernels_of
-from penstock.cost.workload import FLOAT32_BYTES, Workload
+from penstock.cost.workload import Workload
 from penstock.features.sharded_optimizer.feature import of_optimizer
 from penstock.features.table import FEATURES
 from penstock.graph import Task
 from penstock.mesh import Group, stays_inside
 from penstock.ops import Work, spec_of
 from penstock.ops.core import KindName, kind_of_task
+from penstock.ops.work import FLOAT32_BYTES
 from penstock.routing.sizes import part_sizes, split_sizes
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS

@@ -37,19 +37,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.cost import Workload
 from penstock.decision import Decision
 from penstock.features.sharded_optimizer.feature import LAYERS
 from penstock.ops.core import GRADIENT_KINDS, KindName
+from penstock.ops.work import FLOAT32_BYTES
 from penstock.plan.problem import Problem
+from penstock.routing.sizes import Floats
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 
-Numbers = npt.NDArray[np.float64]
-
-FLOAT32_BYTES = 4
 MOMENTS = 2
 """Tensors that AdamW keeps for every weight that it trains, each as large as the weight."""
 
@@ -241,7 +239,7 @@ def _owners(problem: Problem) -> dict[KindName, int]:
     return {name: mesh.size(kind.axes_of(sharing=sharing)) for name, kind in GRADIENT_KINDS.items()}
 
 
-def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, load_P: Numbers) -> Numbers:
+def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, load_P: Floats) -> Floats:
     """Return the bytes that one layer keeps for its backward, for the whole batch of every rank.
 
     load_P: how many times the mean number of rows the rank's experts receive.

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.config import ConfigError, Table
 from penstock.cost import ClusterConfig, RoutedCost, StepCost, UnevenRanks, Workload, slowed
@@ -31,13 +30,12 @@ from penstock.ops import Op
 from penstock.ops.core import ByKind
 from penstock.placement import Replication
 from penstock.routing.rows import Placed
+from penstock.routing.sizes import Floats
 from penstock.schedule import StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS, Recompute
 from penstock.timing import Cost, Issuing, LowerBound, Timeline, lower_bound, simulate
-
-Numbers = npt.NDArray[np.float64]
 
 USUAL = PlacementConfig()
 OPEN: Final = Table()
@@ -137,7 +135,7 @@ class Problem:
         places = (work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size))
         return tuple(float(rows[place] / mean) for place in places)
 
-    def expert_loads(self, choice: Decision, cut: StepShape) -> Numbers:
+    def expert_loads(self, choice: Decision, cut: StepShape) -> Floats:
         """Return the rows that every rank's experts and replicas get over the mean, by MoE layer, [Y, P].
 
         One rank stands for all where routing is even, or where every expert has its slots.
@@ -156,7 +154,7 @@ class Problem:
         return self._known_loads[key]
 
     @cached_property
-    def _known_loads(self) -> dict[object, Numbers]:
+    def _known_loads(self) -> dict[object, Floats]:
         return {}
 
     def with_imbalance(self, ratio: float) -> Problem:

@@ -22,6 +22,7 @@ from penstock.models.decoder import MakeLayer, TensorShard, on_meta
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts import ExpertShard
+from penstock.ops.work import FLOAT32_BYTES
 from penstock.plan.problem import replica_slack
 from penstock.routing.sizes import split_sizes
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
@@ -373,7 +374,7 @@ KEPT_COPIES, KEPT_HEADS, KEPT_RECOMPUTED = 4, 3, 1
 its heads' (of queries and of keys): all that attention saves; or the block's input alone where the block is
 recomputed. See `plan.memory`, which also counts what norms keep that are not one kernel."""
 
-SMALLEST_ELEMENT_BYTES, FLOAT32_BYTES = 2, 4
+SMALLEST_ELEMENT_BYTES = 2
 
 RANK_BYTES = 160 << 20
 """Memory of a process with torch before there is a model. Measured: 190 MiB."""

@@ -24,7 +24,6 @@ from penstock.features.routed import (
     Rates,
     Routed,
     RoutedStep,
-    Rows,
     exchanged,
     gathered,
     links_of,
@@ -33,11 +32,9 @@ from penstock.graph import RefusalError
 from penstock.graph.task import Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.work import DIGEST_BYTES
+from penstock.ops.work import DIGEST_BYTES, FLOAT32_BYTES
 from penstock.placement import ExpertPlacement, Replication
-from penstock.routing.sizes import part_sizes
-
-FLOAT32_BYTES: Final = 4
+from penstock.routing.sizes import Floats, part_sizes
 
 LATE: Final = "not in the time there is; --budget 10 gives more"
 """Why moves are not weighed on a busy machine, or with very many ranks."""
@@ -165,7 +162,7 @@ def _compared(step: RoutedStep, task: Task, rank: int) -> Move:
     return gathered(step, task, 1, share_bytes)
 
 
-def _compared_load(step: RoutedStep, task: Task) -> Rows:
+def _compared_load(step: RoutedStep, task: Task) -> Floats:
     return np.full(step.sizes.mesh.world_size, _told_bytes(step, task) / step.work(task).sent_bytes)
 
 
@@ -178,7 +175,7 @@ def _replicas(step: RoutedStep, task: Task, rank: int) -> Move:
     return exchanged(step, task, rank, sent, Group.EXPERT, piece_bytes)
 
 
-def _replicas_load(step: RoutedStep, task: Task) -> Rows:
+def _replicas_load(step: RoutedStep, task: Task) -> Floats:
     """Return the load of replicas: the task's work fills every slot."""
     mesh = step.sizes.mesh
     sent = np.zeros((mesh.world_size, mesh.world_size))
