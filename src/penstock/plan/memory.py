@@ -24,7 +24,7 @@ received and returned, and the input of shared experts. Then buffers hold one wh
 
 Where products are computed in e < 4 bytes, every weight of 4 bytes has a copy of e bytes between forward and
 backward, but for the embedding, which no product reads. Contexts and communicators of GPUs are not counted
-here: what may be taken (`MemoryBudget`) is measured beside them. On a stand-in for a GPU, which counts the
+here: what may be taken is measured beside them. On a stand-in for a GPU, which counts the
 bytes of its tensors, the sum is from 5 % too little to 18 % too much.
 
 Against measurements (default model, memory of a step above what is held before it, MiB): activations and
@@ -77,18 +77,6 @@ STATE, ACTIVATIONS, BUFFERS, COPIES = (
     "buffers",
     "weights in the type of products",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryBudget:
-    """Bytes that a rank has for training."""
-
-    bytes: int
-
-    @staticmethod
-    def of(size_bytes: int | None) -> MemoryBudget | None:
-        """Return a budget of `size_bytes`; None = not known."""
-        return None if size_bytes is None else MemoryBudget(bytes=size_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
