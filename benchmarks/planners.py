@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.command import parser_of, run_alone
 from benchmarks.progress import in_rows
 from benchmarks.skewed import DRIFT, ROWS, costs, drifting_loads, expert_problem
-from penstock.features.expert_replicas.planners import PLANNERS, find_planner, overlap, pays
+from penstock.features.expert_replicas.planners import PLANNERS, overlap, pays
 from penstock.features.expert_replicas.problem import ExpertProblem, LayerLoad, LayerSeconds, seconds_of
 from penstock.lab.bench.result import markdown_table
 from penstock.placement import Replication
@@ -170,7 +170,7 @@ def _simulated(planner: str, slots: int, ratio: float, drift: float, steps: int)
         drift=drift,
         overlap=float(np.mean([overlap(before, after) for before, after in pairwise(loads)])),
         deviation=float(np.mean([step.load.computed.std() / step.load.computed.mean() for step in served])),
-        imbalance=float(np.mean([step.load.imbalance for step in served])),
+        imbalance=float(np.mean([step.load.computed.max() / step.load.computed.mean() for step in served])),
         layer_ms=1e3 * total_s,
         speedup=float(np.mean([step.time.total_s for step in none])) / total_s,
         of_even=seconds_of(costs(RANKS, ratio), _even()).total_s / total_s,
@@ -180,7 +180,7 @@ def _simulated(planner: str, slots: int, ratio: float, drift: float, steps: int)
 
 def _served(name: str, before: ExpertProblem, problem: ExpertProblem) -> _Step:
     """Return a step with the plan of the step before, dropped where it does not pay."""
-    replication = find_planner(name)(before)
+    replication = PLANNERS[name](before)
     if replication.is_empty or pays(problem, replication):
         return _step(problem, replication)
     none = _step(problem, Replication.none(problem.placement, problem.replica_slots))

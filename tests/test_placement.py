@@ -16,7 +16,6 @@ from penstock.placement import (
     Part,
     PlacementError,
     Replication,
-    SamplePlacement,
 )
 
 
@@ -81,21 +80,6 @@ def test_what_is_wrong_is_named(held: list[list[int]], owners: list[int] | None,
 def test_slots_are_checked(homes: list[Home], words: str) -> None:
     with pytest.raises(PlacementError, match=re.escape(words)):
         ExpertPlacement(2, 1, tuple((home,) for home in homes), tuple(home.rank for home in homes))
-
-
-@given(st.integers(0, 40), st.integers(1, 7))
-def test_samples_are_shared_evenly_and_in_order(samples: int, ranks: int) -> None:
-    placement = SamplePlacement.even(samples, ranks)
-    held = [placement.held(rank) for rank in range(ranks)]
-    assert [sample for mine in held for sample in mine] == list(range(samples))
-    assert max(map(len, held)) - min(map(len, held)) <= 1
-
-
-def test_a_sample_on_no_rank_is_refused() -> None:
-    with pytest.raises(PlacementError, match="sample 1 is on rank 2, and there are ranks 0 to 1"):
-        SamplePlacement(2, (0, 2))
-    assert SamplePlacement(2, (1, 0, 1)).held(1) == (0, 2)
-    assert SamplePlacement(2, (1, 0)).digest != SamplePlacement.even(2, 2).digest
 
 
 def test_without_replicas_rows_go_where_the_placement_sends_them() -> None:

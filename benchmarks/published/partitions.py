@@ -18,8 +18,9 @@ from penstock.plan.published.partition import (
     seconds_by_slot,
     spread_rest,
 )
-from penstock.plan.published.spread import Array, Rest
+from penstock.plan.published.spread import Rest
 from penstock.plan.published.table import LINA_BYTES
+from penstock.routing.sizes import Floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def greedy(rest: Rest) -> list[float]:
     return [float(size) for size in extra]
 
 
-def _options(rest: Rest, extra: Array, gap: int) -> list[Array]:
+def _options(rest: Rest, extra: Floats, gap: int) -> list[Floats]:
     """Return what a gap could take in: all that is there, or as much as some degree hides."""
     model = rest.all_reduce
     free = (rest.left_bytes - np.cumsum(extra))[gap:].min()  # gaps behind must still find what they take

@@ -1,4 +1,4 @@
-"""Where experts and samples are: homes, owners and replicas of experts, the rank of a sample. No torch.
+"""Where experts are: their homes, owners and replicas. No torch.
 
 The ranks of an expert group have equally many slots, one expert in each. A *position* is a slot of the whole
 group, counted rank by rank: rows on their way to experts lie in the order of positions, and counts, routes
@@ -394,42 +394,6 @@ class Replication:
         return _digest(
             (self.placement.digest, self.replica_slots, self.replicas, self.own_splits, self.limit)
         )
-
-
-@dataclass(frozen=True)
-class SamplePlacement:
-    """The rank of every sample of a batch.
-
-    Attributes:
-        ranks: The number of ranks of the world.
-        homes: The rank of every sample, by place in the batch.
-    """
-
-    ranks: int
-    homes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        for sample, rank in enumerate(self.homes):
-            if not 0 <= rank < self.ranks:
-                raise PlacementError(
-                    f"sample {sample} is on rank {rank}, and there are ranks 0 to {self.ranks - 1}"
-                )
-
-    @staticmethod
-    @cache
-    def even(samples: int, ranks: int) -> SamplePlacement:
-        """Place consecutive samples on every rank; where they do not divide, the first ranks get one more."""
-        least, more = divmod(samples, ranks)
-        return SamplePlacement(ranks, tuple(r for r in range(ranks) for _ in range(least + (r < more))))
-
-    def held(self, rank: int) -> tuple[int, ...]:
-        """Return the places in the batch of a rank's samples, ascending."""
-        return tuple(sample for sample, home in enumerate(self.homes) if home == rank)
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of the whole placement, for ranks to compare."""
-        return _digest((self.ranks, self.homes))
 
 
 def local_splits(placement: ExpertPlacement, replicas: Sequence[Sequence[int]]) -> Splits:

@@ -12,7 +12,7 @@ from penstock.autotune.choose.layouts import check_some_layout, run_layouts, wit
 from penstock.autotune.problem import check_shared
 from penstock.config import ConfigError, load
 from penstock.cost import ClusterFile, StateTypes
-from penstock.plan import MemoryBudget, PlanFile, Problem
+from penstock.plan import PlanFile, Problem
 from penstock.plan.candidate import least_memory
 from penstock.plan.layouts import FoundLayouts, LayoutSizes
 from penstock.plan.plan_config import PlanConfig
@@ -31,8 +31,8 @@ def config_of(folder: Path, *settings: str) -> RunConfig:
     return load(RunConfig, write_config(folder), settings)
 
 
-def found_by(config: RunConfig, ranks: int = RANKS, memory: MemoryBudget | None = None) -> FoundLayouts:
-    return run_layouts(config, ClusterFile(name="by hand", nodes=1, ranks_per_node=ranks), memory)
+def found_by(config: RunConfig, ranks: int = RANKS, memory_bytes: int | None = None) -> FoundLayouts:
+    return run_layouts(config, ClusterFile(name="by hand", nodes=1, ranks_per_node=ranks), memory_bytes)
 
 
 def shares(found: FoundLayouts) -> set[tuple[int, int]]:
@@ -56,9 +56,9 @@ def test_layouts_of_a_run_have_its_samples(tmp_path: Path) -> None:
 def test_a_layout_fits_by_what_is_assumed_and_with_any_optimizer_that_is_open(tmp_path: Path) -> None:
     plain, sharded = (found_by(config_of(tmp_path, f"optimizer.zero_stage={n}")) for n in (0, 1))
     fewest = min(least_memory(each.problem).total_bytes for each in plain.ranked)
-    memory = MemoryBudget(bytes=fewest - 1)
+    memory = fewest - 1
     left_open = config_of(tmp_path, "optimizer.zero_stage=auto")
-    found = found_by(left_open, memory=memory)
+    found = found_by(left_open, memory_bytes=memory)
     assert shares(found) <= shares(sharded) and all(each.problem.shape.updating for each in found.ranked)
 
     def halved(problem: Problem) -> Problem:
@@ -102,7 +102,7 @@ def test_impossible_layouts_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no layout of 4 ranks divides"):
         check_some_layout(replace(odd, model=alone), RANKS, RANKS, None)
     with pytest.raises(ConfigError, match=r"no layout fits"):
-        found_by(config_of(tmp_path), memory=MemoryBudget(bytes=1))
+        found_by(config_of(tmp_path), memory_bytes=1)
 
 
 def test_what_is_wrong_with_every_layout_is_told(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_run_gets_the_layout_that_fits_and_keeps_it(
     said = said_by(first)
     assert first.summary is not None and first.summary.tp_size == 2
     assert all(other.plans == first.plans for other in others)
-    best = found_by(config_of(folder, never), memory=MemoryBudget(bytes=sizes[1].best.memory_bytes)).best
+    best = found_by(config_of(folder, never), memory_bytes=sizes[1].best.memory_bytes).best
     assert best.words in said and "need more memory" in said
     assert "next best layout" in said and all(not other.said for other in others)
     assert losses(folder) == pytest.approx(alone, rel=2e-4)

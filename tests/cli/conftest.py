@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.search import FoundPlan, find_plan
 
@@ -18,11 +17,11 @@ def searched_once() -> Iterator[None]:
     known: dict[object, FoundPlan] = {}
 
     def found(
-        problem: Problem, *, memory: MemoryBudget | None, budget: float, ends: Callable[[], bool], **more: Any
+        problem: Problem, *, memory_bytes: int | None, budget: float, ends: Callable[[], bool], **more: Any
     ) -> FoundPlan:
-        asked = problem, memory, budget, ends(), more.get("starts"), more.get("effort")
+        asked = problem, memory_bytes, budget, ends(), more.get("starts"), more.get("effort")
         if asked not in known:
-            known[asked] = find_plan(problem, memory=memory, budget=budget, ends=ends, **more)
+            known[asked] = find_plan(problem, memory_bytes=memory_bytes, budget=budget, ends=ends, **more)
         return known[asked]
 
     with pytest.MonkeyPatch.context() as patch:

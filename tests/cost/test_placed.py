@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.apportion import Counts
-from penstock.cost import ClusterConfig, RoutedCost, Workload, moves, routing_sizes
-from penstock.cost.moves import NodeLinks
+from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload, moves, routing_sizes
+from penstock.cost.moves import RowMoves
 from penstock.cost.placed import rank_loads
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
@@ -145,7 +145,7 @@ def test_rows_that_bring_the_residual_save_more_and_leave_little_to_follow() -> 
         cost, tasks = RoutedCost(shape, WORK, CLUSTER, counts, placed=placed), build_graph(shape).tasks
         crossing[carries] = cost.crossing_rows(tasks)
         first = {task.op: task for task in reversed(tasks) if task.forward}
-        row_bytes[carries] = {op: cost.move(first[op], 0).row_bytes for op in ("D", "C", "SM")}
+        row_bytes[carries] = {op: cost.moves.move(first[op], 0).row_bytes for op in ("D", "C", "SM")}
     assert crossing[True] < 0.9 * crossing[False]
     facts_bytes = 8 + 16 * 3 * 8
     assert row_bytes[False] == {"D": 32, "C": 32, "SM": facts_bytes + 16 * (32 + 8)}
@@ -230,10 +230,10 @@ def test_rows_that_are_split_by_their_own_loads_are_even_and_all_ranks_are_told_
         tasks = [task for task in build_graph(shape).tasks if task.layer == 0]
         imbalance[replication.limit] = hosted.imbalance(tasks)
         there = [task for task in tasks if task.op == Op.DISPATCH and task.forward]
-        received = sum(hosted.move(task, rank).output_splits[0] for task in there for rank in range(8))
+        received = sum(hosted.moves.move(task, rank).output_splits[0] for task in there for rank in range(8))
         assert received == rank_loads(counts, shape, WORK)[0][0].sum()
         count = next(task for task in tasks if task.op == Op.COUNTS)
-        sent, told = hosted.exchanged_counts(count, 3)
+        sent, told = hosted.moves.exchanged_counts(count, 3)
         assert sent.shape == ((8, 2, 2) if replication is by_rank else (2, 8))
         assert told.shape == ((8, 2, 2) if replication is by_rank else (8, 2, 8))
         as_planned = RoutedCost(shape, WORK, CLUSTER, counts)
@@ -300,6 +300,10 @@ def test_rows_by_position_are_worked_out_once_for_all_ranks(monkeypatch: pytest.
 # ---- links -------------------------------------------------------------------------------------------------
 
 
+def moves_of(work: Workload, cluster: ClusterConfig) -> RowMoves:
+    return RowMoves(StepCost(SHAPE, work, cluster), np.zeros((0,), np.int64))
+
+
 @given(
     nodes=st.sampled_from([1, 2, 4]),
     per_node=st.sampled_from([1, 2, 4]),
@@ -310,15 +314,17 @@ def test_even_tables_are_even_buffers(nodes: int, per_node: int, inside: float, 
     ranks = nodes * per_node
     work = replace(WORK, world_size=ranks, ep_size=ranks, node_size=per_node, devices_per_node=per_node)
     cluster = ClusterConfig(intra_bytes_per_s=inside * 1e9, link_rate_of="node" if shared else "device")
-    argument = NodeLinks(work, cluster).argument(np.full((ranks, ranks), 3.0))
+    argument = moves_of(work, cluster).argument(np.full((ranks, ranks), 3.0))
     assert argument == pytest.approx(0.0 if ranks == 1 else 3.0 * ranks)
 
 
-def test_rows_inside_a_node_do_not_wait_for_its_card() -> None:
+def test_rows_inside_a_node_do_not_wait_for_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = ClusterConfig(link_bytes_per_s=1e6, intra_bytes_per_s=1e9, link_rate_of="node")
-    links, near, far = NodeLinks(WORK, cluster), np.zeros((8, 8)), np.zeros((8, 8))
+    links, near, far = moves_of(WORK, cluster), np.zeros((8, 8)), np.zeros((8, 8))
     near[0, 1], far[0, 2] = 1.0, 1.0
     assert links.argument(near).max() < 0.01 * links.argument(far).max()
-    assert (links.crossing(near), links.crossing(far)) == (0.0, 1.0)
+    for sent, crossing in ((near, 0.0), (far, 1.0)):
+        monkeypatch.setattr(RowMoves, "_ranks", lambda moves, task, sent=sent: sent)
+        assert links.crossing(transfers()[0]) == crossing
     assert links.argument(far)[1] == links.argument(far)[0] > 0  # one card for both
     assert WORK.mesh.groups(Group.EXPERT) == (tuple(range(8)),)

@@ -52,7 +52,7 @@ def renamed(task: Task, **changes: Any) -> Task:
 
 def splits_of(cost: RoutedCost, task: Task, rank: int) -> tuple[list[int], list[int]]:
     """Rows to and from every rank of the expert group in a flat transfer."""
-    move = cost.move(task, rank)
+    move = cost.moves.move(task, rank)
     assert move.group == Group.EXPERT
     return list(move.input_splits), list(move.output_splits)
 
@@ -109,7 +109,7 @@ def test_exchanged_counts_say_the_splits(step: Step) -> None:
     own = build_graph(shape).by_name
     for task in (t for t in own.values() if t.op == Op.COUNTS):
         for rank in range(work.world_size):
-            sent, received = cost.exchanged_counts(task, rank)
+            sent, received = cost.moves.exchanged_counts(task, rank)
             assert (
                 sent.shape
                 == received.shape
@@ -284,9 +284,9 @@ def test_joined_rows_are_sent_to_who_expects_them_and_no_more_often_than_by_choi
     for task in build_graph(shape).tasks:
         if task.op not in TRANSFERS:
             continue
-        found = [cost.move(task, rank) for rank in range(work.world_size)]
+        found = [cost.moves.move(task, rank) for rank in range(work.world_size)]
         fresh = RoutedCost(shape, work, CLUSTER, routing.counts(0))
-        assert fresh.move(task, 0) == found[0], "what is known of one task is not told of another"
+        assert fresh.moves.move(task, 0) == found[0], "what is known of one task is not told of another"
         for rank, mine in enumerate(found):
             members = work.mesh.members(rank, mine.group)
             place = work.mesh.place(rank, mine.group)
@@ -297,7 +297,7 @@ def test_joined_rows_are_sent_to_who_expects_them_and_no_more_often_than_by_choi
         if task.op == Op.DISPATCH_SCATTER and work.capacity_factor is None:
             by_choice = renamed(task, op=Op.DISPATCH)
             assert sum(sum(each.input_splits) for each in found) <= sum(
-                sum(flat.move(by_choice, rank).input_splits) for rank in range(work.world_size)
+                sum(flat.moves.move(by_choice, rank).input_splits) for rank in range(work.world_size)
             )
 
 
@@ -311,14 +311,20 @@ def test_rows_go_to_the_rank_that_has_their_expert(step: Step, random: Random) -
     placement = ExpertPlacement.of(
         [experts[rank * slots : (rank + 1) * slots] for rank in range(work.ep_size)]
     )
-    cost = RoutedCost(shape, work, CLUSTER, routing.counts(0), placement)
-    for task in moves(shape):
-        rows_PE = cost.rows[:, task.microbatch, task.cut.first : task.cut.stop, moe_layer(cost, task)].sum(1)
-        for target in range(work.ep_size):
-            sent = by_source_and_target(rows_PE, placement)[:, :, 0, target]
-            assert (sent.reshape(-1, slots) == rows_PE[:, placement.held(target)]).all()
-    if work.dispatch == "flat" and any(shape.moe_layers):
-        task = next(task for task in moves(shape) if task.op == Op.DISPATCH and task.forward)
-        rows_PE = cost.rows[:, task.microbatch, task.cut.first : task.cut.stop, moe_layer(cost, task)].sum(1)
-        sent_to = [rows_PE[0, placement.held(target)].sum() for target in range(work.ep_size)]
-        assert splits_of(cost, task, 0)[0] == sent_to
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workload, "placement", placement)
+        cost = RoutedCost(shape, work, CLUSTER, routing.counts(0))
+        for task in moves(shape):
+            rows_PE = cost.rows[
+                :, task.microbatch, task.cut.first : task.cut.stop, moe_layer(cost, task)
+            ].sum(1)
+            for target in range(work.ep_size):
+                sent = by_source_and_target(rows_PE, placement)[:, :, 0, target]
+                assert (sent.reshape(-1, slots) == rows_PE[:, placement.held(target)]).all()
+        if work.dispatch == "flat" and any(shape.moe_layers):
+            task = next(task for task in moves(shape) if task.op == Op.DISPATCH and task.forward)
+            rows_PE = cost.rows[
+                :, task.microbatch, task.cut.first : task.cut.stop, moe_layer(cost, task)
+            ].sum(1)
+            sent_to = [rows_PE[0, placement.held(target)].sum() for target in range(work.ep_size)]
+            assert splits_of(cost, task, 0)[0] == sent_to

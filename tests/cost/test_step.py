@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError, load
-from penstock.cost import ClusterConfig, Span, StateTypes, StepCost, UnevenRanks, Workload
+from penstock.cost import ClusterConfig, Span, StateTypes, StepCost, UnevenRanks, Workload, slowed
 from penstock.cost.cluster_file import LinkModel
 from penstock.cost.span import even_leg
 from penstock.decision import Decision
@@ -249,7 +249,7 @@ def test_a_popular_rank_computes_longer_and_holds_up_transfers() -> None:
 def test_a_slow_rank_with_few_tokens() -> None:
     shape = StepShape(moe_layers=(True,))
     even = StepCost(shape, workload(shape), replace(CLUSTER, task_overhead_s=1e-12))
-    both = UnevenRanks(even, slowness=(1.0, 4.0), load=(1.5, 0.5))
+    both = slowed(UnevenRanks(even, load=(1.5, 0.5)), (1.0, 4.0))
     for task in (t for t in build_graph(shape).tasks if t.op == Op.EXPERTS):
         np.testing.assert_allclose(both(task), even(task) * np.array([1.5, 2.0]), rtol=1e-6)
 

@@ -35,7 +35,7 @@ def test_it_is_a_section_of_its_own(tmp_path: Path) -> None:
     assert choice.split == "last_step"
     file.write_text(to_toml(config))
     assert load(RunConfig, file) == config
-    assert config.placement.saying(choice) == config.placement
+    assert choice.in_placement(config.placement) == config.placement
     with pytest.raises(ConfigError, match="there is no such setting"):
         load(ScheduleConfig, None, ["samples=netmoe"])
     with pytest.raises(ConfigError, match="replica_slots = 0: must be from 1 to 64"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.features.dispatch import FlatDispatch, Place
 from penstock.moe import RouteMaker
 from penstock.placement import PlacementError
-from penstock.routing.samples import ExchangeGroup, SampleHomes, SampleTable, TableSize, settle
+from penstock.routing.samples import ExchangeGroup, SampleHomes, SampleTable, settle
 from penstock.routing.sizes import split_sizes
 from tests.support.placers import RandomHomes
 
@@ -38,8 +38,14 @@ class Group:
     @property
     def table(self) -> SampleTable:
         found = np.array(self.counts, np.int64).reshape(sum(self.samples_P), self.ranks * self.slots)
-        size = TableSize(ranks=self.ranks, positions=found.shape[1], chunks=self.chunks)
-        return SampleTable.of(found, self.samples_P, ExchangeGroup.alone([0] * self.ranks), size)
+        return SampleTable.of(
+            found,
+            self.samples_P,
+            ExchangeGroup.alone([0] * self.ranks),
+            ranks=self.ranks,
+            positions=found.shape[1],
+            chunks=self.chunks,
+        )
 
     @property
     def homes(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from penstock.cost import ClusterConfig, ProfiledCluster, Span
 from penstock.cost.cluster_file import LinkModel
 from penstock.graph import Lane
 from penstock.ops import Op
-from penstock.plan import Explanation, MemoryBudget, Problem, explain, find_plan, reasons
+from penstock.plan import Explanation, Problem, explain, find_plan, reasons
 from penstock.plan.effort import Effort
 from penstock.plan.predict import predict_s
 from penstock.words import change, gib, lane_words, mib, milliseconds
@@ -31,7 +31,7 @@ SLOW_DEVICE = ClusterConfig(flops_per_s=1e8, link_bytes_per_s=1e10, link_latency
 def told_of(cluster: ClusterConfig) -> Explanation:
     """What is said of the plan that is found with little effort."""
     each = problem(cluster=cluster)
-    return explain(each, find_plan(each, effort="low"), MemoryBudget(bytes=8 << 30))
+    return explain(each, find_plan(each, effort="low"), 8 << 30)
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_what_the_clock_has_cut_short_is_not_compared() -> None:
 def test_five_lines() -> None:
     each = problem()
     found = find_plan(each, budget=0.05)
-    told = explain(each, found, MemoryBudget(bytes=8 << 30))
+    told = explain(each, found, 8 << 30)
     plan, time, limit, following, last = told.lines
     assert found.best.choice.schedule in plan
     assert milliseconds(found.best.predicted_s) in time and "for any order of these tasks" in time

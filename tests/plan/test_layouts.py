@@ -11,7 +11,7 @@ from penstock.config import ConfigError
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
 from penstock.features.dispatch import DISPATCHES
-from penstock.plan import MemoryBudget, evaluate, published_problem
+from penstock.plan import evaluate, published_problem
 from penstock.plan.candidate import least_memory, whole_s
 from penstock.plan.layouts import LayoutSizes, find_layouts, rank_layouts
 from penstock.plan.optimizers import sharing_updates
@@ -44,10 +44,10 @@ def test_all_layouts_of_a_cluster_work_on_the_same_samples() -> None:
 def test_what_does_not_fit_is_counted() -> None:
     found = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES)
     sizes = sorted(each.best.memory_bytes for each in found.ranked)
-    fewer = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES, MemoryBudget(bytes=sizes[3]))
+    fewer = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES, sizes[3])
     assert fewer.too_large and len(fewer.ranked) + fewer.too_large == len(sizes)
     with pytest.raises(ConfigError, match="no layout fits"):
-        find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES, MemoryBudget(bytes=1))
+        find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES, 1)
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_a_layout_fits_with_any_optimizer_that_is_open() -> None:
 
     plain = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES)
     least = min(least_memory(each.problem).total_bytes for each in plain.ranked)
-    memory = MemoryBudget(bytes=least - 1)
+    memory = least - 1
     with pytest.raises(ConfigError, match="no layout fits"):
         find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES, memory)
     found = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES, memory, updated=open_)

@@ -17,7 +17,7 @@ from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig
 from penstock.device import using
 from penstock.features.field import NOTHING_MOVES
-from penstock.plan import MemoryBudget, MemoryEstimate, Problem, estimate_memory, evaluate, find_plan
+from penstock.plan import MemoryEstimate, Problem, estimate_memory, evaluate, find_plan
 from penstock.plan.memory import ACTIVATIONS, STATE
 from penstock.plan.moving import with_routing
 from penstock.plan.optimizers import sharing_updates
@@ -204,14 +204,14 @@ def test_a_search_prices_even_routing_and_finds_room_for_what_was_observed() -> 
     even, hot = problem(batch=64), known(problem(batch=64), (0, 1), (0, 1))
     seen = replace(even, observed=hot.evidence, recompute=("none", "experts"))
     cut = Decision(schedule="flowmoe", microbatches=16)
-    room = MemoryBudget(bytes=estimate_memory(even, cut).total_bytes)
+    room_bytes = estimate_memory(even, cut).total_bytes
     assert estimate_memory(seen, Decision()) == estimate_memory(hot, Decision())
     assert evaluate(seen, Decision()).predicted_s == evaluate(even, Decision()).predicted_s
     assert seen.only((1,)).observed is not None
     with pytest.raises(ConfigError, match="memory per rank"):
-        find_plan(replace(seen, recompute=("none",)), memory=room, effort="low", budget=0.01)
-    best = find_plan(seen, memory=room, effort="low", budget=0.01).best
-    assert best.choice.recompute == "experts" and best.memory_bytes <= room.bytes
+        find_plan(replace(seen, recompute=("none",)), memory_bytes=room_bytes, effort="low", budget=0.01)
+    best = find_plan(seen, memory_bytes=room_bytes, effort="low", budget=0.01).best
+    assert best.choice.recompute == "experts" and best.memory_bytes <= room_bytes
 
 
 def test_microbatches_save_buffers_and_nothing_else() -> None:

@@ -17,7 +17,7 @@ from penstock.features.expert_replicas.problem import ExpertCosts
 from penstock.features.sample_placement.prices import SampleMover
 from penstock.graph import Graph, RefusalError, ScheduleError
 from penstock.ops import Op
-from penstock.plan import MemoryBudget, Problem, Subject, evaluate, explain, find_plan
+from penstock.plan import Problem, Subject, evaluate, explain, find_plan
 from penstock.plan.moving import WORTH, in_full, weigh, with_routing
 from penstock.report.plan import PlanReport
 from penstock.step.rewrite import Stage
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_not_taken_and_that_is_said() -> None:
     each = with_routing(few, RoutingConfig.parse("hot_expert,hot_share=0.7"), movable)
     free = weigh(each, [CHOICE])
     assert free.moves and free.best.memory_bytes > free.still.memory_bytes and free.fits
-    tight = weigh(each, [CHOICE], memory=MemoryBudget(bytes=free.best.memory_bytes - 1))
+    tight = weigh(each, [CHOICE], memory_bytes=free.best.memory_bytes - 1)
     assert tight.best.memory_bytes <= free.still.memory_bytes and tight.best.choice.experts == "none"
     _, samples, experts = tight.lines
     assert samples.startswith("Samples  netmoe: ") and "not fit" not in samples
@@ -125,7 +125,7 @@ def test_what_alone_fits_is_taken_however_little_it_gains() -> None:
     each = with_routing(each, RoutingConfig.parse("hot_expert"), Movable(experts=("none", "least_loaded")))
     free = weigh(each, [CHOICE])
     assert not free.moves and free.fits
-    tight = weigh(each, [CHOICE], memory=MemoryBudget(bytes=free.still.memory_bytes - 1))
+    tight = weigh(each, [CHOICE], memory_bytes=free.still.memory_bytes - 1)
     assert not tight.fits and tight.moves and tight.best.memory_bytes < free.still.memory_bytes
     base, experts = tight.lines
     assert base.endswith(" per rank and does not fit") and "does not pay but fits" in experts
@@ -166,7 +166,7 @@ def test_twice_the_replica_slots_are_taken_where_loads_drift_and_they_fit() -> N
     two = weigh(drifting, [CHOICE])
     assert (two.best.choice.experts, two.best.choice.replica_slots) == ("planned", 2)
     assert two.lines[1].startswith("Experts  planned with 2 replica slots: ")
-    one = weigh(drifting, [CHOICE], memory=MemoryBudget(bytes=two.best.memory_bytes - 1))
+    one = weigh(drifting, [CHOICE], memory_bytes=two.best.memory_bytes - 1)
     assert one.best.choice.replica_slots == 1 and "with 1 replica slot: " in one.lines[1]
     assert two.best.predicted_s < WORTH * one.best.predicted_s
     steady = weigh(on_16_ranks("hot_expert,hot_share=0.7"), [CHOICE])

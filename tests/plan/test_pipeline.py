@@ -12,7 +12,7 @@ from penstock.cost.workload import StateTypes
 from penstock.decision import Decision
 from penstock.plan import Problem
 from penstock.plan.candidate import NothingFitsError
-from penstock.plan.memory import MemoryBudget, estimate_memory
+from penstock.plan.memory import estimate_memory
 from penstock.plan.optimizers import sharing_updates
 from penstock.plan.pipeline import Pipeline, PipelineRun, PipelineTimes, Slot, run_pipeline
 from penstock.plan.pipeline_search import find_pipeline, pipelines
@@ -269,9 +269,9 @@ def test_more_parts_than_layers_are_refused() -> None:
     assert refused.value.key == "--pipeline-parallel-size"
 
 
-def found_in(each: Problem, stages: int, memory: MemoryBudget | None = None) -> tuple[str, int]:
+def found_in(each: Problem, stages: int, memory_bytes: int | None = None) -> tuple[str, int]:
     tried = pipelines(stages, None, each.shape.num_layers, each, 2)
-    best = find_pipeline(each, tried, lambda _: [], memory).best
+    best = find_pipeline(each, tried, lambda _: [], memory_bytes).best
     return best.choice.recompute, best.memory_bytes
 
 
@@ -280,10 +280,10 @@ def test_a_search_recomputes_only_what_has_to_be_and_refuses_what_does_not_fit()
     each = replace(LARGE, passes=8, recompute=("none", "experts", "blocks"))
     none, most_bytes = found_in(each, 2)
     assert none == "none"
-    _, less_bytes = found_in(each, 2, MemoryBudget(bytes=most_bytes - 1))
+    _, less_bytes = found_in(each, 2, most_bytes - 1)
     assert less_bytes < most_bytes
-    again, least_bytes = found_in(each, 2, MemoryBudget(bytes=most_bytes // 2))
+    again, least_bytes = found_in(each, 2, most_bytes // 2)
     assert again != "none"
     assert least_bytes <= most_bytes // 2
     with pytest.raises(NothingFitsError):
-        found_in(each, 2, MemoryBudget(bytes=1))
+        found_in(each, 2, 1)

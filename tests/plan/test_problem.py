@@ -23,7 +23,7 @@ from penstock.graph import Graph, ScheduleError
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.placement import Replication
-from penstock.plan import MemoryBudget, Problem, estimate_memory, predict_s
+from penstock.plan import Problem, estimate_memory, predict_s
 from penstock.plan.bound import QuickBounds
 from penstock.plan.candidate import Room
 from penstock.plan.moving import with_routing
@@ -77,9 +77,9 @@ def answers(each: Problem, bounds: QuickBounds | None, room: Room, choice: Decis
     return plan.digest, quick_s, needs, fits, least, seconds
 
 
-def asked(each: Problem, choices: list[Decision], memory: MemoryBudget) -> list[Any]:
+def asked(each: Problem, choices: list[Decision], memory_bytes: int) -> list[Any]:
     bounds = None if each.evidence is not None else QuickBounds(each)
-    room = Room(each, memory)
+    room = Room(each, memory_bytes)
     return [answers(each, bounds, room, choice) for choice in choices]
 
 
@@ -135,13 +135,13 @@ def test_no_answer_depends_on_what_was_asked_before(each: Problem, rng: Any) -> 
     first = rng.choice(list(space(each)))
     near = [*neighbours(each, first), *apart(each, first, rng)]
     choices = [first, *rng.sample(near, min(5, len(near)))]
-    memory = MemoryBudget(bytes=estimate_memory(each, Decision(dispatch=each.dispatches[0])).total_bytes)
+    memory_bytes = estimate_memory(each, Decision(dispatch=each.dispatches[0])).total_bytes
     alone = []
     for choice in choices:
         forget()
-        alone += asked(replace(each), [choice], memory)
+        alone += asked(replace(each), [choice], memory_bytes)
     order = rng.sample(range(len(choices)), len(choices))
-    together = asked(replace(each), [choices[i] for i in order], memory)
+    together = asked(replace(each), [choices[i] for i in order], memory_bytes)
     assert together == [alone[i] for i in order]
 
 

@@ -14,7 +14,6 @@ from penstock.decision import Decision, Field, register, unregister
 from penstock.plan import (
     Candidate,
     FoundPlan,
-    MemoryBudget,
     Problem,
     Progress,
     estimate_memory,
@@ -199,15 +198,15 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     """Fewer microbatches need more for what is under way."""
     each = problem(batch=8)
     needs = sorted({estimate_memory(each, choice).total_bytes for choice in space(each)})
-    budget = MemoryBudget(bytes=needs[0])
-    found = find_plan(each, memory=budget)
-    assert found.best.memory_bytes <= budget.bytes < needs[-1]
-    assert all(other.memory_bytes <= budget.bytes for other in found.others)
+    room_bytes = needs[0]
+    found = find_plan(each, memory_bytes=room_bytes)
+    assert found.best.memory_bytes <= room_bytes < needs[-1]
+    assert all(other.memory_bytes <= room_bytes for other in found.others)
 
 
 def test_if_nothing_fits_the_error_says_what_to_do() -> None:
     with pytest.raises(ConfigError) as caught:
-        find_plan(problem(), memory=MemoryBudget(bytes=1 << 20))
+        find_plan(problem(), memory_bytes=1 << 20)
     text = str(caught.value)
     assert "1 MiB" in text and "most of it for weights" in text and "more nodes" in text
 

@@ -30,7 +30,7 @@ from penstock.routing.legs import busier_rows, legs_of, place_in
 from penstock.routing.replicas import ExactSplit
 from penstock.routing.routes import RouteMaker, Routes, ShardPlace, Shares, in_turn
 from penstock.routing.rows import Placed
-from penstock.routing.samples import ExchangeGroup, SampleTable, TableSize, settle
+from penstock.routing.samples import ExchangeGroup, SampleTable, settle
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import ExpertForm
 from tests.support.draws import draws
@@ -144,7 +144,7 @@ def by_position(rows_SCE: Counts, replication: Replication) -> Counts:
 
 def check(cost: RoutedCost, task: Task, rank: int, routes: Routes) -> None:
     """Compare a task on one rank. Seconds of a transfer are those of its busier direction, so this, too."""
-    move = cost.move(task, rank)
+    move = cost.moves.move(task, rank)
     if task.op in TRANSFERS:
         legs = routes.cuts[task.cut.chunks][task.chunk or 0]
         if not legs:  # alone: what the cost model hands over stays
@@ -158,7 +158,7 @@ def check(cost: RoutedCost, task: Task, rank: int, routes: Routes) -> None:
             place = Place(cost.workload.mesh.place(rank, Group.EXPERT), *sizes(cost.workload))
             own = place_in(leg.axes, place)
             away = max(sum(splits) - splits[own] for splits in there)
-            assert cost._moves._remote(task)[rank] == away
+            assert cost.moves._remote(task)[rank] == away
     elif task.op in shards.ROUTED and move.collective:
         wanted = rows_of_members(task, routes.shares[task.cut.first : task.cut.stop], cost.workload.tp_size)
         if move.collective == "all_reduce":
@@ -199,7 +199,7 @@ def test_the_simulator_and_transports_agree(step: Step) -> None:
                     check(cost, task, rank, routes)
                     continue
                 came = [sum(s.rows_per_expert) for s in routes.at_experts[task.cut.first : task.cut.stop]]
-                assert cost._moves.received(task)[rank] == sum(came)
+                assert cost.moves.received(task)[rank] == sum(came)
 
 
 @st.composite
@@ -243,12 +243,12 @@ def test_rows_of_samples_that_move_leave_and_come_home_alike(case: tuple[Step, l
     cost, work, placed = step.cost, step.work, step.placed
     assert placed is not None
     leaving = placed.leaving(step.counts)
-    size = TableSize(ranks=8, positions=EXPERTS, chunks=step.shape.slices)
+    sizes = {"ranks": 8, "positions": EXPERTS, "chunks": step.shape.slices}
     exchange_group = ExchangeGroup.alone([node_of(rank, 2) for rank in range(8)])
     tasks = [task for task in build_graph(step.shape).tasks if task.op in TRANSFERS]
     for moe_layer, device_I in enumerate(homes):
         gathered = leaving[:, :, moe_layer].reshape(-1, EXPERTS)
-        table = SampleTable.of(gathered, [SAMPLES] * 8, exchange_group, size)
+        table = SampleTable.of(gathered, [SAMPLES] * 8, exchange_group, **sizes)
         for rank in range(8):
             maker = RouteMaker(DISPATCHES[work.dispatch], Place(rank, 8, 2))
             degrees = step.shape.transfer_degrees

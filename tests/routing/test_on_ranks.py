@@ -167,7 +167,7 @@ def virtual_step(rank: int, case: Case, plan: StepPlan, rows: Counts, hosts: boo
     for task in plan.graph.tasks:
         if task.op not in OPS:
             continue
-        move = cost.move(task, rank)
+        move = cost.moves.move(task, rank)
         splits = move.input_splits
         if move.collective == "all_gather":
             splits = splits * len(move.output_splits)

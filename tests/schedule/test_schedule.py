@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.features.build import build_graph
-from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
+from penstock.graph import Graph, Lane, ScheduleError, Task
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import StepShape
 from tests.steps import example_plan, lone_task, random_orders, seeds, shapes
@@ -172,16 +172,3 @@ def _chains(plan: StepPlan) -> list[tuple[Lane, Task, Task]]:
         for first in sorted(before[task], key=plan.graph.position.__getitem__)
         if first.lane is task.lane
     ]
-
-
-# ---- half --------------------------------------------------------------------------------------------------
-
-
-@given(plans())
-def test_half_keeps_the_order(plan: StepPlan) -> None:
-    lanes: Mapping[Lane, tuple[Task, ...]] = plan.schedule.lanes
-    for forward in (True, False):
-        part = plan.schedule.half(forward=forward)
-        assert part.name == plan.schedule.name
-        for lane, order in lanes.items():
-            assert list(part.lanes[lane]) == [t for t in order if (t.phase is Phase.FORWARD) is forward]

@@ -237,7 +237,7 @@ def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
     return replace(
         config,
         schedule=config.schedule.saying(choice),
-        placement=config.placement.saying(choice),
+        placement=choice.in_placement(config.placement),
         # The model is built for these.
         moe=replace(config.moe, dispatch=choice.dispatch, comm_dtype=rounded or config.moe.comm_dtype),
         plan=replace(config.plan, comm_dtype="given", recompute=choice.recompute),

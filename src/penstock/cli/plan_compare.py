@@ -106,7 +106,7 @@ def _searched(options: argparse.Namespace) -> Callable[[Searching], Side]:
 
     def found(search: Searching) -> Side:
         over = time_limit(time.process_time, budget, COMMAND_S)
-        own = replace(search, memory=memory, budget=budget, over=over)
+        own = replace(search, memory_bytes=memory, budget=budget, over=over)
         best, plan, _ = find_best(subject, own.find, own.quick)
         return Side.of(best, plan, reasons(best.problem, plan, memory))
 

@@ -18,7 +18,7 @@ from rich.progress import Progress as Bar
 from penstock.cli.out import Lines
 from penstock.config import ConfigError
 from penstock.decision import Decision
-from penstock.plan import MemoryBudget, Problem, Progress, Subject, find_plan
+from penstock.plan import Problem, Progress, Subject, find_plan
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import COMMAND_S, Effort, time_limit
 from penstock.plan.optimizers import NEAR, Find, find_updated
@@ -37,7 +37,7 @@ class Searching:
     """What the searches of one command share.
 
     Attributes:
-        memory: What a rank can hold; None = no limit.
+        memory_bytes: What a rank can hold; None = no limit.
         budget: How much to search; 1.0 is the usual effort.
         progress: Is told how far a search is.
         stopped: Tells whether the searches have been asked to end.
@@ -45,7 +45,7 @@ class Searching:
         bases: What later searches reuse of the steps for which plans were sought last.
     """
 
-    memory: MemoryBudget | None
+    memory_bytes: int | None
     budget: float
     progress: Callable[[Progress], None]
     stopped: Callable[[], bool]
@@ -64,7 +64,7 @@ class Searching:
         """
         return find_plan(
             problem,
-            memory=self.memory,
+            memory_bytes=self.memory_bytes,
             progress=self.progress,
             budget=self.budget,
             ends=lambda: self.stopped() or self.over(),
@@ -79,7 +79,7 @@ class Searching:
             if basis.given is problem:
                 return basis
         del self.bases[: -KEPT + 1]
-        self.bases.append(Basis(problem, self.memory))
+        self.bases.append(Basis(problem, self.memory_bytes))
         return self.bases[-1]
 
     def quick(self, problem: Problem, starts: tuple[Decision, ...] = ()) -> FoundPlan:
@@ -88,11 +88,13 @@ class Searching:
 
 
 @contextmanager
-def searching(memory: MemoryBudget | None, budget: float) -> Iterator[Searching]:
+def searching(memory_bytes: int | None, budget: float) -> Iterator[Searching]:
     """Yield what searches inside share; the first Ctrl-C ends them."""
     over = time_limit(time.process_time, budget, COMMAND_S)
     with _progress() as progress, _stopped_by_hand() as stopped:
-        yield Searching(memory=memory, budget=budget, progress=progress, stopped=stopped, over=over)
+        yield Searching(
+            memory_bytes=memory_bytes, budget=budget, progress=progress, stopped=stopped, over=over
+        )
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from penstock.config import UNSET, ConfigError
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.mesh import holders
-from penstock.plan import MODELS, MemoryBudget, Problem, Subject, published_problem
+from penstock.plan import MODELS, Problem, Subject, published_problem
 from penstock.plan.candidate import NothingFitsError
 from penstock.plan.effort import Effort, time_limit
 from penstock.plan.optimizers import NEAR, SHARDED
@@ -86,10 +86,10 @@ def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int
     if options.layout == "auto":
         options = _laid_out(options, file).options
     subject = subject_of(options, cluster)
-    memory = memory_of(options.memory_gib, subject.memory_bytes)
+    memory_bytes = memory_of(options.memory_gib, subject.memory_bytes)
     with searching(None, budget_of(options, subject)) as search:
         try:
-            subject, plans, updates = _searched(subject, options, file, memory, search)
+            subject, plans, updates = _searched(subject, options, file, memory_bytes, search)
         except NothingFitsError as error:
             hint = error.hint
             with suppress(ConfigError):
@@ -101,7 +101,7 @@ def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int
         subject=subject,
         found=plans,
         node_size=file.ranks_per_node,
-        memory=memory,
+        memory_bytes=memory_bytes,
         seconds=time.monotonic() - started,
         updates=updates,
         price=options.price,
@@ -203,7 +203,7 @@ def _searched(
     subject: Subject,
     options: argparse.Namespace,
     file: ClusterFile,
-    memory: MemoryBudget | None,
+    memory_bytes: int | None,
     search: Searching,
 ) -> tuple[Subject, FoundPipeline, tuple[str, ...]]:
     """Return the subject with the better optimiser, its plan, and a line on the choice."""
@@ -211,7 +211,7 @@ def _searched(
     for problem in (subject.problem, *(() if subject.sharded is None else (subject.sharded,))):
         of = "AdamW" if problem.shape.updating is None else SHARDED
         try:
-            each = _find(problem, options, file, memory, _choices(search, "quick"))
+            each = _find(problem, options, file, memory_bytes, _choices(search, "quick"))
         except NothingFitsError as error:
             refused.append(error)
             times.append(f"{of} does not fit")
@@ -223,14 +223,14 @@ def _searched(
         raise refused[-1]
     problem, quick = min(fits, key=lambda each: each[1].best.update_s)
     updates = (f"Update   predicted updates, by quick plans: {', '.join(times)}",) if len(times) > 1 else ()
-    full = _in_full(problem, quick, memory, _choices(search, "usual"))
+    full = _in_full(problem, quick, memory_bytes, _choices(search, "usual"))
     return replace(subject, problem=problem), full, updates
 
 
 def _in_full(
     problem: Problem,
     quick: FoundPipeline,
-    memory: MemoryBudget | None,
+    memory_bytes: int | None,
     choices: Callable[[Problem], list[Decision]],
 ) -> FoundPipeline:
     """Return the plans with those of a search in full for the best orders of microbatches."""
@@ -238,7 +238,7 @@ def _in_full(
     narrowed = replace(problem, recompute=(quick.best.choice.recompute,))
     plans = {plan.pipeline: plan for plan in (quick.best, *quick.others)}
     try:
-        better = find_pipeline(narrowed, orders, choices, memory)
+        better = find_pipeline(narrowed, orders, choices, memory_bytes)
     except NothingFitsError:
         return quick  # a quick plan just fits
     for plan in (better.best, *better.others):
@@ -251,7 +251,7 @@ def _find(
     problem: Problem,
     options: argparse.Namespace,
     file: ClusterFile,
-    memory: MemoryBudget | None,
+    memory_bytes: int | None,
     choices: Callable[[Problem], Sequence[Decision]] = lambda problem: (),
     *,
     orders: int | None = None,
@@ -259,7 +259,7 @@ def _find(
     """Return the best plan of a layout. orders: how many orders of microbatches are tried; None = all."""
     stages, parts = options.pipeline_parallel_size, options.virtual_pipeline_parallel_size
     tried = pipelines(stages, parts, problem.shape.num_layers, problem, file.ranks_per_node)
-    return find_pipeline(problem, tried[:orders], choices, memory)
+    return find_pipeline(problem, tried[:orders], choices, memory_bytes)
 
 
 def _choices(search: Searching, effort: Effort) -> Callable[[Problem], list[Decision]]:
@@ -279,7 +279,7 @@ class _Laid:
 
     options: argparse.Namespace
     problem: Problem
-    memory: MemoryBudget | None
+    memory_bytes: int | None
     plan: PipelinePlan
 
 
@@ -308,20 +308,20 @@ def _fastest(
             laid_out = replaced(options, zero_stage="1")
         try:
             subject = subject_of(laid_out, stage_cluster(file, stages))
-            memory = memory_of(options.memory_gib, subject.memory_bytes)
+            memory_bytes = memory_of(options.memory_gib, subject.memory_bytes)
             problem = subject.sharded or subject.problem
-            plan = _find(problem, options, file, memory, orders=1).best
+            plan = _find(problem, options, file, memory_bytes, orders=1).best
         except ConfigError as error:
             refused = error
             continue
-        fits.append(_Laid(options=options, problem=problem, memory=memory, plan=plan))
+        fits.append(_Laid(options=options, problem=problem, memory_bytes=memory_bytes, plan=plan))
     if not fits:
         raise refused
     best = sorted(fits, key=lambda each: each.plan.update_s)
     if not finalists:
         return best[0]
     replanned = (
-        replace(each, plan=_find(each.problem, each.options, file, each.memory).best)
+        replace(each, plan=_find(each.problem, each.options, file, each.memory_bytes).best)
         for each in best[:finalists]
     )
     return min(replanned, key=lambda each: each.plan.update_s)

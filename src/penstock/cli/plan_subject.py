@@ -17,7 +17,7 @@ from penstock.cost import ClusterFile, StateTypes
 from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.clusters.line import EXAMPLE, in_line
 from penstock.mesh import holders
-from penstock.plan import MemoryBudget, Problem, Subject, published_problem
+from penstock.plan import Problem, Subject, published_problem
 from penstock.plan.candidate import least_memory
 from penstock.plan.effort import COMMAND_S, check_budget, time_limit
 from penstock.plan.layouts import find_layouts, layout_sizes, with_layout
@@ -207,12 +207,12 @@ def _stepping(
         sizes = Overrides(**given, recompute=recompute, precision=precision)
         if options.layout != "auto":
             return _shared(published_problem(options.model, file, sizes), options)
-        memory = memory_of(options.memory_gib, file.memory_bytes)
+        memory_bytes = memory_of(options.memory_gib, file.memory_bytes)
         layouts = find_layouts(
             options.model,
             file,
             sizes,
-            memory,
+            memory_bytes,
             time_limit(time.process_time, options.budget or 1.0, COMMAND_S),
             lambda subject: _shared(subject, options).changed(assumed),
         )
@@ -293,10 +293,12 @@ def _configured(
         why = "has settings of a run, and is no model's config.json"
         raise ConfigError("--model", title, why, f"Write penstock plan {title}, without --model.")
     settings = [] if title is None else _settings(options)
-    memory = memory_of(options.memory_gib, file.memory_bytes)
+    memory_bytes = memory_of(options.memory_gib, file.memory_bytes)
     given = [*settings, *options.overrides]
     try:
-        subject = run_subject(config, given, file, layout=options.layout, memory=memory, assumed=assumed)
+        subject = run_subject(
+            config, given, file, layout=options.layout, memory_bytes=memory_bytes, assumed=assumed
+        )
     except ConfigError as error:
         as_option = {key: option(name) for name, key in OF_CONFIGURATIONS.items()}
         if title is None or error.key not in as_option:
@@ -324,13 +326,13 @@ def _settings(options: argparse.Namespace) -> list[str]:
     return settings
 
 
-def memory_of(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget | None:
+def memory_of(wanted_gib: float | None, known_bytes: int | None) -> int | None:
     if wanted_gib is None:
-        return MemoryBudget.of(known_bytes)
+        return known_bytes
     wanted_bytes = wanted_gib * 2**30
     if not 0 < wanted_bytes < math.inf:
         raise ConfigError("--memory-gib", wanted_gib, "must be positive and finite", "Such as 11.")
-    return MemoryBudget(bytes=int(wanted_bytes))
+    return int(wanted_bytes)
 
 
 def budget_of(options: argparse.Namespace, subject: Subject) -> float:
@@ -365,14 +367,14 @@ class Fitting:
 
     Attributes:
         subject_of: Returns the step with changed options, or raises ConfigError.
-        memory: What a rank can hold.
+        memory_bytes: What a rank can hold.
         describe: Returns changed options as a user writes them.
         of_study: Whether the step has the same samples whatever the layout.
         ends: Tells whether the time is over.
     """
 
     subject_of: Callable[[Changes], Subject]
-    memory: MemoryBudget
+    memory_bytes: int
     describe: Callable[[Changes], str]
     of_study: bool
     ends: Callable[[], bool]
@@ -413,7 +415,7 @@ class Fitting:
 
     def _fits(self, changes: Changes) -> bool:
         needed = self._bytes(changes)
-        return needed is not None and needed <= self.memory.bytes
+        return needed is not None and needed <= self.memory_bytes
 
     def _with_memory(self, changes: Changes) -> str:
         return f"{self.describe(changes)} ({gib(self._bytes(changes) or 0)} per rank)"

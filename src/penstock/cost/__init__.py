@@ -4,9 +4,9 @@ from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.measured import MeasuredCost
 from penstock.cost.profiled import ProfiledCluster
-from penstock.cost.routed import RoutedCost, SlowRanks, routing_sizes
+from penstock.cost.routed import RoutedCost, routing_sizes
 from penstock.cost.span import Span
-from penstock.cost.step import StepCost, UnevenRanks
+from penstock.cost.step import StepCost, UnevenRanks, slowed
 from penstock.cost.workload import Attention, HeldBytes, StateTypes, Workload
 
 __all__ = [
@@ -18,11 +18,11 @@ __all__ = [
     "MeasuredCost",
     "ProfiledCluster",
     "RoutedCost",
-    "SlowRanks",
     "Span",
     "StateTypes",
     "StepCost",
     "UnevenRanks",
     "Workload",
     "routing_sizes",
+    "slowed",
 ]

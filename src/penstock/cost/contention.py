@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.cost.cluster_file import StepFit
-
-Numbers = npt.NDArray[np.float64]
+from penstock.routing.sizes import Floats
 
 CONTRAST = 0.3
 """Least difference between shares of contention from which its effect can be told."""
@@ -114,12 +112,9 @@ def fit_contention(seen: Sequence[Sighting], usual: float = 1.0) -> Contention |
     return Contention(solo=alone, contended=beside, scatter=NORMAL * _quantile(missed, weights, 0.5))
 
 
-def _quantile(values: Numbers, weights: Numbers, part: float) -> float:
+def _quantile(values: Floats, weights: Floats, part: float) -> float:
     """Return the least value up to which values have this part of the weight."""
-    order = np.argsort(values)
-    below = np.cumsum(weights[order])
-    place = int(np.searchsorted(below, part * below[-1]))
-    return float(values[order[min(place, len(order) - 1)]])
+    return float(np.quantile(values, part, weights=weights, method="inverted_cdf"))
 
 
 def fit_steps(ratios: Sequence[Sequence[float]]) -> StepFit:

@@ -17,7 +17,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-Numbers = npt.NDArray[np.float64]
+from penstock.routing.sizes import Floats
+
 Flags = npt.NDArray[np.bool_]
 
 LEAST_POINTS = 5
@@ -88,7 +89,7 @@ def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> Line
 
 
 def _most_agreed(
-    sizes: Numbers, times: Numbers, sure: Flags, usual: tuple[float, float]
+    sizes: Floats, times: Floats, sure: Flags, usual: tuple[float, float]
 ) -> tuple[float, float]:
     """Return the line, through two points or the usual one, to which three quarters of points are nearest.
 
@@ -113,20 +114,20 @@ def _kept(count: int) -> int:
     return math.ceil(KEPT * count)
 
 
-def _shares(line: tuple[float, float], sizes: Numbers, times: Numbers) -> Numbers:
+def _shares(line: tuple[float, float], sizes: Floats, times: Floats) -> Floats:
     """Return the distance of every point from the line, over the line."""
     expected_s = line[0] + line[1] * sizes
-    shares: Numbers = np.abs(times - expected_s) / expected_s
+    shares: Floats = np.abs(times - expected_s) / expected_s
     return shares
 
 
-def _distances(line: tuple[float, float], sizes: Numbers, times: Numbers) -> Numbers:
+def _distances(line: tuple[float, float], sizes: Floats, times: Floats) -> Floats:
     """Return the error of every point as it is weighed."""
-    distances: Numbers = np.abs(times - line[0] - line[1] * sizes) / np.sqrt(times)
+    distances: Floats = np.abs(times - line[0] - line[1] * sizes) / np.sqrt(times)
     return distances
 
 
-def _least_squares(sizes: Numbers, times: Numbers) -> tuple[float, float]:
+def _least_squares(sizes: Floats, times: Floats) -> tuple[float, float]:
     """Return start-up and slope by least squares, neither of them negative."""
     largest, weights = sizes.max(), 1 / np.sqrt(times)
     if sizes.min() == largest:
@@ -139,7 +140,7 @@ def _least_squares(sizes: Numbers, times: Numbers) -> tuple[float, float]:
     return float(alpha_s), float(slope_s / largest)
 
 
-def _not_negative(matrix: Numbers, values: Numbers) -> tuple[float, float]:
+def _not_negative(matrix: Floats, values: Floats) -> tuple[float, float]:
     """Solve least squares with two unknowns, neither of them negative; all given numbers are positive.
 
     Where the free minimum has a negative unknown, that unknown is zero. scipy's `nnls` finds the same, and
@@ -152,7 +153,7 @@ def _not_negative(matrix: Numbers, values: Numbers) -> tuple[float, float]:
     return (float(alone[0]), 0.0) if both[1] < 0 else (0.0, float(alone[1]))
 
 
-def _r2(line: tuple[float, float], sizes: Numbers, times: Numbers) -> float:
+def _r2(line: tuple[float, float], sizes: Floats, times: Floats) -> float:
     """Return 1 for a perfect line, 0 for a line that explains no more than the mean does."""
     left = float(np.sum((times - line[0] - line[1] * sizes) ** 2))
     spread = float(np.sum((times - times.mean()) ** 2))

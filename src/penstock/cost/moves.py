@@ -17,19 +17,20 @@ from penstock.cost.span import even_leg
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
 from penstock.features.dispatch import DISPATCHES, Dispatch, Leg, Place
-from penstock.features.routed import Move, Rows, links_of, within
+from penstock.features.routed import Move, links_of, within
 from penstock.features.table import ROUTED
 from penstock.graph import Task
 from penstock.mesh import Group, place_in_node
 from penstock.ops import Work
 from penstock.ops.core import COMBINE_OF, TRANSFERS, outward
-from penstock.placement import ExpertPlacement, Replication
+from penstock.placement import Replication
 from penstock.routing.joined import distinct_rows, num_sets
 from penstock.routing.legs import busier_rows
 from penstock.routing.links import Links
 from penstock.routing.replicas import rows_by_position
 from penstock.routing.routes import RouteMaker, ShardPlace, in_turn
 from penstock.routing.rows import Placed, by_source_and_target
+from penstock.routing.sizes import Floats
 from penstock.step import StepShape
 
 ROW_MOVES: Final = (*TRANSFERS, *(op for op, each in ROUTED.items() if each.sizes))
@@ -48,7 +49,6 @@ class RowMoves:
     Attributes:
         even: The step with even routing.
         rows_PRCYE: The rows that every rank brings for every expert.
-        placement: The placement of experts.
         columns: The layer of the rows that stands for each MoE layer; () = each has its own.
         places: The places of samples and replicas; None = nothing moves.
         arriving_PRCYE: The rows of the samples to which they come home; None = of those that they left.
@@ -56,7 +56,6 @@ class RowMoves:
 
     even: StepCost
     rows_PRCYE: Counts
-    placement: ExpertPlacement
     columns: tuple[int, ...] = field(default=(), kw_only=True)
     places: Placed | None = field(default=None, kw_only=True)
     arriving_PRCYE: Counts | None = field(default=None, kw_only=True)
@@ -83,9 +82,19 @@ class RowMoves:
         """Return what the task asks of a rank with even routing."""
         return self.even.work(task)
 
-    def argument(self, sent_PP: Rows) -> Rows:
-        """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P]."""
-        return self._links.argument(sent_PP)
+    def argument(self, sent_PP: Floats) -> Floats:
+        """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P].
+
+        What leaves a node passes its card (or its device's, see `ClusterConfig.link_rate_of`) while the rest
+        passes the devices' links inside.
+
+        Args:
+            sent_PP: The amount from rank to rank, in any unit; what stays on a rank takes no time.
+        """
+        if not self._even_s:  # one rank, which sends nothing
+            return np.zeros(len(sent_PP))
+        argument: Floats = self._links.rank_seconds(sent_PP) / self._even_s
+        return argument
 
     # ---- of one rank ---------------------------------------------------------------------------------------
 
@@ -161,7 +170,7 @@ class RowMoves:
         by_target = self.table(task).sum(axis=(1, 2, 4))
         return np.repeat(by_target.reshape(-1), self.even.workload.etp_size)
 
-    def busier(self, task: Task) -> Rows:
+    def busier(self, task: Task) -> Floats:
         """Return rows over every rank's link in its busier direction, as argument of the collective, [P].
 
         With even routing the argument is the one in the op's `work`.
@@ -171,33 +180,33 @@ class RowMoves:
             flat = not self._legs.needs_table and not self._fused(task)
             span = self.even.workload.span(Group.EXPERT)
             if flat and span.nodes > 1 and span.most > 1:
-                return self._links.argument(self._ranks(task))
+                return self.argument(self._ranks(task))
             work = self.sizes  # the part of an even leg's argument that goes over the busiest rank's link
             if self._fused(task):
                 share = (work.mesh.size(task.axes) - 1) / work.mesh.size(task.axes)
             else:
                 share = even_leg(work.dispatch, task.op, work.nodes, work.ranks_per_node).share
-            argument: Rows = self._remote(task) * (1 / share if share else 0.0)
+            argument: Floats = self._remote(task) * (1 / share if share else 0.0)
             return argument
         sizes_PW = self._sizes(task)
-        total: Rows = sizes_PW.sum(axis=1).astype(np.float64)
+        total: Floats = sizes_PW.sum(axis=1).astype(np.float64)
         members = sizes_PW.shape[1]
         if collective == "all_reduce" or members == 1:
             return total
         mesh = self.even.workload.mesh
         places = np.array([mesh.place(rank, task.axes) for rank in range(len(sizes_PW))])
         own = np.take_along_axis(sizes_PW, places[:, None], axis=1)[:, 0]
-        busier: Rows = np.maximum((members - 1) * own, total - own) * members / (members - 1)
+        busier: Floats = np.maximum((members - 1) * own, total - own) * members / (members - 1)
         return busier
 
-    def _remote(self, task: Task) -> Rows:
+    def _remote(self, task: Task) -> Floats:
         """Return rows to or from other ranks in this leg, whichever are more, [P]."""
         work = self.even.workload
         if self._fused(task):
             table_GSHT = self.table(task).sum(axis=4)
             sent_GSH, came_GT = table_GSHT.sum(axis=3) * work.etp_size, table_GSHT.sum(axis=(1, 2))
             own_GSH = np.einsum("gshs->gsh", table_GSHT)
-            away: Rows = (np.maximum(sent_GSH, came_GT[:, :, None]) - own_GSH).astype(np.float64)
+            away: Floats = (np.maximum(sent_GSH, came_GT[:, :, None]) - own_GSH).astype(np.float64)
             return away.reshape(-1)
         number, size = self._number(task), work.ranks_per_node
         away_GHP = [
@@ -212,9 +221,10 @@ class RowMoves:
         crossing = (
             self._ranks if routed is None or routed.crossing is None else partial(routed.crossing, self)
         )
-        return self._links.crossing(crossing(task))
+        links = self._links
+        return float((crossing(task) * (links.across if max(links.nodes) else links.inside)).sum())
 
-    def _ranks(self, task: Task) -> Rows:
+    def _ranks(self, task: Task) -> Floats:
         """Return rows from rank to rank of the world, [P, P]."""
         planes_GHST, mesh = self._planes(task), self.even.workload.mesh
         rows_PP = np.zeros((mesh.world_size, mesh.world_size))
@@ -228,8 +238,15 @@ class RowMoves:
         return DISPATCHES[self.even.workload.dispatch]
 
     @cached_property
-    def _links(self) -> NodeLinks:
-        return NodeLinks(self.even.workload, self.even.cluster)
+    def _links(self) -> Links:
+        """The links of all ranks, in an all-to-all of all expert groups at once."""
+        return links_of(self.sizes, self.even.cluster, range(self.sizes.world_size))
+
+    @cached_property
+    def _even_s(self) -> float:
+        """Seconds of one unit of an even buffer, by the rates of links."""
+        even = ClusterConfig.all_to_all(self.even.cluster, self.sizes.span(Group.EXPERT))
+        return even.beta_s_per_byte
 
     # ---- tables --------------------------------------------------------------------------------------------
 
@@ -304,7 +321,7 @@ class RowMoves:
     def _by_target(self, rows_PE: Counts, task: Task) -> Counts:
         work = self.sizes
         if not self._replications:  # experts of all layers are placed alike
-            return by_source_and_target(rows_PE, self.placement, work.etp_size)
+            return by_source_and_target(rows_PE, work.placement, work.etp_size)
         replication = self._replications[self.column(task)]
         rows_PH, ranks = rows_by_position(rows_PE, replication, work.mesh), replication.placement.ranks
         return rows_PH.reshape(-1, ranks, work.etp_size, ranks, replication.slots)
@@ -355,47 +372,3 @@ class RowMoves:
 def to_experts(task: Task) -> bool:
     """Return whether data goes to the experts: rows in dispatch, or in backward gradients in combine."""
     return (task.op in COMBINE_OF) is task.forward
-
-
-# ---- all-to-alls in which pairs of ranks send different amounts, over links inside nodes and cards
-# between them
-#
-# Shapes: P ranks of the world.
-
-
-@dataclass(frozen=True)
-class NodeLinks:
-    """The links of a cluster in an all-to-all of all expert groups at once.
-
-    What leaves a node passes its card (or its device's, see `ClusterConfig.link_rate_of`) while the rest
-    passes the devices' links inside.
-    """
-
-    work: Workload
-    cluster: ClusterConfig
-
-    def argument(self, sent_PP: Rows) -> Rows:
-        """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P].
-
-        Args:
-            sent_PP: The amount from rank to rank, in any unit; what stays on a rank takes no time.
-        """
-        if not self._even_s:  # one rank, which sends nothing
-            return np.zeros(len(sent_PP))
-        argument: Rows = self._links.rank_seconds(sent_PP) / self._even_s
-        return argument
-
-    def crossing(self, sent_PP: Rows) -> float:
-        """Return the amount that leaves its node, or its rank where there is one node."""
-        links = self._links
-        return float((sent_PP * (links.across if max(links.nodes) else links.inside)).sum())
-
-    @cached_property
-    def _even_s(self) -> float:
-        """Seconds of one unit of an even buffer, by the rates of links."""
-        even = ClusterConfig.all_to_all(self.cluster, self.work.span(Group.EXPERT))
-        return even.beta_s_per_byte
-
-    @cached_property
-    def _links(self) -> Links:
-        return links_of(self.work, self.cluster, range(self.work.world_size))

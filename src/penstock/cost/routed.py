@@ -11,25 +11,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.apportion import Counts
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.moves import FOLLOWING, ROW_MOVES, RowMoves
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
-from penstock.features.routed import Move
 from penstock.features.table import ROUTED
 from penstock.graph import Name, Task
-from penstock.mesh import Group
+from penstock.mesh import Group, Seconds
 from penstock.ops import spec_of
 from penstock.ops.core import between_nodes, computes_experts
-from penstock.placement import ExpertPlacement
 from penstock.routing.rows import Placed
 from penstock.step import StepShape
 from penstock.workloads import RoutingSizes
-
-Seconds = npt.NDArray[np.float64]
 
 
 def routing_sizes(work: Workload, moe_layers: int) -> RoutingSizes:
@@ -54,7 +49,6 @@ class RoutedCost:
 
     Attributes:
         counts_DBYE: The token copies of every sample for every expert, as `Routing.counts` gives them.
-        placement: The placement of experts; None = the workload's.
         placed: The places of samples and replicas; None = nothing moves.
         columns: The layer of the counts for every MoE layer, see `Evidence.columns`.
     """
@@ -63,7 +57,6 @@ class RoutedCost:
     workload: Workload
     cluster: ClusterConfig
     counts_DBYE: Counts
-    placement: ExpertPlacement | None = None
     placed: Placed | None = None
     columns: tuple[int, ...] = ()
 
@@ -78,7 +71,7 @@ class RoutedCost:
 
     def _alike(self, task: Task) -> Name:
         """Return what a task that follows rows has in common with those of layers that are routed alike."""
-        return task.name._replace(layer=self._moves.column(task))
+        return task.name._replace(layer=self.moves.column(task))
 
     @cached_property
     def _known(self) -> dict[Name, Seconds]:
@@ -88,52 +81,39 @@ class RoutedCost:
     def seconds(self, task: Task) -> Seconds:
         """Return seconds of a compute task on every rank, [P]."""
         if not computes_experts(task.op):
-            return self._everywhere(self._even.compute_s(task))
-        even_rows = self._even.rows(task) * task.cut.row_copies
-        return self._even.loaded_s(task, self._moves.received(task).astype(np.float64) / max(even_rows, 1))
+            return self._everywhere(self.even.compute_s(task))
+        even_rows = self.even.rows(task) * task.cut.row_copies
+        return self.even.loaded_s(task, self.moves.received(task).astype(np.float64) / max(even_rows, 1))
 
     def transfer_s(self, task: Task) -> Seconds:
         """Return seconds of a communication task on every rank, [P], by its busier direction."""
-        work, routed, spec = self._even.work(task), ROUTED.get(task.op), spec_of(task.op)
+        work, routed, spec = self.even.work(task), ROUTED.get(task.op), spec_of(task.op)
         if self.placed is not None and routed is not None:
             if routed.load is not None:
-                return self._by_load(task, routed.load(self._moves, task))
+                return self._by_load(task, routed.load(self.moves, task))
             if routed.seconds is not None:
-                seconds = self._even.communication_s(task)
-                return self._everywhere(routed.seconds(self._moves, task, seconds))
-        if spec.sizes_transfers and self._moves.splits(task):
+                seconds = self.even.communication_s(task)
+                return self._everywhere(routed.seconds(self.moves, task, seconds))
+        if spec.sizes_transfers and self.moves.splits(task):
             members = float(self.workload.mesh.size(task.axes))  # every rank gets what all others have
-            return self._everywhere(self._even.scaled_s(task, members))
+            return self._everywhere(self.even.scaled_s(task, members))
         if task.op not in ROW_MOVES or not work.sent_bytes:
-            return self._everywhere(self._even.communication_s(task))
+            return self._everywhere(self.even.communication_s(task))
         # The model's argument is a rank's bytes for all experts under even routing.
-        load = self._moves.row_bytes(task) * self._moves.busier(task) / work.sent_bytes
+        load = self.moves.row_bytes(task) * self.moves.busier(task) / work.sent_bytes
         return self._by_load(task, load)
 
     def _by_load(self, task: Task, load: Seconds) -> Seconds:
         """Return seconds of a transfer on every rank, [P], that carries `load` times its usual bytes."""
         loads, where = np.unique(load, return_inverse=True)
-        seconds = np.array([self._even.scaled_s(task, each) for each in loads.tolist()])
+        seconds = np.array([self.even.scaled_s(task, each) for each in loads.tolist()])
         return seconds[where]
-
-    def reduced_bytes(self, task: Task) -> int:
-        """Return bytes of gradients in one piece of an all-reduce."""
-        return self._even.reduced_bytes(task)
 
     def solo_s(self, tasks: Iterable[Task]) -> Seconds:
         """Return the seconds of a step's computation on every rank if nothing is ever waited for, [P]."""
         compute = [self.seconds(task) for task in tasks if task.lane.computes]
         total: Seconds = np.stack(compute).sum(axis=0)
         return total
-
-    def move(self, task: Task, rank: int) -> Move:
-        """Return what a task that moves rows or tokens hands to the transport on one rank."""
-        return self._moves.move(task, rank)
-
-    def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
-        """Return what a COUNTS task sends and is to receive on one rank, see `RowMoves.exchanged_counts`."""
-        assert spec_of(task.op).sizes_transfers, task
-        return self._moves.exchanged_counts(task, rank)
 
     def crossing_rows(self, tasks: Iterable[Task]) -> float:
         """Return rows that leave their node in the forward pass, or their rank where there is one node."""
@@ -142,7 +122,7 @@ class RoutedCost:
         by_kind: dict[Name, float] = {}
         for task in there:
             if (kind := self._alike(task)) not in by_kind:
-                by_kind[kind] = self._moves.crossing(task)
+                by_kind[kind] = self.moves.crossing(task)
         return sum(by_kind[self._alike(task)] for task in there)
 
     def imbalance(self, tasks: Iterable[Task]) -> float:
@@ -162,7 +142,7 @@ class RoutedCost:
         for task in tasks:
             if task.forward and computes_experts(task.op):
                 if (kind := self._alike(task)) not in by_kind:
-                    by_kind[kind] = self._moves.received(task)
+                    by_kind[kind] = self.moves.received(task)
                 rows[task.layer] += by_kind[kind]
         return list(rows.values())
 
@@ -178,35 +158,18 @@ class RoutedCost:
         return self.workload.part(len(self.counts_DBYE))
 
     @cached_property
-    def _moves(self) -> RowMoves:
-        placement = self.placement or self.workload.placement
+    def moves(self) -> RowMoves:
+        """What tasks hand to the transport on every rank."""
         even = StepCost(self.shape, self.part, self.cluster)
         placed, arriving = self.placed, None
         if placed is not None:
             arriving = self.part.cut(self.shape).rows(placed.arriving(self.counts_DBYE))
-        return RowMoves(
-            even, self.rows, placement, columns=self.columns, places=placed, arriving_PRCYE=arriving
-        )
+        return RowMoves(even, self.rows, columns=self.columns, places=placed, arriving_PRCYE=arriving)
 
     @cached_property
-    def _even(self) -> StepCost:
+    def even(self) -> StepCost:
+        """The cost with even routing."""
         return StepCost(self.shape, self.workload, self.cluster)
 
     def _everywhere(self, seconds: float) -> Seconds:
         return np.full(self.part.world_size, seconds)
-
-
-@dataclass(frozen=True)
-class SlowRanks:
-    """A routed cost on ranks whose computation takes longer.
-
-    Attributes:
-        slowness: How many times as long every rank's computation takes.
-    """
-
-    routed: RoutedCost
-    slowness: tuple[float, ...]
-
-    def __call__(self, task: Task) -> Seconds:
-        seconds = self.routed(task)
-        return seconds * np.array(self.slowness) if task.lane.computes else seconds

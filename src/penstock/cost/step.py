@@ -11,16 +11,18 @@ import numpy.typing as npt
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.parts import kernels_of
-from penstock.cost.workload import FLOAT32_BYTES, Workload
+from penstock.cost.workload import Workload
 from penstock.features.sharded_optimizer.feature import of_optimizer
 from penstock.features.table import FEATURES
 from penstock.graph import Task
 from penstock.mesh import Group, stays_inside
 from penstock.ops import Work, spec_of
 from penstock.ops.core import KindName, kind_of_task
+from penstock.ops.work import FLOAT32_BYTES
 from penstock.routing.sizes import part_sizes, split_sizes
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
+from penstock.timing import Cost
 
 
 @dataclass(frozen=True)
@@ -247,22 +249,29 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class UnevenRanks:
-    """A cost on ranks that differ: an array [ranks] for compute tasks.
+    """A cost on ranks whose experts have different loads: an array [ranks] for the tasks of experts.
 
     Attributes:
-        slowness: How many times longer every rank's computation takes; empty = all ranks are alike.
         load: The tokens of every rank's experts, as a multiple of those under even routing; a transfer takes
-            as long as the busiest rank's. Empty = all ranks are alike.
+            as long as the busiest rank's.
     """
 
     even: StepCost
-    slowness: tuple[float, ...] = ()
-    load: tuple[float, ...] = ()
+    load: tuple[float, ...]
 
     def __call__(self, task: Task) -> float | npt.NDArray[np.float64]:
-        if not task.lane.computes:
-            busiest = max(1.0, *self.load) if self.load else 1.0
-            return self.even(task) if busiest == 1.0 else self.even.communication_s(task, busiest)
-        loaded = self.load and self.even.work(task).follows_rows
-        seconds = self.even.loaded_s(task, np.array(self.load)) if loaded else self.even(task)
-        return seconds * np.array(self.slowness) if self.slowness else seconds
+        if task.lane.computes:
+            loaded = self.even.work(task).follows_rows
+            return self.even.loaded_s(task, np.array(self.load)) if loaded else self.even(task)
+        busiest = max(1.0, *self.load)
+        return self.even(task) if busiest == 1.0 else self.even.communication_s(task, busiest)
+
+
+def slowed(cost: Cost, slowness: Sequence[float]) -> Cost:
+    """Return the cost on ranks whose computation takes longer.
+
+    Args:
+        slowness: How many times as long every rank's computation takes.
+    """
+    times_P = np.array(slowness)
+    return lambda task: cost(task) * times_P if task.lane.computes else cost(task)

@@ -13,18 +13,17 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.features.field import PartialByForm
 from penstock.mesh import Axes, Mesh, node_of, num_nodes
 from penstock.ops.core import KindName
+from penstock.ops.work import FLOAT32_BYTES
 from penstock.placement import ExpertPlacement
 from penstock.routing.joined import distinct_parts
 from penstock.routing.rows import BatchCut
-from penstock.routing.sizes import capacity_slots, split_sizes
+from penstock.routing.sizes import capacity_slots, int8_row_bytes, split_sizes
 from penstock.step.shape import FORM_TOKENS, ExpertForm, StepShape
-
-FLOAT32_BYTES = 4
 
 
 def compressed_row_bytes(form: str, hidden_size: int) -> int:
-    """Return bytes of a row as bfloat16, or as int8: a byte per number and a float32 scale, padded."""
-    return 2 * hidden_size if form == "bfloat16" else FLOAT32_BYTES * (-(-hidden_size // FLOAT32_BYTES) + 1)
+    """Return bytes of a row as bfloat16 or as int8."""
+    return 2 * hidden_size if form == "bfloat16" else int8_row_bytes(hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)

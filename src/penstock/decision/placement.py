@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Protocol, Self, get_args
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
 from penstock.config import Within, check_bounds
 from penstock.config.bounds import MOST_STEPS
@@ -12,22 +12,6 @@ from penstock.features.field import Movable
 from penstock.features.sample_placement.feature import Prediction, SampleMoves, Solver
 
 EverySteps = Annotated[int, Within(1, MOST_STEPS, "steps are numbered with eight digits")]
-
-
-class Placing(Protocol):
-    """What a plan decides about samples and experts. `Decision` is one."""
-
-    @property
-    def samples(self) -> SampleMoves: ...
-
-    @property
-    def experts(self) -> ExpertMoves: ...
-
-    @property
-    def replica_slots(self) -> int: ...
-
-    @property
-    def split(self) -> Split: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +66,4 @@ class PlacementConfig:
         twice = min(2 * self.replica_slots, MOST_REPLICA_SLOTS)
         return tuple(
             dict.fromkeys((self.replica_slots, twice if self.experts == "auto" else self.replica_slots))
-        )
-
-    def saying(self, choice: Placing) -> Self:
-        """Return the section that stands for `choice`."""
-        return replace(
-            self,
-            samples=choice.samples,
-            experts=choice.experts,
-            replica_slots=choice.replica_slots,
-            split=choice.split,
         )

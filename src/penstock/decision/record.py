@@ -237,6 +237,16 @@ class Decision:
             split=placement.split,
         )
 
+    def in_placement(self, placement: PlacementConfig) -> PlacementConfig:
+        """Return section `[placement]` with what the decision says."""
+        return replace(
+            placement,
+            samples=self.samples,
+            experts=self.experts,
+            replica_slots=self.replica_slots,
+            split=self.split,
+        )
+
     @property
     def deciding_fields(self) -> tuple[str, ...]:
         """The names of the decision's own fields that its schedule reads."""

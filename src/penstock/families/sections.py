@@ -35,6 +35,7 @@ from penstock.families.described import (
 from penstock.families.inspection import Found, look
 from penstock.families.known import FAMILIES, AttentionCut, family_of
 from penstock.models.qwen3_moe import CONFIG
+from penstock.ops.work import FLOAT32_BYTES
 from penstock.placement import ExpertPlacement
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
@@ -154,7 +155,6 @@ def coefficient_of(found: Found) -> float | None:
     return float(attrgetter(name)(found.model))
 
 
-FLOAT32_BYTES = 4
 DENSE_ROWS, DENSE_COLUMN = ("gate_proj", "up_proj"), "down_proj"
 """Linear layers of a dense part, which ranks that share attention cut by its width."""
 

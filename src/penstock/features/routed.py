@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.apportion import Counts
 from penstock.graph.task import Phase, Task
@@ -19,9 +18,8 @@ from penstock.ops.work import Collective, Work
 from penstock.placement import ExpertPlacement
 from penstock.routing.links import Links
 from penstock.routing.rows import BatchCut, Placed
+from penstock.routing.sizes import Floats
 from penstock.step.shape import StepShape
-
-Rows = npt.NDArray[np.float64]
 
 
 class Batch(Protocol):
@@ -166,7 +164,7 @@ class RoutedStep(Protocol):
         """Return rows of the task's microbatch and chunk as they travel, [G, S, H, T, N]."""
         ...
 
-    def argument(self, sent_PP: Rows) -> Rows:
+    def argument(self, sent_PP: Floats) -> Floats:
         """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P]."""
         ...
 
@@ -213,9 +211,9 @@ class Routed:
 
     move: Callable[[RoutedStep, Task, int], Move] | None = None
     sizes: Callable[[RoutedStep, Task], Counts] | None = None
-    load: Callable[[RoutedStep, Task], Rows] | None = None
+    load: Callable[[RoutedStep, Task], Floats] | None = None
     seconds: Callable[[RoutedStep, Task, float], float] | None = None
-    crossing: Callable[[RoutedStep, Task], Rows] | None = None
+    crossing: Callable[[RoutedStep, Task], Floats] | None = None
 
 
 def within(collective: Collective, group: Axes, sizes: tuple[int, ...], place: int, row_bytes: int) -> Move:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.features.dispatch import DISPATCHES
+from penstock.ops.work import EXPERT_MATRICES
+from penstock.routing.sizes import int8_row_bytes
 
 ChoiceKind = Literal["token", "expert", "soft"]
 PermutationName = Literal["sort", "index", "einsum"]
@@ -72,7 +74,6 @@ Capacity = Annotated[
         hint="For dropless routing use none.",
     ),
 ]
-EXPERT_MATRICES: dict[ExpertKind, int] = {"gelu": 2, "swiglu": 3}
 KINDS: dict[RouterName, ChoiceKind] = {"expert_choice": "expert", "soft": "soft"}
 
 
@@ -303,8 +304,3 @@ class MoEConfig:
                 self.comm_dtype is not None,
             ),
         )
-
-
-def int8_row_bytes(hidden_size: int) -> int:
-    """Return the bytes of an int8 row: one per number and a float32 scale, padded to whole words."""
-    return 4 * (-(-hidden_size // 4) + 1)

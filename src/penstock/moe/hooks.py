@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.device import device_of
-from penstock.moe.config import int8_row_bytes
+from penstock.routing.sizes import int8_row_bytes
 
 Moment = Literal[
     "before_moe_start",

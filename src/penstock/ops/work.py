@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from penstock.graph.task import Task
+
+FLOAT32_BYTES: Final = 4
+EXPERT_MATRICES: Final = {"gelu": 2, "swiglu": 3}
+"""Matrix products of an expert, by its kind."""
 
 Collective = Literal["", "all_to_all", "leg", "all_reduce", "all_gather", "reduce_scatter"]
 

@@ -2,7 +2,7 @@
 
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.explain import Explanation, explain, reasons
-from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
+from penstock.plan.memory import MemoryEstimate, estimate_memory
 from penstock.plan.models import MODELS, PublishedModel
 from penstock.plan.plan_file import PlanFile
 from penstock.plan.predict import predict_s
@@ -15,7 +15,6 @@ __all__ = [
     "Candidate",
     "Explanation",
     "FoundPlan",
-    "MemoryBudget",
     "MemoryEstimate",
     "PlanFile",
     "Problem",

@@ -11,7 +11,7 @@ from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.graph import Task
 from penstock.ops import spec_of
-from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory, memory_kind
+from penstock.plan.memory import MemoryEstimate, estimate_memory, memory_kind
 from penstock.plan.predict import adding_s, bound, closing_s, interval_s, predict_s
 from penstock.plan.problem import Problem, beside_pieces
 from penstock.plan.space import space
@@ -140,11 +140,11 @@ class Room:
     """The memory of a rank for the plans of one problem.
 
     Attributes:
-        memory: The bytes that a rank may use; None = not known.
+        memory_bytes: The bytes that a rank may use; None = not known.
     """
 
     problem: Problem
-    memory: MemoryBudget | None
+    memory_bytes: int | None
     _known: dict[Decision, bool] = field(default_factory=dict)
     _kinds: dict[object, bool] = field(default_factory=dict)
 
@@ -155,13 +155,13 @@ class Room:
         of a microbatch change a little which rank has them, and a search compares an evaluated plan's own
         estimate.
         """
-        if self.memory is None:
+        if self.memory_bytes is None:
             return True
         whole = beside_pieces(self.problem, choice)
         if whole not in self._known:
             kind = memory_kind(self.problem, whole)
             if kind not in self._kinds:
-                self._kinds[kind] = estimate_memory(self.problem, whole).total_bytes <= self.memory.bytes
+                self._kinds[kind] = estimate_memory(self.problem, whole).total_bytes <= self.memory_bytes
             self._known[whole] = self._kinds[kind]
         return self._known[whole]
 
@@ -184,7 +184,8 @@ class Room:
         if len(self.problem.recompute) == 1:
             return self.problem
         least = replace(self.problem, recompute=self.problem.recompute[:1])
-        return least if self.memory is None or all(map(self.holds, space(least, "memory"))) else self.problem
+        enough = self.memory_bytes is None or all(map(self.holds, space(least, "memory")))
+        return least if enough else self.problem
 
 
 def least_memory(problem: Problem) -> MemoryEstimate:

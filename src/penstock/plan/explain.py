@@ -10,7 +10,7 @@ from penstock.cost import StepCost
 from penstock.decision import Decision
 from penstock.graph import Lane
 from penstock.plan.candidate import Candidate, recompute_words
-from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
+from penstock.plan.memory import MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone, predict_s, step_ratio
 from penstock.plan.problem import Problem
 from penstock.plan.search import FoundPlan, find_plan
@@ -37,7 +37,7 @@ class Explanation:
     Attributes:
         busy: The work of every lane over the step time.
         binds: What limits the step, as text.
-        budget: The memory of a rank; None = not known.
+        budget_bytes: The memory of a rank; None = not known.
         lower_bound_s: The seconds that no plan beats.
         rows: What rounded rows save, as text.
         again: What recomputation saves and takes, as text.
@@ -54,7 +54,7 @@ class Explanation:
     busy: dict[str, float]
     binds: str
     memory: MemoryEstimate
-    budget: MemoryBudget | None
+    budget_bytes: int | None
     lower_bound_s: float
     faster: dict[str, float] = field(default_factory=dict)
     late: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Explanation:
             if share > 0:
                 inside = " (mostly limited by links inside nodes)" if self.inside and lane == "inter" else ""
                 shares.append(f"{lane_words(lane, nodes=self.nodes)}{inside} {100 * share:.0f} %")
-        budget = "" if self.budget is None else f" of {gib(self.budget.bytes)}"
+        budget = "" if self.budget_bytes is None else f" of {gib(self.budget_bytes)}"
         part, size = next(iter(self.memory.parts.items()))
         following, next_best = "no other plan is possible", self.next_best
         if next_best is not None:
@@ -119,20 +119,22 @@ class Explanation:
 
 
 def explain(
-    problem: Problem, found: FoundPlan, memory: MemoryBudget | None = None, replan: Replan | None = None
+    problem: Problem, found: FoundPlan, memory_bytes: int | None = None, replan: Replan | None = None
 ) -> Explanation:
     """Explain a plan, and plan the same step again on clusters in which one resource is twice as fast.
 
     This takes up to three more searches.
 
     Args:
-        memory: The budget of a rank; None = not known.
+        memory_bytes: The memory of a rank; None = not known.
         replan: How the plan was found; None = by a search with this memory and the budget and effort of
             `found`.
     """
 
     def searched(changed: Problem) -> FoundPlan:
-        return find_plan(changed, memory=memory, budget=found.searched.budget, effort=found.effort)
+        return find_plan(
+            changed, memory_bytes=memory_bytes, budget=found.searched.budget, effort=found.effort
+        )
 
     faster: dict[str, float] = {}
     # On one node, or where nodes are not known, all links are between ranks.
@@ -155,14 +157,14 @@ def explain(
             now_s = min(now.predicted_s, predict_s(problem, later.choice, later.plan))
             faster[what] = min(later.predicted_s, predict_s(changed, now.choice, now.plan)) / now_s
     late = tuple(what for what in resources if what not in faster)
-    return replace(reasons(problem, found, memory), faster=faster, late=late)
+    return replace(reasons(problem, found, memory_bytes), faster=faster, late=late)
 
 
-def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = None) -> Explanation:
+def reasons(problem: Problem, found: FoundPlan, memory_bytes: int | None = None) -> Explanation:
     """Explain a plan without planning again: for a caller with ranks that wait for the plan.
 
     Args:
-        memory: The budget of a rank; None = not known.
+        memory_bytes: The memory of a rank; None = not known.
     """
     best = found.best
     apart = alone(problem)
@@ -201,7 +203,7 @@ def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         busy=busy,
         binds=binds,
         memory=estimate_memory(problem, best.choice),
-        budget=memory,
+        budget_bytes=memory_bytes,
         lower_bound_s=found.lower_bound_s,
         rows=row_words(problem, best.choice, best.plan),
         again=recompute_words(problem, best),

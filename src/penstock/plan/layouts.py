@@ -18,7 +18,6 @@ from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.mesh import group_sizes, holders
 from penstock.plan.candidate import Candidate, NothingFitsError, Room, evaluate, whole_s
-from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.published import parm_choice
 from penstock.plan.search import first_choices, sketch
@@ -140,7 +139,7 @@ def layout_sizes(
 def rank_layouts(
     tried: Iterable[LayoutSizes],
     problems_of: Callable[[LayoutSizes], Sequence[Problem]],
-    memory: MemoryBudget | None = None,
+    memory_bytes: int | None = None,
     *,
     key: str = "plan.layout",
     ends: Callable[[], bool] = lambda: False,
@@ -152,7 +151,7 @@ def rank_layouts(
         problems_of: Returns the step in a layout with every optimiser that is open, of which the fastest
             that fits counts. It raises IndivisibleError for a layout in which a size does not divide, and
             ConfigError for one that is impossible for another reason.
-        memory: The budget of a rank, which plans must fit; None = not known.
+        memory_bytes: The memory of a rank, which plans must fit; None = not known.
         key: The setting that errors name.
         ends: Tells whether the time is over; the best of the layouts compared by then is taken, of one at
             least.
@@ -173,7 +172,7 @@ def rank_layouts(
         except ConfigError as error:
             refused.append(str(error))
             continue
-        found = ((each, _best(each, memory)) for each in problems)
+        found = ((each, _best(each, memory_bytes)) for each in problems)
         fit = [RankedLayout(sizes=sizes, problem=each, best=best) for each, best in found if best]
         ranked += sorted(fit, key=_seconds)[:1]
         too_large += not fit
@@ -198,12 +197,12 @@ def _left_out(undivided: str, too_large: int, refused: Sequence[str]) -> str:
     return f"{counts}, {len(refused)} cannot be had: {refused[0]}" if refused else counts
 
 
-def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
+def _best(problem: Problem, memory_bytes: int | None) -> Candidate | None:
     """Return the best quick plan that fits, with the dispatch that suits it best; None if none does.
 
     Plans are compared on a short model, and the best is simulated in full.
     """
-    room, short, seconds = Room(problem, memory), sketch(problem), dict[Decision, float]()
+    room, short, seconds = Room(problem, memory_bytes), sketch(problem), dict[Decision, float]()
 
     def best_of(quick: Iterable[Decision]) -> Decision | None:
         for choice in map(room.with_least_recompute, quick):
@@ -229,14 +228,14 @@ def find_layouts(
     name: str,
     file: ClusterFile,
     overrides: Overrides,
-    memory: MemoryBudget | None = None,
+    memory_bytes: int | None = None,
     ends: Callable[[], bool] = lambda: False,
     updated: Callable[[Subject], Subject] = lambda subject: subject,
 ) -> FoundLayouts:
     """Return the layouts of published model `name`, ranked.
 
     Args:
-        memory: The budget of a rank, which plans must fit; None = not known.
+        memory_bytes: The memory of a rank, which plans must fit; None = not known.
         ends: Tells whether the time is over; then the layouts that are left are not looked at.
         updated: Returns the subject with the optimisers that are open, and what else is to hold.
 
@@ -249,7 +248,7 @@ def find_layouts(
     return rank_layouts(
         tried,
         lambda sizes: updated(with_layout(name, file, overrides, sizes)).problems,
-        memory,
+        memory_bytes,
         key="--layout",
         ends=ends,
     )

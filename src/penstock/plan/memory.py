@@ -24,7 +24,7 @@ received and returned, and the input of shared experts. Then buffers hold one wh
 
 Where products are computed in e < 4 bytes, every weight of 4 bytes has a copy of e bytes between forward and
 backward, but for the embedding, which no product reads. Contexts and communicators of GPUs are not counted
-here: what may be taken (`MemoryBudget`) is measured beside them. On a stand-in for a GPU, which counts the
+here: what may be taken is measured beside them. On a stand-in for a GPU, which counts the
 bytes of its tensors, the sum is from 5 % too little to 18 % too much.
 
 Against measurements (default model, memory of a step above what is held before it, MiB): activations and
@@ -37,19 +37,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.cost import Workload
 from penstock.decision import Decision
 from penstock.features.sharded_optimizer.feature import LAYERS
 from penstock.ops.core import GRADIENT_KINDS, KindName
+from penstock.ops.work import FLOAT32_BYTES
 from penstock.plan.problem import Problem
+from penstock.routing.sizes import Floats
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 
-Numbers = npt.NDArray[np.float64]
-
-FLOAT32_BYTES = 4
 MOMENTS = 2
 """Tensors that AdamW keeps for every weight that it trains, each as large as the weight."""
 
@@ -79,18 +77,6 @@ STATE, ACTIVATIONS, BUFFERS, COPIES = (
     "buffers",
     "weights in the type of products",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryBudget:
-    """Bytes that a rank has for training."""
-
-    bytes: int
-
-    @staticmethod
-    def of(size_bytes: int | None) -> MemoryBudget | None:
-        """Return a budget of `size_bytes`; None = not known."""
-        return None if size_bytes is None else MemoryBudget(bytes=size_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +227,7 @@ def _owners(problem: Problem) -> dict[KindName, int]:
     return {name: mesh.size(kind.axes_of(sharing=sharing)) for name, kind in GRADIENT_KINDS.items()}
 
 
-def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, load_P: Numbers) -> Numbers:
+def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, load_P: Floats) -> Floats:
     """Return the bytes that one layer keeps for its backward, for the whole batch of every rank.
 
     load_P: how many times the mean number of rows the rank's experts receive.

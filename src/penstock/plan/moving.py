@@ -22,7 +22,6 @@ from penstock.features.sample_placement.feature import why_samples_stay
 from penstock.graph import RefusalError
 from penstock.mesh import Group, holders, standing_ranks
 from penstock.plan.candidate import Candidate, evaluate
-from penstock.plan.memory import MemoryBudget
 from penstock.plan.plan_file import PLACED, LostTrial, corrected, miss
 from penstock.plan.problem import QUICK, Problem
 from penstock.words import change, counted, gib
@@ -81,7 +80,7 @@ def with_routing(problem: Problem, routing: RoutingConfig, movable: Movable) -> 
 def weigh(
     problem: Problem,
     choices: Sequence[Decision],
-    memory: MemoryBudget | None = None,
+    memory_bytes: int | None = None,
     routing: str = "the given routing",
     lost: Sequence[LostTrial] = (),
     ends: Callable[[], bool] = lambda: False,
@@ -91,7 +90,7 @@ def weigh(
     Args:
         problem: The step with evidence, and with what may move.
         choices: The plans to compare; the best of them without moves is the one that may move.
-        memory: The budget of a rank, which plans with moves must fit; None = not known.
+        memory_bytes: The memory of a rank, which plans with moves must fit; None = not known.
         routing: The name of the evidence, as text.
         lost: Trials by which the predictions of moves are corrected.
         ends: Tells whether the time is over; moves that are left then are not weighed.
@@ -125,7 +124,7 @@ def weigh(
     )
     experts = price(_moving_experts(problem, still.choice))
     _note_what_stays(problem, still.choice, samples, experts)
-    most = math.inf if memory is None else memory.bytes
+    most = math.inf if memory_bytes is None else memory_bytes
     alone = [_least(fit) for each in (samples, experts) if (fit := _usable(each.found, most))]
     both = _Priced()
     if len(alone) > 1:

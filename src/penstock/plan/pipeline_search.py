@@ -9,7 +9,7 @@ from itertools import islice
 
 from penstock.decision import Decision
 from penstock.plan.candidate import NothingFitsError
-from penstock.plan.memory import MemoryBudget, MemoryEstimate
+from penstock.plan.memory import MemoryEstimate
 from penstock.plan.pipeline import Pipeline
 from penstock.plan.problem import Problem
 from penstock.plan.search import first_choices
@@ -70,7 +70,7 @@ def pipelines(
 
 
 def find_pipeline(
-    problem: Problem, tried: Sequence[Pipeline], choices: Choices, memory: MemoryBudget | None = None
+    problem: Problem, tried: Sequence[Pipeline], choices: Choices, memory_bytes: int | None = None
 ) -> FoundPipeline:
     """Find the fastest plan that fits.
 
@@ -79,13 +79,13 @@ def find_pipeline(
         tried: The orders of microbatches to compare.
         choices: Returns the ways to run the layers of a stage that are tried beside the first choices of a
             search.
-        memory: The budget of a rank, which every stage must fit; None = not known.
+        memory_bytes: The memory of a rank, which every stage must fit; None = not known.
 
     Raises:
         NothingFitsError: If no plan fits.
     """
     problem = replace(problem, passes=1)
-    search = _Search(problem, choices, memory)
+    search = _Search(problem, choices, memory_bytes)
     plans = [plan for pipeline in tried if (plan := search.best(pipeline)) is not None]
     if not plans:
         raise search.too_big()
@@ -96,8 +96,8 @@ def find_pipeline(
 class _Search:
     """What the orders of microbatches share: the same stages, and searches for the same step."""
 
-    def __init__(self, problem: Problem, choices: Choices, memory: MemoryBudget | None) -> None:
-        self._problem, self._choices, self._memory = problem, choices, memory
+    def __init__(self, problem: Problem, choices: Choices, memory_bytes: int | None) -> None:
+        self._problem, self._choices, self._memory_bytes = problem, choices, memory_bytes
         self._stages: dict[Decision, Stages] = {}
         self._samples: dict[Decision, Stages] = {}
         self._known: dict[Recompute, list[Decision]] = {}
@@ -142,14 +142,14 @@ class _Search:
         return memories
 
     def _fits(self, stages: Memories, *, buffers: bool = True) -> bool:
-        if self._memory is None:
+        if self._memory_bytes is None:
             return True
-        most = self._memory.bytes
+        most = self._memory_bytes
         return all(each.total_bytes - (0 if buffers else each.buffers_bytes) <= most for each in stages)
 
     def too_big(self) -> NothingFitsError:
         """Return the error for a model of which no stage's memory suffices."""
-        assert self._memory is not None and self._least is not None, "something did not fit"
+        assert self._memory_bytes is not None and self._least is not None, "something did not fit"
         size = _largest(self._least)
         stage = next(i for i, each in enumerate(self._least) if each.total_bytes == size)
         name, part = next(iter(self._least[stage].parts.items()))
@@ -158,7 +158,7 @@ class _Search:
             f"at least, most of it for {name} ({gib(part)})"
         )
         hint = "Use more stages, more recomputation, or a smaller batch per rank."
-        return NothingFitsError("memory per rank", gib(self._memory.bytes), why, hint)
+        return NothingFitsError("memory per rank", gib(self._memory_bytes), why, hint)
 
 
 def _largest(stages: Memories) -> int:

@@ -9,17 +9,9 @@ from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.config import ConfigError, Table
-from penstock.cost import (
-    ClusterConfig,
-    RoutedCost,
-    SlowRanks,
-    StepCost,
-    UnevenRanks,
-    Workload,
-)
+from penstock.cost import ClusterConfig, RoutedCost, StepCost, UnevenRanks, Workload, slowed
 from penstock.cost.placed import Evidence, rank_loads, received_rows
 from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
 from penstock.features.dispatch import DISPATCHES
@@ -38,13 +30,12 @@ from penstock.ops import Op
 from penstock.ops.core import ByKind
 from penstock.placement import Replication
 from penstock.routing.rows import Placed
+from penstock.routing.sizes import Floats
 from penstock.schedule import StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS, Recompute
 from penstock.timing import Cost, Issuing, LowerBound, Timeline, lower_bound, simulate
-
-Numbers = npt.NDArray[np.float64]
 
 USUAL = PlacementConfig()
 OPEN: Final = Table()
@@ -144,7 +135,7 @@ class Problem:
         places = (work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size))
         return tuple(float(rows[place] / mean) for place in places)
 
-    def expert_loads(self, choice: Decision, cut: StepShape) -> Numbers:
+    def expert_loads(self, choice: Decision, cut: StepShape) -> Floats:
         """Return the rows that every rank's experts and replicas get over the mean, by MoE layer, [Y, P].
 
         One rank stands for all where routing is even, or where every expert has its slots.
@@ -163,7 +154,7 @@ class Problem:
         return self._known_loads[key]
 
     @cached_property
-    def _known_loads(self) -> dict[object, Numbers]:
+    def _known_loads(self) -> dict[object, Floats]:
         return {}
 
     def with_imbalance(self, ratio: float) -> Problem:
@@ -202,13 +193,10 @@ class Problem:
             if self.evidence is not None:
                 now_DBYE, columns = self.evidence.now_DBYE, self.evidence.columns
                 placed = self.placed(choice, cut)
-                routed = RoutedCost(
-                    cut, even.workload, self.cluster, now_DBYE, placed=placed, columns=columns
-                )
-                made = SlowRanks(routed, self.slowness) if self.slowness else routed
-            elif self.slowness or self.load:
-                made = UnevenRanks(even, self.slowness, self.load)
-            self._last_cost[key] = made
+                made = RoutedCost(cut, even.workload, self.cluster, now_DBYE, placed=placed, columns=columns)
+            elif self.load:
+                made = UnevenRanks(even, self.load)
+            self._last_cost[key] = slowed(made, self.slowness) if self.slowness else made
         return self._last_cost[key]
 
     @cached_property
@@ -239,7 +227,7 @@ class Problem:
                 # The slack is what a quick order leaves.
                 quick = replace(choice, priority=QUICK)
                 plan = plan_step(quick, self.uncut(choice), self.gradients, lambda _: even)
-                even_costs = expert_costs(even)
+                even_costs = expert_costs(whole, even.cluster)
                 costs = [even_costs.hiding(slack) for slack in replica_slack(plan, even, self.mesh)]
                 if evidence.columns:  # by the first layer that each stands for
                     costs = [costs[evidence.columns.index(column)] for column in range(evidence.known_layers)]
@@ -249,11 +237,12 @@ class Problem:
                     loads_YPE, choice.experts, choice.num_replica_slots, work.placement, costs, exact, ends
                 )
                 planning_s = replica_planning_s(whole, choice.experts, sum(cut.moe_layers))
-            placed = (
-                Placed.still(evidence.now_DBYE, replications)
-                if choice.samples == "none"
-                else SampleMover.of(self.placement, work, cut).placed(evidence.now_DBYE, replications)
-            )
+            if choice.samples == "none":
+                placed = Placed.still(evidence.now_DBYE, replications)
+            else:
+                solver, predicts = self.placement.solver, self.placement.prediction != "none"
+                mover = SampleMover(work=work, shape=cut, solver=solver, predicts=predicts)
+                placed = mover.placed(evidence.now_DBYE, replications)
             self._known_placed[key] = replace(placed, planning_s=planning_s)
         return self._known_placed[key]
 

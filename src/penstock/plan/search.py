@@ -31,7 +31,7 @@ from penstock.decision.record import FIELDS
 from penstock.plan.bound import QuickBounds
 from penstock.plan.candidate import Candidate, NothingFitsError, Room, check_prices, evaluate, least_memory
 from penstock.plan.effort import Effort, Meter, OutOfBudgetError, Searched
-from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget
+from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE
 from penstock.plan.problem import QUICK, Problem
 from penstock.plan.published import fsmoe_choice, idle_only, planners
 from penstock.plan.space import CUTS, neighbours, settled, space, usual_chunk_bytes, valid
@@ -91,7 +91,7 @@ class FoundPlan:
 def find_plan(
     problem: Problem,
     *,
-    memory: MemoryBudget | None = None,
+    memory_bytes: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     budget: float = 1.0,
     effort: Effort = "usual",
@@ -99,10 +99,10 @@ def find_plan(
     starts: Sequence[Decision] = (),
     basis: Basis | None = None,
 ) -> FoundPlan:
-    """Find the fastest plan that fits `memory`.
+    """Find the fastest plan that fits the memory of a rank.
 
     Args:
-        memory: The budget of a rank; None = not known, and every plan fits.
+        memory_bytes: The memory of a rank; None = not known, and every plan fits.
         progress: Is called with the progress of the search.
         budget: How many times as much as usual is examined, in simulated tasks; below 1 even published
             planners may be left out.
@@ -115,9 +115,11 @@ def find_plan(
     Raises:
         ConfigError: If no plan fits, or if costs are not finite.
     """
-    assert basis is None or (basis.given is problem and basis.memory == memory), "it is of another step"
+    assert basis is None or (basis.given is problem and basis.memory_bytes == memory_bytes), (
+        "it is of another step"
+    )
     with _without_collector():
-        basis = basis or Basis(problem, memory)
+        basis = basis or Basis(problem, memory_bytes)
         search = _Search(basis, progress or (lambda _: None), budget, effort, ends)
         return search.run(starts)
 
@@ -138,12 +140,12 @@ def _without_collector() -> Iterator[None]:
 class _Screen:
     """Simulated seconds of choices on the problem itself or on a short model that stands for it.
 
-    memory: into which a choice must fit, or its seconds are infinite; None where that is not asked.
+    memory_bytes: into which a choice must fit, or its seconds are infinite; None where that is not asked.
     """
 
     evaluated: Evaluated
     meter: Meter
-    memory: MemoryBudget | None = None
+    memory_bytes: int | None = None
     seconds: dict[Decision, float] = field(default_factory=dict)
     candidates: dict[Decision, Candidate] = field(default_factory=dict)
 
@@ -154,7 +156,7 @@ class _Screen:
                 self.meter.check()
             candidate = self.evaluated.of(choice)
             self.meter.note(self.evaluated.problem, choice, len(candidate.plan.graph.tasks))
-            fits = self.memory is None or candidate.memory_bytes <= self.memory.bytes
+            fits = self.memory_bytes is None or candidate.memory_bytes <= self.memory_bytes
             self.seconds[choice] = candidate.predicted_s if fits else math.inf
             if fits:
                 self.candidates[choice] = candidate
@@ -179,10 +181,10 @@ class _Search:
         ends: Callable[[], bool],
     ) -> None:
         self._basis, self._room, self._problem = basis, basis.room, basis.problem
-        self._memory, self._progress = basis.memory, progress
+        self._memory_bytes, self._progress = basis.memory_bytes, progress
         self._budget, self._effort = budget, effort
         self._meter = Meter(effort, budget, ends)
-        self._full = _Screen(basis.full, self._meter, basis.memory)
+        self._full = _Screen(basis.full, self._meter, basis.memory_bytes)
         self._screen = self._full if basis.short is basis.full else _Screen(basis.short, self._meter)
         self._bounds = basis.bounds
         self._halving = SuccessiveHalving(basis.short.problem, self._meter)
@@ -212,7 +214,8 @@ class _Search:
                 raise self._too_big()
             return self._found([], "quick plans", late=self._meter.late)
         everything, stopped, late = list[Decision](), None, False
-        if self._effort != "low" or self._memory is not None:  # else only choices on the way are examined
+        # Else only choices on the way are examined.
+        if self._effort != "low" or self._memory_bytes is not None:
             everything = [choice for choice in dict.fromkeys(space(self._problem)) if self._fits(choice)]
         for stage in (
             lambda: self._begin(firsts),
@@ -388,14 +391,14 @@ class _Search:
         self._progress(Progress(stage=self._stage, done=done, total=total, best_s=best))
 
     def _too_big(self) -> ConfigError:
-        assert self._memory is not None
+        assert self._memory_bytes is not None
         leanest = least_memory(self._problem)
         name, size = next(iter(leanest.parts.items()))
         why = (
             f"no plan fits: the plan with the least memory needs an estimated {gib(leanest.total_bytes)} "
             f"per rank, most of it for {name} ({gib(size)})"
         )
-        return NothingFitsError("memory per rank", gib(self._memory.bytes), why, WAYS_OUT[name])
+        return NothingFitsError("memory per rank", gib(self._memory_bytes), why, WAYS_OUT[name])
 
 
 WAYS_OUT = {
@@ -494,10 +497,10 @@ class Basis:
         ConfigError: If the costs of the step are not sensible.
     """
 
-    def __init__(self, given: Problem, memory: MemoryBudget | None) -> None:
+    def __init__(self, given: Problem, memory_bytes: int | None) -> None:
         check_prices(given)
-        self.given, self.memory = given, memory
-        self.room = Room(given, memory)
+        self.given, self.memory_bytes = given, memory_bytes
+        self.room = Room(given, memory_bytes)
         self.problem = self.room.needed
         self.full = Evaluated(self.problem)
         short = sketch(self.problem)

@@ -19,7 +19,8 @@ from penstock.cost import ClusterConfig, ClusterFile, Span
 from penstock.decision import Decision
 from penstock.graph import Graph, Task
 from penstock.mesh import MeshError, node_of, stage_nodes, stage_pairs, stage_ranks
-from penstock.plan.memory import FLOAT32_BYTES, MemoryEstimate, estimate_memory
+from penstock.ops.work import FLOAT32_BYTES
+from penstock.plan.memory import MemoryEstimate, estimate_memory
 from penstock.plan.pipeline import (
     SIZE,
     VIRTUAL_SIZE,

@@ -14,6 +14,7 @@ from penstock.decision import Movable, PlacementConfig
 from penstock.features.dispatch import runnable
 from penstock.features.field import NOTHING_MOVES
 from penstock.mesh import group_sizes, holders, ranks_per_node
+from penstock.ops.work import EXPERT_MATRICES, FLOAT32_BYTES
 from penstock.placement import ExpertPlacement
 from penstock.plan.models import MODELS, PublishedModel
 from penstock.plan.problem import Problem
@@ -21,11 +22,9 @@ from penstock.step import StepShape
 from penstock.step.shape import Recompute, Sharing
 from penstock.words import counted
 
-FLOAT32_BYTES = 4
 ELEMENT_BYTES: dict[Computing, int] = {"float32": 4, "bfloat16": 2}
 """Bytes of a number in activations, in memory and on the wire. Gradients and parameters are float32."""
 
-MATRICES = {"gelu": 2, "swiglu": 3}
 Layers = Annotated[int, Within(1, 1024, "every layer adds dozens of tasks to a step's plan")]
 Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once")]
 Tokens = Annotated[int, Within(1, 1 << 24, "a sample's attention is computed in one piece")]
@@ -294,7 +293,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
         why = f"must divide the {counted(groups, 'group')} of ranks and the {counted(experts, 'expert')}"
         raise IndivisibleError("--ep-size", ep_size, why, f"Nearest valid: {nearest}.")
     attention, gate = 4 * model.hidden_size**2 * FLOAT32_BYTES, model.hidden_size * experts * FLOAT32_BYTES
-    matrices = MATRICES[model.expert]
+    matrices = EXPERT_MATRICES[model.expert]
     expert = matrices * model.hidden_size * model.ffn_hidden_size * FLOAT32_BYTES // shards
     edp = expert * ExpertPlacement.even(experts, ep_size).slots if groups > ep_size else 0
     return Workload(

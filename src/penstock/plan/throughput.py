@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.cost.devices import find_device
 from penstock.cost.model_flops import ModelFlops
 from penstock.mesh import holders
 from penstock.plan.candidate import Candidate, whole_s
@@ -59,13 +58,12 @@ class Throughput:
         """
         work, moe_layers = subject.problem.workload, subject.problem.shape.moe_layers
         devices, tokens_per_s = stages * work.world_size, samples * work.seq_len / seconds
-        device = find_device(subject.device)
-        tflops = None if device is None else device.peak_tflops(subject.precision)
+        flops = ModelFlops.of(work, moe_layers, None, subject.device, subject.precision)
         return Throughput(
             devices=devices,
             tokens_per_s=tokens_per_s,
-            flops_per_s=ModelFlops.of(work, moe_layers, None).per_token * tokens_per_s / devices,
-            peak_flops_per_s=None if tflops is None else 1e12 * tflops,
+            flops_per_s=flops.per_token * tokens_per_s / devices,
+            peak_flops_per_s=None if flops.peak_per_s is None else flops.peak_per_s / work.world_size,
             price=price,
         )
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import UNSET, ConfigError, open_regular, shorten
+from penstock.routing.sizes import Floats
 from penstock.writing import replacing
 
 if TYPE_CHECKING:  # planning does without matplotlib
@@ -24,7 +25,6 @@ if TYPE_CHECKING:  # planning does without matplotlib
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-Numbers = npt.NDArray[np.float64]
 PICTURE: Final = "loads.png"
 NUMBERS: Final = "loads.npz"
 REMOVE: Final = "Move the file away."
@@ -59,8 +59,8 @@ class LoadCourse:
     """Loads over a run.
 
     Attributes:
-        layers: Numbers of the MoE layers, [Y].
-        steps: Numbers of the steps, [S].
+        layers: Floats of the MoE layers, [Y].
+        steps: Floats of the steps, [S].
         loads_SYE: How often every expert was chosen.
     """
 
@@ -145,10 +145,10 @@ def colours(loads_YE: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
     return cells
 
 
-def over_mean(loads: npt.NDArray[np.int64]) -> Numbers:
+def over_mean(loads: npt.NDArray[np.int64]) -> Floats:
     """Return loads over the mean of all experts, along the last axis; 1 where there are no loads."""
     mean = loads.mean(axis=-1, keepdims=True)
-    ratios: Numbers = np.where(mean > 0, loads / np.maximum(mean, 1e-9), 1.0)
+    ratios: Floats = np.where(mean > 0, loads / np.maximum(mean, 1e-9), 1.0)
     return ratios
 
 
@@ -183,7 +183,7 @@ def _panel(figure: Figure, row: int, column: int, title: str, across: str, down:
     return axes
 
 
-def _cells(axes: Axes, heat: Numbers, extent: tuple[float, float, float, float]) -> AxesImage:
+def _cells(axes: Axes, heat: Floats, extent: tuple[float, float, float, float]) -> AxesImage:
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
     stops = [tuple(part / 255 for part in colour) for colour in (COLD, EVEN, HOT)]

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from penstock.config import to_dict
 from penstock.mesh import holders
-from penstock.plan import MemoryBudget, Subject
+from penstock.plan import Subject
 from penstock.plan.pipeline_search import FoundPipeline
 from penstock.plan.stages import PipelinePlan
 from penstock.plan.throughput import Throughput
@@ -31,7 +31,7 @@ class PipelineReport:
         subject: The whole model on the ranks of one stage.
         found: The best plan, and others beside it.
         node_size: Ranks of a node.
-        memory: What a rank can hold; None = no limit.
+        memory_bytes: What a rank can hold; None = no limit.
         seconds: How long the search took.
         updates: Lines on the choice of the optimiser, where that was open.
         price: The price of a device for an hour; None = not given.
@@ -40,7 +40,7 @@ class PipelineReport:
     subject: Subject
     found: FoundPipeline
     node_size: int
-    memory: MemoryBudget | None
+    memory_bytes: int | None
     seconds: float
     updates: tuple[str, ...] = ()
     price: float | None = None
@@ -122,7 +122,7 @@ class PipelineReport:
 
     def _memory(self) -> str:
         best, stage = self.found.best, self.found.best.largest
-        of = "" if self.memory is None else f" of {gib(self.memory.bytes)}"
+        of = "" if self.memory_bytes is None else f" of {gib(self.memory_bytes)}"
         part, size = next(iter(best.memory[stage].parts.items()))
         parts = best.pipeline.virtual_pipeline_parallel_size
         under_way = counted(best.held[stage], "microbatch", "es")

@@ -16,13 +16,11 @@ from math import comb
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.apportion import Counts
 from penstock.mesh import Group
 from penstock.routing.legs import Leg, Place
-
-Odds = npt.NDArray[np.float64]
+from penstock.routing.sizes import Floats
 
 MOST_NODE_SIZE = 8
 """Largest node: ranks exchange the number of rows for every set of places in a node, 255 numbers for 8."""
@@ -156,7 +154,7 @@ def distinct_rows(inputs: Counts, top_k: int, nearness: float = 1.0) -> Counts:
     return distinct
 
 
-def _products(polynomials: Odds) -> Iterator[Odds]:
+def _products(polynomials: Floats) -> Iterator[Floats]:
     """Yield the products of no polynomial, of the first, of the first two, and so on, to the power k."""
     product = np.zeros_like(polynomials[0])
     product[:, 0] = 1
@@ -166,7 +164,7 @@ def _products(polynomials: Odds) -> Iterator[Odds]:
         yield product
 
 
-def _product(one: Odds, other: Odds) -> Odds:
+def _product(one: Floats, other: Floats) -> Floats:
     product = np.zeros_like(one)
     for power in range(one.shape[1]):
         product[:, power:] += one[:, power, None] * other[:, : one.shape[1] - power]

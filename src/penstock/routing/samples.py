@@ -125,21 +125,6 @@ def exchange_group_of(mesh: Mesh, rank: int, node_size: int) -> ExchangeGroup:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableSize:
-    """Sizes of a table.
-
-    Attributes:
-        ranks: The ranks of the expert group, P.
-        positions: The positions of the whole expert group, P * N.
-        chunks: The slices, C.
-    """
-
-    ranks: int
-    positions: int
-    chunks: int
-
-
 @dataclass(frozen=True)
 class SampleTable:
     """The rows that every sample of a group sends to each position, before any sample moves.
@@ -159,28 +144,37 @@ class SampleTable:
 
     @staticmethod
     def of(
-        gathered: Counts, samples_B: Sequence[int], exchange_group: ExchangeGroup, size: TableSize
+        gathered: Counts,
+        samples_B: Sequence[int],
+        exchange_group: ExchangeGroup,
+        *,
+        ranks: int,
+        positions: int,
+        chunks: int,
     ) -> SampleTable:
         """Make a table from the members' counts, [samples of all members, positions + E].
 
         Args:
             gathered: The counts of the members, one after the other.
             samples_B: The number of samples of every member.
+            ranks: The ranks of the expert group, P.
+            positions: The positions of the whole expert group, P * N.
+            chunks: The slices, C.
         """
         samples_D = [samples_B[here[0]] for here in exchange_group.member_DK]
         by_member = np.split(gathered.astype(np.int64), np.cumsum(samples_B)[:-1])
         by_device = [np.stack([by_member[b] for b in here], axis=1) for here in exchange_group.member_DK]
         counts = np.concatenate(by_device)
-        rows = counts[:, :, : size.positions]
+        rows = counts[:, :, :positions]
         return SampleTable(
             exchange_group=exchange_group,
-            rows_IKPN=np.stack(np.split(rows, size.ranks, axis=2), axis=2),
-            expected_IE=counts[:, :, size.positions :].sum(axis=1),
+            rows_IKPN=np.stack(np.split(rows, ranks, axis=2), axis=2),
+            expected_IE=counts[:, :, positions:].sum(axis=1),
             device_I=np.repeat(np.arange(len(samples_D)), samples_D),
             chunk_I=np.concatenate(
-                [np.repeat(np.arange(size.chunks), split_sizes(each, size.chunks)) for each in samples_D]
+                [np.repeat(np.arange(chunks), split_sizes(each, chunks)) for each in samples_D]
             ),
-            chunks=size.chunks,
+            chunks=chunks,
         )
 
     def by_expert(self, expert_of_position: Sequence[int], num_experts: int) -> Counts:

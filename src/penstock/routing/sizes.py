@@ -35,6 +35,11 @@ def capacity_slots(tokens: int, num_experts: int, top_k: int, capacity_factor: f
     return max(minimum, math.ceil(exact))
 
 
+def int8_row_bytes(hidden_size: int) -> int:
+    """Return the bytes of an int8 row: one per number and a float32 scale, padded to whole words."""
+    return 4 * (-(-hidden_size // 4) + 1)
+
+
 # ---- arrays of integers, and exact matrix products of them by the fast routine for floating point ---------
 #
 # All ranks must derive the same results independently. Therefore costs are integers: a sum of integers below

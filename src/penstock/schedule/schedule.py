@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.graph import Graph, Lane, Name, ScheduleError, Task
-from penstock.timing import Cost, ListScheduler, Ordered, issue_order, lanes_of, simulate, slowest
+from penstock.timing import Cost, ListScheduler, issue_order, lanes_of, simulate, slowest
 
 Priority = Callable[[Task], tuple[float, ...]]
 """A key for each task: among tasks that are ready on a lane, the one with the smallest key starts."""
@@ -73,19 +73,24 @@ class Schedule:
             raise ScheduleError(f"schedule {self.name}: {missing[0]} is missing ({len(missing)} in all)")
         issue_order(self.lanes, graph)  # raises where lanes wait for each other
 
-    def half(self, *, forward: bool) -> Schedule:
-        """Return the forward or the backward part, in the same order: to run, not to draw as a grid."""
-        lanes = {lane: tuple(t for t in order if t.forward is forward) for lane, order in self.lanes.items()}
-        return Schedule(self.name, lanes)
-
     def grid(self, graph: Graph, *, width: int = 110, mark: Task | None = None) -> str:
-        """Return a picture: lanes as rows, one slot per task.
+        """Return a picture: lanes as rows, one slot per task, forward before backward.
 
         Args:
             width: The most characters of a line.
             mark: The task that stands in >brackets<; None = no task does.
         """
-        return draw(self.name, self, graph, width=width, mark=mark)
+        lanes = [lane for lane, order in self.lanes.items() if order]
+        times = simulate(self, graph, unit_cost).times
+        starts = {task: int(span.start[0]) for task, span in times.items()}
+        slots = {(task.lane, start): task for task, start in starts.items()}
+        parts = [f"{self.name}: one column = one slot, {IDLE} = idle"]
+        for forward, title in ((True, "forward"), (False, "backward")):
+            used = [start for task, start in starts.items() if task.forward is forward]
+            if used:
+                columns = range(min(used), max(used) + 1)
+                parts += [f"{title}", *_rows(columns, lanes, slots, forward, width, mark)]
+        return "\n".join(parts) + "\n"
 
 
 def freeze(name: str, graph: Graph, cost: Cost, priority: Priority) -> Schedule:
@@ -136,25 +141,6 @@ def parse_orders(text: str) -> tuple[str, dict[Lane, tuple[Name, ...]]]:
 
 LABEL_WIDTH = 8
 IDLE = "·"
-
-
-def draw(name: str, schedule: Ordered, graph: Graph, *, width: int, mark: Task | None) -> str:
-    """Return the picture as text, wrapped at `width` characters, forward before backward.
-
-    Args:
-        mark: The task that stands in >brackets<; None = no task does.
-    """
-    lanes = [lane for lane, order in schedule.lanes.items() if order]
-    times = simulate(schedule, graph, lambda _: 1.0).times
-    starts = {task: int(span.start[0]) for task, span in times.items()}
-    slots = {(task.lane, start): task for task, start in starts.items()}
-    parts = [f"{name}: one column = one slot, {IDLE} = idle"]
-    for forward, title in ((True, "forward"), (False, "backward")):
-        used = [start for task, start in starts.items() if task.forward is forward]
-        if used:
-            columns = range(min(used), max(used) + 1)
-            parts += [f"{title}", *_rows(columns, lanes, slots, forward, width, mark)]
-    return "\n".join(parts) + "\n"
 
 
 def _rows(

@@ -15,13 +15,14 @@ from penstock.cost import Attention, HeldBytes, StepCost, Workload
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.device import device_of
 from penstock.features.dispatch import DISPATCHES
-from penstock.features.expert_replicas.planners import find_planner
+from penstock.features.expert_replicas.planners import PLANNERS
 from penstock.features.expert_replicas.prices import expert_costs, splits_exactly
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.decoder import MakeLayer, TensorShard, on_meta
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts import ExpertShard
+from penstock.ops.work import FLOAT32_BYTES
 from penstock.plan.problem import replica_slack
 from penstock.routing.sizes import split_sizes
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
@@ -177,9 +178,9 @@ def expert_moving(
     """
     if choice.experts == "none":
         return None
-    planner, exact = find_planner(choice.experts), splits_exactly(choice, cost.workload)
+    planner, exact = PLANNERS[choice.experts], splits_exactly(choice, cost.workload)
     slack = () if plan is None else replica_slack(plan, cost, cost.workload.mesh)
-    costs, every = expert_costs(cost), placement.every
+    costs, every = expert_costs(cost.workload, cost.cluster), placement.every
     return ExpertMoving(planner=planner, costs=costs, slack=slack, every=every, exact=exact)
 
 
@@ -373,7 +374,7 @@ KEPT_COPIES, KEPT_HEADS, KEPT_RECOMPUTED = 4, 3, 1
 its heads' (of queries and of keys): all that attention saves; or the block's input alone where the block is
 recomputed. See `plan.memory`, which also counts what norms keep that are not one kernel."""
 
-SMALLEST_ELEMENT_BYTES, FLOAT32_BYTES = 2, 4
+SMALLEST_ELEMENT_BYTES = 2
 
 RANK_BYTES = 160 << 20
 """Memory of a process with torch before there is a model. Measured: 190 MiB."""

@@ -39,7 +39,6 @@ from penstock.data.files import HINT
 from penstock.data.order import Dealer, Indices, Shuffled
 from penstock.data.text import Readable, Scan, Scanned, TextError, entropy_nats
 from penstock.device import device_of
-from penstock.placement import SamplePlacement
 from penstock.runtime.batch import NO_LABEL
 from penstock.topology import Control, Layout
 from penstock.train.config import RunConfig
@@ -135,7 +134,7 @@ class BatchStream:
         self._batch_per_device = batch_per_device
         self._global_batch = batch_per_device * dp_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._mine = np.array(SamplePlacement.even(self._global_batch, dp_size).held(dp_rank), dtype=np.int64)
+        self._mine = np.array_split(np.arange(self._global_batch, dtype=np.int64), dp_size)[dp_rank]
         self._parts = [_Part(corpus, seq_len, held_out_fraction, seed) for corpus in corpora]
         training = sum(part.split.training for part in self._parts)
         windows = f"windows of {self._seq_len} {self._parts[0].text.unit}"
@@ -176,8 +175,7 @@ class BatchStream:
         for index in range(min(max_batches, -(-self._held_out // self._global_batch))):
             start = index * self._global_batch
             places_G = np.arange(start, min(start + self._global_batch, self._held_out), dtype=np.int64)
-            homes = SamplePlacement.even(places_G.size, self._dp_size)
-            places_B = places_G[np.array(homes.held(self._dp_rank), dtype=np.int64)]
+            places_B = np.array_split(places_G, self._dp_size)[self._dp_rank]
             texts_B, numbers_B = self._held_out_dealer.deal(places_B)
             windows_B = self._of_parts(texts_B, numbers_B, _Part.held_out_windows)
             yield self._cut(texts_B, windows_B, -1 - places_B, -(-places_G.size // self._dp_size))

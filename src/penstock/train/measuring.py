@@ -24,6 +24,7 @@ from penstock.features.expert_replicas.planners import overlap
 from penstock.features.expert_replicas.problem import LayerLoad
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import ExpertPlacement, Replication
+from penstock.routing.sizes import Floats
 from penstock.runtime import PipelinedStack
 from penstock.topology import Control, Layout
 from penstock.trace import TaskRecord, occupation
@@ -182,9 +183,6 @@ def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> Evaluation:
     return Evaluation(sum(totals) / sum(counts), noise)
 
 
-Numbers = npt.NDArray[np.float64]
-
-
 class RowsOfReplicas(NamedTuple):
     """How rows are spread where experts have replicas.
 
@@ -193,8 +191,8 @@ class RowsOfReplicas(NamedTuple):
         away_Y: Rows that another node computes, by MoE layer.
     """
 
-    rows_PY: Numbers
-    away_Y: Numbers
+    rows_PY: Floats
+    away_Y: Floats
 
     @staticmethod
     def of_group(
@@ -221,7 +219,7 @@ class RowsOfReplicas(NamedTuple):
             away_Y[layer] = traffic_HH[node_H[:, None] != node_H].sum()
         return RowsOfReplicas(rows_PY, away_Y)
 
-    def share(self, mesh: Mesh, rank: int) -> tuple[Numbers, Numbers]:
+    def share(self, mesh: Mesh, rank: int) -> tuple[Floats, Floats]:
         """Return what `rank` tells all others.
 
         Returns:
@@ -232,7 +230,7 @@ class RowsOfReplicas(NamedTuple):
         return self.rows_PY[rank], self.away_Y * first
 
     @staticmethod
-    def joined(shares: Sequence[tuple[Numbers, Numbers]]) -> RowsOfReplicas:
+    def joined(shares: Sequence[tuple[Floats, Floats]]) -> RowsOfReplicas:
         """Return the rows of all groups.
 
         Args:
@@ -295,18 +293,18 @@ def figures_of(
     }
 
 
-def max_over_mean(loads: Counts | Numbers) -> Numbers:
+def max_over_mean(loads: Counts | Floats) -> Floats:
     """Return the largest load over the mean along the last axis; 0 without loads."""
-    ratio: Numbers = loads.max(axis=-1) / np.maximum(loads.mean(axis=-1), 1e-9)
+    ratio: Floats = loads.max(axis=-1) / np.maximum(loads.mean(axis=-1), 1e-9)
     return ratio
 
 
-def relative_entropy(loads: Counts) -> Numbers:
+def relative_entropy(loads: Counts) -> Floats:
     """Return the entropy of shares along the last axis, over its largest value; 1 for a single share."""
     share = loads / np.maximum(loads.sum(axis=-1, keepdims=True), 1)
     nats = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=-1)
     most = np.log(loads.shape[-1])
-    relative: Numbers = nats / most if most else np.ones_like(nats)
+    relative: Floats = nats / most if most else np.ones_like(nats)
     return relative
 
 
@@ -327,7 +325,7 @@ def _nodes(mesh: Mesh, node_size: int) -> list[int]:
     return [node_of(rank, node_size) if node_size else 0 for rank in range(mesh.world_size)]
 
 
-def _floats(numbers: Numbers) -> tuple[float, ...]:
+def _floats(numbers: Floats) -> tuple[float, ...]:
     return tuple(map(float, numbers))
 
 

@@ -77,10 +77,12 @@ def test_the_slowest_rank_of_a_round_counts_and_ratios_are_per_round() -> None:
 
 def test_the_limit_is_the_larger_of_wire_and_computation() -> None:
     slow, fast = result(8e6), result(8e9)
-    assert slow.wire_s == 1.0 and slow.compute_s == 1.0  # medians of the slower rank: 1.0, 1.5, 1.0
-    assert result(4e6).limit_s == 2.0 and result(4e6).cases[1].overlap_efficiency == 1.0
-    assert fast.limit_s == fast.compute_s and fast.cases[1].overlap_efficiency == 0.5
-    assert result(None).wire_s is None and result(None).limit_s == 1.0
+    assert (
+        slow.limit.wire_s == 1.0 and slow.limit.compute_s == 1.0
+    )  # medians of the slower rank: 1.0, 1.5, 1.0
+    assert result(4e6).limit.seconds == 2.0 and result(4e6).cases[1].overlap_efficiency == 1.0
+    assert fast.limit.seconds == fast.limit.compute_s and fast.cases[1].overlap_efficiency == 0.5
+    assert result(None).limit.wire_s is None and result(None).limit.seconds == 1.0
 
 
 def test_the_error_of_the_simulation_is_relative_to_its_promise() -> None:
@@ -122,7 +124,7 @@ def test_a_device_s_own_link_carries_what_stays_in_the_node_too() -> None:
 
 def test_the_limit_of_slow_links_inside_is_theirs() -> None:
     slow = result(8e9, inside=2e6)
-    assert slow.limit.device_bytes == 1_000_000 and slow.limit.device_s == slow.limit_s == 4.0
+    assert slow.limit.device_bytes == 1_000_000 and slow.limit.device_s == slow.limit.seconds == 4.0
     assert result(8e9).limit.device_s is None
 
 

@@ -90,7 +90,7 @@ def check_moves(plan: StepPlan, cost: RoutedCost) -> tuple[set[str], int]:
             continue
         seen.add(task.op)
         for group in cost.workload.mesh.groups(task.axes):
-            moves = {rank: cost.move(task, rank) for rank in group}
+            moves = {rank: cost.moves.move(task, rank) for rank in group}
             for (i, a), (j, b) in product(enumerate(group), repeat=2):
                 sent = moves[a].input_splits[0 if moves[a].collective == "all_gather" else j]
                 assert sent == moves[b].output_splits[i], (task, a, b)
@@ -107,12 +107,12 @@ def test_replicas_take_the_bytes_of_an_expert_and_leave_owners_alone() -> None:
             continue
         replication = cost.placed.replications[sum(plan.shape.moe_layers[: task.layer])]
         for rank in range(4):
-            move = cost.move(task, rank)
+            move = cost.moves.move(task, rank)
             here = sum(expert >= 0 for expert in replication.replicas[rank])
             assert sum(move.output_splits) == here
             assert move.output_splits[cost.workload.mesh.place(rank, Group.EXPERT)] == 0
     pieces = [t for t in plan.graph.tasks if t.op == Op.REPLICA_PARAMETERS and t.layer == 0]
-    moves = [cost.move(task, 0).row_bytes for task in pieces]
+    moves = [cost.moves.move(task, 0).row_bytes for task in pieces]
     assert sum(moves) == cost.workload.expert_bytes
 
 

@@ -81,7 +81,7 @@ def expected_traffic(rank: int, stack: VirtualStack, number: int) -> Counter[int
             row = cost.shape.slices * local * 8 if task.op == Op.COUNTS else work.hidden_size * 4
             group = next(g for g in layout.mesh.groups(Group.EXPERT) if rank in g)
             once = (1,) * work.ep_size
-            splits = once if task.op == Op.COUNTS else cost.move(task, rank).input_splits
+            splits = once if task.op == Op.COUNTS else cost.moves.move(task, rank).input_splits
             for peer, rows in zip(group, splits, strict=True):
                 sent[peer] += rows * row if peer != rank else 0
         elif task.lane is Lane.INTER:

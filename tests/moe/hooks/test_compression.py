@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.moe.config import int8_row_bytes
 from penstock.moe.experts import ModuleExperts
 from penstock.moe.hooks import Bfloat16Rows, EncodedRows, Int8Rows
 from penstock.moe.layer import MoELayer
 from penstock.moe.permute.sort import SortPermutation
 from penstock.moe.routers import SoftmaxRouter
+from penstock.routing.sizes import int8_row_bytes
 
 HIDDEN, EXPERTS = 6, 3
 HALF_STEP, HALF_DIGIT = 1 / 254, 2.0**-8

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.moe import hooks
-from penstock.moe.config import int8_row_bytes
 from penstock.moe.hooks import SMALLEST, decode_int8, encode_int8, scale_int8
+from penstock.routing.sizes import int8_row_bytes
 from tests.support.ranks import Pools
 
 OWN_ROUNDING = 1e-4

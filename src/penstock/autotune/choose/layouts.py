@@ -23,7 +23,7 @@ from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.cost.devices import Computing
 from penstock.mesh import group_sizes, holders
-from penstock.plan import MemoryBudget, PlanFile, Problem, Subject
+from penstock.plan import PlanFile, Problem, Subject
 from penstock.plan.effort import time_limit
 from penstock.plan.layouts import FoundLayouts, LayoutSizes, layout_sizes, rank_layouts
 from penstock.plan.plan_config import AUTO
@@ -107,7 +107,7 @@ def least_memory(config: RunConfig, world_size: int) -> RankMemory:
 def run_layouts(
     config: RunConfig,
     file: ClusterFile,
-    memory: MemoryBudget | None = None,
+    memory_bytes: int | None = None,
     given: Mapping[str, Any] = NOTHING,
     assumed: Callable[[Problem], Problem] = lambda problem: problem,
 ) -> FoundLayouts:
@@ -116,14 +116,14 @@ def run_layouts(
     It ends by the clock, with what is ranked by then.
 
     Args:
-        memory: What every rank has for training; None = not known.
+        memory_bytes: What every rank has for training; None = not known.
         given: Decisions that every plan has, by name.
         assumed: Changes the step of every layout.
 
     Raises:
         ConfigError: If no layout fits.
     """
-    return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory, given, assumed)
+    return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory_bytes, given, assumed)
 
 
 # ---- keeping it --------------------------------------------------------------------------------------------
@@ -175,13 +175,12 @@ def _chosen(config: RunConfig, ranks: Ranks) -> LayoutSizes:
     else:
         find = partial(find_cluster, name, "plan.cluster")
         files = (decided(control, find, "reading the cluster file"),) * 2
-    memory = MemoryBudget.of(files[0].memory_bytes)
 
     def decide() -> tuple[LayoutSizes, tuple[str, ...]]:
         def file_of(sizes: LayoutSizes) -> ClusterFile:
             return files[sizes.shares]
 
-        ranked = _ranked(config, control.world_size, ranks.node_size, file_of, memory)
+        ranked = _ranked(config, control.world_size, ranks.node_size, file_of, files[0].memory_bytes)
         return ranked.best.sizes, ranked.lines
 
     sizes, lines = decided_slowly(control, decide, "choosing a layout", config.parallel.timeout_s)
@@ -263,7 +262,7 @@ def _ranked(
     world_size: int,
     node_size: int,
     file_of: Callable[[LayoutSizes], ClusterFile],
-    memory: MemoryBudget | None,
+    memory_bytes: int | None,
     given: Mapping[str, Any] = NOTHING,
     assumed: Callable[[Problem], Problem] = lambda problem: problem,
 ) -> FoundLayouts:
@@ -274,7 +273,7 @@ def _ranked(
         return [assumed(forced(run_problem(run, candidate.layout, file), given)) for run in runs]
 
     tried, ends = _tried(config, world_size, node_size), time_limit(time.monotonic, config.plan.budget)
-    return rank_layouts(tried, problems_of, memory, ends=ends)
+    return rank_layouts(tried, problems_of, memory_bytes, ends=ends)
 
 
 OF_A_RUN: Final = "schedule.refine_after"
@@ -297,7 +296,7 @@ def run_subject(
     file: ClusterFile,
     *,
     layout: str | None = None,
-    memory: MemoryBudget | None = None,
+    memory_bytes: int | None = None,
     assumed: Callable[[Problem], Problem] = lambda problem: problem,
 ) -> Subject:
     """Return the step of a configuration on this cluster's ranks.
@@ -307,7 +306,7 @@ def run_subject(
             for the rest. Section [schedule] of a file is for runs that do not search.
         overrides: Settings `key=value`. Those of section [schedule] hold in every plan.
         layout: What counts instead of `plan.layout`; None = that.
-        memory: What every rank has for training; None = not known.
+        memory_bytes: What every rank has for training; None = not known.
         assumed: Changes the steps by which layouts are compared.
 
     Raises:
@@ -336,7 +335,7 @@ def run_subject(
         of_user = replace(config, parallel=replace(config.parallel, ep_size=widest))
     if (layout or config.plan.layout) != AUTO:
         return subject(of_user)
-    ranked = run_layouts(config, file, memory, decided, assumed)
+    ranked = run_layouts(config, file, memory_bytes, decided, assumed)
     best = with_layout(config, ranked.best.sizes)
     return subject(best, *ranked.lines).beside(lambda: subject(of_user))
 

@@ -23,7 +23,7 @@ from penstock.decision import Decision
 from penstock.features.field import NOTHING_MOVES, Movable
 from penstock.mesh import Group
 from penstock.moe.choices import RouterSums, Tokens
-from penstock.plan import MemoryBudget, estimate_memory, evaluate
+from penstock.plan import estimate_memory, evaluate
 from penstock.plan.effort import time_limit
 from penstock.plan.moving import WORTH, Weighed, weigh
 from penstock.plan.plan_file import corrected, miss
@@ -143,12 +143,12 @@ def _weighed(planned: Planned, adopts: bool) -> tuple[tuple[str, ...], Order | N
     In that plan something moves that stays now, or stays that moves now.
     """
     problem, file = planned.problem, planned.file
-    memory = None if file is None else MemoryBudget.of(file.memory_bytes)
-    if memory is not None:  # what runs fits, whatever is estimated
+    memory_bytes = None if file is None else file.memory_bytes
+    if memory_bytes is not None:  # what runs fits, whatever is estimated
         needed_bytes = estimate_memory(problem, planned.choice).total_bytes
-        memory = MemoryBudget(bytes=max(memory.bytes, needed_bytes))
+        memory_bytes = max(memory_bytes, needed_bytes)
     over = time_limit(time.monotonic)  # all ranks wait, and what moves would bring is no need
-    weighed = weigh(problem, [planned.choice], memory, OBSERVED, planned.learnt.lost, over)
+    weighed = weigh(problem, [planned.choice], memory_bytes, OBSERVED, planned.learnt.lost, over)
     wanted = replace(weighed.best.choice, priority=planned.choice.priority)
     if not adopts or _moves(wanted) == _moves(planned.choice) or _stays(planned, weighed):
         return weighed.lines, None

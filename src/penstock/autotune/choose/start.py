@@ -33,7 +33,6 @@ from penstock.cost.measured import IN_A_RUN, summary
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.plan import (
     Candidate,
-    MemoryBudget,
     PlanFile,
     Problem,
     evaluate,
@@ -277,7 +276,7 @@ class Solved:
         predicted = within(seconds, interval_s(self.problem, seconds))
         shares = {lane_words(lane, nodes=why.nodes): share for lane, share in why.busy.items() if share > 0}
         busy = ", ".join(f"{name} {percent(share)}" for name, share in shares.items())
-        there = "" if why.budget is None else f" of {gib(why.budget.bytes)}"
+        there = "" if why.budget_bytes is None else f" of {gib(why.budget_bytes)}"
         return (
             f"Plan 1   {why.best.choice.words}{why.rows}",
             f"Time     {predicted} per step predicted; no plan can take less than {least}",
@@ -302,16 +301,16 @@ def find(
         clock: Seconds by which the search ends after `SEARCH_S`, with the best plan by then.
     """
     ends = time_limit(clock, budget)
-    memory, warning = MemoryBudget.of(file.memory_bytes), None
+    memory_bytes, warning = file.memory_bytes, None
     try:
-        result = find_plan(problem, memory=memory, budget=budget, ends=ends)
+        result = find_plan(problem, memory_bytes=memory_bytes, budget=budget, ends=ends)
     except ConfigError as error:
-        if memory is None:
+        if memory_bytes is None:
             raise
-        memory, warning = None, str(error)
-        result = find_plan(problem, memory=None, budget=budget, ends=ends)
+        memory_bytes, warning = None, str(error)
+        result = find_plan(problem, memory_bytes=None, budget=budget, ends=ends)
     doubts = summary(file.doubts, intervals=file.steps is not None, remedy=remedy)
-    more, why = (*result.searched.lines, *doubts), reasons(problem, result, memory)
+    more, why = (*result.searched.lines, *doubts), reasons(problem, result, memory_bytes)
     return Solved(problem=problem, found=result, why=why, more=more, warning=warning)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost, Workload
 from penstock.cost.contention import MOST_SCATTER, SOLO, Contention, Sighting, fit_contention, fit_steps
@@ -20,6 +19,7 @@ from penstock.cost.measured import scattered
 from penstock.decision import Decision
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Task
+from penstock.mesh import Seconds
 from penstock.plan import Problem
 from penstock.plan.predict import alone, shares_of, simulated_s
 from penstock.schedule import StepPlan
@@ -27,7 +27,6 @@ from penstock.timing import Cost
 from penstock.topology import Control
 from penstock.trace import TaskRecord
 
-Seconds = npt.NDArray[np.float64]
 MOST_PLANS = 4
 TRANSFER, COMPUTE = "transfers", "computation"
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from statistics import median_low
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from penstock.autotune.problem import run_problem
@@ -29,6 +28,7 @@ from penstock.cost.measured import OVERRAN
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.device import device_of, wait_for_gpu
 from penstock.graph import Phase, Task
+from penstock.mesh import Seconds
 from penstock.models import ModelConfig
 from penstock.models.config import QWEN3_MOE
 from penstock.ops import OPS
@@ -48,7 +48,6 @@ ALIKE = 1.05
 """Ranks whose times differ by no more than this factor are taken to be equally fast."""
 
 Kind = tuple[str, Phase]
-Seconds = npt.NDArray[np.float64]
 
 
 def measure_tasks(

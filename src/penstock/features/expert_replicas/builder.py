@@ -15,6 +15,7 @@ from itertools import chain
 
 import numpy as np
 
+from penstock.apportion import apportion
 from penstock.features.expert_replicas.problem import (
     ExpertProblem,
     LayerLoad,
@@ -181,10 +182,13 @@ class ReplicationBuilder:
         shared = self.shared
         for expert, flows_PP in zip(shared, self.flows(shared), strict=True):
             positions = [plain.by_position.index(expert, home * plain.slots) for home in self.homes[expert]]
-            for rank, flows in enumerate(flows_PP[:, self.homes[expert]].tolist()):
-                if rank in self.homes[expert] and not sum(flows):
+            flows_PH = flows_PP[:, self.homes[expert]]
+            sends_P = flows_PH.sum(axis=1) > 0
+            flows_PH[~sends_P] = self.rows[expert]
+            flows_PH[flows_PH.sum(axis=1) == 0, 0] = 1  # no rows anywhere: the first home gets all
+            for rank, parts in enumerate(apportion(flows_PH, SPLIT).tolist()):
+                if rank in self.homes[expert] and not sends_P[rank]:
                     continue  # any later row is computed where it starts
-                parts = apportioned(flows if sum(flows) else self.rows[expert])
                 splits[rank][expert] = tuple(
                     Part(position, share) for position, share in zip(positions, parts, strict=True) if share
                 )
@@ -204,16 +208,3 @@ class ReplicationBuilder:
                 rank if rank in rows else min(close, key=lambda home: (rows[home], home), default=owner)
             ] += count
         return [rows[home] for home in homes]
-
-
-def apportioned(rows: Sequence[int]) -> list[int]:
-    """Return SPLIT parts in proportion to `rows`: whole parts, the largest remainders rounded up; all to the
-    first place if there are no rows."""
-    total = sum(rows)
-    if not total:
-        return [SPLIT, *[0] * (len(rows) - 1)]
-    parts = [count * SPLIT // total for count in rows]
-    by_remainder = sorted(range(len(rows)), key=lambda i: (-(rows[i] * SPLIT % total), i))
-    for place in by_remainder[: SPLIT - sum(parts)]:
-        parts[place] += 1
-    return parts

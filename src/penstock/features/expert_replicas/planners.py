@@ -19,7 +19,6 @@ import numpy as np
 
 from penstock.features.expert_replicas.builder import ReplicationBuilder
 from penstock.features.expert_replicas.problem import (
-    Equation,
     ExpertProblem,
     LayerLoad,
     copies_to,
@@ -46,26 +45,24 @@ def pro_prophet(problem: ExpertProblem) -> Replication:
 
 @dataclass(frozen=True)
 class Plan:
-    """Replicas, and the time that their planner's equation promises."""
+    """Replicas, and the time that Eq 8 promises."""
 
     replicas: Replicas
     seconds: float
 
 
-def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equation: Equation = 8) -> Plan:
+def greedy(problem: ExpertProblem, excluded: int) -> Plan:
     """Return the best prefix of copies of the heaviest ranks' experts: Algorithm 1 of Pro-Prophet.
 
     A rank with several experts gives its largest one that is not yet copied.
 
     Args:
         excluded: The number n of ranks with the fewest rows of an expert, which do not get it; ties by rank.
-        alpha: See `balanced`.
-        equation: The equation of the paper that promises a time, see `paper_seconds`.
     """
     replicas = Replicas(problem)
     load = replicas.load()
-    best = Plan(replicas.taken(), paper_seconds(problem.costs, load.received, load.computed, 0, 0, equation))
-    while not balanced(problem, load.computed, alpha):
+    best = Plan(replicas.taken(), paper_seconds(problem.costs, load.received, load.computed, 0, 0))
+    while not balanced(problem, load.computed):
         held = problem.placement.held(int(load.computed.argmax()))
         left = [expert for expert in held if expert not in replicas.copied]
         expert = max(left, key=lambda expert: (problem.expert_rows[expert], -expert), default=None)
@@ -78,20 +75,20 @@ def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equat
         replicas.copy(expert, sorted(fewest[excluded:]))
         load = replicas.load()
         copied = len(replicas.copied)
-        seconds = paper_seconds(problem.costs, load.received, load.computed, copied, excluded, equation)
+        seconds = paper_seconds(problem.costs, load.received, load.computed, copied, excluded)
         if seconds < best.seconds:
             best = Plan(replicas.taken(), seconds)
     return best
 
 
-def balanced(problem: ExpertProblem, computed: Floats, alpha: float = BALANCED) -> bool:
-    """Return whether loads of ranks differ by less than alpha times an expert's mean rows (Eq 7).
+def balanced(problem: ExpertProblem, computed: Floats) -> bool:
+    """Return whether loads of ranks differ by less than BALANCED times an expert's mean rows (Eq 7).
 
     Args:
         computed: The rows that every rank computes, [P].
     """
     mean = problem.loads.sum() / problem.placement.num_experts
-    return bool(computed.max() - computed.min() < alpha * mean)
+    return bool(computed.max() - computed.min() < BALANCED * mean)
 
 
 def shadowing(problem: ExpertProblem) -> Replication:
@@ -375,17 +372,6 @@ PLANNING: Final[dict[str, PlanningCost]] = {
 """Times of a 2 GHz core where loads are uneven, to a factor of two. They are constants, since measured ones
 would make predictions of one and the same step differ. Replica slots change a planner's time less than its
 loads do."""
-
-
-def find_planner(name: str) -> Planner:
-    """Return a planner by its name.
-
-    Raises:
-        ValueError: For an unknown name.
-    """
-    if name not in PLANNERS:
-        raise ValueError(f"no planner of experts is called {name!r}; there are {', '.join(PLANNERS)}")
-    return PLANNERS[name]
 
 
 def planning_s(name: str, ranks: int, experts: int) -> float:

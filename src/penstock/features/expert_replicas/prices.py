@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from penstock.apportion import Counts
 from penstock.config import ConfigError
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.encoding import told_bytes
-from penstock.features.expert_replicas.planners import find_planner, pays, planning_s
+from penstock.features.expert_replicas.planners import PLANNERS, pays, planning_s
 from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem, copies_of
 from penstock.features.field import Choice
 from penstock.features.routed import (
@@ -24,7 +24,6 @@ from penstock.features.routed import (
     Rates,
     Routed,
     RoutedStep,
-    Rows,
     exchanged,
     gathered,
     links_of,
@@ -33,11 +32,9 @@ from penstock.graph import RefusalError
 from penstock.graph.task import Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.work import DIGEST_BYTES
+from penstock.ops.work import DIGEST_BYTES, FLOAT32_BYTES
 from penstock.placement import ExpertPlacement, Replication
-from penstock.routing.sizes import part_sizes
-
-FLOAT32_BYTES: Final = 4
+from penstock.routing.sizes import Floats, part_sizes
 
 LATE: Final = "not in the time there is; --budget 10 gives more"
 """Why moves are not weighed on a busy machine, or with very many ranks."""
@@ -47,22 +44,11 @@ LOCAL = ("pro_prophet", "shadowing")
 """Planners whose replicas compute only rows of their own ranks."""
 
 
-class PricedStep(Protocol):
-    """A step with even routing. `cost.StepCost` is one."""
-
-    @property
-    def workload(self) -> Batch: ...
-
-    @property
-    def cluster(self) -> Rates: ...
-
-
-def expert_costs(even: PricedStep) -> ExpertCosts:
+def expert_costs(work: Batch, cluster: Rates) -> ExpertCosts:
     """Return the costs of a step for a planner of replicas; slack as in Eq 8.
 
     Where replicas were seen to travel longer than their bytes by the links, these are more bytes.
     """
-    work, cluster = even.workload, even.cluster
     tokens = work.tokens(0, 1)
     forward = partial(cluster.compute_s, phase=Phase.FORWARD, moved_bytes=0.0)
     rows_s = [forward(Op.EXPERTS, flops=work.expert_flops(n)) for n in (0, tokens)]
@@ -129,7 +115,7 @@ def planned_replications(
     Raises:
         RefusalError: If the time is over.
     """
-    plan, replications = find_planner(planner), list[Replication]()
+    plan, replications = PLANNERS[planner], list[Replication]()
     common = partial(ExpertProblem, placement=placement, replica_slots=replica_slots, exact=exact)
     for loads_PE, cost in zip(loads_YPE, costs, strict=True):
         if ends():
@@ -176,7 +162,7 @@ def _compared(step: RoutedStep, task: Task, rank: int) -> Move:
     return gathered(step, task, 1, share_bytes)
 
 
-def _compared_load(step: RoutedStep, task: Task) -> Rows:
+def _compared_load(step: RoutedStep, task: Task) -> Floats:
     return np.full(step.sizes.mesh.world_size, _told_bytes(step, task) / step.work(task).sent_bytes)
 
 
@@ -189,7 +175,7 @@ def _replicas(step: RoutedStep, task: Task, rank: int) -> Move:
     return exchanged(step, task, rank, sent, Group.EXPERT, piece_bytes)
 
 
-def _replicas_load(step: RoutedStep, task: Task) -> Rows:
+def _replicas_load(step: RoutedStep, task: Task) -> Floats:
     """Return the load of replicas: the task's work fills every slot."""
     mesh = step.sizes.mesh
     sent = np.zeros((mesh.world_size, mesh.world_size))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -117,14 +117,10 @@ class ExpertProblem:
         return float(self.loads.sum() / self.ranks)
 
 
-# ---- the time of a layer with some experts as replicas: per rank and link, and by the equations of Pro-
-# Prophet
+# ---- the time of a layer with some experts as replicas: per rank and link, and by Pro-Prophet's
+# equation 8
 #
 # Shapes: P ranks of the expert group, E experts.
-
-
-Equation = Literal[6, 8]
-"""Equation of Pro-Prophet: 6 adds transfers of weights to everything else, 8 hides them under computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +163,6 @@ class LayerLoad:
         """Rows that every rank receives from others: R of Eq 1, [P]."""
         rows: Floats = self.computed - self.traffic.diagonal()
         return rows
-
-    @property
-    def imbalance(self) -> float:
-        """The largest load of a rank over the mean; 1 without rows."""
-        mean = float(self.computed.mean())
-        return float(self.computed.max()) / mean if mean else 1.0
 
 
 def copies_of(replication: Replication) -> Ints:
@@ -237,22 +227,19 @@ def layer_seconds(problem: ExpertProblem, replication: Replication) -> LayerSeco
 
 
 def paper_seconds(
-    costs: ExpertCosts, received: Floats, computed: Floats, copied: int, excluded: int, equation: Equation = 8
+    costs: ExpertCosts, received: Floats, computed: Floats, copied: int, excluded: int
 ) -> float:
-    """Return the time of the layer by Eq 6 or Eq 8 of Pro-Prophet.
+    """Return the time of the layer by Eq 8 of Pro-Prophet, whose schedule hides weights under computation.
 
     Args:
         received, computed: The rows that every rank receives and computes, R and H, [P].
         copied: The number s of experts with replicas.
         excluded: The number n of ranks that do not get such an expert.
-        equation: The equation: 6, or 8 with what the schedule hides.
     """
     ranks, byte_s = len(computed), costs.links.mean_s_per_byte
     experts_s = costs.row_s * float(computed.max())
     copies = copied * (ranks - excluded) / ranks
-    trans_s, agg_s = copies * costs.parameter_bytes * byte_s, copies * costs.gradient_bytes * byte_s
-    if equation == 8:
-        trans_s = max(0.0, trans_s - experts_s - costs.other_s)
-        agg_s = max(0.0, agg_s - 2 * experts_s - 2 * costs.other_s)
+    trans_s = max(0.0, copies * costs.parameter_bytes * byte_s - experts_s - costs.other_s)
+    agg_s = max(0.0, copies * costs.gradient_bytes * byte_s - 2 * experts_s - 2 * costs.other_s)
     rows_s = float(received.max()) * costs.row_bytes * byte_s
     return 4 * rows_s + 3 * experts_s + trans_s + agg_s

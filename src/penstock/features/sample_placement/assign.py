@@ -283,21 +283,10 @@ def kuhn_munkres(costs_IC: Floats, room_C: Ints) -> Ints:
 SOLVERS: Final[dict[str, Solver]] = {"network_simplex": network_simplex, "kuhn_munkres": kuhn_munkres}
 
 
-def find_solver(name: str) -> Solver:
-    """Return a solver by its name.
-
-    Raises:
-        ValueError: For an unknown name.
-    """
-    if name not in SOLVERS:
-        raise ValueError(f"no solver is called {name!r}; there are {', '.join(SOLVERS)}")
-    return SOLVERS[name]
-
-
 @cache
 def prepare(name: str) -> None:
     """Load what a solver needs, which takes a second, so that the first step does not wait for it."""
-    find_solver(name)(np.zeros((1, 1)), np.ones(1, np.int64))
+    SOLVERS[name](np.zeros((1, 1)), np.ones(1, np.int64))
 
 
 @cache
@@ -345,11 +334,8 @@ def assign(problem: SampleProblem, solver: str = "network_simplex") -> Ints:
     """Return the device of every sample, [I]: every device gets as many samples as it takes.
 
     Ties keep a sample on its node, then on its device.
-
-    Raises:
-        ValueError: For an unknown solver.
     """
-    solve = find_solver(solver)
+    solve = SOLVERS[solver]
     homes = problem.homes.copy()
     if not len(homes):
         return homes
@@ -407,13 +393,8 @@ PARTS = 1 << 16
 class ConditionalTable:
     """Shares of the next layer's experts in the rows of samples, by expert of this layer."""
 
-    def __init__(self, num_experts: int, following: int | None = None) -> None:
-        """Begin empty.
-
-        Args:
-            num_experts, following: The experts of this layer, and of the next one; None = as many.
-        """
-        self._seen_EF = np.zeros((num_experts, num_experts if following is None else following), np.int64)
+    def __init__(self, num_experts: int) -> None:
+        self._seen_EF = np.zeros((num_experts, num_experts), np.int64)
 
     @property
     def seen(self) -> Ints:

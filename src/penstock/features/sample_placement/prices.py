@@ -8,40 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from penstock.apportion import Counts
-from penstock.features.routed import Batch, Move, Routed, RoutedStep, Rows, exchanged, gathered, nodes_of
+from penstock.features.routed import Batch, Move, Routed, RoutedStep, exchanged, gathered, nodes_of
 from penstock.features.sample_placement.assign import Nearness, assign, sample_problem
 from penstock.graph.task import Task
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.ops.work import DIGEST_BYTES
+from penstock.ops.work import DIGEST_BYTES, FLOAT32_BYTES
 from penstock.placement import SPLIT, Replication
 from penstock.routing.rows import Placed
 from penstock.routing.samples import Plane, exchange_group_of
-from penstock.routing.sizes import split_sizes
+from penstock.routing.sizes import Floats, split_sizes
 from penstock.step.shape import StepShape
 
-FLOAT32_BYTES: Final = 4
 INTEGER_BYTES: Final = 8
 COUNT_BYTES: Final = 4
 SOLVING_S, SOLVING_S_PER_CELL = 1e-3, 3e-7
 """Seconds to find new homes, fixed and per cell (see `_solving_s`): twice what a 2 GHz core needs."""
-
-
-class Solving(Protocol):
-    """How samples are assigned. Section [placement] says it."""
-
-    @property
-    def solver(self) -> str: ...
-
-    @property
-    def prediction(self) -> str:
-        """What samples are expected to need in the next layer, "none" = nothing."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +36,7 @@ class SampleMover:
     """Assigns samples to homes, as NetMoE's tasks do.
 
     Attributes:
-        solver: The name of the solver, see `find_solver`.
+        solver: The name of the solver, see `SOLVERS`.
         predicts: Whether the rows of the next layer count.
     """
 
@@ -57,11 +44,6 @@ class SampleMover:
     shape: StepShape
     solver: str = "network_simplex"
     predicts: bool = True
-
-    @staticmethod
-    def of(how: Solving, work: Batch, shape: StepShape) -> SampleMover:
-        """Return the mover that section [placement] describes."""
-        return SampleMover(work=work, shape=shape, solver=how.solver, predicts=how.prediction != "none")
 
     def placed(self, counts_DBYE: Counts, replications: tuple[Replication, ...] = ()) -> Placed:
         """Return the places of samples with these counts before and after every layer.
@@ -185,7 +167,7 @@ def _between_groups(step: RoutedStep, task: Task) -> Counts:
     return step.placed.moved(step.column(task), places.start, places.stop)
 
 
-def _moved(step: RoutedStep, task: Task) -> Rows:
+def _moved(step: RoutedStep, task: Task) -> Floats:
     """Return samples from rank to rank, [P, P]; ranks that share them each move a part of the tokens."""
     mesh, moved_DD = step.sizes.mesh, _between_groups(step, task)
     moved_PP = np.zeros((mesh.world_size, mesh.world_size))
@@ -212,14 +194,14 @@ def _move(step: RoutedStep, task: Task, rank: int) -> Move:
     return exchanged(step, task, rank, _between_groups(step, task), Group.DATA, row_bytes)
 
 
-def _load(step: RoutedStep, task: Task) -> Rows:
+def _load(step: RoutedStep, task: Task) -> Floats:
     """Return the load of what follows samples: the task's work assumes that all of them leave."""
     assumed_bytes, sample_bytes = step.work(task).sent_bytes, _sample_bytes(step, task, 0)
-    load: Rows = step.argument(_moved(step, task)) * sample_bytes / max(assumed_bytes, 1)
+    load: Floats = step.argument(_moved(step, task)) * sample_bytes / max(assumed_bytes, 1)
     return load
 
 
-def _crossing(step: RoutedStep, task: Task) -> Rows:
+def _crossing(step: RoutedStep, task: Task) -> Floats:
     """Return rows in transit that weigh as much as what follows samples from rank to rank."""
     work = step.sizes
     return _moved(step, task) * (work.seq_len * row_weight(work, step.shape) / work.tp_size)

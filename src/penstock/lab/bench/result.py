@@ -96,13 +96,8 @@ class CaseResult:
     simulated_interval_s: tuple[float, float] | None = None
 
     @property
-    def limit_s(self) -> float:
-        """Seconds of the limit, see `Limit`."""
-        return self.limit.seconds
-
-    @property
     def overlap_efficiency(self) -> float:
-        return self.limit_s / self.iteration_s.median
+        return self.limit.seconds / self.iteration_s.median
 
     @property
     def simulation_error(self) -> float | None:
@@ -127,7 +122,7 @@ class CaseResult:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {
-            "limit_s": self.limit_s,
+            "limit_s": self.limit.seconds,
             "iteration_s_median": self.iteration_s.median,
             "iteration_s_interval": [self.iteration_s.low, self.iteration_s.high],
             "speedup": self.speedup.median,
@@ -167,27 +162,10 @@ class BenchResult:
         """Whether cases may compute and send something other than the first."""
         return bool(self.layout) or any(case.limit != self.limit for case in self.cases)
 
-    @property
-    def compute_s(self) -> float:
-        return self.limit.compute_s
-
-    @property
-    def wire_bytes(self) -> int:
-        return self.limit.wire_bytes
-
-    @property
-    def wire_s(self) -> float | None:
-        return self.limit.wire_s
-
-    @property
-    def limit_s(self) -> float:
-        """Seconds below which no schedule with the work of the first case can be."""
-        return self.limit.seconds
-
     def to_dict(self) -> dict[str, Any]:
-        plain = {k: getattr(self, k) for k in ("ranks", "nodes", "inter_rate_bit_per_s", "compute_s")}
+        plain = {k: getattr(self, k) for k in ("ranks", "nodes", "inter_rate_bit_per_s")}
         plain |= {"intra_rate_bit_per_s": self.intra_rate_bit_per_s, "layout": self.layout}
-        rest = {**asdict(self.limit), "limit_s": self.limit_s}
+        rest = {**asdict(self.limit), "limit_s": self.limit.seconds}
         virtual = {"virtual": self.virtual is not None, "virtual_devices": self.virtual}
         cases = {"notes": list(self.notes), "cases": [case.to_dict() for case in self.cases]}
         return virtual | plain | rest | cases
@@ -233,7 +211,7 @@ def render(result: BenchResult, width: int | None = None) -> str:
                 _or_dash(case.busy_s.get("intra"), lambda s: f"{1e3 * s:.0f}"),
                 f"{case.limit.wire_bytes / 1e6:.1f}",
                 f"{case.limit.device_bytes / 1e6:.1f}",
-                f"{1e3 * case.limit_s:.0f}",
+                f"{1e3 * case.limit.seconds:.0f}",
             )
     parts = [rows] if width is None else stacked(rows, width)
     tables = [line for part in parts for line in ("", *markdown_table(part))]
@@ -256,11 +234,11 @@ def _limits(result: BenchResult) -> list[str]:
         lines[0] += f", {result.layout}"
     if result.virtual is not None:
         lines = [f"{lines[0]}: {result.virtual}; computation is slept, transfers are real"]
-    if result.wire_s is not None and result.inter_rate_bit_per_s is not None:
+    if result.limit.wire_s is not None and result.inter_rate_bit_per_s is not None:
         rate = f"{result.inter_rate_bit_per_s / 1e6:.0f} Mbit/s between nodes"
-        size = f"{result.wire_bytes / 1e6:.1f} MB over the busiest uplink"
+        size = f"{result.limit.wire_bytes / 1e6:.1f} MB over the busiest uplink"
         lines.append(
-            f"{rate}: {size} take {1e3 * result.wire_s:.0f} ms; computation alone {_compute(result)}"
+            f"{rate}: {size} take {1e3 * result.limit.wire_s:.0f} ms; computation alone {_compute(result)}"
         )
     else:
         lines.append(f"link rate not known; computation alone {_compute(result)}")
@@ -270,12 +248,12 @@ def _limits(result: BenchResult) -> list[str]:
         lines.append(f"{rate}: {size} take {1e3 * result.limit.device_s:.0f} ms")
     lines.append("an iteration: forward, backward, sums of gradients, clipping, update")
     whose = f" of {result.cases[0].label}" if result.works_differ else ""
-    lines.append(f"physical limit{whose} {1e3 * result.limit_s:.0f} ms")
+    lines.append(f"physical limit{whose} {1e3 * result.limit.seconds:.0f} ms")
     return lines
 
 
 def _compute(result: BenchResult) -> str:
-    return f"{1e3 * result.compute_s:.0f} ms"
+    return f"{1e3 * result.limit.compute_s:.0f} ms"
 
 
 def _row(case: CaseResult) -> tuple[str, ...]:

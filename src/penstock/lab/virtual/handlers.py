@@ -47,8 +47,8 @@ class RankStep:
         Args:
             host_s: Seconds of the host's tasks, by op.
         """
-        counts = {t: cost.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
-        moves = {t: cost.move(t, rank) for t in graph.tasks if t.op in MOVES}
+        counts = {t: cost.moves.exchanged_counts(t, rank) for t in graph.tasks if t.op == Op.COUNTS}
+        moves = {t: cost.moves.move(t, rank) for t in graph.tasks if t.op in MOVES}
         slept = [t for t in graph.tasks if t.lane.computes or (t in moves and not moves[t].collective)]
         solved = {t: host_s[t.op] for t in graph.tasks if t.lane is Lane.HOST}
         return RankStep(
@@ -153,7 +153,7 @@ class VirtualHandlers:
 
     def _piece(self, task: Task) -> tuple[Tensor, tuple[int, ...], Transport]:
         """Return a piece of flat gradients or parameters, and how it is shared."""
-        elements = self.cost.reduced_bytes(task) // self.buffers.gradients.element_size()
+        elements = self.cost.even.reduced_bytes(task) // self.buffers.gradients.element_size()
         transport = self.transports.of(task.lane, task.axes)
         return self.buffers.gradients[:elements], split_sizes(elements, transport.size(task.axes)), transport
 

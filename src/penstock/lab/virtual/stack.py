@@ -20,7 +20,7 @@ from penstock.cost.placed import rank_loads
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.device import device_of
 from penstock.features.dispatch import of_hops
-from penstock.features.expert_replicas.planners import find_planner
+from penstock.features.expert_replicas.planners import PLANNERS
 from penstock.features.expert_replicas.prices import expert_costs, planning_share, splits_exactly
 from penstock.features.expert_replicas.problem import Slack
 from penstock.features.sample_placement.feature import SampleMoves
@@ -123,13 +123,13 @@ class Movement:
 
     @cached_property
     def _moving(self) -> ExpertMoving:
-        costs = expert_costs(StepCost(self.shape, self.workload, self.cluster))
+        costs = expert_costs(self.workload, self.cluster)
         samples: SampleMoves = "netmoe" if self.shape.moves_samples else "none"
         choice = replace(
             Decision(dispatch=self.workload.dispatch).with_placement(self.placement), samples=samples
         )
         return ExpertMoving(
-            planner=find_planner(self.placement.experts),
+            planner=PLANNERS[self.placement.experts],
             costs=costs,
             slack=self.slack,
             every=self.placement.every,
@@ -138,7 +138,9 @@ class Movement:
 
     @cached_property
     def _mover(self) -> SampleMover:
-        return SampleMover.of(self.placement, self.workload, self.shape)
+        how = self.placement
+        predicts = how.prediction != "none"
+        return SampleMover(work=self.workload, shape=self.shape, solver=how.solver, predicts=predicts)
 
 
 def _processor_s(work: Callable[[], object]) -> float:

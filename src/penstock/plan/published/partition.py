@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 
 from penstock.decision import TAIL, Partition, Portion, Slot
 from penstock.decision.partition import Part
+from penstock.ops.work import FLOAT32_BYTES
 from penstock.plan.published.degree import Backward, GapLayer, Made, MoEPart, idle_s
 from penstock.plan.published.spread import Rest, evolved
-
-ELEMENT_BYTES = 4
-"""Bytes of an element; gradients are cut between elements."""
 
 
 class Filling:
@@ -35,7 +33,7 @@ class Filling:
     def make(self, gradients: Sequence[Made]) -> None:
         self._queue += [[made.layer, made.size_bytes] for made in gradients]
 
-    def fill(self, slot: Slot, spare_s: float, unit_bytes: int = ELEMENT_BYTES) -> float:
+    def fill(self, slot: Slot, spare_s: float, unit_bytes: int = FLOAT32_BYTES) -> float:
         """Put in as much as fits into `spare_s`; return the seconds that are left.
 
         Args:
@@ -86,7 +84,7 @@ PARTS: tuple[Part, ...] = ("moe", "dense")
 
 
 def fill_idle(
-    backward: Backward, parts: Sequence[Part] = PARTS, unit_bytes: int = ELEMENT_BYTES
+    backward: Backward, parts: Sequence[Part] = PARTS, unit_bytes: int = FLOAT32_BYTES
 ) -> tuple[Filling, list[float], list[int]]:
     """Fill every gap with as much as it hides (step 1; Eq. 3 and 4, g_inv never negative).
 
@@ -131,7 +129,7 @@ def spread_rest(backward: Backward, solve: Callable[[Rest], Sequence[float]]) ->
     filling = Filling(backward)
     for gap, spare_s, more in zip(backward.gaps, reduce_s, extra, strict=True):
         filling.fill(_slot(gap, "moe"), spare_s)
-        filling.take(_slot(gap, "moe"), int(more) // ELEMENT_BYTES * ELEMENT_BYTES)
+        filling.take(_slot(gap, "moe"), int(more) // FLOAT32_BYTES * FLOAT32_BYTES)
         filling.fill(_slot(gap, "dense"), gap.dense_s)
         filling.make(gap.made)
     return filling.partition()

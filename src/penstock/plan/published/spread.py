@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.cost import AlphaBeta
 from penstock.plan.published.degree import Backward, idle_s, makespan_s
-
-Array = npt.NDArray[np.float64]
+from penstock.routing.sizes import Floats
 
 SEED = 20250330
 GENERATIONS, MEMBERS, MOST_MEMBERS = 60, 8, 160
@@ -35,10 +33,10 @@ class Rest:
         made_last_bytes: The gradients that are made after the last gap.
     """
 
-    busy_s: Array
-    floor_s: Array
-    filled_s: Array
-    left_bytes: Array
+    busy_s: Floats
+    floor_s: Floats
+    filled_s: Floats
+    left_bytes: Floats
     made_last_bytes: float
     all_reduce: AlphaBeta
 
@@ -56,7 +54,7 @@ class Rest:
             all_reduce=backward.all_reduce,
         )
 
-    def seconds(self, extra: Array) -> Array:
+    def seconds(self, extra: Floats) -> Floats:
         """Return the seconds of MoE parts, at their best degrees, and the tail.
 
         Args:
@@ -65,10 +63,10 @@ class Rest:
         reduce_s = self.filled_s + self._reduction_s(extra)
         parts_s = np.maximum(self.busy_s + reduce_s[..., None], self.floor_s).min(axis=-1)
         tail = self.left_bytes[-1] - extra.sum(axis=-1) + self.made_last_bytes
-        total_s: Array = parts_s.sum(axis=-1) + self._reduction_s(tail)
+        total_s: Floats = parts_s.sum(axis=-1) + self._reduction_s(tail)
         return total_s
 
-    def causal(self, shares: Array) -> Array:
+    def causal(self, shares: Floats) -> Floats:
         """Return bytes for each gap from shares of what exists and is left: [..., L] -> [..., L].
 
         All vectors that put nothing in before it is made can be reached: sums of x up to a gap are at most
@@ -80,7 +78,7 @@ class Rest:
             taken += extra[..., gap]  # what a gap takes is missing in the later ones, too
         return extra
 
-    def _reduction_s(self, size_bytes: Array) -> Array:
+    def _reduction_s(self, size_bytes: Floats) -> Floats:
         model = self.all_reduce
         return np.where(size_bytes >= 1, model.alpha_s + model.beta_s_per_byte * size_bytes, 0.0)
 

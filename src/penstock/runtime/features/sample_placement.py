@@ -43,7 +43,6 @@ from penstock.routing.samples import (
     RowOrder,
     SampleHomes,
     SampleTable,
-    TableSize,
     exchange_group_of,
     settle,
 )
@@ -413,15 +412,17 @@ def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     counts: Tensor = inputs.one("counts")
     maker, samples_P = context.maker(task.layer), context.batch.companions[microbatch(task)]
     following = _asked(context, task.layer)
-    size = TableSize(
+    made = partial(
+        SampleTable.of,
+        samples_B=samples_P,
+        exchange_group=context.of(Relocation).exchange_group,
         ranks=maker.place.ep_size,
         positions=counts.shape[1] - (0 if following is None else following.num_experts),
         chunks=task.cut.slices,
     )
     transport = context.transports.of(task.lane, task.axes)
     everyone = to_host(transport.all_gather(counts, samples_P, task.axes))
-    exchange_group = context.of(Relocation).exchange_group
-    loads = Later.after(everyone, lambda numbers: SampleTable.of(numbers, samples_P, exchange_group, size))
+    loads = Later.after(everyone, made)
     route = Later.after(loads, lambda table: maker.from_table(table.sent(table.device_I), context.degrees))
     return {"route": route, "loads": loads}
 

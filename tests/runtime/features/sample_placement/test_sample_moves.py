@@ -15,7 +15,7 @@ from penstock.features.dispatch import FlatDispatch, Place
 from penstock.features.sample_placement.feature import Prediction
 from penstock.moe import RouteMaker
 from penstock.placement import ExpertPlacement, Replication
-from penstock.routing.samples import ExchangeGroup, SampleTable, TableSize, settle
+from penstock.routing.samples import ExchangeGroup, SampleTable, settle
 from penstock.runtime import TaskError
 from tests.runtime.test_layout_bytes import really_sent
 from tests.support.cases import moving_case as case
@@ -61,8 +61,8 @@ def digests(rank: int, seed: int) -> list[int]:
         samples_P = [int(n) for n in drawn.integers(0, 5, size=4)]
         counts = drawn.integers(0, 3, size=(sum(samples_P), 8 + 8))
         exchange_group = ExchangeGroup.alone([0, 0, 1, 1])
-        size = TableSize(ranks=4, positions=8, chunks=int(drawn.integers(1, 3)))
-        table = SampleTable.of(counts, samples_P, exchange_group, size)
+        chunks = int(drawn.integers(1, 3))
+        table = SampleTable.of(counts, samples_P, exchange_group, ranks=4, positions=8, chunks=chunks)
         following = Replication.none(ExpertPlacement.even(8, 4), 0)
         device_I = Eager().homes(table, following, int(drawn.integers(0, 3)))
         maker = RouteMaker(FlatDispatch(), Place(0, 4, 2))
