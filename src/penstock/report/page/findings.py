@@ -180,8 +180,8 @@ class Binding:
             (self.network_share, "transfers between ranks", self.moved_s),
         ]
         parts = [
-            f"{percent(share)} {what} ({self._families(seconds)})"
-            for share, what, seconds in sides
+            f"{percent(share)} {what}" + (f" ({families})" if families else "")
+            for share, what, families in ((share, what, self._families(s)) for share, what, s in sides)
             if share > 0
         ]
         if self.gap_share >= LEAST_SHARE:
