@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.autotune.planned import Planned, PlanToTry
+from penstock.autotune.planned import Order, Planned
 from penstock.autotune.trial import TRIAL_STEPS, TRIALS_S, Trials, worth_while
 from penstock.decision import Decision
 from penstock.plan import PlanFile, evaluate
@@ -23,10 +23,8 @@ CHOICES = tuple(Decision(schedule=name) for name in ("penstock", "flowmoe", "seq
 
 
 def planned() -> Planned:
-    first, *to_try = (
-        PlanToTry(choice=choice, plan=EACH.plan(choice), predicted_s=0.1 * number)
-        for number, choice in enumerate(CHOICES, 1)
-    )
+    first, *others = (Order.of(choice, EACH.plan(choice)) for choice in CHOICES)
+    to_try = zip(others, (0.2, 0.3), strict=True)
     return Planned(problem=EACH, choice=first.choice, plan=first.plan, to_try=tuple(to_try))
 
 

@@ -102,7 +102,7 @@ def test_no_empty_file_is_taken_for_room(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError, match=r"--out = .*cannot be written \(No space left on device\)"):
         check_out(Path("plan.json"), "plan.json")
     with pytest.raises(ConfigError, match=r"--plot = .*cannot be written to \(No space left on device\)"):
-        check_folder(Path(), "--plot")
+        check_folder(Path())
 
 
 def test_a_name_alone_is_a_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

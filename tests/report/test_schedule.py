@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from penstock.config import ConfigError
 from penstock.cost import ClusterConfig
 from penstock.features.build import build_graph
 from penstock.report import ScheduleDescription, describe_schedule
@@ -147,18 +146,3 @@ def test_dict_is_plain_data() -> None:
     assert data["shape"]["microbatches"] == 2
     graph = build_graph(description.shape)
     assert Schedule.parse(data["schedule_text"], graph).text() == description.schedule_text
-
-
-@pytest.mark.parametrize("wrong", ["layers", "microbatches", "chunks", "all_reduce_chunks"])
-def test_nothing_is_cut_into_less_than_one_piece(wrong: str) -> None:
-    def count(key: str) -> int:
-        return 0 if key == wrong else 1
-
-    with pytest.raises(ConfigError, match=f"{wrong} = 0: must be at least 1"):
-        describe_schedule(
-            "sequential",
-            layers=count("layers"),
-            microbatches=count("microbatches"),
-            chunks=count("chunks"),
-            all_reduce_chunks=count("all_reduce_chunks"),
-        )

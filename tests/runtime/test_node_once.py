@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from penstock.autotune.problem import candidates
+from penstock.autotune.problem import possible_dispatches
 from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
 from penstock.mesh import Axes, Group, node_of
@@ -130,7 +130,7 @@ def test_layouts_and_moves_that_do_not_fit_say_why(
     step = case(4, "softmax", "sort", JOINED, "gelu", "penstock")
     config = replace(step.config, **settings)
     with pytest.raises(ConfigError, match=why):
-        candidates(config, Layout(**{"world_size": 4, "rank": 0, "node_size": 2, **layout}))
+        possible_dispatches(config, Layout(**{"world_size": 4, "rank": 0, "node_size": 2, **layout}))
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,6 @@ def test_a_search_looks_at_it_where_it_can_run(
 ) -> None:
     step = case(4, "softmax", "sort", "auto", "gelu", "penstock")
     config = replace(step.config, moe=replace(step.moe, **moe), plan=PlanConfig(mode="auto"))
-    assert candidates(config, Layout(**{"world_size": 4, "rank": 0, "node_size": 2, **layout})) == names
+    assert (
+        possible_dispatches(config, Layout(**{"world_size": 4, "rank": 0, "node_size": 2, **layout})) == names
+    )

@@ -9,7 +9,7 @@ from typing import get_args
 
 from penstock.autotune.choose.start import find
 from penstock.autotune.planned import Order, decided_slowly
-from penstock.autotune.problem import candidates
+from penstock.autotune.problem import possible_dispatches
 from penstock.autotune.profile.measure import profile_run
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost
@@ -158,7 +158,7 @@ class Planner:
             shape=stack.base_shape,
             workload=self.sizes.workload(self.layout, gradients.sizes_bytes, batch, length, gradients.held),
             cluster=ProfiledCluster.build(file),
-            dispatches=tuple(candidates(self._like(stack, batch, length), self.layout)),
+            dispatches=tuple(possible_dispatches(self._like(stack, batch, length), self.layout)),
             slowness=file.slowness,
             recompute=get_args(Recompute) if recompute is None else (recompute,),
         )

@@ -78,7 +78,7 @@ class Autotuner:
         self._slow: tuple[int, ...] = ()  # the stragglers that were named last
         self._kinds: dict[Kind, float] = {}  # a continued run may never order again
         plan = config.plan
-        self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
+        self._watch = Watch(plan.drift_threshold, plan.drift_steps)
         long = worth_while(self.planned, config.train.steps)
         self._trials: Trial | None = Trials(self.planned) if long else None
         self._weighs = not settled and is_open(config, self.planned)
@@ -313,7 +313,7 @@ class Autotuner:
             if planned.choice == self.planned.choice:
                 self._calm_down()
             else:
-                self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
+                self._watch = Watch(plan.drift_threshold, plan.drift_steps)
             self._adopt(planned, settle=self._refines)
             return True
         keeping = f": keeping {self.planned.name}" if plan.mode == AUTO else ""
@@ -326,4 +326,4 @@ class Autotuner:
     def _calm_down(self) -> None:
         """Require the next alarm to last twice as long: this one was false, and noise would halt training."""
         lasting = 2 * self._watch.lasting_steps
-        self._watch = Watch(self._watch.threshold, lasting, DROPPED_STEPS)
+        self._watch = Watch(self._watch.threshold, lasting)

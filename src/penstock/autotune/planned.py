@@ -34,15 +34,6 @@ from penstock.words import within
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanToTry:
-    """A plan that may be tried, and the seconds that were predicted for a whole step."""
-
-    choice: Decision
-    plan: StepPlan
-    predicted_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Learnt:
     """What a run remembers of other plans, and of trials.
 
@@ -81,7 +72,8 @@ class Planned:
     Attributes:
         file: The file that describes the cluster, if one does.
         lines: The explanation of the choice.
-        to_try: Other plans that may turn out to be faster, the most promising first.
+        to_try: Other plans that may turn out to be faster, with the seconds that were predicted for a whole
+            step, the most promising first.
         searched: What the search has done; None without a search.
         number: The number by which messages refer to the plan.
         plans: How many numbers have been given.
@@ -93,7 +85,7 @@ class Planned:
     plan: StepPlan
     file: ClusterFile | None = None
     lines: tuple[str, ...] = ()
-    to_try: tuple[PlanToTry, ...] = ()
+    to_try: tuple[tuple[Order, float], ...] = ()
     searched: Searched | None = None
     number: int = 1
     plans: int = 1

@@ -46,16 +46,12 @@ def open_runs(config: RunConfig) -> tuple[RunConfig, ...]:
     return settled(config, sharded=False), settled(config, sharded=True)
 
 
-def run_problem(
-    config: RunConfig, layout: Layout, file: ClusterFile, slowness: tuple[float, ...] | None = None
-) -> Problem:
+def run_problem(config: RunConfig, layout: Layout, file: ClusterFile) -> Problem:
     """Return the step of this run on the cluster that `file` describes, in the run's precision.
 
-    Args:
-        slowness: The slowness of every rank, see `Problem`; None = as in the file, if it is of as many ranks.
+    Ranks are as slow as in the file, if it is of as many ranks.
     """
-    if slowness is None:
-        slowness = file.slowness if file.ranks == layout.world_size else ()
+    slowness = file.slowness if file.ranks == layout.world_size else ()
     precision = config.train.precision
     file = file if precision == "auto" else file.computing_in(precision)
     return _problem(config, layout, ProfiledCluster.build(file), slowness)
@@ -75,7 +71,7 @@ def _problem(
         shape=base_shape(config, layout),
         workload=workload(config, layout),
         cluster=cluster,
-        dispatches=tuple(candidates(config, layout)),
+        dispatches=tuple(possible_dispatches(config, layout)),
         # "none" = as section [moe] requires.
         comm_dtypes=get_args(RowForm) if config.plan.comm_dtype == AUTO and compresses else ("none",),
         slowness=slowness,
@@ -111,7 +107,7 @@ def dispatches_of(problem: Problem, choice: Decision) -> list[str]:
     return possible
 
 
-def candidates(config: RunConfig, layout: Layout) -> list[str]:
+def possible_dispatches(config: RunConfig, layout: Layout) -> list[str]:
     """Return the dispatches that these ranks can run, and that the configuration leaves open.
 
     Raises:
@@ -142,7 +138,7 @@ def candidates(config: RunConfig, layout: Layout) -> list[str]:
 
 def hierarchical_among(config: RunConfig, layout: Layout) -> list[str]:
     """Return the candidates with legs of their own to be measured."""
-    return [name for name in candidates(config, layout) if DISPATCHES[name].needs_table]
+    return [name for name in possible_dispatches(config, layout) if DISPATCHES[name].needs_table]
 
 
 def check_shared(moe: MoEConfig, parallel: ParallelConfig) -> None:
@@ -182,7 +178,7 @@ def check_compatible(config: RunConfig, layout: Layout, *, computes: bool = True
     """
     if config.plan.mode == AUTO:
         check_shared(config.moe, config.parallel)
-        candidates(config, layout)  # raises ConfigError for a dispatch that they cannot run
+        possible_dispatches(config, layout)  # raises ConfigError for a dispatch that they cannot run
         return
     for problem, choice in _planned(config, layout):
         try:

@@ -154,11 +154,11 @@ class Trials(Trial):
     def __init__(self, planned: Planned) -> None:
         first, plans = replace(planned, to_try=()), planned.plans + len(planned.to_try)
         to_try = [
-            replace(first, choice=candidate.choice, plan=candidate.plan, number=number, plans=plans)
-            for number, candidate in enumerate(planned.to_try, planned.number + 1)
+            replace(first, choice=order.choice, plan=order.plan, number=number, plans=plans)
+            for number, (order, _) in enumerate(planned.to_try, planned.number + 1)
         ]
         super().__init__([replace(first, plans=plans), *to_try])
-        self._predicted_s = [planned.predicted_s, *(candidate.predicted_s for candidate in planned.to_try)]
+        self._predicted_s = [planned.predicted_s, *(seconds for _, seconds in planned.to_try)]
 
     @property
     def done(self) -> bool:

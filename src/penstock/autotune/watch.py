@@ -6,7 +6,7 @@ Times of steps go into `Watch`, and an alarm comes out; records of tasks before 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,12 +19,13 @@ from penstock.autotune.profile.links import measure_links
 from penstock.autotune.profile.measure import rates_with_links
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import LinkModel
-from penstock.cost.measured import Kind
-from penstock.graph import Lane, Task
+from penstock.cost.measured import Kind, MeasuredCost
+from penstock.graph import Lane
 from penstock.mesh import Axes
 from penstock.plan import Candidate, evaluate
 from penstock.plan.effort import Searched
 from penstock.plan.moving import staying
+from penstock.plan.plan_config import DROPPED_STEPS
 from penstock.plan.plan_file import OtherPlan
 from penstock.plan.predict import interval_s
 from penstock.runtime import Machinery
@@ -47,15 +48,11 @@ class Drift:
     before_s: float
     now_s: float
 
-    @property
-    def ratio(self) -> float:
-        return self.now_s / self.before_s
-
 
 class Watch:
     """Compares the last steps with the first ones under the same plan.
 
-    The first `settling` steps are ignored; the median of the following `lasting_steps` steps is the baseline.
+    The first `DROPPED_STEPS` steps are ignored; the median of the following `lasting_steps` is the baseline.
     It raises the alarm when the median of the last `lasting_steps` differs by more than `threshold` (1.15
     times or 1/1.15 at 0.15), in either direction, and both halves of these steps agree: a shorter
     disturbance does not count. After an alarm the baseline restarts, so one change is one alarm.
@@ -63,8 +60,8 @@ class Watch:
     All ranks pass the same times, so all see the same alarm after the same step.
     """
 
-    def __init__(self, threshold: float, lasting_steps: int, settling: int) -> None:
-        self.threshold, self.lasting_steps, self.settling = threshold, lasting_steps, settling
+    def __init__(self, threshold: float, lasting_steps: int) -> None:
+        self.threshold, self.lasting_steps = threshold, lasting_steps
         self.reset()
 
     def reset(self) -> None:
@@ -76,12 +73,12 @@ class Watch:
     @property
     def learning(self) -> bool:
         """Whether the next step belongs to the baseline."""
-        return self.settling <= self._seen < self.settling + self.lasting_steps
+        return DROPPED_STEPS <= self._seen < DROPPED_STEPS + self.lasting_steps
 
     @property
     def learnt(self) -> bool:
         """Whether the last step has completed the baseline."""
-        return self._seen == self.settling + self.lasting_steps
+        return self._seen == DROPPED_STEPS + self.lasting_steps
 
     @property
     def suspects(self) -> bool:
@@ -151,10 +148,10 @@ class Diagnosis:
             for lane, ratio in self.transfers.items()
             if self.differs(ratio)
         ]
-        slower = {rank: ratio for rank, ratio in enumerate(self.compute) if self.differs(ratio)}
-        if slower:
-            who = "all ranks" if len(slower) == len(self.compute) else _ranks(slower)
-            parts.append(f"computation on {who} takes {median(slower.values()):.2f}x as long as before")
+        changed = {rank: ratio for rank, ratio in enumerate(self.compute) if self.differs(ratio)}
+        if changed:
+            who = "all ranks" if len(changed) == len(self.compute) else _ranks(changed)
+            parts.append(f"computation on {who} takes {median(changed.values()):.2f}x as long as before")
         return ", ".join(parts)
 
     def differs(self, ratio: float) -> bool:
@@ -177,36 +174,21 @@ def diagnose(
     transfers = {}
     for lane in (Lane.INTRA, Lane.INTER):
         earlier, later = (
-            _shortest(r for r in chain(*ranks) if r.lane is lane and r.task.axes not in silent)
+            _seconds(r for r in chain(*ranks) if r.lane is lane and r.task.axes not in silent)
             for ranks in (before, now)
         )
         if earlier:
             transfers[lane] = _ratio(earlier, later)
+    computed = ([_seconds(r for r in rank if r.lane.computes) for rank in ranks] for ranks in (before, now))
     return Diagnosis(
         transfers=transfers,
-        compute=tuple(_ratio(_computed(b), _computed(n)) for b, n in zip(before, now, strict=True)),
+        compute=tuple(map(_ratio, *computed)),
         threshold=threshold,
     )
 
 
-def _shortest(records: Iterable[TaskRecord]) -> dict[Kind, float]:
-    """Return, by kind of transfer, the shortest duration over ranks, as the median over tasks and steps."""
-    shortest_s: dict[tuple[int, Task], float] = {}
-    for record in records:
-        key = record.step, record.task
-        shortest_s[key] = min(record.duration_s, shortest_s.get(key, record.duration_s))
-    return _medians((task, seconds) for (_, task), seconds in shortest_s.items())
-
-
-def _computed(records: Iterable[TaskRecord]) -> dict[Kind, float]:
-    return _medians((r.task, r.duration_s) for r in records if r.lane.computes)
-
-
-def _medians(durations: Iterable[tuple[Task, float]]) -> dict[Kind, float]:
-    kinds: dict[Kind, list[float]] = defaultdict(list)
-    for task, seconds in durations:
-        kinds[task.layer, task.op, task.phase].append(seconds)
-    return {kind: median(seconds) for kind, seconds in kinds.items()}
+def _seconds(records: Iterable[TaskRecord]) -> dict[Kind, float]:
+    return MeasuredCost.from_records(records, lambda _: 0.0).seconds
 
 
 def _ratio(before: Mapping[Kind, float], now: Mapping[Kind, float]) -> float:

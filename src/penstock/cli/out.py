@@ -45,15 +45,11 @@ def check_out(path: Path, example: str) -> Path:
     raise ConfigError("--out", str(path), why, hint) from cause
 
 
-def check_folder(path: Path | None, option: str) -> None:
-    """Make the folder `path`; None = none is asked for.
-
-    Args:
-        path: The folder.
-        option: The option that names it.
+def check_folder(path: Path | None) -> None:
+    """Make the folder `path`, which `--plot` names; None = none is asked for.
 
     Raises:
-        ConfigError: If nothing can be written into it; names the option.
+        ConfigError: If nothing can be written into it.
     """
     if path is None:
         return
@@ -66,7 +62,7 @@ def check_folder(path: Path | None, option: str) -> None:
     except OSError as error:
         why, cause = f"cannot be written to ({error.strerror})", error
     hint = "Name a folder of yours, such as figures."
-    raise ConfigError(option, str(path), why, hint) from cause
+    raise ConfigError("--plot", str(path), why, hint) from cause
 
 
 def save_out(save: Callable[[Path], None], path: Path) -> bool:
@@ -159,7 +155,7 @@ def progress_line(*, shown: bool) -> Iterator[Callable[[str], None]]:
     from penstock.train.logs import telling
 
     if not shown:
-        yield _ignore
+        yield lambda _: None
         return
     with ExitStack() as closing:
         say: Callable[[str], None] = Lines(LINE_EVERY_S).say
@@ -195,7 +191,3 @@ class Lines:
 
 def _update(console: Console, status: Status, text: str) -> None:
     status.update(text[: console.width - LEAD])
-
-
-def _ignore(text: str) -> None:
-    del text

@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from penstock.cli.out import add, add_overrides, check_out, save_out, user_path
 from penstock.cli.plan_compare import compared, swept
@@ -30,10 +28,11 @@ from penstock.cli.plan_subject import (
     memory_of,
     of_study,
     option,
+    refuse_set,
     replaced,
     subject_of,
 )
-from penstock.cli.run import FAILED
+from penstock.cli.run import FAILED, INTERRUPTED
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.cost.clusters.line import EXAMPLE as IN_LINE
@@ -278,14 +277,7 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
     moving = () if weighed is None else (*weighed.lines, *((weighed.verdict,) if moves else ()))
     why = (*explanation.lines, *updates, *plans.searched.lines, *moving)
     seconds = time.monotonic() - started
-    file = PlanFile.of(
-        subject.problem,
-        best,
-        model=subject.title,
-        cluster=subject.cluster_name,
-        why=why,
-        search=plans.searched,
-    )
+    file = subject.plan_file(best, plans.searched, why)
     saved = str(options.out) if options.out is not None and save_out(file.save, options.out) else None
     report = PlanReport(
         subject=subject,
@@ -301,16 +293,14 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
     print(json.dumps(report.to_dict()) if options.json else report.to_text(width), end="")
     if options.out is not None and saved is None:
         return FAILED
-    return 128 + signal.SIGINT if search.stopped() else 0
+    return INTERRUPTED if search.stopped() else 0
 
 
 def _show(options: argparse.Namespace, width: int) -> int:
     """Print a saved plan. Raises ConfigError for options of a search, since they would have no effect."""
-    for name, value in vars(options).items():
-        if name not in OF_NO_SEARCH and value is not None:
-            key = "CONFIG" if name == "config" else option(name)
-            why, hint = "--show only prints a saved plan", "Remove one of the two options."
-            raise ConfigError(key, str(value) if isinstance(value, Path) else value, why, hint)
+    of_search = [name for name in vars(options) if name not in OF_NO_SEARCH]
+    why = "--show only prints a saved plan"
+    refuse_set(options, of_search, why, "Remove one of the two options.")
     file = PlanFile.read(options.show)
     file.check_alone(str(options.show))
     if options.json:

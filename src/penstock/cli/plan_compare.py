@@ -18,7 +18,7 @@ from penstock.cli.plan_subject import (
     budget_of,
     cluster_of,
     memory_of,
-    option,
+    refuse_set,
     replaced,
     subject_of,
 )
@@ -85,11 +85,8 @@ def _printed(found: TwoPlans | Sweep, search: Searching, options: argparse.Names
 
 
 def _check_alone(key: str, options: argparse.Namespace) -> None:
-    for name in ALONE:
-        if getattr(options, name) is not None:
-            value = getattr(options, name)
-            why = f"is an option for one plan, and {key} makes several"
-            raise ConfigError(option(name), str(value), why, "Remove one of the two options.")
+    why = f"is an option for one plan, and {key} makes several"
+    refuse_set(options, ALONE, why, "Remove one of the two options.")
 
 
 def _own(options: argparse.Namespace) -> Callable[[Searching], Side]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,13 +20,14 @@ from penstock.cli.plan_subject import (
     of_study,
     option,
     other_layouts,
+    refuse_set,
     replaced,
     subject_of,
 )
+from penstock.cli.run import INTERRUPTED
 from penstock.config import UNSET, ConfigError
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
-from penstock.mesh import holders
 from penstock.plan import MODELS, Problem, Subject, published_problem
 from penstock.plan.candidate import NothingFitsError
 from penstock.plan.effort import Effort, time_limit
@@ -67,10 +67,8 @@ def wants_stages(options: argparse.Namespace) -> bool:
             why = "is the number of parts of every stage, and no stages are given"
             raise ConfigError(VIRTUAL_SIZE, parts, why, f"Add {SIZE} 4, or remove it.")
         return False
-    for name in ALONE:
-        if (value := getattr(options, name)) is not None:
-            why = f"is for plans that can be run, and one in stages is {PLANNED_ONLY}"
-            raise ConfigError(option(name), str(value), why, f"Remove it, or {SIZE}.")
+    why = f"is for plans that can be run, and one in stages is {PLANNED_ONLY}"
+    refuse_set(options, ALONE, why, f"Remove it, or {SIZE}.")
     if options.global_batch is None:
         why = f"is needed with {SIZE}: its passes are the microbatches that go through the stages"
         raise ConfigError("--global-batch", UNSET, why, "Such as 512.")
@@ -107,7 +105,7 @@ def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int
         price=options.price,
     )
     print(json.dumps(report.to_dict()) if options.json else report.to_text(width), end="")
-    return 128 + signal.SIGINT if search.stopped() else 0
+    return INTERRUPTED if search.stopped() else 0
 
 
 def _laid_out(options: argparse.Namespace, file: ClusterFile) -> _Laid:
@@ -164,8 +162,7 @@ def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float
             return None
         limit_s = GLANCE_S
         alone = replaced(options, layout="given", zero_stage=None)
-        work = subject_of(alone, file).problem.workload
-        samples = work.batch * holders(work.world_size, work.tp_size)
+        samples = subject_of(alone, file).problem.workload.samples
         options = replaced(options, global_batch=samples)
     file, options = _resized(file, options)
     over = time_limit(time.process_time, options.budget or 1.0, limit_s)
@@ -192,11 +189,11 @@ def _resized(file: ClusterFile, options: argparse.Namespace) -> tuple[ClusterFil
     sizes = {name: getattr(options, name) for name in ("nodes", "ranks_per_node")}
     given = {name: size for name, size in sizes.items() if size is not None}
     file = replace(file, slowness=(), **given) if given else file
-    left = {**vars(options), "nodes": None, "ranks_per_node": None}
+    left = replaced(options, nodes=None, ranks_per_node=None)
     if options.model in MODELS and options.num_experts is None:
         whole = published_problem(options.model, file)
-        left["num_experts"] = whole.problem.workload.num_experts
-    return file, argparse.Namespace(**left)
+        left = replaced(left, num_experts=whole.problem.workload.num_experts)
+    return file, left
 
 
 def _searched(

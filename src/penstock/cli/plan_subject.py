@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,6 +84,14 @@ USUAL = {"batch": 1, "seq_len": 4096, "recompute": "auto", "zero_stage": "auto"}
 
 def option(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def refuse_set(options: argparse.Namespace, names: Iterable[str], why: str, hint: str) -> None:
+    """Raise ConfigError about the first of the named options that is set."""
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            key = "CONFIG" if name == "config" else option(name)
+            raise ConfigError(key, str(value) if isinstance(value, Path) else value, why, hint)
 
 
 def replaced(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
@@ -222,10 +230,9 @@ def _stepping(
         return _shared(subject, options).beside(
             lambda: _shared(published_problem(model, file, sizes), options)
         )
-    for name in (*SIZES, "zero_stage", "recompute", "precision"):
-        if getattr(options, name) is not None:
-            why = "is an option for --model; a configuration has settings"
-            raise ConfigError(option(name), getattr(options, name), why, "Write it as section.key=value.")
+    why = "is an option for --model; a configuration has settings"
+    names = (*SIZES, "zero_stage", "recompute", "precision")
+    refuse_set(options, names, why, "Write it as section.key=value.")
     return _configured(options.config, options, file, assumed)
 
 
@@ -309,11 +316,10 @@ def _configured(
 
 def _settings(options: argparse.Namespace) -> list[str]:
     """Return what options say of a model of transformers as settings of a run."""
-    for name in SIZES.keys() - OF_CONFIGURATIONS.keys():
-        if getattr(options, name) is not None:
-            where = "--cluster" if name in ("nodes", "ranks_per_node") else "the model's config.json"
-            why = "is a size of this model, or of its cluster, that no option replaces"
-            raise ConfigError(option(name), getattr(options, name), why, f"Say it in {where}.")
+    why = "is a size of this model, or of its cluster, that no option replaces"
+    refuse_set(options, ("nodes", "ranks_per_node"), why, "Say it in --cluster.")
+    names = SIZES.keys() - OF_CONFIGURATIONS.keys()
+    refuse_set(options, names, why, "Say it in the model's config.json.")
     settings = []
     for name, key in OF_CONFIGURATIONS.items():
         value = getattr(options, name)

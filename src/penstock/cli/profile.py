@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from penstock.autotune.planned import decided
-from penstock.autotune.problem import candidates, check_compatible
+from penstock.autotune.problem import check_compatible, possible_dispatches
 from penstock.autotune.profile.measure import profile_run
 from penstock.autotune.profile.sample import Limits
 from penstock.autotune.profile.tasks import cuts, sample_of
@@ -70,7 +70,7 @@ def profile(options: argparse.Namespace, given: Sequence[str], emulate: Emulated
     if info is None:
         _check_places(options)
         # A dispatch, and every step that is measured, must be one that these ranks can run.
-        candidates(config, layout)
+        possible_dispatches(config, layout)
         sample = replace(sample_of(config), plan=PlanConfig())
         for cut in cuts(sample):
             check_compatible(replace(sample, schedule=cut), layout)
@@ -85,7 +85,7 @@ def profile(options: argparse.Namespace, given: Sequence[str], emulate: Emulated
 def _check_places(options: argparse.Namespace) -> None:
     """Raise ConfigError if what is measured could not be saved."""
     check_out(options.out, EXAMPLE)
-    check_folder(options.plot, "--plot")
+    check_folder(options.plot)
 
 
 def _measure(

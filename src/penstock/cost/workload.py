@@ -11,7 +11,7 @@ from penstock.cost.span import Span, span_of
 from penstock.decision import GradientBytes
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.field import PartialByForm
-from penstock.mesh import Axes, Mesh, node_of, num_nodes
+from penstock.mesh import Axes, Mesh, holders, node_of, num_nodes
 from penstock.ops.core import KindName
 from penstock.ops.work import FLOAT32_BYTES
 from penstock.placement import ExpertPlacement
@@ -128,6 +128,11 @@ class Workload:
     held: HeldBytes | None = None
     tied_embeddings: bool = False
     state: StateTypes = StateTypes()  # frozen
+
+    @property
+    def samples(self) -> int:
+        """The samples of one pass on all ranks together."""
+        return self.batch * holders(self.world_size, self.tp_size)
 
     @property
     def gradient_bytes(self) -> GradientBytes:

@@ -16,7 +16,10 @@ from penstock.features.field import NOTHING_MOVES
 from penstock.mesh import group_sizes, holders, ranks_per_node
 from penstock.ops.work import EXPERT_MATRICES, FLOAT32_BYTES
 from penstock.placement import ExpertPlacement
+from penstock.plan.candidate import Candidate
+from penstock.plan.effort import Searched
 from penstock.plan.models import MODELS, PublishedModel
+from penstock.plan.plan_file import PlanFile
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
 from penstock.step.shape import Recompute, Sharing
@@ -110,6 +113,11 @@ class Subject:
     def problems(self) -> tuple[Problem, ...]:
         """The problem with every optimiser that is open."""
         return (self.problem,) if self.sharded is None else (self.problem, self.sharded)
+
+    def plan_file(self, best: Candidate, searched: Searched, why: tuple[str, ...] = ()) -> PlanFile:
+        """Return the file of a plan for the problem, with its explanation."""
+        named = {"model": self.title, "cluster": self.cluster_name}
+        return PlanFile.of(self.problem, best, **named, why=why, search=searched)
 
     def changed(self, change: Callable[[Problem], Problem], *notes: str) -> Subject:
         """Return the subject with every problem changed, and more notes."""

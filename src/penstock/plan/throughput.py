@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.cost.model_flops import ModelFlops
-from penstock.mesh import holders
 from penstock.plan.candidate import Candidate, whole_s
 from penstock.plan.subject import Subject
 
@@ -40,8 +39,7 @@ class Throughput:
         Args:
             price: The price of a device for an hour; None = not given.
         """
-        work = subject.problem.workload
-        samples = subject.problem.passes * work.batch * holders(work.world_size, work.tp_size)
+        samples = subject.problem.passes * subject.problem.workload.samples
         return Throughput.of_update(subject, samples, whole_s(subject.problem, candidate), 1, price)
 
     @staticmethod

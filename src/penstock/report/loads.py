@@ -101,15 +101,17 @@ class LoadCourse:
         raise ConfigError(str(path), UNSET, "does not hold the loads of a run", REMOVE)
 
 
+def spread(number: int, most: int = MOST_LAYERS) -> list[int]:
+    """Return all places, or `most` of them from the first to the last."""
+    if number <= most:
+        return list(range(number))
+    return sorted({round(place * (number - 1) / max(1, most - 1)) for place in range(most)})
+
+
 def draw_loads(course: LoadCourse, folder: Path) -> Path:
     """Write `loads.png` into `folder`: layers x experts over the whole run, then steps x experts by layer."""
-    # All layers have a panel of their own, or some from the first to the last.
     layers = len(course.layers)
-    shown = (
-        list(range(layers))
-        if layers <= MOST_LAYERS
-        else sorted({round(i * (layers - 1) / (MOST_LAYERS - 1)) for i in range(MOST_LAYERS)})
-    )
+    shown = spread(layers)
     rows = 1 + -(-len(shown) // COLUMNS)
     size = COLUMNS * (PANEL_IN[0] + 0.5) + 0.3, HEAD_IN + rows * (PANEL_IN[1] + GAP_IN)
     some = "" if len(shown) == layers else f"; {len(shown)} of {layers} MoE layers by step"

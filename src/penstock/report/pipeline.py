@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import Any, Final
 
 from penstock.config import to_dict
-from penstock.mesh import holders
 from penstock.plan import Subject
 from penstock.plan.pipeline_search import FoundPipeline
 from penstock.plan.stages import PipelinePlan
@@ -55,8 +54,7 @@ class PipelineReport:
     @property
     def _samples(self) -> int:
         """Samples of an update."""
-        work = self.subject.problem.workload
-        return self.found.best.pipeline.microbatches * work.batch * holders(work.world_size, work.tp_size)
+        return self.found.best.pipeline.microbatches * self.subject.problem.workload.samples
 
     def to_text(self, width: int) -> str:
         """Return the text for a terminal of `width` columns."""

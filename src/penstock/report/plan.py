@@ -9,7 +9,6 @@ from typing import Any
 from penstock.config import to_dict
 from penstock.decision import Field
 from penstock.decision.record import FIELDS
-from penstock.mesh import holders
 from penstock.plan import Candidate, Explanation, FoundPlan, PlanFile, Problem, Subject
 from penstock.plan.candidate import whole_s
 from penstock.plan.moving import Weighed
@@ -78,13 +77,7 @@ class PlanReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
         subject, plans = self.subject, self.found
-        file = PlanFile.of(
-            subject.problem,
-            plans.best,
-            model=subject.title,
-            cluster=subject.cluster_name,
-            search=plans.searched,
-        ).to_dict()
+        file = subject.plan_file(plans.best, plans.searched).to_dict()
         del file["schedule"]
         return {
             **file,
@@ -107,7 +100,7 @@ class PlanReport:
         problem, best = self.subject.problem, self.found.best
         if problem.passes > 1:
             work = problem.workload
-            samples = problem.passes * work.batch * holders(work.world_size, work.tp_size)
+            samples = problem.passes * work.samples
             of = f"{samples:,} samples ({samples * work.seq_len:,} tokens) for each update"
             whole = milliseconds(whole_s(problem, best))
             yield f"Batch    {of}: {problem.passes} passes, whose gradients are accumulated; {whole}"

@@ -37,16 +37,9 @@ class Side:
     def of(subject: Subject, found: FoundPlan, explanation: Explanation) -> Side:
         """Return the side of a plan that was searched."""
         speed, nodes = Throughput.of(subject, found.best), subject.problem.has_nodes
-        file = PlanFile.of(
-            subject.problem,
-            found.best,
-            model=subject.title,
-            cluster=subject.cluster_name,
-            search=found.searched,
-        )
         step_s = found.best.predicted_s
         return Side(
-            file=file,
+            file=subject.plan_file(found.best, found.searched),
             tokens_per_s=speed.tokens_per_s,
             utilisation=speed.utilisation,
             busy_s={lane_words(each, nodes=nodes): of * step_s for each, of in explanation.busy.items()},
@@ -179,10 +172,7 @@ class Sweep:
             head,
             *(self._row(value, side, planned[0]) for value, side in self.sides if isinstance(side, Side)),
         ]
-        lines = [
-            line[:width].rstrip() if len(line) > width else line
-            for line in table(rows, left=len(head)).split("\n")
-        ]
+        lines = [line[:width].rstrip() for line in table(rows, left=len(head)).split("\n")]
         plans = [
             folded(
                 f"{self.name}={value}: {side.file.choice.words if isinstance(side, Side) else side}", width

@@ -298,7 +298,7 @@ def _draw_part(figure: Figure, part: Part, top_in: float) -> None:
 
 
 def _draw_panel(axes: Axes, panel: Panel, colour: str) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import EngFormatter, FixedLocator, NullLocator
 
     sizes, times = ([point[i] for point in panel.fit.points] for i in (0, 1))
     low, high = min(sizes) / 1.6, max(sizes) * 1.6
@@ -314,7 +314,7 @@ def _draw_panel(axes: Axes, panel: Panel, colour: str) -> None:
     for axis, unit, limits in ((axes.xaxis, panel.unit, axes.get_xlim()), (axes.yaxis, "s", axes.get_ylim())):
         axis.set_major_locator(FixedLocator(_ticks(*limits)))
         axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda x, _, unit=unit: _short(x, unit)))
+        axis.set_major_formatter(EngFormatter(unit))
     axes.set_title(panel.title, fontsize=8.5, color=TEXT, loc="left", pad=4)
     note = f"R2 {panel.fit.r2:.3f}" if is_checked(panel.fit) else f"R2 {UNKNOWN}"
     axes.text(0.97, 0.05, note, transform=axes.transAxes, color=QUIET, fontsize=8, ha="right")
@@ -332,10 +332,3 @@ def _ticks(low: float, high: float) -> list[float]:
         if len(ticks) <= MOST_TICKS:
             return ticks
     return ticks[:: math.ceil(len(ticks) / MOST_TICKS)]
-
-
-def _short(value: float, unit: str) -> str:
-    """Return a short text: `10 us`, `1 ms`, `100 kB`."""
-    steps = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
-    size, prefix = next((step for step in steps if value >= 0.999 * step[0]), steps[-1])
-    return f"{value / size:.3g} {prefix}{unit}".strip()

@@ -271,13 +271,6 @@ def describe_schedule(
     microbatches = MICROBATCHES if microbatches is None else microbatches
     all_reduce_chunks = ALL_REDUCE_CHUNKS if all_reduce_chunks is None else all_reduce_chunks
     sharing = usual_sharing(name) if sharing is None else sharing
-    _check_counts(
-        layers=layers,
-        microbatches=microbatches,
-        chunks=chunks,
-        backward_chunks=backward_chunks,
-        all_reduce_chunks=all_reduce_chunks,
-    )
     _check_sharing(sharing)
     cluster = cluster or ClusterConfig(link_bytes_per_s=SLOW_LINK_BYTES_PER_S)
     choice = Decision(
@@ -329,12 +322,6 @@ def _described(
         records=tuple(run.records),
         width=width,
     )
-
-
-def _check_counts(**counts: int | None) -> None:
-    for key, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(key, value, "must be at least 1", "Use 1 or more.")
 
 
 # ---- the representative step -------------------------------------------------------------------------------

@@ -15,6 +15,9 @@ from penstock.report.timeline import duration_text
 from penstock.trace.analysis import Straggler
 from penstock.words import UNKNOWN, counted, folded
 
+WARM_UP_STEPS: Final = 2
+"""The first steps allocate buffers and open connections; medians leave them out."""
+
 LABEL_WIDTH = 12
 SUMMARY_FILE: Final = "summary.json"
 OUTPUTS: Final = ("checkpoint", "metrics", "trace", "tensorboard", "plan", "cluster", "loads")

@@ -27,6 +27,7 @@ from penstock.mesh import Mesh, Seconds
 from penstock.placement import ExpertPlacement
 from penstock.report import RunSummary
 from penstock.report.loads import NUMBERS, REMOVE, LoadCourse
+from penstock.report.summary import WARM_UP_STEPS
 from penstock.runtime import PipelinedStack
 from penstock.runtime.gradients import assign
 from penstock.sharding import shardings_of
@@ -228,8 +229,6 @@ def _never_measured(task: object) -> float:
 
 
 MOST_KEPT: Final = 256
-WARM_UP_STEPS: Final = 2
-"""The first steps allocate buffers and open connections; medians leave them out."""
 
 TYPICAL: Final = (
     "tokens_per_s",

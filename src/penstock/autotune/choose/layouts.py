@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.autotune.planned import decided, decided_slowly
-from penstock.autotune.problem import candidates, check_shared, open_runs, run_problem
+from penstock.autotune.problem import check_shared, open_runs, possible_dispatches, run_problem
 from penstock.autotune.profile.measure import profile_layout
 from penstock.config import ConfigError, IndivisibleError, asked, load, read_json, to_dict
 from penstock.cost import ClusterFile
@@ -253,7 +253,7 @@ def _possible(config: RunConfig, sizes: LayoutSizes, world_size: int, rank: int,
     check_shares(run.model, run.moe, run.parallel, world_size)
     check_shared(run.moe, run.parallel)
     layout = Layout.build(run.parallel, world_size, rank, run.moe.num_experts, node_size)
-    candidates(run, layout)
+    possible_dispatches(run, layout)
     return _Possible(sizes=sizes, config=run, layout=layout)
 
 

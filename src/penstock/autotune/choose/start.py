@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.autotune.planned import Learnt, Order, Planned, PlanToTry, decided, decided_slowly
+from penstock.autotune.planned import Learnt, Order, Planned, decided, decided_slowly
 from penstock.autotune.problem import (
     assumed_problem,
     check_shared,
@@ -132,9 +132,7 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
     number, promising, others, searched, lines, said = decided_slowly(*decided_by)
     logger.info("\n".join(said))
     logger.debug("\n".join(lines))
-    best, *to_try = [
-        PlanToTry(choice=order.choice, plan=order.plan, predicted_s=seconds) for order, seconds in promising
-    ]
+    (best, _), *to_try = promising
     return Planned(
         problem=problems[number],
         choice=best.choice,
@@ -285,22 +283,14 @@ class Solved:
         )
 
 
-def find(
-    problem: Problem,
-    file: ClusterFile,
-    budget: float,
-    remedy: str = IN_A_RUN,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-) -> Solved:
+def find(problem: Problem, file: ClusterFile, budget: float, remedy: str = IN_A_RUN) -> Solved:
     """Return the best plan and the reasons for it; callers print its warning.
 
     Args:
         budget: Effort of the search, relative to the usual one.
         remedy: What can be done about measurements that contradict each other.
-        clock: Seconds by which the search ends after `SEARCH_S`, with the best plan by then.
     """
-    ends = time_limit(clock, budget)
+    ends = time_limit(time.monotonic, budget)
     memory_bytes, warning = file.memory_bytes, None
     try:
         result = find_plan(problem, memory_bytes=memory_bytes, budget=budget, ends=ends)

@@ -47,13 +47,13 @@ class Kernel:
 
 
 def measure_kernels(
-    config: RunConfig, machinery: Machinery, budget_s: float, limits: Limits | None = None
+    config: RunConfig, machinery: Machinery, budget_s: float, limits: Limits
 ) -> tuple[KernelModel, ...]:
     """Measure kernels, with the same result on all ranks, which call it together; as many as the time allows.
 
     Args:
         budget_s: Seconds for all kernels together.
-        limits: What else ends measuring; None = nothing.
+        limits: What else ends measuring.
     """
     budget = Budget(machinery.control, budget_s, limits)
     kernels = list(_kernels(config, machinery))

@@ -22,7 +22,6 @@ from penstock.train.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-BUDGET_S = 60.0
 LINKS_SHARE, KERNELS_SHARE = 0.45, 0.25
 """Share of links in the whole budget; share of kernels in the budget of computation."""
 
@@ -37,7 +36,7 @@ def profile_run(
     config: RunConfig,
     machinery: Machinery,
     *,
-    budget_s: float = BUDGET_S,
+    budget_s: float,
     name: str = UNNAMED,
     limits: Limits | None = None,
 ) -> ClusterFile:

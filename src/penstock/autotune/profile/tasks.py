@@ -57,7 +57,7 @@ def measure_tasks(
     file: ClusterFile,
     schedules: Sequence[ScheduleConfig] = (),
     *,
-    limits: Limits | None = None,
+    limits: Limits,
 ) -> ClusterFile:
     """Return the file with its compute tasks measured, and what real steps tell about tasks and links.
 
@@ -67,7 +67,7 @@ def measure_tasks(
 
     Args:
         schedules: How steps are cut; none = in several ways, so that the lines hold for any.
-        limits: What else ends measuring; None = nothing.
+        limits: What else ends measuring.
     """
     budget = Budget(machinery.control, budget_s, limits)
     sample = sample_of(config)

@@ -11,7 +11,6 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from penstock.config import from_dict, to_dict
 from penstock.cost import ClusterFile
@@ -47,19 +46,11 @@ class Given:
     cluster: ClusterFile | None = None
 
     def save(self, folder: Path) -> None:
-        cluster = None if self.cluster is None else to_dict(self.cluster)
-        plain = {"config": to_dict(self.config), "timeout_s": self.timeout_s, "cluster": cluster}
-        write_whole(folder / GIVEN, json.dumps(plain))
+        write_whole(folder / GIVEN, json.dumps(to_dict(self)))
 
     @staticmethod
     def read(folder: Path) -> Given:
-        plain: dict[str, Any] = json.loads((folder / GIVEN).read_text(encoding="utf-8"))
-        cluster = plain["cluster"]
-        return Given(
-            config=from_dict(RunConfig, plain["config"], "config"),
-            timeout_s=plain["timeout_s"],
-            cluster=None if cluster is None else from_dict(ClusterFile, cluster, "cluster"),
-        )
+        return from_dict(Given, json.loads((folder / GIVEN).read_text(encoding="utf-8")), GIVEN)
 
 
 def main(stage_name: str, folder: Path) -> None:

@@ -73,16 +73,6 @@ class Outcome:
     def skipped(cls, reason: str) -> Self:
         return cls(verdict=Verdict.SKIPPED, reason=reason)
 
-    @staticmethod
-    def read(plain: Mapping[str, Any]) -> Outcome:
-        """Return what `dataclasses.asdict` and JSON have made plain."""
-        return Outcome(
-            verdict=Verdict(plain["verdict"]),
-            reason=plain["reason"],
-            lines=tuple(plain["lines"]),
-            figures=plain["figures"],
-        )
-
 
 def together(outcomes: Mapping[int, Outcome]) -> Outcome:
     """Return what all ranks have found: the worst verdict, with its reasons, and the first rank's figures."""

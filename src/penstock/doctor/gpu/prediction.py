@@ -39,7 +39,7 @@ def run(here: Here) -> Outcome:
         for name, candidate in planned.items():
             ran.stack.adopt(candidate.plan)
             _, step_s = timed(here, partial(ran.step, turn))
-            exposed_s = occupation(ran.stack.records(), ran.stack.machinery.layout.mesh.silent).exposed_s
+            exposed_s = occupation(ran.stack.records(), layout.mesh.silent).exposed_s
             slowest_s, exposed_s = here.control.largest([step_s, exposed_s], "comparing measured steps")
             measured[name] += [(slowest_s, exposed_s)] if turn >= WARM_UP else []
     machinery.close()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, Final, Protocol
@@ -91,7 +92,7 @@ class Met:
         self._meeting.leave(stage.name, asdict(mine))
         if self._meeting.rank == 0:
             heard = self._meeting.hear(stage.name, self._ranks, until_s)
-            outcomes = {rank: Outcome.read(plain) for rank, plain in heard.items()}
+            outcomes = {rank: from_dict(Outcome, plain, stage.name) for rank, plain in heard.items()}
             for rank in self._ranks:
                 outcomes.setdefault(rank, Outcome.failed("its doctor did not answer"))
             outcome = stage.judge(outcomes)
@@ -100,7 +101,7 @@ class Met:
         plain = self._meeting.announced(f"{stage.name} on all", until_s + SPARE_S)
         if plain is None:
             raise MeetingError(f"rank 0 did not say how stage {stage.name} ended")
-        return Outcome.read(plain)
+        return from_dict(Outcome, plain, stage.name)
 
     def names(self) -> Mapping[str, str]:
         everyone = self._meeting.hear("names", self._ranks, time.monotonic() + SPARE_S)
@@ -130,7 +131,7 @@ def run_stages(
             outcome = Outcome.skipped(f"it needs what {' and '.join(broken)} did not bring")
         else:
             given = Given(config=config, timeout_s=limit_s, cluster=cluster)
-            own = run_child(lambda folder, name=stage.name: _command(name, folder), given)  # type: ignore[misc]
+            own = run_child(partial(_command, stage.name), given)
             outcome = crew.collect(stage, own, start_s + limit_s + SPARE_S)
         ended[stage.name] = outcome.verdict
         measured: Any = outcome.figures.get("cluster")
@@ -174,7 +175,7 @@ def run_child(command: Callable[[Path], Sequence[str]], given: Given) -> Outcome
             log.seek(0)
             said = log.read().decode(errors="replace")
         if (folder / FOUND).exists():
-            return Outcome.read(json.loads((folder / FOUND).read_text(encoding="utf-8")))
+            return from_dict(Outcome, json.loads((folder / FOUND).read_text(encoding="utf-8")), FOUND)
         return Outcome.failed(_ending(code, said, given.timeout_s))
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from penstock.autotune.problem import candidates, run_problem
+from penstock.autotune.problem import possible_dispatches, run_problem
 from penstock.autotune.profile.measure import LINKS_S, profile_links
 from penstock.autotune.profile.sample import PURPOSE, Budget, ignore
 from penstock.autotune.profile.steps import (
@@ -96,7 +96,9 @@ class VirtualField:
         say("measuring links, and what traffic costs virtual steps")
         names = config.compare.schedules
         named = [Named.of(name).dispatch for name in names if name != AUTO]
-        named += candidates(self._open, self._layout) if AUTO in names else []  # a search chooses among these
+        named += (
+            possible_dispatches(self._open, self._layout) if AUTO in names else []
+        )  # a search chooses among these
         dispatches = tuple(dict.fromkeys(name for name in named if name is not None))
         budget_s = config.compare.profile_s
         links = profile_links(self._config, machinery, dispatches, budget_s=min(LINKS_S, budget_s))
@@ -173,7 +175,7 @@ class VirtualField:
     def _config_of(self, name: str, schedule: ScheduleConfig) -> RunConfig:
         """Return the run of an entry. Raises ConfigError for a dispatch that these ranks cannot run."""
         config = run_of(self._bench, name, schedule)
-        candidates(config, self._layout)
+        possible_dispatches(config, self._layout)
         return config
 
     @property

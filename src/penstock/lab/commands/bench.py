@@ -48,7 +48,7 @@ def bench(
         _check_pieces(config)
     _check_fits(config, options, emulate)
     if detect(os.environ) is None:
-        check_folder(options.plot, "--plot")
+        check_folder(options.plot)
 
     def work(info: ProcessInfo) -> int:
         measure = partial(_compare, config, options, emulate)
@@ -142,7 +142,7 @@ def _compare(
     """Compare and summarise. Without an emulated cluster all ranks form one node, links of unknown rate."""
     del device  # the compared systems run on the CPU
     control = Control(layout.rank, layout.world_size)
-    control.agreed(lambda: check_folder(options.plot, "--plot"), "looking where figures are to be", by=0)
+    control.agreed(lambda: check_folder(options.plot), "looking where figures are to be", by=0)
     with progress_line(shown=layout.rank == 0) as say:
         if options.plan:
             field: Field = planned_field(config, layout, say)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock.graph import Lane, Name
 from penstock.ops.base import Family, family_of
-from penstock.report.loads import BRIGHTEST, COLD, HOT, LoadCourse, over_mean
+from penstock.report.loads import BRIGHTEST, COLD, HOT, LoadCourse, over_mean, spread
 from penstock.report.page.findings import Binding, ByLayer, Course, Values, title_of
 from penstock.report.page.render import (
     BOX,
@@ -38,7 +38,6 @@ MOST_POINTS = 2000
 """The most points of a curve: a screen has no more columns."""
 MOST_CELLS = 120_000
 """The most cells of all heat maps by step."""
-MOST_LAYERS = 8
 """The most layers with a curve of their own, from the first to the last."""
 FIGURE_HEIGHT = 300
 BARE: Figure = {"showgrid": False, "zeroline": False}
@@ -80,12 +79,11 @@ def network_figure(course: Course) -> Figure | None:
     if not any(course.communication_s):
         return None
     at = _chosen(course)
-    exposed = tuple(course.exposed_s)
     hidden = tuple(
         None if total is None or bare is None else max(0.0, total - bare)
-        for total, bare in zip(course.communication_s, exposed, strict=True)
+        for total, bare in zip(course.communication_s, course.exposed_s, strict=True)
     )
-    parts = [("exposed", exposed, SECOND), ("hidden under computation", hidden, HIDDEN)]
+    parts = [("exposed", course.exposed_s, SECOND), ("hidden under computation", hidden, HIDDEN)]
     data = [
         _line(course, _milliseconds(values), at, name, colour, digits=".1f")
         | {"stackgroup": "one", "fillcolor": colour, "line": {"width": 0, "color": colour}}
@@ -107,7 +105,7 @@ def layers_figure(course: Course, by_layer: ByLayer, layers: Sequence[int], titl
         return None
     at, names = _chosen(course), layers if len(layers) == len(first) else range(len(first))
     data = []
-    for place, colour in zip(_spread(len(first)), SERIES, strict=False):
+    for place, colour in zip(spread(len(first)), SERIES, strict=False):
         curve = tuple(values[place] if values else None for values in by_layer)
         data.append(_line(course, curve, at, f"L{names[place]}", colour))
     return {"data": data, "layout": _over_steps(course, title)}
@@ -144,8 +142,8 @@ def loads_over_time_figure(course: LoadCourse, place: int) -> Figure:
     """
     # So many steps are drawn that all heat maps together have few enough cells.
     _, layers, experts = course.loads_SYE.shape
-    most = max(2, MOST_CELLS // max(1, experts * len(_spread(layers, max(1, MOST_CELLS // (64 * experts))))))
-    kept = _spread(len(course.steps), most)
+    most = max(2, MOST_CELLS // max(1, experts * len(spread(layers, max(1, MOST_CELLS // (64 * experts))))))
+    kept = spread(len(course.steps), most)
     heat = over_mean(course.loads_SYE[kept, place]).T
     steps = [course.steps[index] for index in kept]
     data = _heat(heat, steps, list(range(len(heat))), "expert %{y} in step %{x}")
@@ -164,7 +162,7 @@ def shown_layers(course: LoadCourse) -> list[int]:
     """Return the layers with a heat map over time, by index: all, or as many as a file can hold."""
     experts = course.loads_SYE.shape[2]
     most = max(1, MOST_CELLS // max(1, experts * min(len(course.steps), 64)))
-    return _spread(len(course.layers), most)
+    return spread(len(course.layers), most)
 
 
 def _heat(heat: npt.NDArray[np.float64], across: list[int], down: list[int], where: str) -> Figure:
@@ -219,14 +217,7 @@ def _over_steps(course: Course, title: str, *, rangemode: str = "tozero", **more
 
 
 def _chosen(course: Course) -> list[int]:
-    return _spread(len(course.steps), MOST_POINTS)
-
-
-def _spread(number: int, most: int = MOST_LAYERS) -> list[int]:
-    """Return places from the first to the last, `most` of them."""
-    if number <= most:
-        return list(range(number))
-    return sorted({round(place * (number - 1) / max(1, most - 1)) for place in range(most)})
+    return spread(len(course.steps), MOST_POINTS)
 
 
 def _step_ticks(steps: Sequence[int]) -> Figure:
@@ -345,8 +336,9 @@ def families_of(step: StepFile) -> list[Family]:
 
 def path_figure(binding: Binding) -> Figure:
     """Return the critical path as one bar, divided into its parts."""
-    taken_s: dict[str, float] = {
-        family: binding.computed_s.get(family, 0.0) + binding.moved_s.get(family, 0.0) for family in Family
+    taken_s = {
+        str(family): binding.computed_s.get(family, 0.0) + binding.moved_s.get(family, 0.0)
+        for family in Family
     }
     taken_s[PAUSES] = binding.gaps_s
     data = [
@@ -361,9 +353,7 @@ def path_figure(binding: Binding) -> Figure:
             "textfont": {"color": ink(name), "size": 13},
             "hovertemplate": f"{name}: {milliseconds(seconds)}<extra></extra>",
         }
-        for name, seconds in (
-            {str(family): s for family, s in taken_s.items()} | {PAUSES: binding.gaps_s}
-        ).items()
+        for name, seconds in taken_s.items()
         if seconds > 0
     ]
     return {

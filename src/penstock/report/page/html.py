@@ -33,6 +33,7 @@ from penstock.report.page.findings import (
     slow_ranks,
 )
 from penstock.report.page.render import COLOURS, PAUSES, Figure, Row, render
+from penstock.report.summary import WARM_UP_STEPS
 from penstock.trace.step_file import StepFile
 from penstock.words import change, gib, lane_words, milliseconds, percent
 
@@ -92,10 +93,6 @@ def relative(ratio: float) -> str:
 def signed_change(seconds: float, base_s: float) -> str:
     """Return `change` with a typographic minus."""
     return change(seconds, base_s).replace("-", MINUS)
-
-
-WARM_UP_STEPS = 2
-"""First steps, which allocate buffers and open connections; medians leave them out."""
 
 
 def write_page(run: FinishedRun) -> str:
