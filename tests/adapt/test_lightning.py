@@ -66,6 +66,26 @@ class WithCritic(Module):
         return loss
 
 
+class InHalves(Module):
+    """With an optimizer for each half of the model's parameters."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
+        loss = super().training_step(batch, number)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        own = [*self.parameters()]
+        return [torch.optim.AdamW(half, lr=1e-2) for half in (own[::2], own[1::2])]
+
+
 class Late(Module):
     """Spreads the model when the ranks have joined, as Lightning wants it of large ones."""
 
@@ -150,6 +170,17 @@ def test_lightning_trains_saves_and_goes_on(ranks: Pools, tmp_path: Path, kind: 
     with torch.no_grad():  # the checkpoint of the last step, after which comes an evaluation
         losses = [read(**batch).loss.item() for _, batch in zip(range(2), loader(1), strict=False)]
     assert losses == pytest.approx(wanted[-2:], rel=1e-4)
+
+
+def test_two_optimizers_of_one_model_go_on(ranks: Pools, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    wanted = fit(InHalves(small("mixtral", initializer_range=0.1)), tmp_path / "plain", 1, **own)
+    half = tmp_path / "ranks" / "step=4.ckpt"
+    assert on_ranks(ranks, InHalves, half.parent, **own) == pytest.approx(wanted, rel=1e-4)
+    more = own | {"max_steps": 2 * STEPS, "limit_val_batches": 0}
+    plain = InHalves(small("mixtral", initializer_range=0.1))
+    wanted = fit(plain, tmp_path / "plain on", 1, tmp_path / "plain" / half.name, **more)
+    assert on_ranks(ranks, InHalves, tmp_path / "on", half, **more) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_what_a_module_trains_beside_a_model_is_averaged(ranks: Pools, tmp_path: Path) -> None:

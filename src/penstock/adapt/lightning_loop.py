@@ -8,6 +8,7 @@ bring what they hold: it is a checkpoint of Penstock, which transformers reads, 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.adapt.checkpoint import load_optimizer, save_checkpoint
+from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_optimizer
 from penstock.adapt.engine import refuse_sharing
 from penstock.adapt.scheduled import engine_if_any, engine_of
 from penstock.adapt.upstream import load_weights, place_of, replace_functions
@@ -67,6 +68,21 @@ class _Held:
                     "are saved apart, so give the others an optimizer of their own"
                 )
         return None
+
+    def optimizers(
+        self, optimizers: Sequence[Any], folder: str | Path
+    ) -> Iterator[tuple[Any, torch.optim.Optimizer, Path]]:
+        """Yield the models of those optimisers that have one, the optimisers, and the places of their states.
+
+        The first of a model lies with it, any other in a folder there.
+        """
+        places, counts = {id(model): place for model, place in self.in_folder(folder)}, Counter[int]()
+        for optimizer in optimizers:
+            if (model := self.owner(optimizer)) is not None:
+                number = counts[id(model)]
+                counts[id(model)] += 1
+                place = places[id(model)]
+                yield model, optimizer, place / f"optimizer_{number}" if number else place
 
     def in_folder(self, folder: str | Path) -> Iterator[tuple[Any, Path]]:
         """Yield the models and their places in the folder of a checkpoint."""
@@ -156,14 +172,18 @@ def _save(
     if "://" in str(filepath):
         raise ValueError(f"{filepath}: checkpoints of scheduled models are folders of a file system")
     optimizers = strategy.optimizers if "optimizer_states" in checkpoint else []
-    owners = {id(owner): each for each in optimizers if (owner := held.owner(each)) is not None}
+    placed = list(held.optimizers(optimizers, filepath))
     if strategy.is_global_zero and (Path(filepath) / OWN).is_file():
         remove_tree(Path(filepath) / OWN)
     for model, place in held.in_folder(filepath):
-        if id(model) in owners:
-            save_checkpoint(model, owners[id(model)], place)
+        own = [(optimizer, where) for owner, optimizer, where in placed if owner is model]
+        if own:
+            save_checkpoint(model, *own[0])
         else:
             model.save_pretrained(place, is_main_process=strategy.is_global_zero)
+        for optimizer, where in own[1:]:
+            where.mkdir(exist_ok=True)
+            save_optimizer(model, optimizer, where)
     plain(strategy, checkpoint, Path(filepath) / OWN, storage_options=storage_options)
 
 
@@ -205,14 +225,13 @@ def _load_optimizers(
     if FOLDER not in checkpoint:
         plain(strategy, checkpoint)
         return
-    places = {id(model): place for model, place in held.in_folder(checkpoint[FOLDER])}
     states: Sequence[Any] = checkpoint["optimizer_states"]
     pairs: Iterator[tuple[torch.optim.Optimizer, Any]] = zip(strategy.optimizers, states, strict=True)
     for optimizer, state in pairs:
-        if (owner := held.owner(optimizer)) is None:
+        if held.owner(optimizer) is None:
             optimizer.load_state_dict(state)
-        else:
-            load_optimizer(owner, optimizer, places[id(owner)])
+    for model, optimizer, place in held.optimizers(strategy.optimizers, checkpoint[FOLDER]):
+        load_optimizer(model, optimizer, place)
 
 
 REPLACED: Mapping[tuple[str, str], Mapping[str, Callable[..., Any]]] = {
