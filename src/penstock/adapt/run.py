@@ -155,7 +155,7 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
     # What the run decides stands in the model, and in its configuration.
     model, coefficient = found.model, config.moe.aux_loss_coeff
     model.config.architectures, model.config.dtype = [type(model).__name__], torch.float32
-    if found.family.coefficient is not None and coefficient_of(found) is not None:
+    if found.family.coefficient is not None and coefficient_of(model, found.family) is not None:
         *holder, name = found.family.coefficient.split(".")
         setattr(model.get_submodule(".".join(holder)), name, coefficient)
         if hasattr(found.config, name):

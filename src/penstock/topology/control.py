@@ -44,11 +44,6 @@ class Control:
         self._limit: timedelta | None = None
         self._setting = ""
 
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The process group of all ranks that takes tensors of the CPU; None for one rank."""
-        return self._group
-
     def any(self, flag: bool, purpose: str) -> bool:
         """Return whether the flag of any rank is True."""
         return bool(self.largest((float(flag),), purpose)[0])
