@@ -244,3 +244,11 @@ def make_durable(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def free_name(path: Path) -> Path:
+    """Return the path with the first number after its name that is free."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{number}")):
+        number += 1
+    return aside

@@ -128,8 +128,8 @@ def real_step(rank: int, case: Case, hosts: bool) -> tuple[Told, StepPlan]:
     stack = stack_with_replicas(rank, case, RandomReplicas(steps=1)) if hosts else stack_of(rank, case)
     if hosts:
         found = iter(replications_of(case, hosts))
-        stack.of(ExpertReplicas).use(
-            [None if layer is None else next(found) for layer in stack.moe_layers], stack
+        stack.of(ExpertReplicas).manager.use(
+            tuple(None if layer is None else next(found) for layer in stack.moe_layers)
         )
     tokens, labels = batch_of(case)
     sent: Sent = defaultdict(list)

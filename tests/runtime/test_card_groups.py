@@ -47,7 +47,7 @@ def control_beside_cards(rank: int) -> list[Any]:
         later = control.sum_later([1.0, rank], "summing")
         found = [control.gather(rank, "collecting"), control.largest([rank, -rank], "voting"), later()]
         parts = control.collect(torch.tensor([rank + 0.5]), (0, 1), 0, "saving")
-        again = Control(rank, 2).group is control.group is host_group()
+        again = host_group() is host_group()
         return [*found, [part.item() for part in parts], again]
 
 

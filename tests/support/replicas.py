@@ -90,8 +90,8 @@ def _split(positions: Sequence[int], random: Random) -> tuple[Part, ...]:
 
 def replicate_randomly(stack: PipelinedStack, hosts: RandomReplicas, step: int) -> None:
     """The same random replicas on all ranks, others in every step and layer, their rows split in all ways."""
-    stack.of(ExpertReplicas).use(
-        [
+    stack.of(ExpertReplicas).manager.use(
+        tuple(
             None
             if layer is None
             else replace(
@@ -99,8 +99,7 @@ def replicate_randomly(stack: PipelinedStack, hosts: RandomReplicas, step: int) 
                 limit=hosts.limits[(step + n) % len(hosts.limits)],
             )
             for n, layer in enumerate(stack.moe_layers)
-        ],
-        stack,
+        )
     )
 
 

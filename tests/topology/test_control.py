@@ -131,12 +131,14 @@ def test_an_exchange_may_have_a_limit_of_its_own(how: str) -> None:
 
 def agree(rank: int, problems: list[str | None], by: int | None) -> str | None:
     def work() -> None:
+        if problems[rank] == "bare":
+            raise ValueError("bare")
         if problems[rank] is not None:
             raise ConfigError("train.steps", 3, problems[rank] or "", "Use 4.")
 
     try:
         Control(rank, len(problems)).agreed(work, "judging", by=by)
-    except ConfigError as error:
+    except ValueError as error:
         return str(error)
     return None
 
@@ -150,6 +152,8 @@ def agree(rank: int, problems: list[str | None], by: int | None) -> str | None:
         (["is odd", None], None, "train.steps = 3: on rank 0, is odd. Use 4."),
         (["is odd", None], 0, "train.steps = 3: is odd. Use 4."),
         ([None, "is odd"], 0, None),
+        ([None, "bare"], None, "on rank 1, bare"),
+        (["bare", "bare"], None, "bare"),
     ],
 )
 def test_what_one_rank_refuses_all_do(

@@ -412,11 +412,9 @@ def load_pretrained(
     parallel = shared_as(settings, sizes, mesh, found, torch.device(device))
     with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
         layout, kind = machinery.layout, dtype or opened.config.dtype or torch.float32
-        share: list[Found] = []  # what one rank finds in what it reads, all must learn
-        machinery.control.agreed(
-            lambda: share.append(read_share(found, opened, layout, kind, device)), f"reading {folder}"
+        found = machinery.control.agreed(  # what one rank finds in what it reads, all must learn
+            partial(read_share, found, opened, layout, kind, device), f"reading {folder}"
         )
-        (found,) = share
         tensor = TensorShares.of(found, layout)
         scheduled(found, machinery, parallel, plan, tensor, updating)
         if tensor is not None:

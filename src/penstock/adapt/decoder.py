@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from penstock.adapt.cut import Caught, Cut, Inside, RouterUse
 from penstock.adapt.tensor import SharedLayer, TensorShares
 from penstock.families.inspection import code_of, in_parts
 from penstock.families.known import Family
+from penstock.families.sections import coefficient_of
 from penstock.moe import MoELayer, SampleKeys
 from penstock.runtime.statistics import cross_entropy_sum
 from penstock.sharding import shardings_of
@@ -422,15 +422,13 @@ class Decoder:
 
     @property
     def coefficient(self) -> float:
-        """Weight of the balance loss, read where the model's own code reads it."""
-        assert self.family.coefficient is not None, "a step without one has no balance loss"
-        return float(attrgetter(self.family.coefficient)(self.model))
+        """Weight of the balance loss, read where the model's own code reads it; 0 where it has none."""
+        return coefficient_of(self.model, self.family) or 0.0
 
     @property
     def has_balance_loss(self) -> bool:
         """Whether the model weighs a balance loss at all: some have none."""
-        name = self.family.coefficient
-        return name is not None and hasattr(self.model, name.partition(".")[0])
+        return coefficient_of(self.model, self.family) is not None
 
     @property
     def hidden_size(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +35,6 @@ class OtherRankError(RuntimeError):
     """Another rank could not generate, and says why itself."""
 
 
-class Meeting(Protocol):
-    """The experts of one layer, at which ranks meet."""
-
-    def take_part(self) -> None:
-        """Meet the other ranks with no rows, as if a forward pass had come here."""
-        ...
-
-
 class Passes:
     """The forward passes of a model on this rank. Every pass meets the other ranks once in every layer.
 
@@ -52,7 +44,7 @@ class Passes:
 
     def __init__(self, control: Control, turns: Turns) -> None:
         self._control, self._turns = control, turns
-        self.meetings: list[Meeting] = []
+        self.meetings: list[Spread] = []
         self._next: int | None = None  # the meeting that comes next in the running pass; None: there is none
         self._generates = self._broken = False
 
@@ -84,7 +76,7 @@ class Passes:
             self._next = None
 
     @contextmanager
-    def at(self, meeting: Meeting) -> Iterator[None]:
+    def at(self, meeting: Spread) -> Iterator[None]:
         """Meet the other ranks inside this context, after the meetings that the pass has left out."""
         if self._next is not None:
             place = self.meetings.index(meeting)

@@ -131,9 +131,9 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
     """
     path, layout, control = config.model.config, machinery.layout, machinery.control
     assert path is not None, "sizes of other architectures come from there"
-    stored, built = same_files(path, control), list[Found]()
+    stored = same_files(path, control)
 
-    def build() -> None:
+    def build() -> Found:
         check_can_narrow(described_in(path), layout.etp_size)
         try:
             if not stored:
@@ -149,14 +149,13 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
             raise
         except ValueError as error:
             raise ConfigError("model.config", str(path), str(error)) from error
-        built.append(found.of(found.model.to(machinery.device)))
+        return found.of(found.model.to(machinery.device))
 
-    control.agreed(build, "building the model of model.config")
-    (found,) = built
+    found = control.agreed(build, "building the model of model.config")
     # What the run decides stands in the model, and in its configuration.
     model, coefficient = found.model, config.moe.aux_loss_coeff
     model.config.architectures, model.config.dtype = [type(model).__name__], torch.float32
-    if found.family.coefficient is not None and coefficient_of(found) is not None:
+    if found.family.coefficient is not None and coefficient_of(model, found.family) is not None:
         *holder, name = found.family.coefficient.split(".")
         setattr(model.get_submodule(".".join(holder)), name, coefficient)
         if hasattr(found.config, name):

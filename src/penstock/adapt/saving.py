@@ -299,19 +299,7 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.d
 def _write_at_rank_0(
     model: Any, plain: Any, engine: Engine, folder: Path, given: Mapping[str, Tensor] | None, **options: Any
 ) -> None:
-    """Let transformers write a model on rank 0, which needs memory for all of it; all ranks call it."""
-    control = engine.stack.machinery.control
-    state = whole_state(model, engine, given)
-    write = partial(plain.save_pretrained, model, folder, state_dict=state, **options)
-    together(control, f"saving {folder}", write, rank=0)
-
-
-def whole_state(
-    model: Any, engine: Engine, given: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor] | None:
-    """Return the state dictionary of the model on one process, at rank 0; None on the others.
-
-    All ranks call it.
+    """Let transformers write a model on rank 0, which needs memory for all of it; all ranks call it.
 
     Args:
         given: This rank's own state dictionary, where it is not the model's.
@@ -329,7 +317,8 @@ def whole_state(
     whole = dict(joined(shared, layout.mesh, control, "saving a model", at=0))
     for each in names.values():
         state |= dict.fromkeys(each, whole[each[0]]) if each[0] in whole else {}
-    return state if control.rank == 0 else None
+    write = partial(plain.save_pretrained, model, folder, state_dict=state, **options)
+    together(control, f"saving {folder}", write, rank=0)
 
 
 def check_names(model: Any, plain: Any, control: Control, given: Mapping[str, Tensor] | None = None) -> None:

@@ -10,7 +10,7 @@ attention.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -24,7 +24,7 @@ from penstock.config import ConfigError
 from penstock.families.adapters import core_of
 from penstock.families.experts import KeptWhole
 from penstock.families.inspection import Found
-from penstock.families.sections import DENSE_COLUMN, DENSE_ROWS
+from penstock.families.sections import DENSE_COLUMN, DENSE_ROWS, of_linear
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard, held_rows
@@ -307,14 +307,14 @@ class TensorShares(KeptWhole):
         for layer, block in zip(found.layers, found.blocks, strict=True):
             attention = layer.get_submodule(cut.module)
             self._parts(
-                attention, {**_of_linear(attention, cut.rows, cut.columns), **dict.fromkeys(cut.heads, 0)}
+                attention, {**of_linear(attention, cut.rows, cut.columns), **dict.fromkeys(cut.heads, 0)}
             )
             self._stands += [Summed(getattr(attention, name), self.ranks) for name in cut.columns]
             self._stands += [Narrowed(getattr(attention, name), self.ranks) for name in cut.narrowed]
             dense = None
             if block is None:
                 part = layer.get_submodule(family.block)
-                self._parts(part, _of_linear(part, DENSE_ROWS, (DENSE_COLUMN,)))
+                self._parts(part, of_linear(part, DENSE_ROWS, (DENSE_COLUMN,)))
                 self._stands += [Summed(getattr(part, DENSE_COLUMN), self.ranks)]
                 self._stands += [dense := Skipped(part, self.ranks)]
             self._stands += [stand := Attended(attention, self.ranks)]
@@ -343,15 +343,6 @@ def _vocabulary(model: Any) -> list[nn.Module]:
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
         if module is not None
     ]
-
-
-def _of_linear(module: nn.Module, rows: Sequence[str], columns: Sequence[str]) -> dict[str, int]:
-    """Return along which dimension the parameters of linear layers are cut, those that there are."""
-    dims: dict[str, int] = {}
-    for name in rows:
-        if isinstance(linear := getattr(module, name, None), nn.Linear):
-            dims |= {f"{name}.{own}": 0 for own, _ in linear.named_parameters()}
-    return {**dims, **{f"{name}.weight": 1 for name in columns}}
 
 
 def check_can_share(found: Found, size: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.config import UNSET, ConfigError, HintWarning, read_json
-from penstock.writing import UNFINISHED, make_durable, remove_tree, write_whole
+from penstock.writing import UNFINISHED, free_name, make_durable, remove_tree, write_whole
 
 ONE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -321,8 +321,5 @@ def _hide(path: Path) -> None:
 
 def set_aside(path: Path) -> None:
     """Rename a damaged checkpoint, so that it is neither the newest nor counted."""
-    number, target = 1, path.with_name(f"{DAMAGED}{path.name}")
-    while os.path.lexists(target):
-        target = path.with_name(f"{DAMAGED}{path.name}.{number}")
-        number += 1
-    path.rename(target)
+    target = path.with_name(f"{DAMAGED}{path.name}")
+    path.rename(free_name(target) if os.path.lexists(target) else target)

@@ -173,7 +173,7 @@ LEAD: Final = 4
 class Lines:
     """Prints what it is told on standard error, unless it printed another line a moment ago.
 
-    Attributes:
+    Args:
         every_s: Seconds between lines.
         begins: Whether the first line is printed at once rather than after `every_s`.
     """

@@ -71,7 +71,7 @@ def findings(run: FinishedRun) -> dict[str, Any]:
     step, plan = run.step, run.plan
     binding = None if step is None else binding_of(step)
     return {
-        "steps": len(run.course.steps),
+        "steps": len(run.course.step),
         **{
             f"{name}_s": getattr(step, f"{name}_s", None)
             for name in ("predicted", "measured", "traced", "bound")

@@ -30,7 +30,7 @@ class MeetingError(Exception):
 class Meeting:
     """One rank's view of the store. Its methods raise MeetingError where the store cannot be reached.
 
-    Attributes:
+    Args:
         info: Which rank this is.
         host, port: Where the store is.
         serves: Whether rank 0 serves the store.

@@ -57,7 +57,7 @@ class Rates:
 class Server:
     """Answers other ranks until it is closed.
 
-    Attributes:
+    Args:
         host: The address at which to listen.
         token: The secret that ranks share; questions without it are not answered.
     """

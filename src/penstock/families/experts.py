@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,26 +37,6 @@ class RouterCall:
 
     given: tuple[Any, ...]
     returned: Any
-
-
-class Times(Protocol):
-    """Multiplies rows, sorted by expert, by one of the experts' weights.
-
-    Attributes:
-        shard: The part of each weight that is here.
-    """
-
-    @property
-    def shard(self) -> Shard: ...
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Number of rows of every expert."""
-        ...
-
-    def __call__(self, rows_RM: Tensor, name: str, *, turned: bool = False) -> Tensor:
-        """Multiply rows [R, M] by the weight `name`: [E, M, H], [E, H, M] (turned), or [E * M, H]."""
-        ...
 
 
 class ExpertForm:
@@ -336,7 +316,7 @@ class ModelExperts(StackedExperts):
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
         core = core_of(self.source)
         return self.form.compute(
-            core, rows_RM, _Times(core, wrappers(self.source), sizes, product, self.shard)
+            core, rows_RM, Times(core, wrappers(self.source), sizes, product, self.shard)
         )
 
     def replicas(self, slots: int) -> Experts:
@@ -354,10 +334,13 @@ class ModelExperts(StackedExperts):
 
 
 @dataclass(frozen=True)
-class _Times:
-    """Multiplication by weights, see `Times`.
+class Times:
+    """Multiplies rows, sorted by expert, by one of the experts' weights.
 
-    around: peft's adapters, which are multiplied and not merged.
+    Attributes:
+        around: peft's adapters, which are multiplied and not merged.
+        sizes: Number of rows of every expert.
+        shard: The part of each weight that is here.
     """
 
     experts: Any
@@ -367,6 +350,7 @@ class _Times:
     shard: ExpertShard
 
     def __call__(self, rows_RM: Tensor, name: str, *, turned: bool = False) -> Tensor:
+        """Multiply rows [R, M] by the weight `name`: [E, M, H], [E, H, M] (turned), or [E * M, H]."""
         # Adapters come first: one that was merged and is disabled now changes the weight when it is read.
         adapters = [
             adapter

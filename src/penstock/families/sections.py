@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
@@ -33,7 +33,7 @@ from penstock.families.described import (
     setting_of,
 )
 from penstock.families.inspection import Found, look
-from penstock.families.known import FAMILIES, AttentionCut, family_of
+from penstock.families.known import FAMILIES, AttentionCut, Family, family_of
 from penstock.models.qwen3_moe import CONFIG
 from penstock.ops.work import FLOAT32_BYTES
 from penstock.placement import ExpertPlacement
@@ -69,7 +69,7 @@ def sections_of(path: Path) -> Sections:
     """
     found = described_in(path)
     try:
-        sizes, coefficient, config = found.sizes, coefficient_of(found), found.config
+        sizes, coefficient, config = found.sizes, coefficient_of(found.model, found.family), found.config
         return {
             "model": {
                 **sizes.model_settings([block is not None for block in found.blocks]),
@@ -147,12 +147,12 @@ def digest_of(found: Found) -> str:
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
-def coefficient_of(found: Found) -> float | None:
+def coefficient_of(model: Any, family: Family) -> float | None:
     """Return the weight that a model gives its router loss; None if it has none."""
-    name = found.family.coefficient
-    if name is None or not hasattr(found.model, name.partition(".")[0]):
+    name = family.coefficient
+    if name is None or not hasattr(model, name.partition(".")[0]):
         return None
-    return float(attrgetter(name)(found.model))
+    return float(attrgetter(name)(model))
 
 
 DENSE_ROWS, DENSE_COLUMN = ("gate_proj", "up_proj"), "down_proj"
@@ -259,7 +259,14 @@ def _cut(layer: Any, block: Any, cut: AttentionCut, dense: str) -> list[nn.Param
     if block is None:
         linear.append((layer.get_submodule(dense), DENSE_ROWS, (DENSE_COLUMN,)))
     for module, rows, columns in linear:
-        for projection in filter(None, (getattr(module, name, None) for name in rows)):
-            parameters += projection.parameters()
-        parameters += [getattr(module, name).weight for name in columns]  # a bias is added once, and is whole
+        parameters += map(module.get_parameter, of_linear(module, rows, columns))
     return parameters
+
+
+def of_linear(module: nn.Module, rows: Sequence[str], columns: Sequence[str]) -> dict[str, int]:
+    """Return along which dimension the parameters of linear layers are cut, those that there are."""
+    dims: dict[str, int] = {}
+    for name in rows:
+        if isinstance(linear := getattr(module, name, None), nn.Linear):
+            dims |= {f"{name}.{own}": 0 for own, _ in linear.named_parameters()}
+    return {**dims, **{f"{name}.weight": 1 for name in columns}}  # a bias is added once, and is whole

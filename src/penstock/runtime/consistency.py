@@ -85,22 +85,6 @@ class Consistency:
         self.doubt: str | None = None
         self.slope: Tensor | None = None
 
-    def of_step(
-        self, batch: Batch, *, terms: str, seed: int, replan_request: str, training: bool
-    ) -> StepConsistency:
-        """Begin the comparison of a step.
-
-        All ranks call it.
-
-        Args:
-            terms: The terms of the loss, as text.
-            seed: The seed of dropout.
-            replan_request: Why this rank requests another plan; "" if it does not.
-        """
-        return StepConsistency(
-            self, batch, terms=terms, seed=seed, replan_request=replan_request, training=training
-        )
-
     def read_late(self) -> None:
         """Compare what the last step has summed on the device, where that was not read then.
 

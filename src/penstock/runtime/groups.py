@@ -11,7 +11,7 @@ import re
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,38 +33,28 @@ LOOP_NAME: Final = "gloo_tcp_loop"
 """The name that Gloo gives these threads."""
 
 
-@dataclass(frozen=True)
-class Loops:
-    """The threads in which Gloo waits for its sockets, by their numbers in the system; none but on Linux.
+def polling_threads() -> set[int]:
+    """Return the threads in which Gloo waits for its sockets, by their numbers in the system; Linux only."""
+    folder, threads = Path("/proc/self/task"), set[int]()
+    for thread in folder.iterdir() if folder.exists() else ():
+        with suppress(OSError):  # the thread has ended: it can no longer be read
+            if (thread / "comm").read_text(encoding="utf-8").strip() == LOOP_NAME:
+                threads.add(int(thread.name))
+    return threads
 
-    Gloo starts them itself, so they are found here. Such a thread that finds its connection locked asks again
-    and again until it is free. The lock belongs to the thread that sends. Where there are no more cores than
-    threads, a thread that wakes takes the sender's core and asks for the rest of its time slice: 1 to 3 ms,
-    in which the sender could have released the lock at once.
+
+def wait_their_turn(threads: Collection[int]) -> None:
+    """Let threads preempt no other when they wake; a free core they still take at once.
+
+    Gloo starts its threads itself. One that finds its connection locked asks again and again until it is
+    free. The lock belongs to the thread that sends. Where there are no more cores than threads, a thread that
+    wakes takes the sender's core and asks for the rest of its time slice: 1 to 3 ms, in which the sender
+    could have released the lock at once.
     """
-
-    threads: frozenset[int]
-
-    @staticmethod
-    def now() -> Loops:
-        """Return all such threads that run."""
-        folder, threads = Path("/proc/self/task"), set[int]()
-        for thread in folder.iterdir() if folder.exists() else ():
-            with suppress(OSError):  # the thread has ended: it can no longer be read
-                if (thread / "comm").read_text(encoding="utf-8").strip() == LOOP_NAME:
-                    threads.add(int(thread.name))
-        return Loops(frozenset(threads))
-
-    def since(self, before: Loops) -> Loops:
-        """Return the threads that were started after `before` was taken."""
-        return Loops(self.threads - before.threads)
-
-    def wait_their_turn(self) -> None:
-        """Let these threads preempt no other when they wake; a free core they still take at once."""
-        for thread in self.threads:
-            # A closed group has ended its thread; where a sandbox forbids the call, only time is lost.
-            with suppress(OSError):
-                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+    for thread in threads:
+        # A closed group has ended its thread; where a sandbox forbids the call, only time is lost.
+        with suppress(OSError):
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -202,15 +192,15 @@ class GlooTransport(GroupTransport):
     own all-to-all often falls into half duplex, which doubles its time on a slow link. Sends go round by
     round, in round i to the rank i places further on: every rank then has one partner at a time, and streams
     do not compete on a receiver's link. Send buffers are bounded, so that the notice of a receive does not
-    wait behind data. The threads that wait for sockets do not take a sender's core (`Loops`).
+    wait behind data. The threads that wait for sockets do not take a sender's core (`wait_their_turn`).
     """
 
     def __init__(
         self, make_groups: Callable[[], dict[Axes, dist.ProcessGroup]], send_buffer_bytes: int = 0
     ) -> None:
-        sockets, loops = Sockets.now(), Loops.now()
+        sockets, threads = Sockets.now(), polling_threads()
         super().__init__(make_groups())
-        Loops.now().since(loops).wait_their_turn()
+        wait_their_turn(polling_threads() - threads)
         self._sockets = Sockets.now().since(sockets).of_gloo()
         self._sockets.limit_send_buffers(send_buffer_bytes)
 

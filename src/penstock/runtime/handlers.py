@@ -381,10 +381,6 @@ class StepContext:
         moved: SampleMetadata | None = inputs.maybe("metadata")
         return self.batch.metadata[task.microbatch] if moved is None else moved
 
-    def batch_of(self, task: Task) -> Batch:
-        """Return the batch with the tokens that the task has: this rank's, or all tokens of its samples."""
-        return self.part if task.cut.token_shards > 1 else self.batch
-
     def counts_once(self, task: Task) -> bool:
         """Return whether this rank counts the task's tokens in sums: several ranks may have the same."""
         return task.cut.token_shards > 1 or self.tensor.rank == 0

@@ -323,10 +323,7 @@ def shared(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.SHARED, B)
 def shared_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return tokens: the gradient of what shared experts read, [T, M]."""
-    del context
-    segment: AnySegment = inputs.one("saved")
-    (grad_TM,) = segment.backward([inputs.one("d_shared")])
-    return {"tokens": present(grad_TM, task)}
+    return one_back("tokens", "shared", context, task, inputs)
 
 
 @handles(Op.UNPERMUTE, F)
@@ -375,6 +372,14 @@ def head(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def head_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return hidden: the gradient of what entered the head, [B, L, M]."""
     return context.ending.backward(context, task, inputs)
+
+
+def one_back(role: str, left: str, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Run the backward of a segment with one input, `role`, and one output, `left`."""
+    del context
+    segment: AnySegment = inputs.one("saved")
+    (grad,) = segment.backward([added(inputs.all(f"d_{left}"))])
+    return {role: present(grad, task)}
 
 
 def microbatch(task: Task) -> int:

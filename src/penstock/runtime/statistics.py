@@ -245,7 +245,6 @@ def in_pieces(logits_TV: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 Loads = npt.NDArray[np.int32]
-STEPS_KEPT = 32
 
 
 @dataclass(frozen=True)
@@ -265,20 +264,18 @@ LayerLoads = Sequence[Sequence[SampleLoads]]
 
 
 class LoadHistory:
-    """How often tokens of each rank chose each expert, [P, Y, E] for every step, before any drop.
+    """How often tokens of each rank chose each expert, [P, Y, E] for the last two steps, before any drop.
 
     P are the ranks of the world; of ranks that have the same tokens the first one counts them. All ranks have
     the same history. It has only steps that were trained on, and whose graph gathers loads.
 
     Attributes:
-        steps: The number of steps in all, kept or not.
         of_samples: Loads of the samples that this rank had in the last step, by MoE layer and microbatch.
         replications: The replications of the last step, by MoE layer; () where no replicas may be held.
     """
 
-    def __init__(self, kept: int = STEPS_KEPT) -> None:
-        self._kept: deque[Tensor | Loads] = deque(maxlen=kept)
-        self.steps = 0
+    def __init__(self) -> None:
+        self._kept: deque[Tensor | Loads] = deque(maxlen=2)
         self.of_samples: LayerLoads = ()
         self.replications: tuple[Replication, ...] = ()
 
@@ -289,7 +286,6 @@ class LoadHistory:
         self._kept.append(loads_PYE)
         self.of_samples = of_samples
         self.replications = tuple(replication for replication in replications if replication is not None)
-        self.steps += 1
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -300,10 +296,6 @@ class LoadHistory:
         if isinstance(loads, Tensor):
             loads = self._kept[index] = loads.cpu().numpy()
         return loads
-
-    def __iter__(self) -> Iterator[Loads]:
-        """Yield the loads of the kept steps, oldest first."""
-        return (self[i] for i in range(len(self)))
 
     @property
     def last(self) -> Loads | None:

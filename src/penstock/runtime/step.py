@@ -19,7 +19,7 @@ from penstock.routing.routes import RouteMaker
 from penstock.runtime.batch import Batch
 from penstock.runtime.bounds import RowBounds
 from penstock.runtime.buckets import BackwardPass, Buckets
-from penstock.runtime.consistency import Consistency
+from penstock.runtime.consistency import Consistency, StepConsistency
 from penstock.runtime.executor import Execution, Program
 from penstock.runtime.fingerprints import Snapshot
 from penstock.runtime.gradients import Gradients, OutsideGradients
@@ -113,7 +113,8 @@ class Step:
             taken.snapshot, recomputes=recomputes, rewinds=self.must_tell_at_once and before is None
         )
         self.batch = batch
-        self.consistency = stack.consistency.of_step(
+        self.consistency = StepConsistency(
+            stack.consistency,
             batch,
             terms=f"{taken.codec.terms} {type(ending).__name__}",
             seed=taken.seed,

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,13 +137,7 @@ class StreamLanes:
         return [Ran(task, since(start), since(end)) for task, start, end in spans]
 
 
-class Happened(Protocol):
-    """An occurrence on the device that can be waited for, such as an event."""
-
-    def synchronize(self) -> None: ...
-
-
-def run_on_host(call: Call, needed: Sequence[Happened], execute: Execute) -> Ran:
+def run_on_host(call: Call, needed: Sequence[Event], execute: Execute) -> Ran:
     """Run a task of the host when the device has done what the task needs.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
-from typing import Final, TypeVar
+from typing import Final, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,11 +43,6 @@ class Control:
         self._group = host_group() if world_size > 1 else None
         self._limit: timedelta | None = None
         self._setting = ""
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The process group of all ranks that takes tensors of the CPU; None for one rank."""
-        return self._group
 
     def any(self, flag: bool, purpose: str) -> bool:
         """Return whether the flag of any rank is True."""
@@ -96,30 +91,41 @@ class Control:
 
         return self.exchange(purpose, collect)
 
-    def agreed(self, work: Callable[[], object], purpose: str, *, by: int | None = None) -> None:
-        """Do `work` on every rank, or on rank `by` alone; all ranks call it.
+    @overload
+    def agreed(self, work: Callable[[], T], purpose: str) -> T: ...
+
+    @overload
+    def agreed(self, work: Callable[[], T], purpose: str, *, by: int | None) -> T | None: ...
+
+    def agreed(self, work: Callable[[], T], purpose: str, *, by: int | None = None) -> T | None:
+        """Return what `work` returns on this rank, which every rank does, or rank `by` alone; all call it.
 
         An error that not all ranks found names the first rank that did, since machines may differ.
 
         Args:
             purpose: What the message of a failed exchange says was done.
-            by: The only rank that works; None = all work.
+            by: The only rank that works, others get None; None = all work.
 
         Raises:
             ConfigError: The work has raised it on any rank; all ranks raise it.
+            ValueError: Likewise.
         """
-        problem: ConfigError | None = None
+        result: T | None = None
+        problem: ValueError | None = None
         if by in (None, self.rank):
             try:
-                work()
-            except ConfigError as error:
+                result = work()
+            except ValueError as error:
                 problem = error
         everyone = self.gather(problem, purpose)
         for rank, refusal in enumerate(everyone):
-            if refusal is not None and by is None and None in everyone:
+            if isinstance(refusal, ConfigError) and by is None and None in everyone:
                 raise ConfigError(refusal.key, refusal.value, f"on rank {rank}, {refusal.why}", refusal.hint)
+            if refusal is not None and by is None and None in everyone:
+                raise ValueError(f"on rank {rank}, {refusal}")
             if refusal is not None:
                 raise refusal
+        return result
 
     def collect(self, part: Tensor, ranks: Sequence[int], at: int, purpose: str) -> list[Tensor]:
         """Return the tensors of these ranks, in this order, at one of them; [] elsewhere.

@@ -88,9 +88,8 @@ def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: st
     Raises:
         ConfigError: The mesh is no layout of Penstock's ranks, or contradicts a size; all ranks raise it.
     """
-    own: dict[str, tuple[int, ...]] = {}
     purpose = "comparing device meshes"
-    control.agreed(lambda: own.update(_ranks_by_name(given, control, device_type)), purpose)
+    own = control.agreed(lambda: _ranks_by_name(given, control, device_type), purpose)
     every = control.gather(own, purpose)
     for rank, other in enumerate(every):
         if other.keys() != every[0].keys():

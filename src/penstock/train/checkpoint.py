@@ -368,8 +368,7 @@ def same_files(path: Path, control: Control) -> list[str]:
     Raises:
         ConfigError: On all ranks, if one cannot read them, or has other files than rank 0.
     """
-    own_files: list[str] = []
-    control.agreed(lambda: own_files.extend(files_of(path)), READING)
+    own_files = control.agreed(lambda: files_of(path), READING)
     everyone = control.gather(own_files, READING)
     for rank, files in enumerate(everyone):
         if files != everyone[0]:

@@ -243,8 +243,7 @@ def resolved_for_all(config: RunConfig, control: Control) -> RunConfig:
         ConfigError: On all ranks, for settings that differ or that one cannot use.
     """
     check_same_settings(config, control)
-    control.agreed(lambda: config.resolved(control.world_size), "reading the settings")
-    resolved = config.resolved(control.world_size)
+    resolved = control.agreed(lambda: config.resolved(control.world_size), "reading the settings")
     if resolved.model.config is not None:  # files of the same name may differ between machines
         check_same_settings(resolved, control)
     return resolved

@@ -18,7 +18,7 @@ from typing import BinaryIO, Protocol
 
 from penstock.config import ConfigError, asked, is_missing, read_text
 from penstock.config.files import MOST_TOML_BYTES
-from penstock.writing import leads_to, open_lock, remove_drafts, try_to_write, write_whole
+from penstock.writing import free_name, leads_to, open_lock, remove_drafts, try_to_write, write_whole
 
 LOCK = ".lock"
 MARKS = ("metrics.jsonl", "checkpoints", "trace.json")
@@ -126,7 +126,7 @@ class OutputFolder:
         if self._has_earlier():
             with self._lock:  # the lock moves with the folder, so no other run can take it before the move
                 self._check_movable()
-                self.moved_to = _free_name(self.path)
+                self.moved_to = free_name(self.path)
                 try:
                     self.path.rename(self.moved_to)
                 except OSError as error:
@@ -261,17 +261,10 @@ def keep_config(folder: Path, text: str, done: int) -> None:
         earlier = read_text(path, str(path), "Move it away.", MOST_TOML_BYTES)
         if _settings(earlier) != _settings(text):
             kept = folder / f"config-until-step-{done:08d}.toml"
-            write_whole(_free_name(kept) if os.path.lexists(kept) else kept, earlier)
+            write_whole(free_name(kept) if os.path.lexists(kept) else kept, earlier)
     write_whole(path, text)
 
 
 def _settings(text: str) -> list[str]:
     """Return the lines of a configuration without comments, such as those on what was chosen."""
     return [line for line in text.splitlines() if not line.startswith("#")]
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while os.path.lexists(aside := path.with_name(f"{path.name}.{number}")):
-        number += 1
-    return aside

@@ -167,9 +167,8 @@ def find_resumption(config: RunConfig, control: Control) -> Resumption | None:
     if config.train.resume is False:
         return None
     # What rank 0 sees counts: another rank may see a folder a moment earlier or later.
-    own_paths, purpose = list[Path](), "looking for checkpoints"
-    control.agreed(lambda: own_paths.extend(_saved(config)), purpose, by=0)
-    paths = control.gather(own_paths, purpose)[0]
+    purpose = "looking for checkpoints"
+    paths = control.gather(control.agreed(lambda: _saved(config), purpose, by=0), purpose)[0]
     if not paths:
         require_checkpoint(config)
         logger.info(f"{checkpoints_folder(config)} contains no checkpoint: starting from the beginning")

@@ -32,15 +32,6 @@ LATER_S = 60.0
 """Seconds for which metrics may still be written after a rank has left why it failed; clocks may differ."""
 
 REMOVE = "Correct it, or move the file away."
-NAMES = {
-    "steps": "step",
-    "plans": "plan",
-    "exposed_s": "exposed_communication_s",
-    "utilisation": "model_flops_utilisation",
-    "aux_loss": "aux_loss_by_layer",
-    "rank_rows": "rank_rows_max_over_mean",
-}
-"""Columns of a report that are named otherwise than in `StepMetrics`."""
 BY_LAYER = ("aux_loss_by_layer", "rows_dropped", "rank_rows_max_over_mean", "loads_in_common")
 """Metrics that are drawn layer by layer."""
 
@@ -91,7 +82,7 @@ def course_of(steps: Sequence[StepMetrics]) -> Course:
     """Return the columns of what a run has recorded; a value that is not finite counts as none."""
 
     def column(name: str) -> tuple[Any, ...]:
-        values = (getattr(each, NAMES.get(name, name)) for each in steps)
+        values = (getattr(each, name) for each in steps)
         return tuple(None if isinstance(each, float) and not math.isfinite(each) else each for each in values)
 
     columns = {field.name: column(field.name) for field in fields(Course)}

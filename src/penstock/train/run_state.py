@@ -54,8 +54,8 @@ Known = Mapping[Passes, Sequence[Counts]]
 # ---- tensors -----------------------------------------------------------------------------------------------
 
 
-class Splitting(Protocol):
-    """How tensors of parameters' shapes are named in checkpoints."""
+class Naming(Protocol):
+    """How a rank's tensors of a model are named in checkpoints."""
 
     def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[Named]:
         """Return the parts of a parameter, or of a tensor of its shape such as a state of the optimiser.
@@ -66,10 +66,6 @@ class Splitting(Protocol):
             suffix: What the names of the parts end in, for a state of the parameter.
         """
         ...
-
-
-class Naming(Splitting, Protocol):
-    """How a rank's tensors of a model are named in checkpoints."""
 
     def in_files(self) -> Iterator[Named]:
         """Yield the model's tensors, by the names and with the shapes that files of transformers have."""
@@ -113,20 +109,20 @@ def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer, naming: Na
     return state | updated(optimizer, stack.model, naming)
 
 
-def updated(optimizer: torch.optim.Optimizer, model: nn.Module, splitting: Splitting) -> State:
+def updated(optimizer: torch.optim.Optimizer, model: nn.Module, naming: Naming) -> State:
     """Return what this rank has of an optimiser's state; a frozen parameter has none."""
     state: State = {}
     for name, parameter in model.named_parameters():
         if not isinstance(optimizer, ShardedAdamW):
             for key, value in optimizer.state.get(parameter, {}).items():
-                state |= state_part(name, key, torch.as_tensor(value), splitting)
+                state |= state_part(name, key, torch.as_tensor(value), naming)
             continue
         if (held := optimizer.updates.share_of(parameter)) is None:
             continue
         share = held[1]
         state[f"{OPTIMIZER}{name}.step"] = Part.of(optimizer.updates.steps[parameter])
         for key, numbers in share.states.items():
-            for part_name, part, sharding in splitting.split(name, parameter.data, f".{key}"):
+            for part_name, part, sharding in naming.split(name, parameter.data, f".{key}"):
                 assert part.is_contiguous(), "experts are stacked"
                 begin = int(part.storage_offset() - parameter.data.storage_offset())
                 runs = [(0, numbers[:0])]  # of the type of the state, also where this rank has none of it
@@ -139,17 +135,17 @@ def updated(optimizer: torch.optim.Optimizer, model: nn.Module, splitting: Split
     return state
 
 
-def state_part(name: str, key: str, tensor: Tensor, splitting: Splitting) -> State:
+def state_part(name: str, key: str, tensor: Tensor, naming: Naming) -> State:
     """Return what this rank has of a tensor of an optimiser's state, which belongs to a parameter.
 
     Args:
         name: Name of the parameter in the model.
         key: Name of the state, as the optimiser calls it.
-        splitting: How tensors of the parameter's shape are named.
+        naming: How tensors of the parameter's shape are named.
     """
     if not tensor.dim():
         return {f"{OPTIMIZER}{name}.{key}": Part.of(tensor)}
-    named = splitting.split(name, tensor, f".{key}")
+    named = naming.split(name, tensor, f".{key}")
     return {f"{OPTIMIZER}{each}": Part.of(part, sharding) for each, part, sharding in named}
 
 

@@ -74,21 +74,21 @@ def course() -> Course:
     falling = tuple(None if step == 3 else 5.0 / step for step in numbers)
     steady = tuple(0.1 + 0.001 * (step % 4) for step in numbers)
     return Course(
-        steps=numbers,
+        step=numbers,
         loss=falling,
         eval_loss=tuple(2.5 if step == 20 else None for step in numbers),
         eval_noise=tuple(None for _ in numbers),
         tokens_per_s=tuple(1000.0 / each for each in steady),
         iteration_s=steady,
         communication_s=tuple(each / 2 for each in steady),
-        exposed_s=tuple(each / 8 for each in steady),
-        utilisation=tuple(0.4 for _ in numbers),
+        exposed_communication_s=tuple(each / 8 for each in steady),
+        model_flops_utilisation=tuple(0.4 for _ in numbers),
         peak_memory_bytes=tuple(2**30 for _ in numbers),
-        plans=tuple("first" if step < 10 else "second" for step in numbers),
+        plan=tuple("first" if step < 10 else "second" for step in numbers),
         skipped=tuple(step == 3 for step in numbers),
-        aux_loss=tuple((1.0, 1.1) for _ in numbers),
+        aux_loss_by_layer=tuple((1.0, 1.1) for _ in numbers),
         rows_dropped=tuple((0.0, 0.05) for _ in numbers),
-        rank_rows=tuple((1.5, 1.25) for _ in numbers),
+        rank_rows_max_over_mean=tuple((1.5, 1.25) for _ in numbers),
         loads_in_common=(None, *((0.75, 0.875) for _ in numbers[1:])),
     )
 

@@ -223,7 +223,7 @@ def test_heat_maps_of_large_models_stay_small() -> None:
 
 def test_columns_are_as_long_as_the_run() -> None:
     lengths = {len(getattr(course(), name)) for name in Course.__dataclass_fields__}
-    assert lengths == {len(course().steps)}
+    assert lengths == {len(course().step)}
 
 
 def test_without_plotly_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

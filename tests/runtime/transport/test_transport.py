@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.mesh import Axes, Group
-from penstock.runtime.groups import GlooTransport, Loops, Sockets
+from penstock.runtime.groups import GlooTransport, Sockets, polling_threads, wait_their_turn
 from penstock.runtime.transport import LocalTransport
 from penstock.topology import Layout, lane_groups
 from tests.support.draws import draws
@@ -112,9 +112,9 @@ def test_connections_that_other_threads_open_meanwhile_are_left_alone(ranks: Poo
 
 def policies_of_new_loops(rank: int, world_size: int) -> list[int]:
     """How the system schedules each thread in which a new transport waits for its sockets."""
-    before = Loops.now()
+    before = polling_threads()
     transport = new_transport(rank, world_size)
-    policies = [os.sched_getscheduler(thread) for thread in Loops.now().since(before).threads]
+    policies = [os.sched_getscheduler(thread) for thread in polling_threads() - before]
     dist.barrier()  # the other rank may still be connecting
     transport.abort()
     return policies
@@ -132,7 +132,7 @@ def test_a_thread_that_has_ended_is_passed_over() -> None:
     ended.start()
     ended.join()
     assert ended.native_id is not None
-    Loops(frozenset([ended.native_id])).wait_their_turn()
+    wait_their_turn([ended.native_id])
 
 
 # ---- exchanges ---------------------------------------------------------------------------------------------

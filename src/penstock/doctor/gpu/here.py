@@ -160,7 +160,7 @@ class Case:
 class Running:
     """A stack with its optimiser and one batch, on this rank.
 
-    Attributes:
+    Args:
         factor: What all fresh matrices are multiplied by.
     """
 

@@ -58,7 +58,7 @@ def loss_figure(course: Course) -> Figure:
                 "type": "scatter",
                 "mode": "markers",
                 "name": "held-out text",
-                "x": [course.steps[place] for place in held],
+                "x": [course.step[place] for place in held],
                 "y": [course.eval_loss[place] for place in held],
                 "error_y": {"type": "data", "array": noise, "color": SECOND, "thickness": 1.2, "width": 4},
                 "marker": {"color": SECOND, "size": 8},
@@ -79,11 +79,12 @@ def network_figure(course: Course) -> Figure | None:
     if not any(course.communication_s):
         return None
     at = _chosen(course)
+    exposed = tuple(course.exposed_communication_s)
     hidden = tuple(
         None if total is None or bare is None else max(0.0, total - bare)
-        for total, bare in zip(course.communication_s, course.exposed_s, strict=True)
+        for total, bare in zip(course.communication_s, exposed, strict=True)
     )
-    parts = [("exposed", course.exposed_s, SECOND), ("hidden under computation", hidden, HIDDEN)]
+    parts = [("exposed", exposed, SECOND), ("hidden under computation", hidden, HIDDEN)]
     data = [
         _line(course, _milliseconds(values), at, name, colour, digits=".1f")
         | {"stackgroup": "one", "fillcolor": colour, "line": {"width": 0, "color": colour}}
@@ -191,7 +192,7 @@ def _line(
         "type": "scatter",
         "mode": "lines" if len(at) > 1 else "markers",
         "name": name,
-        "x": [course.steps[place] for place in at],
+        "x": [course.step[place] for place in at],
         "y": [_finite(values[place]) for place in at],
         "line": {"color": colour, "width": 1.8},
         "marker": {"color": colour},
@@ -203,12 +204,12 @@ def _over_steps(course: Course, title: str, *, rangemode: str = "tozero", **more
     """Return the layout of a figure over steps, with a line where another plan began."""
     changes = [
         number
-        for number, (before, now) in zip(course.steps[1:], pairwise(course.plans), strict=True)
+        for number, (before, now) in zip(course.step[1:], pairwise(course.plan), strict=True)
         if before != now
     ]
     return {
         "height": FIGURE_HEIGHT,
-        "xaxis": axis("step", **BARE, **_step_ticks(course.steps)),
+        "xaxis": axis("step", **BARE, **_step_ticks(course.step)),
         "yaxis": axis(title, rangemode=rangemode, tickfont={"color": TEXT}),
         "hovermode": "x",
         "shapes": [upright(at) for at in changes],
@@ -217,7 +218,7 @@ def _over_steps(course: Course, title: str, *, rangemode: str = "tozero", **more
 
 
 def _chosen(course: Course) -> list[int]:
-    return spread(len(course.steps), MOST_POINTS)
+    return spread(len(course.step), MOST_POINTS)
 
 
 def _step_ticks(steps: Sequence[int]) -> Figure:

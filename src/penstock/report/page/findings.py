@@ -23,32 +23,32 @@ ByLayer = tuple[tuple[float, ...] | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """The steps of a run, each column as long as `steps`; None = a step has no such value.
+    """The steps of a run, by the names of `StepMetrics`; None = a step has no such value.
 
     Attributes:
-        steps: Numbers of the steps.
+        step: Numbers of the steps.
         loss, eval_loss, eval_noise: In nats per token.
-        utilisation: Model FLOPs over the peak.
-        plans: The plan that ran each step.
+        model_flops_utilisation: Model FLOPs over the peak.
+        plan: The plan that ran each step.
         skipped: Whether a step was not finite and changed nothing.
-        aux_loss, rows_dropped, rank_rows, loads_in_common: One value per MoE layer.
+        aux_loss_by_layer, rows_dropped, rank_rows_max_over_mean, loads_in_common: One value per MoE layer.
     """
 
-    steps: tuple[int, ...]
+    step: tuple[int, ...]
     loss: Values
     eval_loss: Values
     eval_noise: Values
     tokens_per_s: Values
     iteration_s: Values
     communication_s: Values
-    exposed_s: Values
-    utilisation: Values
+    exposed_communication_s: Values
+    model_flops_utilisation: Values
     peak_memory_bytes: Values
-    plans: tuple[str | None, ...]
+    plan: tuple[str | None, ...]
     skipped: tuple[bool, ...]
-    aux_loss: ByLayer
+    aux_loss_by_layer: ByLayer
     rows_dropped: ByLayer
-    rank_rows: ByLayer
+    rank_rows_max_over_mean: ByLayer
     loads_in_common: ByLayer
 
 

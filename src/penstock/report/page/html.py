@@ -135,10 +135,10 @@ def _cards(run: FinishedRun) -> Iterator[tuple[str, str]]:
         yield (f"{tokens_per_s:,.0f}", "tokens per second of steps (median)")
     if run.summary is not None and (whole := run.summary.whole_tokens_per_s) is not None:
         yield (f"{whole:,.0f}", "tokens per second, with reading, evaluation and saving")
-    total, exposed = _typical(course.communication_s), _typical(course.exposed_s)
+    total, exposed = _typical(course.communication_s), _typical(course.exposed_communication_s)
     if total and exposed is not None:
         yield (percent(1 - exposed / total), "of the communication hidden under computation")
-    if (used := _typical(course.utilisation)) is not None:
+    if (used := _typical(course.model_flops_utilisation)) is not None:
         peak = run.summary and run.summary.peak_flops
         of = f"model FLOPs utilisation: of {peak or 'the peak of the devices'}"
         yield (f"{100 * used:.1f} %", of)
@@ -163,7 +163,7 @@ def _forward_and_backward(step: StepFile, course: Course, iteration_s: float | N
         text += "; longer than a median step of the run: these steps were slower"
         at = range(step.step - (steps or 0) + 1, step.step + 1)
         of_these = [
-            seconds for number, seconds in zip(course.steps, course.iteration_s, strict=True) if number in at
+            seconds for number, seconds in zip(course.step, course.iteration_s, strict=True) if number in at
         ]
         if measured := [seconds for seconds in of_these if seconds is not None]:
             text += f", {milliseconds(median(measured))} with their updates"
@@ -240,12 +240,12 @@ def _plans(plan: PlanFile) -> dict[str, object]:
 
 def _charts(run: FinishedRun) -> Iterator[tuple[str, Figure | None]]:
     course, layers = run.course, () if run.loads is None else run.loads.layers
-    if course.steps:
+    if course.step:
         yield "loss", loss_figure(course)
         yield "speed", speed_figure(course)
         yield "network", network_figure(course)
-        yield "balance", layers_figure(course, course.aux_loss, layers, "balance loss")
-        yield "busiest", layers_figure(course, course.rank_rows, layers, "times the mean")
+        yield "balance", layers_figure(course, course.aux_loss_by_layer, layers, "balance loss")
+        yield "busiest", layers_figure(course, course.rank_rows_max_over_mean, layers, "times the mean")
         yield "lasting", layers_figure(course, course.loads_in_common, layers, "share")
         yield "dropped", layers_figure(course, course.rows_dropped, layers, "share")
 

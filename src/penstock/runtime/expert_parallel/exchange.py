@@ -49,7 +49,7 @@ class ExpertParallel:
 
     One instance serves all layers. Every rank must build it at the same point.
 
-    Attributes:
+    Args:
         num_experts: Of a layer, in total.
         ep_size: None = all ranks.
         ranks_per_node: For a hierarchical dispatch.

@@ -32,7 +32,6 @@ from penstock.runtime.transport import HostCounts
 from penstock.sharding import is_dtensor
 from penstock.topology import CommunicationError, Control
 
-DESCRIBED_BYTES = 4096
 MOST_KNOWN = 16
 """Ways of calling a layer that are remembered: training, evaluation, under autocast."""
 _ALIKE = "Build, cast, freeze and call the layer alike on all ranks"
@@ -161,7 +160,7 @@ class ExpertGuard:
         self._now = self._look(experts, x, parts)
         if first:
             with self._control.naming("comparing the parts of an MoE layer"):
-                _require_equal(self._now.words, self._ranks)
+                _require_equal(self._now.words, self._ranks, self._control)
             self._agreed = self._now
 
     def judge(self) -> None:
@@ -181,7 +180,7 @@ class ExpertGuard:
                 "lost or counted twice. Look for a fault of the transport; begin again from a checkpoint"
             )
         if layer:
-            _require_equal(self._now.words, self._ranks)
+            _require_equal(self._now.words, self._ranks, self._control)
         self._agreed = self._now
         if values:
             compare(self._replicated, self._ranks.layout, self._control, self._steps, NOT_AVERAGED)
@@ -272,20 +271,15 @@ def gathered_by_composables() -> Iterator[int]:
                 yield id(getattr(parameter, "_unsharded_param", None))
 
 
-def _require_equal(words: Sequence[str], ranks: ExpertRanks) -> None:
+def _require_equal(words: Sequence[str], ranks: ExpertRanks, control: Control) -> None:
     """Raise ValueError on every rank, naming what differs, unless all ranks say the same."""
     text = ", ".join(words)
     digests = ranks.gather(torch.tensor([_digest(text)], device=ranks.device)).flatten().tolist()
     other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
     if other is None:
         return
-    row = torch.zeros(DESCRIBED_BYTES, dtype=torch.uint8)
-    written = text.encode()[:DESCRIBED_BYTES]
-    row[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
-    table = ranks.gather(row.to(ranks.device)).cpu()
-    first, second = (
-        bytes(table[rank].tolist()).rstrip(b"\0").decode(errors="replace").split(", ") for rank in (0, other)
-    )
+    everyone = control.gather(words, "comparing layers")
+    first, second = everyone[0], everyone[other]
     raise ValueError(
         f"ranks have different MoE layers: rank 0 has {_only(first, second)}; rank {other} has "
         f"{_only(second, first)}. {_ALIKE}"

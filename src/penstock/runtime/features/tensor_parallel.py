@@ -19,7 +19,7 @@ from penstock.ops import Op
 from penstock.runtime.batch import NO_LABEL, check_vocabulary
 from penstock.runtime.endings import HiddenStates
 from penstock.runtime.handlers import AnySegment, Inputs, Outputs, StepContext, handles
-from penstock.runtime.ops import SavedRoute, added, microbatch, present, route, route_gradients
+from penstock.runtime.ops import SavedRoute, added, microbatch, one_back, present, route, route_gradients
 from penstock.runtime.statistics import HeadSums, StepStatistics, in_pieces
 from penstock.runtime.transport import Transport, gathered, scattered
 
@@ -138,7 +138,7 @@ def heads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.HEADS, B)
 def heads_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return hidden: what this rank's heads add to the gradient of all tokens."""
-    return _one_back("hidden", "attended", context, task, inputs)
+    return one_back("hidden", "attended", context, task, inputs)
 
 
 @handles(Op.GATE, F)
@@ -196,7 +196,7 @@ def dense(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.DENSE, B)
 def dense_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return tokens: what this rank's part adds to the gradient of tokens."""
-    return _one_back("tokens", "out", context, task, inputs)
+    return one_back("tokens", "out", context, task, inputs)
 
 
 @handles(Op.DENSE_ADD, F)
@@ -217,14 +217,6 @@ def dense_add_backward(context: StepContext, task: Task, inputs: Inputs) -> Outp
     segment: AnySegment = inputs.one("saved")
     residual_BLM, out_BLM = segment.backward([added(inputs.all("d_hidden"))])
     return {"residual": present(residual_BLM, task), "out": present(out_BLM, task)}
-
-
-def _one_back(role: str, left: str, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Run the backward of a segment with one input, `role`, and one output, `left`."""
-    del context
-    segment: AnySegment = inputs.one("saved")
-    (grad_BLM,) = segment.backward([added(inputs.all(f"d_{left}"))])
-    return {role: present(grad_BLM, task)}
 
 
 # ---- the head, of which every rank has a shard of the vocabulary -------------------------------------------
@@ -355,10 +347,7 @@ class LossOverShards:
 
     def logits_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return hidden: what this rank's vocabulary adds to the gradient of all tokens."""
-        del context
-        segment: AnySegment = inputs.one("saved")
-        (grad_BLM,) = segment.backward([added(inputs.all("d_logits"))])
-        return {"hidden": present(grad_BLM, task)}
+        return one_back("hidden", "logits", context, task, inputs)
 
     def loss(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return loss: sums of a microbatch."""

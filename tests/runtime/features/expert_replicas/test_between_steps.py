@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.checkpoint.folder import DamagedError
 from penstock.decision import PlacementConfig
 from penstock.mesh import Group
-from penstock.placement import EMPTY, SPLIT, ExpertPlacement, PlacementError, Replication
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
 from penstock.runtime import PipelinedStack
 from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
 from penstock.runtime.features.expert_replicas.manager import Plans, ReplicaManager
@@ -305,48 +305,6 @@ def test_checkpoints_have_no_replicas(ranks: Pools, tmp_path: Path) -> None:
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
-
-
-def hosting_otherwise(rank: int) -> list[str]:
-    """What replications that do not fit are answered with."""
-    stack = stack_with_replicas(rank, STEP, REPLICAS_OF_ALL)
-    placement, none = ExpertPlacement.even(8, 2), Replication.none(ExpertPlacement.even(8, 2), 2)
-    some = Replication.local(placement, [[4, -1], [-1, -1]] if rank else [[-1, -1], [-1, -1]])
-    turned = Replication.none(ExpertPlacement.of([[4, 5, 6, 7], [0, 1, 2, 3]]), 2)
-    fewer = Replication.none(placement, 1)
-    tries: list[list[Replication | None]] = [
-        [none],
-        [none, None],
-        [none, turned],
-        [none, fewer],
-        [none, some],
-    ]
-    found = []
-    for replications in tries:
-        try:
-            stack.of(ExpertReplicas).use(replications, stack)
-        except PlacementError as error:
-            found.append(str(error))
-    stack.adopt(stack_of(rank, STEP).plan)
-    with pytest.raises(PlacementError, match="the plan has no replica slots"):
-        stack.of(ExpertReplicas).use([none, none], stack)
-    return found
-
-
-def test_replications_that_do_not_fit_are_refused_on_all_ranks(ranks: Pools) -> None:
-    for rank, texts in enumerate(ranks(2).run(hosting_otherwise)):
-        for text, words in zip(
-            texts,
-            (
-                "1 replications for 2 layers",
-                "layer 1 is an MoE layer, which its replication does not say",
-                "the replication of layer 1 is for other owners",
-                "the replication of layer 1 has 1 replica slots, the plan 2",
-                f"layer 1: rank {1 - rank} holds other replicas than rank {rank} knows of",
-            ),
-            strict=True,
-        ):
-            assert words in text
 
 
 def adopt(stack: PipelinedStack, case: Case) -> None:

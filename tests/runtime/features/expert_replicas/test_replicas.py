@@ -27,8 +27,8 @@ def rows_computed(rank: int, case: Case, limit: int | None) -> int:
     stack = stack_with_replicas(rank, case, RandomReplicas(slots=4))
     held = [list(range(4, 8)), list(range(4))]
     layers = [layer for layer in stack.moe_layers if layer is not None]
-    stack.of(ExpertReplicas).use(
-        [replace(Replication.local(layer.placement, held), limit=limit) for layer in layers], stack
+    stack.of(ExpertReplicas).manager.use(
+        tuple(replace(Replication.local(layer.placement, held), limit=limit) for layer in layers)
     )
     rows: list[int] = []
 

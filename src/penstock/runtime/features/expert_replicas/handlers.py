@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,10 +13,9 @@ import torch
 from penstock.device import on_device
 from penstock.features.expert_replicas.encoding import Numbers
 from penstock.graph import Phase, Task
-from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.ops import Op
-from penstock.placement import PlacementError, Replication
+from penstock.placement import PlacementError
 from penstock.runtime.features.expert_replicas.manager import (
     ExpertMoving,
     ReplicaManager,
@@ -26,15 +24,12 @@ from penstock.runtime.features.expert_replicas.manager import (
 )
 from penstock.runtime.features.expert_replicas.replicas import Piece
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
-from penstock.runtime.machinery import FeatureStack, StackFeature, StepFeature
+from penstock.runtime.machinery import FeatureStack, Machinery, StackFeature, StepFeature
 from penstock.runtime.transport import Later, to_host
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
-from penstock.topology import Control, Layout
-
-if TYPE_CHECKING:
-    from penstock.runtime.machinery import Machinery
+from penstock.topology import Layout
 
 
 @handles(Op.REPLICA_PARAMETERS, Phase.FORWARD)
@@ -108,22 +103,6 @@ class ExpertReplicas(StackFeature):
         copied = object.__new__(ExpertReplicas)
         copied.manager, copied.active = self.manager.copy(), self.active
         return copied
-
-    def use(self, replications: Sequence[Replication | None], stack: FeatureStack) -> None:
-        """Use these replications from the next forward pass on; every rank must call it.
-
-        Results do not depend on them.
-
-        Args:
-            replications: By layer, None for a dense one.
-
-        Raises:
-            PlacementError: On all ranks, for replications that do not fit layers and slots, or that differ
-                between ranks of an expert group.
-        """
-        layout, control = stack.machinery.layout, stack.machinery.control
-        shape = stack.plan.shape
-        self.manager.use(check_replications(replications, stack.moe_layers, shape, layout, control))
 
     def check(self, plan: StepPlan, stack: FeatureStack) -> None:
         check_replicas(stack.moe_layers, plan.shape, stack.machinery)
@@ -218,53 +197,3 @@ def check_takes_replicas(layers: Layers, shape: StepShape, layout: Layout) -> No
                 "another layer adds to it. Give every layer its own, or set placement.experts=none"
             )
         seen |= mine
-
-
-def check_replications(
-    replications: Sequence[Replication | None],
-    layers: Layers,
-    shape: StepShape,
-    layout: Layout,
-    control: Control,
-) -> tuple[Replication | None, ...]:
-    """Return `replications` if they fit and are alike in an expert group; else raise PlacementError."""
-    everyone = control.gather(
-        (_misfit(replications, layers, shape), [None if h is None else h.digest for h in replications]),
-        "comparing which experts are replicas",
-    )
-    for misfit, _ in everyone:
-        if misfit:
-            raise PlacementError(misfit)
-    mine = everyone[layout.rank][1]
-    for rank in layout.mesh.members(layout.rank, Group.EXPERT_SHARDS):
-        for number, (theirs, own) in enumerate(zip(everyone[rank][1], mine, strict=True)):
-            if theirs != own:
-                raise PlacementError(
-                    f"layer {number}: rank {rank} holds other replicas than rank {layout.rank} knows of, and "
-                    "rows would meet the wrong experts. Use the same replications on all ranks"
-                )
-    return tuple(replications)
-
-
-def _misfit(replications: Sequence[Replication | None], layers: Layers, shape: StepShape) -> str:
-    """Return what does not fit, in words; "" if everything does."""
-    if not shape.replica_slots:
-        return "the plan has no replica slots: use a plan with placement.replica_slots of at least 1"
-    if len(replications) != len(layers):
-        return (
-            f"{len(replications)} replications for {len(layers)} layers: one for each, None for a dense one"
-        )
-    for number, (replication, layer) in enumerate(zip(replications, layers, strict=True)):
-        if (replication is None) is not (layer is None):
-            kind = "dense" if layer is None else "an MoE layer"
-            return f"layer {number} is {kind}, which its replication does not say"
-        if replication is None or layer is None:
-            continue
-        if replication.placement != layer.placement:
-            return f"the replication of layer {number} is for other owners than the layer's experts have"
-        if replication.replica_slots != shape.replica_slots:
-            return (
-                f"the replication of layer {number} has {replication.replica_slots} replica slots, the plan "
-                f"{shape.replica_slots}"
-            )
-    return ""

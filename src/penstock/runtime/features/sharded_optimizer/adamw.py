@@ -56,7 +56,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     A step whose norm is not finite changes nothing. `norm` is that of the last step.
 
-    Attributes:
+    Args:
         groups: As `torch.optim.AdamW` takes them, each with a `weight_decay`, of parameters of the stack.
         lr, betas, eps: For all groups. A stack has one such optimizer: building another takes the stack from
             the first.

@@ -164,18 +164,6 @@ class Share:
         for piece, runs in enumerate(self.runs):
             yield from ((piece, run) for run in runs if run.parameter is parameter)
 
-    def everyones(self, parameter: nn.Parameter) -> list[list[range]]:
-        """Return, for every rank of the group, the ranges of a parameter that it owns, in their order."""
-        return [
-            [
-                range(run.first, run.first + run.length)
-                for piece in self.pieces
-                for run in self.within(piece.share(place))
-                if run.parameter is parameter
-            ]
-            for place in range(self.owners)
-        ]
-
 
 class ReleasingShare(Share):
     """A share whose sums are all that is kept of gradients.
