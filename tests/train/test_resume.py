@@ -215,6 +215,17 @@ def test_what_may_change_is_listed(copied: Path) -> None:
     assert load(RunConfig, copied / "run" / "config.toml").optimizer.lr == 0.001
 
 
+def test_what_is_refused_cuts_no_records_off(copied: Path) -> None:
+    checkpoint(copied, 6).rename(copied / "gone")  # the one before is resumed
+    metrics = copied / "run" / "metrics.jsonl"
+    before = metrics.read_bytes()
+    (copied / "run" / "config.toml").write_bytes(b"\xff")
+    with pytest.raises(ConfigError) as caught:
+        run(copied, "train.resume=true", "train.steps=9")
+    assert caught.value.key.endswith("config.toml")
+    assert metrics.read_bytes() == before
+
+
 def test_every_earlier_configuration_is_kept(copied: Path) -> None:
     first = (copied / "run" / "config.toml").read_text()
     run(copied, "train.resume=true", "train.steps=7")

@@ -412,14 +412,15 @@ class Trainer:
         output = self.config.output
 
         def prepare() -> None:
+            # What can be refused comes first: opening cuts records off where this run goes on.
+            self._save_settings(first)
+            experts = self.config.moe.num_experts
+            self.loads = LoadBook.resumed(output.dir, first, self.moe_layers, experts)
             self.writer = closing.enter_context(MetricsWriter())
             for log in open_logs(self.config, self.moe_layers, first):
                 self.writer.logs.append(log)
                 if isinstance(log, LineFile | TensorBoard):
                     self.output.records.append(log)
-            self._save_settings(first)
-            experts = self.config.moe.num_experts
-            self.loads = LoadBook.resumed(output.dir, first, self.moe_layers, experts)
 
         def prepare_routing() -> None:
             self.routing = RoutingFile(self.config, self.control, self.layout, first)
