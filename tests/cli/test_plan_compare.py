@@ -74,6 +74,7 @@ def test_a_value_with_which_nothing_fits_says_so(capsys: pytest.CaptureFixture[s
         (["--sweep", f"seq_len={'1' * 5000}"], "whole number"),
         (["--against", "cluster="], "--against cluster"),
         (["--against", ""], "--against"),
+        (["--against", "nothing"], "--against"),
         (["--against", "missing.json"], "there is no such file"),
         (["--against", "missing.yaml"], "a configuration has settings"),
         (["--against", f"{'x' * 5000}.json"], "there is no such file"),

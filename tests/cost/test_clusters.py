@@ -193,6 +193,7 @@ def test_rates_of_a_described_cluster_are_not_those_of_a_processor(tmp_path: Pat
         "missing",
         "2x0xH100,net=1gbit",
         "0x8xH100",
+        "2x8xH100,net=0.000000001gbit",
         f"{'9' * 5000}x8xH100",
         f"2x8xH100,net={'9' * 5000}",
     ],

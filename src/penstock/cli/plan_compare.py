@@ -130,7 +130,12 @@ def _other(options: argparse.Namespace, what: str) -> Callable[[Searching], Side
         return _searched(replaced(alone, config=path))
     if path.suffix == ".json" and not asked(path.is_dir) and not asked(path.is_file):
         raise ConfigError("--against", what, "there is no such file", "Give a plan file or a config.json.")
-    return _searched(replaced(alone, model=model_name(what)))
+    try:
+        return _searched(replaced(alone, model=model_name(what)))
+    except ConfigError as error:
+        if error.key != "--model":
+            raise
+        raise ConfigError("--against", what, error.why, error.hint) from error
 
 
 def _saved(path: Path) -> PlanFile | None:

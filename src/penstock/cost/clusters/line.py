@@ -67,11 +67,8 @@ def in_line(text: str) -> ClusterFile | None:
     assert peak is not None, "its usual precision is one that it has"
     of_cards = f"{cards} x " if cards > 1 else ""
     network = "" if nodes == 1 else f"{of_cards}{net / 1e9:g} GB/s per node at "  # as it is understood
-    return ClusterFile(
-        name=text.strip(),
-        nodes=nodes * per_node // joined,
-        ranks_per_node=joined,
-        rates=ClusterConfig(
+    try:
+        rates = ClusterConfig(
             flops_per_s=shares.products * peak * 1e12,
             memory_bytes_per_s=shares.memory * device.memory_gb_per_s * 1e9 / 2,  # read and written
             link_latency_s=NETWORK_START_S,
@@ -81,7 +78,14 @@ def in_line(text: str) -> ClusterFile | None:
             intra_bytes_per_s=LINKS[device.link] * inside,
             task_overhead_s=TASK_S,
             issue_kernel_s=0.0 if "graphs" in given else ISSUE_S,
-        ),
+        )
+    except ConfigError as error:
+        _refuse(text, f"its {error.key} of {error.value} {error.why}")
+    return ClusterFile(
+        name=text.strip(),
+        nodes=nodes * per_node // joined,
+        ranks_per_node=joined,
+        rates=rates,
         memory_bytes=usable_bytes(memory_gb),
         device=device.name,
         precision=device.usual,
