@@ -256,13 +256,21 @@ def _is_taken(lock: BinaryIO, kind: int) -> bool:
 
 def keep_config(folder: Path, text: str, done: int) -> None:
     """Write `config.toml`; keep the previous one, of the first `done` steps, if its settings differ."""
+    earlier = config_of(folder)
+    if earlier is not None and _settings(earlier) != _settings(text):
+        kept = folder / f"config-until-step-{done:08d}.toml"
+        write_whole(free_name(kept) if os.path.lexists(kept) else kept, earlier)
+    write_whole(folder / CONFIG, text)
+
+
+def config_of(folder: Path) -> str | None:
+    """Return the text of `config.toml`; None where there is none.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
     path = folder / CONFIG
-    if not is_missing(path):
-        earlier = read_text(path, str(path), "Move it away.", MOST_TOML_BYTES)
-        if _settings(earlier) != _settings(text):
-            kept = folder / f"config-until-step-{done:08d}.toml"
-            write_whole(free_name(kept) if os.path.lexists(kept) else kept, earlier)
-    write_whole(path, text)
+    return None if is_missing(path) else read_text(path, str(path), "Move it away.", MOST_TOML_BYTES)
 
 
 def _settings(text: str) -> list[str]:

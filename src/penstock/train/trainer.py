@@ -45,7 +45,7 @@ from penstock.train.metrics import (
 )
 from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import ADVICE, DivergedError, build_update, learning_rate, set_learning_rate
-from penstock.train.output import OutputFolder, check_output, keep_config, written
+from penstock.train.output import OutputFolder, check_output, config_of, keep_config, written
 from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
 from penstock.train.resume import changes, checkpoints_folder, find_resumption, restore
@@ -412,8 +412,8 @@ class Trainer:
         output = self.config.output
 
         def prepare() -> None:
-            # What can be refused comes first: opening cuts records off where this run goes on.
-            self._save_settings(first)
+            # What cannot be read is refused first: opening cuts records off where this run goes on.
+            config_of(output.dir)
             experts = self.config.moe.num_experts
             self.loads = LoadBook.resumed(output.dir, first, self.moe_layers, experts)
             self.writer = closing.enter_context(MetricsWriter())
@@ -421,6 +421,7 @@ class Trainer:
                 self.writer.logs.append(log)
                 if isinstance(log, LineFile | TensorBoard):
                     self.output.records.append(log)
+            self._save_settings(first)
 
         def prepare_routing() -> None:
             self.routing = RoutingFile(self.config, self.control, self.layout, first)
