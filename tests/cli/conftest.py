@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
 
 from penstock.plan.problem import Problem
 from penstock.plan.search import FoundPlan, find_plan
+
+
+@pytest.fixture
+def stopped_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first search that shows progress gets a Ctrl-C."""
+    first = chain([True], repeat(False))
+
+    @contextmanager
+    def stopping() -> Iterator[Callable[[object], None]]:
+        yield lambda step: signal.raise_signal(signal.SIGINT) if next(first) else None
+
+    monkeypatch.setattr("penstock.cli.plan_search._progress", stopping)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
-from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -462,15 +460,10 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("stopped_search")
 def test_a_search_that_is_stopped_prints_what_it_has(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    @contextmanager
-    def stopping() -> Iterator[Callable[[object], None]]:
-        yield lambda step: signal.raise_signal(signal.SIGINT) if next(first) else None
-
-    first = chain([True], repeat(False))
-    monkeypatch.setattr("penstock.cli.plan_search._progress", stopping)
     before = signal.getsignal(signal.SIGINT)
     assert main([*SMALL, "--json", "--seq-len", "384", "--out", str(tmp_path / "plan.json")]) == 130
     found = json.loads(capsys.readouterr().out)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +106,8 @@ def test_what_is_wrong_is_said_before_the_first_plan(
     assert refused([*STUDY, *more], capsys).startswith("penstock: --ep-size = 7: ")
 
 
-def test_a_stop_ends_all_searches_and_prints_what_they_have(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def stopping() -> Iterator[Callable[[object], None]]:
-        yield lambda step: signal.raise_signal(signal.SIGINT) if next(first) else None
-
-    first = chain([True], repeat(False))
-    monkeypatch.setattr("penstock.cli.plan_search._progress", stopping)
+@pytest.mark.usefixtures("stopped_search")
+def test_a_stop_ends_all_searches_and_prints_what_they_have(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*STUDY, "--json", "--sweep", "seq_len=96,160"]) == 130
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["step_s"] > 0 for row in rows] == [True, True]

@@ -17,22 +17,19 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from penstock.topology import faults
 from penstock.topology.faults import (
     ACTIVITY,
-    JOB_KEY,
     Activity,
     FaultWatcher,
     PeerLostError,
     Roll,
-    cause,
     explain,
     give_up,
     is_transport_error,
     named,
-    report_killed,
-    silent_ranks,
     unless_lost,
     watch,
 )
 from penstock.topology.meeting_point import in_thread
+from penstock.topology.notes import JOB_KEY, cause, report_killed, silent_ranks
 from tests.support.patience import HANG_S, wait_for
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1."

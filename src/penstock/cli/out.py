@@ -46,7 +46,7 @@ def check_out(path: Path, example: str) -> Path:
 
 
 def check_folder(path: Path | None) -> None:
-    """Make the folder `path`, which `--plot` names; None = none is asked for.
+    """Make the folder that `--plot` names, if it is given.
 
     Raises:
         ConfigError: If nothing can be written into it.

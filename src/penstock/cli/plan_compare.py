@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -28,7 +26,6 @@ from penstock.config.files import found_or_shipped
 from penstock.cost.clusters.line import EXAMPLE, in_line
 from penstock.plan import PlanFile
 from penstock.plan.candidate import NothingFitsError
-from penstock.plan.effort import COMMAND_S, time_limit
 from penstock.plan.explain import reasons
 from penstock.plan.models import model_name
 from penstock.report.plans_compared import Side, Sweep, TwoPlans
@@ -47,7 +44,7 @@ def compared(options: argparse.Namespace, width: int) -> int:
     """Print two plans beside each other; return the exit code."""
     _check_alone("--against", options)
     one, other = _own(options), _other(options, options.against)
-    with searching(None, 1.0) as search:
+    with searching() as search:
         found = TwoPlans(one=one(search), other=other(search))
     return _printed(found, search, options, width)
 
@@ -61,7 +58,7 @@ def swept(options: argparse.Namespace, width: int) -> int:
         why = "is no setting with values"
         raise ConfigError("--sweep", options.sweep, why, "Write it like net=25,100,400 or ep_size=8,16,32.")
     sought = [(value, _fitting(_with(options, "--sweep", name, value))) for value in values]
-    with searching(None, 1.0) as search:
+    with searching() as search:
         sides = [(value, side(search)) for value, side in sought]
     return _printed(Sweep(name=name, sides=sides), search, options, width)
 
@@ -102,8 +99,7 @@ def _searched(options: argparse.Namespace) -> Callable[[Searching], Side]:
     memory, budget = memory_of(options.memory_gib, subject.memory_bytes), budget_of(options, subject)
 
     def found(search: Searching) -> Side:
-        over = time_limit(time.process_time, budget, COMMAND_S)
-        own = replace(search, memory_bytes=memory, budget=budget, over=over)
+        own = search.anew(memory, budget)
         best, plan, _ = find_best(subject, own.find, own.quick)
         return Side.of(best, plan, reasons(best.problem, plan, memory))
 

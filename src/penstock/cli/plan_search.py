@@ -52,6 +52,11 @@ class Searching:
     over: Callable[[], bool]
     bases: list[Basis] = field(default_factory=list)
 
+    def anew(self, memory_bytes: int | None, budget: float) -> Searching:
+        """Return the same for another plan of the command, with time of its own."""
+        over = time_limit(time.process_time, budget, COMMAND_S)
+        return replace(self, memory_bytes=memory_bytes, budget=budget, over=over)
+
     def find(
         self, problem: Problem, starts: tuple[Decision, ...] = (), effort: Effort = "usual"
     ) -> FoundPlan:
@@ -88,7 +93,7 @@ class Searching:
 
 
 @contextmanager
-def searching(memory_bytes: int | None, budget: float) -> Iterator[Searching]:
+def searching(memory_bytes: int | None = None, budget: float = 1.0) -> Iterator[Searching]:
     """Yield what searches inside share; the first Ctrl-C ends them."""
     over = time_limit(time.process_time, budget, COMMAND_S)
     with _progress() as progress, _stopped_by_hand() as stopped:

@@ -396,7 +396,7 @@ class ClusterFile:
         return replace(file, version=VERSION)
 
     def _check_by_hand(self, table: Mapping[str, Any], path: Path) -> None:
-        """Raise ConfigError unless a file that nobody has measured says what no default can stand for."""
+        """Raise ConfigError unless a file written by hand has all that no default can replace."""
         given = table.get("rates", {})
         if self.nodes > 1 and "link_rate_of" not in given:
             raise ConfigError(f"{path}.rates.link_rate_of", UNSET, WHOSE_RATE, WHAT_TO_WRITE)

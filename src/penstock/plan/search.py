@@ -140,7 +140,7 @@ def _without_collector() -> Iterator[None]:
 class _Screen:
     """Simulated seconds of choices on the problem itself or on a short model that stands for it.
 
-    memory_bytes: into which a choice must fit, or its seconds are infinite; None where that is not asked.
+    memory_bytes: What a choice must fit into; else its seconds are infinite. None = no limit.
     """
 
     evaluated: Evaluated

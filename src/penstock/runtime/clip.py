@@ -195,7 +195,7 @@ def _total_norm(
             table = ranks.gather(row)  # norms of experts, parts and whole parameters, [ranks, 3]
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {ranks.layout.rank}: clip_grad_norm_ waited in vain for the others: {explain(error)}. "
+            f"rank {ranks.layout.rank}: clip_grad_norm_ did not hear from all others: {explain(error)}. "
             "Every rank must call it, with its experts, trained or not: pass the module, or all of "
             "model.parameters()"
         ) from error

@@ -26,20 +26,15 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import count
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
 # torch.distributed exports it as well, but hides it from type checkers.
-from torch._C._distributed_c10d import PrefixStore
-
 from penstock.topology.meeting_point import in_thread, within
+from penstock.topology.notes import CULPRITS_KEY, Store, call, leave_note, lines, notes, underlying
 
 T = TypeVar("T")
-
-Store = Any
-"""One of torch's stores, of which type checkers know neither `clone` nor `append` nor `multi_set`."""
 
 ANSWER_S: Final = 2.0
 """Seconds that a rank may take to answer."""
@@ -48,8 +43,6 @@ BUSY_S: Final = 1.0
 POLL_S, MOST_POLLS_PER_S, LONGEST_POLL_S = 0.02, 2000, 0.5
 """How often a rank that asks looks whether all have answered; how often all ranks together do, as one store
 serves them; and after how many seconds it does in any case."""
-CALLERS: Final = 2
-"""How many of the ranks that ask at once wake the others: one may die over it."""
 WATCH_S: Final = 0.1
 """How often a rank on a GPU looks whether an exchange has lasted too long."""
 LEAVE_S: Final = 1.0
@@ -67,14 +60,8 @@ EXCHANGES: Final = frozenset({"inter", "intra", "device"})
 """What may wait for other ranks in a step: lanes, and the host for the device."""
 MOST_REASON: Final = 500
 MOST_TOLD: Final = 2
-JOB_KEY: Final = "penstock/job"
-"""Key under which ranks leave the prefix of their notes, for the launcher that keeps the store."""
-MET_KEY: Final = "penstock/met"
-"""Key under which ranks count those that have connected to all others, for that launcher."""
 LEAVING: Final = "leaving"
 """What the rank that keeps the store calls before it ends in order."""
-CULPRITS_KEY: Final = "penstock/culprits"
-"""Key under which ranks leave the numbers of ranks that do not answer, for that launcher."""
 OF_DEVICE: Final = (
     "A check on this rank's GPU has failed, perhaps of an earlier task: what it checked stands above in the "
     "standard error (a label or token outside of the vocabulary, for example)"
@@ -96,7 +83,7 @@ class Activity:
 
     Attributes:
         failure: Why this rank ends, unless for the end of another.
-        waited_in: The task or exchange in which this rank waited for others in vain.
+        waited_in: The task or exchange in which this rank waited for others that did not come.
         lost: Why exchanges of this rank were ended from outside: another rank no longer takes part, and what
             they were to bring is then anything.
     """
@@ -193,8 +180,8 @@ class Roll:
         silent: Ranks that do not answer.
         answers: What the others said, by rank.
         gone: Ranks that had given up, with the reason if it was their own.
-        stuck: What those of them were doing that had waited in vain.
-        launcher_is_silent: Whether nobody could be asked, as the launcher's store does not answer.
+        stuck: What ranks were doing that gave up as others did not come.
+        launcher_is_silent: Whether the launcher's store did not answer, so that nobody could be asked.
     """
 
     silent: tuple[int, ...]
@@ -359,7 +346,7 @@ class FaultWatcher:
         left = notes(store)
         left.pop(self._rank, None)
         gone = {**self._gone, **{rank: note["failure"] for rank, note in left.items()}}
-        said = _lines(store, f"answers/{number}") if store.add(f"answers/{number}/count", 0) else []
+        said = lines(store, f"answers/{number}") if store.add(f"answers/{number}/count", 0) else []
         answers = {each["rank"]: each for each in said if each["rank"] != self._rank}
         stuck = {
             rank: re.sub("^task ", "in ", note["waited_in"])
@@ -524,7 +511,7 @@ def is_first_to_say(text: str) -> bool:
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Tell whether an exchange with other ranks broke, or was waited for in vain."""
+    """Tell whether an exchange with other ranks broke, or others did not come to it."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and re.match(r"\[[^\]]*\.cc:\d+\] ", str(error)) is not None
     )
@@ -559,97 +546,3 @@ def _ask_others() -> str:
             root = underlying(watcher.store)
             within(ANSWER_S, lambda: root.set(CULPRITS_KEY, ",".join(map(str, culprits))))
     return roll.verdict()
-
-
-# ---- the store ---------------------------------------------------------------------------------------------
-
-
-def underlying(store: Store) -> Store:
-    """Return the store behind all prefixes."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def _lines(store: Store, key: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in store.get(key).decode().splitlines()]
-
-
-def leave_note(store: Store, note: Mapping[str, Any]) -> None:
-    """Say that a rank ends: `rank`, `failure` if it has a reason of its own, `waited_in` as in `Activity`."""
-    store.append("ended", json.dumps(note) + "\n")
-    store.add("ended/count", 1)
-
-
-def notes(store: Store) -> dict[int, dict[str, Any]]:
-    """Return what ranks that end have said; of several notes about a rank the first with a reason counts."""
-    by_rank: dict[int, dict[str, Any]] = {}
-    for note in _lines(store, "ended") if store.add("ended/count", 0) else ():
-        if not by_rank.get(note["rank"], {}).get("failure"):
-            by_rank[note["rank"]] = note
-    return by_rank
-
-
-def call(store: Store, world_size: int, number: int, by: str) -> None:
-    """Wake the threads of all ranks for call `number`, unless others who ask at the same time do.
-
-    Args:
-        by: Who calls: a rank, or what is said in its place.
-    """
-    if store.add(f"callers/{number}", 1) > CALLERS:
-        return
-    store.set(f"call/{number}", by)
-    keys = [f"wake/{rank}/{number}" for rank in range(world_size)]
-    if store.has_extended_api():
-        store.multi_set(keys, [""] * len(keys))
-    else:
-        for key in keys:
-            store.set(key, "")
-
-
-# ---- for the launcher that keeps the store -----------------------------------------------------------------
-
-
-def report_killed(root: Store, rank: int, world_size: int, how: str) -> None:
-    """Tell the ranks of a job, once they have met, that one was killed and could not say so itself.
-
-    Args:
-        root: The launcher's store.
-        rank: The rank that was killed.
-        how: What killed it, in words.
-    """
-    job = _job_of(root)
-    if job is not None and rank not in notes(job):
-        leave_note(job, {"rank": rank, "failure": how, "waited_in": None, "killed": True})
-        number = next(number for number in count(1) if not job.check([f"call/{number}"]))
-        call(job, world_size, number, "launcher")
-
-
-def have_met(root: Store, world_size: int) -> bool:
-    """Return whether all ranks have connected to each other; before, they do not hear how others end."""
-    return bool(root.add(MET_KEY, 0) >= world_size)
-
-
-def silent_ranks(root: Store) -> list[int]:
-    """Return the ranks that others have found silent."""
-    return [int(rank) for rank in root.get(CULPRITS_KEY).split(b",")] if root.check([CULPRITS_KEY]) else []
-
-
-def cause(root: Store) -> tuple[int | None, str]:
-    """Return which rank failed first for a reason of its own, with the reason.
-
-    Where none did, return None, with what one of the others waited for.
-    """
-    job = _job_of(root)
-    said = {} if job is None else notes(job)
-    for rank, note in said.items():
-        if note["failure"] and not note.get("killed"):
-            return rank, note["failure"]
-    waiting = ((rank, note["waited_in"]) for rank, note in said.items() if note["waited_in"])
-    rank, what = next(waiting, (0, ""))
-    doing = "waited in" if what.startswith("task ") else "was"
-    return None, f"rank {rank} {doing} {what}" if what else ""
-
-
-def _job_of(root: Store) -> Store | None:
-    return PrefixStore(root.get(JOB_KEY).decode(), root) if root.check([JOB_KEY]) else None

@@ -32,14 +32,11 @@ from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
 from penstock.topology.control import CommunicationError, Control, host_group
 from penstock.topology.faults import (
-    JOB_KEY,
-    MET_KEY,
     FaultWatcher,
     has_ended,
     is_watched,
     named,
     reason,
-    underlying,
     watch,
 )
 from penstock.topology.groups import TransportName, prepare
@@ -54,6 +51,7 @@ from penstock.topology.meeting_point import (
     open_store,
     within,
 )
+from penstock.topology.notes import JOB_KEY, MET_KEY, underlying
 
 GROUPS = count()
 """Counts the process groups that this process joins, alike on all ranks."""

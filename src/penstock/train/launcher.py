@@ -8,7 +8,7 @@ It is what torchrun does, in this process, but for what users of a failed or int
 - After a signal it gives ranks 30 s, which may not suffice to save a large checkpoint. Here a signal is
   passed on, and ends nothing by itself within `grace_s`.
 - Its store listens on all interfaces. This one listens on the loopback interface, at a port that is bound
-  before it is told. It outlives every rank, so they leave there why they end (`penstock.topology.faults`),
+  before it is told. It outlives every rank, so they leave there why they end (`penstock.topology.notes`),
   which `LaunchOutcome.describe` repeats in the last line of the run.
 
 Ranks have sessions of their own: Ctrl-C reaches them through this process, and Ctrl-Z stops this process
@@ -39,7 +39,8 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from penstock.stops import SIGNALS
-from penstock.topology.faults import cause, have_met, named, report_killed, silent_ranks
+from penstock.topology.faults import named
+from penstock.topology.notes import cause, have_met, report_killed, silent_ranks
 from penstock.train.stopping import SignalLog
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ KILL_AFTER_TERM_S: Final = 5.0
 KILL_AFTER_VERDICT_S: Final = 1.5
 """Seconds for ranks that answer, where others do not: enough to report what they waited for."""
 END_UNMET_S: Final = 2.0
-"""Seconds for ranks that wait in vain to meet one that has ended: enough to find the same fault."""
+"""Seconds for ranks that wait to meet one that has ended: enough to find the same fault."""
 LOOPBACK: Final = "127.0.0.1"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, NoReturn
 
 from penstock.config import ConfigError
@@ -51,7 +53,7 @@ def in_line(text: str) -> ClusterFile | None:
         return None
     nodes, per_node = whole_number(match[1] or "1"), whole_number(match[2])
     if not nodes or not per_node:
-        _refuse(text, "nobody has so many devices, or none")
+        _refuse(text, "nodes and devices must be whole numbers from 1 up, of few digits")
     device, memory_gb = _device(text, match[3])
     given = _options(text, match[4], device)
     fabric, in_float8 = given.get("fabric", ""), "products" in given
@@ -67,7 +69,7 @@ def in_line(text: str) -> ClusterFile | None:
     assert peak is not None, "its usual precision is one that it has"
     of_cards = f"{cards} x " if cards > 1 else ""
     network = "" if nodes == 1 else f"{of_cards}{net / 1e9:g} GB/s per node at "  # as it is understood
-    try:
+    with _refusing(text):
         rates = ClusterConfig(
             flops_per_s=shares.products * peak * 1e12,
             memory_bytes_per_s=shares.memory * device.memory_gb_per_s * 1e9 / 2,  # read and written
@@ -79,8 +81,6 @@ def in_line(text: str) -> ClusterFile | None:
             task_overhead_s=TASK_S,
             issue_kernel_s=0.0 if "graphs" in given else ISSUE_S,
         )
-    except ConfigError as error:
-        _refuse(text, f"its {error.key} of {error.value} {error.why}")
     return ClusterFile(
         name=text.strip(),
         nodes=nodes * per_node // joined,
@@ -151,6 +151,15 @@ def _rate(text: str, value: str) -> tuple[int, float]:
     if not cards * rate:
         _refuse(text, f"nothing arrives at {value}")
     return cards, rate * BYTES_OF[match[3]]
+
+
+@contextmanager
+def _refusing(text: str) -> Iterator[None]:
+    """Let what a line says be refused as a line, and not as a rate that nobody has written."""
+    try:
+        yield
+    except ConfigError as error:
+        _refuse(text, f"its {error.key} of {error.value} {error.why}")
 
 
 def _refuse(text: str, why: str) -> NoReturn:
