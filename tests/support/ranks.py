@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -120,6 +121,7 @@ class RankPool:
 
         lost: a rank that will not answer, and has no result.
         """
+        self.signal(signal.SIGCONT)
         for pipe in self._pipes:
             send(pipe, (function, arguments))
         results = [self._receive(rank, timeout_s) for rank in range(self.world_size) if rank != lost]
@@ -143,6 +145,12 @@ class RankPool:
         """Whether transports that tests have left behind keep the processors busy: their threads poll."""
         threads = Path(f"/proc/{self.processes[0].pid}/task")
         return threads.is_dir() and len(list(threads.iterdir())) > MOST_THREADS
+
+    def signal(self, number: int) -> None:
+        """Stop the ranks, or let them go on; one that is dead stays so."""
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
 
     def close(self) -> None:
         self.alive = False
@@ -179,7 +187,11 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
 
 
 class Pools:
-    """One pool per number of ranks, made when first asked for, made again after a failure or when crowded."""
+    """One pool per number of ranks, made when first asked for, made again after a failure or when crowded.
+
+    The others are stopped until they are asked to run something: each of their transports' threads looks a
+    hundred times a second for work, and a thousand of them took a tenth of the machine.
+    """
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -190,6 +202,9 @@ class Pools:
             pool.close()
         if pool is None or not pool.alive:
             pool = self._pools[world_size] = RankPool(world_size)
+        for other in self._pools.values():
+            if other is not pool and other.alive:
+                other.signal(signal.SIGSTOP)
         return pool
 
     def close(self) -> None:
