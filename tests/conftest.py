@@ -58,7 +58,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to `make soak` what repeats values of a test marked `every_value`; begin with what takes long.
+    """Leave to `make soak` what repeats other cases of a test; begin with what takes long.
 
     What starts ranks is slow, unless it is marked `quick`: to load torch for them costs more than their step.
     """

@@ -89,6 +89,7 @@ def run_several(rank: int, sharded: bool) -> Ran:
     return Ran(before, parameters_of(made["layer"], rank), left["x"], left["target"], norms)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "sharded"), [(1, False), (2, False), (4, False), (2, True)])
 def test_several_ranks_of_the_page(ranks: Pools, world_size: int, sharded: bool) -> None:

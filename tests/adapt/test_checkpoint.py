@@ -80,6 +80,7 @@ def go_on(rank: int, world: int, folder: str, layout: dict[str, Any], sharded: b
     return losses_of(model, optimizer, rank // tp_size, world // tp_size, range(SAVED_AT, STEPS))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "layout", "sharded"),
     [

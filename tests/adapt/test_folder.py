@@ -174,6 +174,7 @@ def saved_in_parts(rank: int, family: str, layout: dict[str, Any], folder: Path)
     return names_in(folder)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "world", "layout"),
     [

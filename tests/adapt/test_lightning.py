@@ -153,6 +153,7 @@ def on_ranks(
     return [sum(each) / RANKS for each in zip(*found, strict=True)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Module, Late])
 def test_lightning_trains_saves_and_goes_on(ranks: Pools, tmp_path: Path, kind: type[Module]) -> None:
     wanted = fit(Module(small("mixtral", initializer_range=0.1)), tmp_path / "plain", 1)

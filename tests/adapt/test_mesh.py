@@ -70,6 +70,7 @@ def agreements(rank: int, world: int, cases: list[Case]) -> dict[str, float]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "cases"), [(2, ON_TWO), (4, ON_FOUR), pytest.param(4, PLAIN, marks=pytest.mark.soak)]
 )

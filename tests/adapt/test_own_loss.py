@@ -345,6 +345,7 @@ ON_TWO = [
 ]
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", ON_TWO)
 def test_gradients_of_ones_own_loss_are_those_of_one_process(ranks: Pools, name: str) -> None:
     for found in ranks(2).run(check_all, 2, [name]):

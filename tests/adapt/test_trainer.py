@@ -113,6 +113,7 @@ def test_arguments_with_which_ranks_would_train_otherwise_are_refused(ranks: Poo
     ranks(2).run(refuse_on_ranks, 2, str(tmp_path))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_trainer_trains_as_on_one_process(ranks: Pools, tmp_path: Path, loss: str, world: int) -> None:

@@ -72,6 +72,7 @@ def fine_tune(
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("world", "families", "layout"),
     [

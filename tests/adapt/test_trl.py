@@ -172,6 +172,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("world", "name"),
     [

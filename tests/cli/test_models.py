@@ -102,6 +102,7 @@ assert tokens.shape == (1, 8) and not any("penstock" in name for name in sys.mod
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",

@@ -46,6 +46,7 @@ CASES = [
 of them on one and on two."""
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("place", "signals", "code", "said", "saved", "ranks"),
     [

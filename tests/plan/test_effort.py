@@ -44,6 +44,7 @@ def test_a_machine_on_which_nothing_gets_done_finds_the_same_plan(monkeypatch: p
     assert slow.searched == usual.searched
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 12])
 @pytest.mark.parametrize("budgets", [BUDGETS, pytest.param((*BUDGETS, *LARGE), marks=pytest.mark.soak)])

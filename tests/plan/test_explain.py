@@ -174,6 +174,7 @@ def test_numbers_for_people(shown: str, text: str) -> None:
 LATE = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e11, link_latency_s=5e-3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "late"),
@@ -192,6 +193,7 @@ def test_latency_is_named_where_start_ups_take_most_of_the_communication(
     assert (told.faster["inter-node bandwidth"] > 0.97) is (late or cluster is SLOW_DEVICE)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slow", ["inter", "intra"])
 @pytest.mark.slow
 def test_a_network_between_nodes_that_waits_for_links_inside_says_so(slow: str) -> None:
@@ -216,6 +218,7 @@ def test_on_one_node_all_links_are_those_between_ranks(two_nodes_in_the_file: bo
     assert told.faster["bandwidth between ranks"] < 0.6
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "helps"),

@@ -53,6 +53,7 @@ def step(ep_size: int, layers: int, nodes: int, per_node: int) -> Problem:
     return published_problem("pro-prophet/moe-gpt-s", find_cluster("fsmoe-testbed-b"), sizes).problem
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda frozen: str(frozen[0]))
 def test_small_steps_are_weighed_as_a_whole_and_as_before(

@@ -95,6 +95,7 @@ def test_partition_is_tried_with_the_best_cut(monkeypatch: pytest.MonkeyPatch) -
     assert len({(choice.chunks, choice.backward_chunks) for _, choice in looked}) > 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("effort", ["low", "usual"])
 @pytest.mark.parametrize("batch", [1, 4])

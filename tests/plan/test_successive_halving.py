@@ -74,7 +74,7 @@ def searched(choice: Decision) -> Decision:
     return replace(choice, priority="search")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_best_cut_by_rules_is_the_wrong_one(each: Problem, ruled: dict[Decision, Candidate]) -> None:
     """Another one is over a percent faster when both are ordered in full, and short searches find it."""
     by_rule = searched(min(ruled, key=lambda choice: ruled[choice].predicted_s))

@@ -138,7 +138,7 @@ def test_a_bayesian_tuner_finds_the_better_of_two_minima(start: int) -> None:
     assert found <= 1.03 * least(bumpy)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_bayesian_tuner_on_random_valleys() -> None:
     """Every valley within 3 % of its bottom, on average nearer than random search comes."""
     regret: dict[TunerName, list[float]] = {"bayesian": [], "random": []}

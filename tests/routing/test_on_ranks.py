@@ -204,6 +204,7 @@ def test_chunks_in_replicated_expert_groups(ranks: Pools, chunks: int, backward_
     check(ranks, case_of(chunks=chunks, backward_chunks=backward_chunks, ep_size=2))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["fsmoe", "parm_s1", "parm_s2", "baseline_esp"])
 @pytest.mark.parametrize(
     ("tp_size", "etp_size", "ep_size"),

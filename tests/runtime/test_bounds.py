@@ -202,6 +202,7 @@ def several(rank: int, step: Case, passes: int, largest: int) -> Seen:
     return Seen(losses, gradients, repeats)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("late", "passes", "largest"),
     [

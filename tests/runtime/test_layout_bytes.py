@@ -190,6 +190,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("sizes", LAYOUTS)
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
 @pytest.mark.parametrize("tokens", ["replicated", "split"])

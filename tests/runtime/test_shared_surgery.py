@@ -24,6 +24,7 @@ SHARED = replace(
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["float32", "assigned state", "swapped blocks", "compiled block", "hook"])
 def test_what_leaves_parts_as_they_are_is_taken_up(ranks: Pools, name: str) -> None:
     results, wanted = ranks(2).run(operated, SHARED, name), operated_before(SHARED, name)

@@ -147,7 +147,7 @@ def test_only_sums_are_moved_and_no_earlier_than_something_waits_for_them() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [8, pytest.param(40, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("cases", [4, pytest.param(40, marks=pytest.mark.soak)])
 def test_orders_are_near_the_best_on_small_steps(cases: int) -> None:
     gaps = []
     for seed in range(cases):

@@ -26,6 +26,7 @@ def marks(number: int) -> list[pytest.MarkDecorator]:
     return [] if number % 7 == 1 else [pytest.mark.soak] if number % 9 else [pytest.mark.slow]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("number", "case"), [pytest.param(n, case, marks=marks(n)) for n, case in enumerate(cases())]
 )
@@ -33,6 +34,7 @@ def test_orders_and_simulated_times_are_as_recorded(number: int, case: Case) -> 
     assert recording(number, case) == recorded(RECORDED, number)
 
 
+@pytest.mark.few(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "case"), list(enumerate(shared_cases())))
 def test_orders_of_ranks_that_share_are_as_recorded(number: int, case: Case) -> None:

@@ -95,6 +95,7 @@ def test_legs_inside_nodes_go_with_rows_that_are_gathered_there(name: str, dispa
     assert plan.shape.dispatch == hops
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_what_a_search_finds_is_no_worse_than_its_rules(form: ExpertForm) -> None:

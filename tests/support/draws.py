@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 USUAL = 100
-LEAST = 3
+LEAST = 2
 
 
 def draws(examples: int) -> settings:

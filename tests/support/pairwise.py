@@ -110,20 +110,36 @@ def _completed(
 
 
 def leave_to_soak(items: Iterable[pytest.Item]) -> None:
-    """Of a test marked `every_value`, keep so many cases that every value of every `parametrize` is met."""
+    """Of a test marked `every_value`, keep so many cases that every value of every `parametrize` is met.
+
+    Of one marked `few(n)`, keep n of its cases, all over the list.
+    """
     tests: dict[Any, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("every_value"):
+        if isinstance(item, pytest.Function) and not item.get_closest_marker("soak"):
             tests[item.function].append(item)
     for cases in tests.values():
-        values = {case: _values(case) for case in cases}
-        places = _places(values.values())
-        met: set[tuple[str, str]] = set()
-        # As a staircase, not one axis after the other: new values of all axes first.
-        for case in sorted(cases, key=lambda case: _off_the_stairs([places[each] for each in values[case]])):
-            if met.issuperset(values[case]):
-                case.add_marker(pytest.mark.soak)
-            met.update(values[case])
+        if mark := cases[0].get_closest_marker("few"):
+            kept = {place * len(cases) // mark.args[0] for place in range(mark.args[0])}
+            left = [case for place, case in enumerate(cases) if place not in kept]
+        elif cases[0].get_closest_marker("every_value"):
+            left = _repeating(cases)
+        else:
+            continue
+        for case in left:
+            case.add_marker(pytest.mark.soak)
+
+
+def _repeating(cases: Iterable[pytest.Function]) -> Iterator[pytest.Function]:
+    """Cases of which others have every value."""
+    values = {case: _values(case) for case in cases}
+    places = _places(values.values())
+    met: set[tuple[str, str]] = set()
+    # As a staircase, not one axis after the other: new values of all axes first.
+    for case in sorted(values, key=lambda case: _off_the_stairs([places[each] for each in values[case]])):
+        if met.issuperset(values[case]):
+            yield case
+        met.update(values[case])
 
 
 Place = tuple[int, int]

@@ -166,6 +166,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("first", "then"), PAIRS, ids=str)
 def test_what_one_layout_saves_another_loads(ranks: Pools, saved: Saved, first: World, then: World) -> None:
     check_loads(ranks, saved(first), then)
@@ -217,6 +218,7 @@ def stored(saved: Saved) -> dict[World, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_every_layout_saves_the_same_tensors(stored: dict[World, dict[str, Tensor]], world: World) -> None:
     """Names, shapes and types are those of one process, each tensor is there once, and so are the values."""

@@ -84,6 +84,7 @@ def check_same(ours: list[StepMetrics], theirs: list[StepMetrics]) -> None:
         assert getattr(mine, spread) == pytest.approx(getattr(other, spread), rel=0.05)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("world", [*WORLDS, SHARDED, PARM], ids=str)
 def test_a_run_has_the_numbers_of_one_process(runs: Runs, world: World) -> None:
     ours, alone = runs(world), runs(ALONE)
@@ -92,6 +93,7 @@ def test_a_run_has_the_numbers_of_one_process(runs: Runs, world: World) -> None:
     assert ours.told.summary.parameters == alone.told.summary.parameters
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("first", "then"),
     [

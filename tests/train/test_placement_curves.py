@@ -139,6 +139,7 @@ def check_double(ranks: Pools, world_size: int, steps: int) -> None:
         assert sum(each[number].moved for each in found) > min(10, steps / 4)  # experts learn languages soon
 
 
+@pytest.mark.soak
 def test_losses_of_some_steps_are_those_without_moves(ranks: Pools) -> None:
     check_double(ranks, 2, 8)
 

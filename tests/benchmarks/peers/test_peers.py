@@ -16,6 +16,7 @@ from tests.support.parity import Case
 from tests.support.ranks import Pools, RankPool
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_both_columns_do_the_same(peer_ranks: Pools, peer: str, ep_size: int) -> None:
     """Two steps as shipped and two on Penstock's transport, in turns: the same bits.
@@ -50,6 +51,7 @@ def test_whole_iterations_leave_weights_where_they_are(peer_ranks: Pools, peer: 
         assert same
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "case",
     [

@@ -84,6 +84,7 @@ def test_a_plan_that_is_the_best_published_one_gains_nothing_over_the_best() -> 
     assert all(gain.least >= 1.0 for gain in each)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", GRIDS)
 def test_the_joint_plan_is_never_worse_than_a_published_one(cluster: str) -> None:

@@ -125,6 +125,7 @@ def virtual(ranks: Pools) -> list[Compared]:
 # ---- both fields -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["real", "virtual"])
 def test_schedules_take_turns_in_the_order_asked_for(kind: str, request: pytest.FixtureRequest) -> None:
     for found in request.getfixturevalue(kind):
@@ -314,6 +315,7 @@ def run_tuned(rank: int, config: BenchConfig, virtual: bool) -> list[Tuned]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("asleep", [False, True])
 def test_tuning_takes_what_promises_most(ranks: Pools, asleep: bool) -> None:
     config = config_of(schedules=("flowmoe", "moe_pipeline"), tune=True)

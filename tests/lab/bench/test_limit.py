@@ -72,6 +72,7 @@ def check(each: Problem, choice: Decision) -> None:
     assert seconds >= inside / cluster.intra_bytes_per_s
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @draws(40)
 @given(problems(), shared(), st.floats(0, 2), st.randoms(use_true_random=False))

@@ -46,6 +46,7 @@ def route_otherwise(rank: int, case: Case) -> str:
     return fails(stack, lambda: stack.step(0))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_that_route_differently_end_with_an_error(ranks: Pools, name: str) -> None:
     """Long before the groups' timeout: other splits than the partners' would wait for bytes forever."""

@@ -203,6 +203,7 @@ def fits(known: Mapping[str, Any]) -> bool:
     return cases.fits(known)
 
 
+@pytest.mark.few(7)
 @valuewise(fits, **AXES)
 def test_a_virtual_step_is_sent_as_a_real_one(
     ranks: Pools,

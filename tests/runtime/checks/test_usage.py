@@ -97,6 +97,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("name", PLAIN)

@@ -251,6 +251,7 @@ def named(values: Mapping[str, Any]) -> str:
     return "-".join(getattr(value, "__name__", str(value)) for value in others)
 
 
+@pytest.mark.few(21)
 @pytest.mark.slow
 @pytest.mark.parametrize("values", [*covering(AXES, fits)], ids=named)
 def test_training_is_that_of_one_process(ranks: Pools, values: Mapping[str, Any]) -> None:

@@ -152,6 +152,7 @@ def is_harmless(one: Issued, other: Issued) -> bool:
     return len({*first.ranks} & {*second.ranks}) < 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_every_fault_that_matters_is_reported(ranks: Pools, name: str) -> None:
     step = device_step({"schedule": "penstock", **CASES[name]}, num_layers=1)

@@ -92,6 +92,7 @@ def named(values: Mapping[str, Any]) -> str:
     return "-".join(f"{value}" for axis, value in values.items() if value != AXES[axis][0])
 
 
+@pytest.mark.few(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("values", [*each_value({**AXES, "layout": FEW_LAYOUTS}, fits)], ids=named)
 def test_every_value(cards: Pools, values: Mapping[str, Any]) -> None:

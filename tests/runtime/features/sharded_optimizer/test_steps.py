@@ -63,6 +63,7 @@ def _fits(known: Mapping[str, Any]) -> bool:
     return tp * etp > 1 or SCHEDULES[known["schedule"]].expert_form in (None, "gather")
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @valuewise(
     _fits,
