@@ -8,6 +8,7 @@ of one: tests run the code for GPUs on tensors of the CPU, with streams and even
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.random import fork_rng
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -497,6 +501,15 @@ def gpu_of(where: Tensor | torch.device) -> Gpu:
     device = device_of(where)
     assert isinstance(device, Gpu), f"{device.kind} has no streams"
     return device
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Return whether a tensor is spread over a mesh of devices.
+
+    No DTensor exists before its module has been loaded, which takes a second.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def on_device(numbers: Numbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

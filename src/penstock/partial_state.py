@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.device import is_dtensor
 from penstock.mesh import Axes, Group
-from penstock.sharding import Sharding, is_dtensor
+from penstock.sharding import Sharding
 from penstock.topology.device_mesh import RankMeshes
 
 if TYPE_CHECKING:

@@ -6,20 +6,16 @@ know no other form. A rank's part is cut from it by `Sharding.part` and put back
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from penstock.mesh import Axes, Group
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 MARK = "penstock_sharding"
 
@@ -238,10 +234,16 @@ def _in_row(shape: Place, row: int, start: int, stop: int) -> Iterator[Box]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Mark:
-    """The mark that is set on a parameter."""
+class PartMark:
+    """The mark that is set on a parameter.
+
+    Attributes:
+        sharding: Which part it is.
+        ranks: The ranks that hold the other parts, for what sums over them; None: not known.
+    """
 
     sharding: Sharding
+    ranks: object = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Pickle the mark as an empty OrderedDict, a type that torch.load always accepts."""
@@ -277,10 +279,13 @@ def shardings_of(model: nn.Module) -> dict[str, Sharding]:
     return shardings
 
 
-def mark_shards(model: nn.Module) -> None:
+def mark_shards(model: nn.Module, ranks: object = None) -> None:
     """Mark every parameter of `model` that is a part of a larger one.
 
     The marks are for code that meets a parameter without its module.
+
+    Args:
+        ranks: See `PartMark`.
 
     Raises:
         ValueError: If a parameter no longer exists, or does not have the shape of its part.
@@ -295,19 +300,10 @@ def mark_shards(model: nn.Module) -> None:
             raise ValueError(f"{name} is gone, and was {what}. {remedy} ({error})") from error
         if tuple(parameter.shape[-len(wanted) :]) != wanted:  # experts are stacked along one more dimension
             raise ValueError(f"{name} is {list(parameter.shape)}, and should be {what}. {remedy}")
-        setattr(parameter, MARK, _Mark(sharding))
+        setattr(parameter, MARK, PartMark(sharding, ranks))
 
 
 def sharding_of(parameter: Tensor) -> Sharding | None:
     """Return which part of a larger parameter this is; None for a whole one or one that was never marked."""
     mark = getattr(parameter, MARK, None)
-    return mark.sharding if isinstance(mark, _Mark) else None
-
-
-def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether a tensor is spread over a mesh.
-
-    No DTensor exists before its module has been loaded, which takes a second.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return mark.sharding if isinstance(mark, PartMark) else None

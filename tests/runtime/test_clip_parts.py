@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock import clip_grad_norm_
 from penstock.mesh import Axes, Group
-from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
+from penstock.runtime.clip import ExpertRanks, mark_experts
 from penstock.sharding import Sharding, mark_shards
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery
@@ -92,8 +92,7 @@ def bag_of(rank: int, world: World) -> Bag:
     for expert in experts:
         found.add(f"up{expert}", whole[f"up{expert}"], part(Group.SHARDS, 1, whole[f"up{expert}"]))
     mark_experts((p for name, p in found.named_parameters() if name.startswith("up")), ranks)
-    mark_shards(found)
-    mark_parts(found.parameters(), ranks)
+    mark_shards(found, ranks)
     return found
 
 

@@ -36,7 +36,7 @@ from penstock.config import UNSET, ConfigError, read_json
 from penstock.families.described import refuse_cut_off
 from penstock.partial_state import part_of
 from penstock.runtime import ShardedAdamW
-from penstock.runtime.expert_parallel.ranks import watch_optimizer
+from penstock.runtime.expert_parallel.optimizers import watch_optimizer
 from penstock.topology import Control
 from penstock.train.run_state import OPTIMIZER, of_model, state_part, updated
 from penstock.words import some_of

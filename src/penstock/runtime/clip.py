@@ -1,38 +1,193 @@
-"""The gradient norm of a model whose experts are spread over ranks, and clipping by it.
+"""The gradient norm of a model whose experts are spread over ranks, clipping by it, and the marks it reads.
 
 A rank has three kinds of gradients: those of its experts, which count where they are the first of their
 replicas; those of parameters that it shares with other ranks of a node, whose parts count once each; and
-those of parameters that it holds whole, as all ranks do.
+those of parameters that it holds whole, as all ranks do. Marks on parameters say which is which, and which
+ranks hold the rest. A mark stays with a parameter through `.to()` and in any list. A copy of a parameter, or
+a parameter put in its place, has none until the next forward.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from penstock.device import device_of
+from penstock.device import device_of, is_dtensor
 from penstock.mesh import Group
-from penstock.runtime.expert_parallel.ranks import (
-    ExpertRanks,
-    is_sharded,
-    mark_all,
-    ranks_of,
-    ranks_of_parts,
-    share_of,
-)
+from penstock.moe import MoELayer
 from penstock.runtime.parts import living_stacks
-from penstock.runtime.transport import HostCounts
-from penstock.sharding import is_dtensor
+from penstock.runtime.transport import HostCounts, Transport
+from penstock.sharding import MARK as PART_MARK
+from penstock.sharding import PartMark, sharding_of
+from penstock.topology import Layout
 from penstock.topology.faults import ACTIVITY, explain
+
+MARK, STACKED_MARK, SHARDED = "penstock_ranks", "penstock_stacked", "penstock_sharded"
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRanks:
+    """The ranks that train together and how their experts are spread.
+
+    Attributes:
+        device: Where the transport takes tensors.
+        number: Counts what was built in this process, so that all ranks choose the same one of several.
+    """
+
+    layout: Layout
+    transport: Transport
+    device: torch.device
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    @cached_property
+    def is_first_in_edp(self) -> bool:
+        """Whether this rank's experts are the ones that count; other ranks may hold further replicas."""
+        return self.layout.mesh.place(self.layout.rank, Group.EXPERT_DATA) == 0
+
+    @cached_property
+    def with_same_parts(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that hold the same parts of what ranks share."""
+        return self.layout.mesh.groups(Group.DATA)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Return every rank's `row` [N], as [ranks, N] on this rank's device, bit by bit the same on all."""
+        table = torch.zeros(self.layout.world_size, *row.shape, dtype=row.dtype, device=self.device)
+        table[self.layout.rank] = row
+        self.transport.all_reduce(table, Group.WORLD)
+        return table
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRanks:
+        """Return this very object: a copy of a parameter lives on the same ranks."""
+        del memo
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Pickle the mark as an empty OrderedDict, a type that torch.load always accepts."""
+        return OrderedDict, ()
+
+
+def mark_all(model: nn.Module) -> None:
+    """Mark the experts of every layer in `model` that runs by itself; a stack has marked its own."""
+    for module in model.modules():
+        if isinstance(module, MoELayer) and module.exchange is not None:
+            module.exchange.adopt(module.experts)
+
+
+def mark_experts(parameters: Iterable[Tensor], ranks: ExpertRanks, *, stacked: bool = True) -> None:
+    """Mark these parameters with their experts' ranks, and with the tag that Megatron and DeepSpeed use.
+
+    Args:
+        stacked: Whether one parameter has the weights of several experts.
+    """
+    for parameter in parameters:
+        parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
+        setattr(parameter, MARK, ranks)
+        setattr(parameter, STACKED_MARK, stacked)
+
+
+def ranks_of(parameter: Tensor) -> ExpertRanks | None:
+    """Return the ranks that hold an expert's parameter; None for a parameter that every rank holds.
+
+    Raises:
+        ValueError: For an expert whose ranks are not known.
+    """
+    if getattr(parameter, "allreduce", True) is not False:
+        return None
+    ranks = getattr(parameter, MARK, None)
+    if not isinstance(ranks, ExpertRanks):
+        raise ValueError(
+            f"a parameter of shape {list(parameter.shape)} has allreduce = False, so it is an expert's, but "
+            "which ranks hold the other experts is not known: pass the module that it belongs to, or run its "
+            "layer's forward before"
+        )
+    return ranks
+
+
+def ranks_of_parts(parameter: Tensor) -> ExpertRanks | None:
+    """Return the ranks that hold the other parts of a parameter; None for a whole one.
+
+    Raises:
+        ValueError: For a part whose ranks are not known.
+    """
+    mark = getattr(parameter, PART_MARK, None)
+    if not isinstance(mark, PartMark):
+        return None
+    if not isinstance(mark.ranks, ExpertRanks):
+        raise ValueError(
+            f"a parameter of shape {list(parameter.shape)} is a part of a larger one, and which ranks hold "
+            "the others is not known: pass the stack that it belongs to"
+        )
+    return mark.ranks
+
+
+Whole = Literal["tensor", "model"]
+
+
+def share_of(parameter: Tensor, *, whole: Whole) -> str:
+    """Return of what this parameter is only a share, in words; "" where this rank has all of it.
+
+    Args:
+        whole: What must be there: the tensor that the parameter is on one process, or the model.
+    """
+    if (sharding := sharding_of(parameter)) is not None:
+        return f"one of {sharding.count} parts of a tensor"
+    ranks = getattr(parameter, MARK, None)
+    if not isinstance(ranks, ExpertRanks) or ranks.layout.ep_size == 1:
+        return ""
+    if whole == "tensor" and not getattr(parameter, STACKED_MARK, True):
+        return ""
+    return f"the experts of one of {ranks.layout.ep_size} ranks"
+
+
+def is_marked(parameter: Tensor) -> bool:
+    """Return whether this very object has been marked as an expert's."""
+    return isinstance(parameter, nn.Parameter) and isinstance(getattr(parameter, MARK, None), ExpertRanks)
+
+
+OWNERS: WeakSet[Any] = WeakSet()
+"""What has gradients of parameters in shares."""
+
+
+class _Sharded:
+    """The mark of a parameter whose gradients are in shares, as long as what owns the shares exists."""
+
+    def __init__(self, owner: object) -> None:
+        self.owner = ref(owner)
+        OWNERS.add(owner)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Pickle the mark as an empty OrderedDict, a type that torch.load always accepts."""
+        return OrderedDict, ()
+
+
+def mark_sharded(parameters: Iterable[Tensor], owner: object) -> None:
+    """Mark parameters whose gradients lie in shares of `owner`."""
+    for parameter in parameters:
+        setattr(parameter, SHARDED, _Sharded(owner))
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Return whether the gradients of a parameter lie in shares."""
+    mark = getattr(parameter, SHARDED, None)
+    return isinstance(mark, _Sharded) and mark.owner() is not None
+
+
+# ---- the norm, and clipping by it --------------------------------------------------------------------------
+
 
 TINY = 1e-6
 EQUAL = 1e-5
@@ -141,7 +296,7 @@ def _check_finite(norm: Tensor, norm_type: float) -> None:
 
 
 def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return each parameter once; mark a module's experts, if copying has lost their marks."""
+    """Return each parameter once; mark experts of a module's layers, if copying has lost their marks."""
     if isinstance(given, nn.Module):
         mark_all(given)
         parameters: Iterable[Any] = given.parameters()
@@ -207,14 +362,14 @@ def _total_norm(
     if unread is not None:
         _, parts, whole = unread.numbers.T
         _check_equal(whole.tolist(), "parameters that all ranks hold")
-        for same in ranks.layout.mesh.groups(Group.DATA):
+        for same in ranks.with_same_parts:
             of = f"the part of parameters that ranks {', '.join(map(str, same))} hold"
             _check_equal(parts[list(same)].tolist(), of)
     # Where several ranks hold the same gradients, the largest norm counts: if one rank alone holds a
     # value that is not finite, all must learn of it.
     of_experts, of_parts, of_all = table.unbind(1)
     norms = [of_experts, of_all.amax(0, keepdim=True)]
-    for same in ranks.layout.mesh.groups(Group.DATA):
+    for same in ranks.with_same_parts:
         norms.append(torch.stack([of_parts[rank] for rank in same]).amax(0, keepdim=True))
     return _p_norm(torch.cat(norms), order).to(device)
 

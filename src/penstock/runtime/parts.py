@@ -25,7 +25,6 @@ from penstock.moe.layer import RoutedTokens
 from penstock.moe.routers import SoftRouter
 from penstock.placement import PlacementError
 from penstock.routing.routes import ShardPlace
-from penstock.runtime.expert_parallel.guard import gathered_by_composables
 from penstock.sharding import shardings_of
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS, ExpertForm, Sharing, Updating
@@ -418,17 +417,6 @@ def check_no_data_parallel(model: nn.Module) -> None:
         managed = {id(parameter) for parameter in ddp._module_parameters}
         if any(id(parameter) in managed for parameter in model.parameters()):
             refuse_data_parallel()
-
-
-def check_not_sharded(model: nn.Module) -> None:
-    """Raise TypeError if FSDP or `replicate` around a module that holds the stack manages its parameters."""
-    gathered = set(gathered_by_composables())
-    taken = any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules())
-    if taken or any(id(parameter) in gathered for parameter in model.parameters()):
-        raise TypeError(
-            "a scheduled model's steps place and reduce its parameters: FSDP or replicate around it would "
-            "reduce gradients a second time. Wrap the other modules only, each by itself."
-        )
 
 
 def raise_replaced(name: str) -> NoReturn:

@@ -40,16 +40,12 @@ from penstock.runtime.batch import (
 )
 from penstock.runtime.bounds import bounds_of
 from penstock.runtime.buckets import Buckets
+from penstock.runtime.clip import ExpertRanks, mark_experts
 from penstock.runtime.consistency import Consistency, Turns, check_agreement
 from penstock.runtime.endings import HiddenStates, SharedTokens, StepStates, TokenLoss
 from penstock.runtime.executor import Execution, Program, Programs
-from penstock.runtime.expert_parallel.ranks import (
-    ExpertRanks,
-    MarksExperts,
-    mark_experts,
-    mark_parts,
-    watch_optimizers,
-)
+from penstock.runtime.expert_parallel.guard import check_not_sharded
+from penstock.runtime.expert_parallel.optimizers import watch_optimizers
 from penstock.runtime.features import features_of
 from penstock.runtime.features.expert_replicas.manager import ExpertMoving
 from penstock.runtime.features.sample_placement import SampleMoving
@@ -63,7 +59,6 @@ from penstock.runtime.parts import (
     check_no_data_parallel,
     check_no_second_derivative,
     check_not_moved,
-    check_not_sharded,
     check_placements,
     check_planned_for,
     check_same,
@@ -87,7 +82,7 @@ from penstock.trace import TaskRecord
 Part = TypeVar("Part", bound=StackFeature)
 
 
-class PipelinedStack(MarksExperts):
+class PipelinedStack(nn.Module):
     """Runs a model by a step plan. `plan` may be exchanged between steps; parameters stay where they are.
 
     Parameters are those of `model`, which may be frozen, converted, replaced or added between two steps, on
@@ -465,8 +460,7 @@ class PipelinedStack(MarksExperts):
         for layer, moe in enumerate(self.moe_layers):
             stacked = moe is not None and moe.experts.stacked
             mark_experts(self.parts.expert_parameters(layer), self._expert_ranks, stacked=stacked)
-        mark_shards(self.model)
-        mark_parts(self.model.parameters(), self._expert_ranks)
+        mark_shards(self.model, self._expert_ranks)
         mark_held(self.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

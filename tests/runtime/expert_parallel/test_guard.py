@@ -21,8 +21,8 @@ from torch.nn.utils import parametrize
 from penstock import ExpertParallel, clip_grad_norm_, expert_parameters, ignore_experts
 from penstock.moe import GeluExperts, MoELayer, SoftmaxRouter, SortPermutation
 from penstock.runtime import ParameterMismatchError
+from penstock.runtime.clip import ExpertRanks
 from penstock.runtime.expert_parallel.guard import ExpertGuard
-from penstock.runtime.expert_parallel.ranks import ExpertRanks
 from penstock.runtime.transport import HostCounts, LocalTransport
 from penstock.topology import Control, Layout
 from tests.support.exchange import (

@@ -20,8 +20,9 @@ from penstock.moe.layer import MoELayer
 from penstock.moe.permute.sort import Permutation, PermutationPlan
 from penstock.partial_state import refuse_pickle
 from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
+from penstock.runtime.clip import ExpertRanks, mark_all, ranks_of
 from penstock.runtime.expert_parallel.guard import ExpertGuard
-from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_all, ranks_of, watch_optimizers
+from penstock.runtime.expert_parallel.optimizers import watch_optimizers
 from penstock.runtime.groups import build_transport
 from penstock.runtime.transport import HostCounts, Later, Transport, exchange_counts, send_home, send_out
 from penstock.topology import INTER_GROUPS, Control, Layout, ParallelConfig

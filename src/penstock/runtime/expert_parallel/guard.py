@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.device import is_dtensor
 from penstock.mesh import Group
 from penstock.moe.experts import Experts
-from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
+from penstock.runtime.clip import ExpertRanks, is_marked, mark_experts
 from penstock.runtime.fingerprints import (
     MODULUS,
     Replicated,
@@ -29,7 +30,6 @@ from penstock.runtime.fingerprints import (
     weight_among,
 )
 from penstock.runtime.transport import HostCounts
-from penstock.sharding import is_dtensor
 from penstock.topology import CommunicationError, Control
 
 MOST_KNOWN = 16
@@ -259,6 +259,17 @@ class ExpertGuard:
                 self._known.clear()
             self._known[key] = _Layer(tuple(words), _mark(words, self._ranks))
         return self._known[key]
+
+
+def check_not_sharded(model: nn.Module) -> None:
+    """Raise TypeError if FSDP or `replicate` around a module that holds the stack manages its parameters."""
+    gathered = set(gathered_by_composables())
+    taken = any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules())
+    if taken or any(id(parameter) in gathered for parameter in model.parameters()):
+        raise TypeError(
+            "a scheduled model's steps place and reduce its parameters: FSDP or replicate around it would "
+            "reduce gradients a second time. Wrap the other modules only, each by itself."
+        )
 
 
 def gathered_by_composables() -> Iterator[int]:

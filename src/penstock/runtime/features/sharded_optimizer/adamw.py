@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.buckets import give_up_stand_ins, has_gradient
-from penstock.runtime.expert_parallel.ranks import mark_sharded, watch_optimizer
+from penstock.runtime.clip import mark_sharded
+from penstock.runtime.expert_parallel.optimizers import watch_optimizer
 from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS
 from penstock.runtime.features.sharded_optimizer.updates import Groups, ShardedUpdates, Updates
 from penstock.runtime.machinery import Machinery
