@@ -156,9 +156,13 @@ def standing_ranks(mesh: Mesh, node_size: int) -> int:
     return mesh.world_size if mesh.world_size % period or period % mesh.tp_size else period
 
 
-def neighbour(rank: int, steps: int, ranks: int) -> int:
-    """Return the rank that is `steps` further on in a ring of all `ranks`."""
-    return (rank + steps) % ranks
+@cache
+def partners(rank: int, ranks: int) -> tuple[tuple[int, int], ...]:
+    """Return from whom and to whom a rank sends in every round in which each has one partner.
+
+    In round i these are the ranks i places before it and behind it in a ring of all `ranks`.
+    """
+    return tuple(((rank - steps) % ranks, (rank + steps) % ranks) for steps in range(1, ranks))
 
 
 def stage_ranks(ranks: int, stages: int) -> int:

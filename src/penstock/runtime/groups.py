@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.device import device_of, gpu_of
-from penstock.mesh import Axes, Group, neighbour
+from penstock.mesh import Axes, Group, partners
 from penstock.runtime.transport import LocalTransport, Transport, Transports, scattered_in_order
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 from penstock.topology.faults import END_EXCHANGES
@@ -98,9 +98,7 @@ class GroupTransport(ABC):
         size = self._group(group).size()
         if size == 1 or not tensor.numel():  # a part too small for one element is empty on all ranks
             return
-        members = self._members[group]
-        following = members[neighbour(self._groups[group].rank(), 1, size)]
-        self.traffic[following] += 2 * (size - 1) * tensor.nbytes // size  # what a ring sends
+        self._count_ring(group, 2 * (size - 1) * tensor.nbytes // size)
         self._reduce(tensor, self._groups[group], op)
 
     def all_to_all(
@@ -172,6 +170,11 @@ class GroupTransport(ABC):
         """Send the shares of `rows`, by rank, and put what arrives into `received`."""
         dist.all_to_all_single(received, rows, output_splits, input_splits, group)
 
+    def _count_ring(self, group: Axes, size_bytes: int) -> None:
+        """Count what a ring sends, all of it to the rank behind this one."""
+        (_, behind), *_ = partners(self._groups[group].rank(), self._groups[group].size())
+        self.traffic[self._members[group][behind]] += size_bytes
+
     def _count(self, rows: Tensor, input_splits: Sequence[int], group: Axes) -> None:
         row_bytes = rows[:1].nbytes
         for member, (peer, count) in enumerate(zip(self._members[group], input_splits, strict=True)):
@@ -233,12 +236,13 @@ class GlooTransport(GroupTransport):
 
 def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Send share t of `outbox` to rank t, receive share s of `inbox` from rank s. Empty ones stay home."""
-    rank, size = group.rank(), group.size()
-    others = range(1, size)
-    sources, targets = ([neighbour(rank, sign * i, size) for i in others] for sign in (-1, 1))
-    receives = [dist.irecv(inbox[s], group=group, group_src=s) if inbox[s].numel() else None for s in sources]
+    rank = group.rank()
+    rounds = partners(rank, group.size())
+    receives = [
+        dist.irecv(inbox[s], group=group, group_src=s) if inbox[s].numel() else None for s, _ in rounds
+    ]
     inbox[rank].copy_(outbox[rank])
-    for target, receive in zip(targets, receives, strict=True):
+    for (_, target), receive in zip(rounds, receives, strict=True):
         send = dist.isend(outbox[target], group=group, group_dst=target) if outbox[target].numel() else None
         for transfer in (send, receive):
             if transfer is not None:
@@ -322,9 +326,7 @@ class NcclTransport(GroupTransport):
         if self._in_order or len(set(sizes)) > 1 or len(sizes) == 1 or not rows.numel():
             return super().reduce_scatter(rows, sizes, group)
         reduced = rows.new_empty(own_size, *rows.shape[1:])
-        members, size = self._members[group], len(sizes)
-        following = members[neighbour(self._groups[group].rank(), 1, size)]
-        self.traffic[following] += (size - 1) * reduced.nbytes  # what a ring sends
+        self._count_ring(group, (len(sizes) - 1) * reduced.nbytes)
         REDUCE_SCATTER(reduced, rows.contiguous(), group=self._group(group))
         return reduced
 
