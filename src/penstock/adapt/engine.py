@@ -32,8 +32,9 @@ from penstock.moe import MoEConfig
 from penstock.moe.routers import GlobalBalance
 from penstock.runtime import ParameterMismatchError, PipelinedStack
 from penstock.runtime.batch import NO_LABEL
-from penstock.runtime.endings import RankLoss, StepStates, TokenLoss
+from penstock.runtime.endings import RankLoss, StepStates
 from penstock.runtime.handlers import Ending
+from penstock.runtime.ops import TokenLoss
 from penstock.step.shape import Recompute
 from penstock.topology import Layout
 

@@ -173,6 +173,11 @@ class RouteMaker:
         """Whether blocks of rows are for a node and a set of places in it."""
         return self.row_counts and self.dispatch.joins_rows and self.place.ep_size > 1
 
+    @cached_property
+    def leg_of(self) -> Mapping[str, int]:
+        """The number of the leg that an op takes, out or home."""
+        return {op: n for n, hop in enumerate(self.dispatch.hops) for op in (hop.op, hop.home.op)}
+
     @property
     def needs_table(self) -> bool:
         """Whether a rank must know what the others send to each other, not only its own share."""

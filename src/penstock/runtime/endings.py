@@ -14,8 +14,8 @@ from torch import Tensor
 from penstock.device import device_of
 from penstock.graph import Lane, Task
 from penstock.mesh import Group
-from penstock.runtime.handlers import AnySegment, Inputs, LossGradients, Outputs, StepContext, TensorPlace
-from penstock.runtime.ops import microbatch, present
+from penstock.runtime.handlers import Inputs, LossGradients, Outputs, StepContext, TensorPlace
+from penstock.runtime.ops import TokenLoss, microbatch
 from penstock.runtime.statistics import HeadSums, StepStatistics
 from penstock.runtime.transport import Transport, Transports, gathered, scattered
 
@@ -33,57 +33,6 @@ class StepStates:
     hidden_BLM: Tensor
     balance: Tensor
     routers_YTE: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class SavedHead:
-    """The values that HD.B needs of HD.F."""
-
-    segment: AnySegment
-    loss_dtype: torch.dtype
-
-
-class TokenLoss:
-    """The mean cross-entropy of all ranks' tokens, which the step computes itself and returns."""
-
-    tells_at_once = False
-
-    def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return the sums of a microbatch's token losses."""
-        metadata = context.metadata_of(task, inputs)
-        segment = context.segment()
-        (h_BLM,) = segment.enter(inputs.one("hidden"))
-        with context.autocast():
-            (loss,) = segment.leave(context.parts.head(h_BLM, metadata.labels_BL))
-        sums = HeadSums(loss, (metadata.labels_BL >= 0).sum(), metadata.num_tokens())
-        return {"loss": sums, "saved": SavedHead(segment, loss.dtype)}
-
-    def backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return the gradient of what entered the head."""
-        saved: SavedHead = inputs.one("saved")
-        slope = (context.slopes.loss / self._divisor(inputs.one("d_loss"))).to(saved.loss_dtype)
-        (grad_BLM,) = saved.segment.backward([slope])
-        return {"hidden": present(grad_BLM, task)}
-
-    def take(self, task: Task, logits_TE: Tensor) -> None:
-        """Never called: routers hand out nothing."""
-
-    def router_gradients(self, task: Task) -> list[Tensor]:
-        """Return nothing."""
-        del task
-        return []
-
-    def outputs(self, context: StepContext, statistics: StepStatistics) -> tuple[Tensor, ...]:
-        """Return what the step returns: copies, or step and outputs would keep each other alive."""
-        del context
-        return (statistics.loss.clone(),)
-
-    def slopes(self, *grads: Tensor) -> LossGradients:
-        """Return the gradients that the tasks start from, for those of the outputs."""
-        return LossGradients(loss=grads[0], balance=grads[0], alike=grads[0])
-
-    def _divisor(self, statistics: StepStatistics) -> Tensor:
-        return statistics.valid
 
 
 class RankLoss(TokenLoss):

@@ -15,6 +15,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from operator import is_
 from typing import Any, TypeVar
 
@@ -127,6 +128,7 @@ class Replicated:
                 yield name, torch.view_as_real(plain) if plain.is_complex() else plain
 
 
+@cache
 def weight_among(axes: Axes, layout: Layout) -> int:
     """Return this rank's weight among the ranks along `axes`.
 

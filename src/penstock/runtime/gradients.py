@@ -19,7 +19,7 @@ from torch.autograd.variable import Variable
 from penstock.cost import HeldBytes
 from penstock.decision import GradientBytes
 from penstock.graph import Lane
-from penstock.mesh import Group
+from penstock.mesh import Axes, Group
 from penstock.moe import MoELayer
 from penstock.moe.experts import Experts
 from penstock.ops.core import GRADIENT_KINDS, KindName
@@ -223,20 +223,19 @@ class Gradients:
 
     def holds(self, shape: StepShape) -> bool:
         """Return whether model and buckets still belong together, under a plan of this shape."""
-        as_made = self._splits(shape) == self._splits(self._shape)
-        if self.marks is None or not as_made:
+        if self.marks is None or not (shape is self._shape or self._serves(shape)):
             return False
-        reduces_all = all(
+        self._shape = shape
+        return self.snapshot.holds()
+
+    def _serves(self, shape: StepShape) -> bool:
+        """Return whether a plan of this shape has the same partial gradients, and reduces them all."""
+        splits = [(s.sharing, FORM_TOKENS[s.expert_form], s.copies_differ) for s in (shape, self._shape)]
+        return splits[0] == splits[1] and all(
             pieces or not bucket.flats
             for kind, numbers in shape.pieces.items()
             for pieces, bucket in zip(numbers, self.buckets.of(kind), strict=True)
         )
-        return reduces_all and self.snapshot.holds()
-
-    @staticmethod
-    def _splits(shape: StepShape) -> tuple[object, ...]:
-        """Return what decides which gradients are partial. Asked before every step, so without layers."""
-        return shape.sharing, FORM_TOKENS[shape.expert_form], shape.copies_differ
 
     def prepare(self) -> None:
         """Make buckets for the model as it is now, before there is a plan."""
@@ -303,19 +302,15 @@ class Gradients:
         return self._names[id(parameter)]
 
     def replicated(self) -> list[Replicated]:
-        """Return what ranks hold alike: parameters, also frozen ones, buffers, and replicas of experts."""
-        assigned = assign(self._parts, self.model, self._shape)
-        everywhere = [p for each in (assigned.replicated, assigned.partial) for layer in each for p in layer]
-        names = names_of(self.model, everywhere)
+        """Return what ranks hold alike: parameters, also frozen ones, buffers, and replicas of experts.
+
+        Parameters are those that the last step has found, buffers those of now.
+        """
         buffers = buffers_of(self.model, self.experts_by_layer, self._device)
-        kinds = [
-            Replicated(Group.WORLD, {names[id(p)]: p for p in everywhere if sharding_of(p) is None}, buffers),
-            Replicated(Group.DATA, {names[id(p)]: p for p in everywhere if sharding_of(p) is not None}),
+        return [
+            Replicated(axes, parameters, buffers if axes == Group.WORLD else {})
+            for axes, parameters in self._alike.items()
         ]
-        if self._has_edp:
-            names = names_of(self.model, experts := [p for layer in assigned.experts for p in layer])
-            kinds.append(Replicated(Group.EXPERT_DATA, {names[id(p)]: p for p in experts}))
-        return kinds
 
     @property
     def experts_by_layer(self) -> list[Experts]:
@@ -379,6 +374,13 @@ class Gradients:
             for parameter in layer:
                 parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
         self.snapshot, self._names, self._experts = snapshot, names, assigned.experts
+        self._alike: dict[Axes, dict[str, nn.Parameter]] = {Group.WORLD: {}, Group.DATA: {}}
+        for layer in (*assigned.replicated, *assigned.partial):
+            for parameter in layer:
+                axes = Group.WORLD if sharding_of(parameter) is None else Group.DATA
+                self._alike[axes][names[id(parameter)]] = parameter
+        if self._has_edp:
+            self._alike[Group.EXPERT_DATA] = {names[id(p)]: p for layer in assigned.experts for p in layer}
         self._shares = dict.fromkeys(assigned.averaged, 1 / self._layout.tp_size)
         return assigned
 

@@ -21,9 +21,10 @@ from torch.autograd.variable import Variable
 
 from penstock.graph import Phase, ScheduleError, Task
 from penstock.mesh import Axes
-from penstock.moe import RouteMaker
+from penstock.moe import ChunkRoute, MoELayer, Product, RouteMaker, Tokens
 from penstock.moe.choices import RouterSums
 from penstock.moe.config import MoEConfig
+from penstock.moe.layer import RoutedTokens
 from penstock.moe.products import AutogradWeights, WeightGradients
 from penstock.moe.routers import Balance
 from penstock.ops import OPS
@@ -33,7 +34,7 @@ from penstock.routing.routes import Degrees
 from penstock.routing.sizes import split_sizes
 from penstock.runtime.batch import Batch, SampleMetadata
 from penstock.runtime.buckets import Buckets
-from penstock.runtime.parts import Layer, ModelParts, ResidualTransport, layers_of
+from penstock.runtime.parts import BlockParts, ModelParts
 from penstock.runtime.statistics import LayerLoads, StatisticsCodec, StepStatistics
 from penstock.runtime.transport import HostCounts, Transport, Transports
 
@@ -172,6 +173,84 @@ class Counted:
 
     def exceeded(self) -> bool:
         return False
+
+
+# ---- the layers of a step's model -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer as a step finds it: between two steps its modules may be replaced.
+
+    Tasks ask hundreds of times for what a step looks up once; an attribute of a module is searched for in
+    several dictionaries.
+
+    Attributes:
+        moe: The MoE layer; None in a dense layer.
+        before: The number of MoE layers before it.
+    """
+
+    block: BlockParts
+    moe: MoELayer | None
+    before: int
+
+    @property
+    def experts(self) -> MoELayer:
+        """The MoE layer, for tasks that only a layer with experts has."""
+        assert self.moe is not None, "tasks of experts are those of MoE layers"
+        return self.moe
+
+
+# ---- how the residual stream of a token gets to where its experts' outputs are added to it ----------------
+#
+# Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, R rows.
+
+
+class ResidualTransport(Protocol):
+    """What leaves the ranks of tokens, and what their experts' ranks send.
+
+    Attributes:
+        separate_bytes: Bytes per number of the residual stream that follow a sample beside its rows.
+    """
+
+    @property
+    def separate_bytes(self) -> int: ...
+
+    def route(
+        self, layer: Layer, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
+    ) -> RoutedTokens:
+        """Choose experts for tokens x, and order rows of the tokens or of the residual stream."""
+        ...
+
+    def compute(self, layer: Layer, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
+        """Return what goes home for rows that have come to this rank's experts, [R, M]."""
+        ...
+
+
+@dataclass(frozen=True)
+class SeparateResidual:
+    """The residual stream stays at home, or follows its sample.
+
+    Attributes:
+        wire_dtype: The type of rows in transit; None: unchanged.
+    """
+
+    wire_dtype: torch.dtype | None = None
+    separate_bytes = torch.float32.itemsize
+
+    def route(
+        self, layer: Layer, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
+    ) -> RoutedTokens:
+        del residual_BLM
+        return layer.experts.route(in_dtype(x_TM, self.wire_dtype), tokens, slices)
+
+    def compute(self, layer: Layer, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
+        return layer.experts.expert_rows(rows, route, product)
+
+
+def in_dtype(x_TM: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return x in another type; None = unchanged."""
+    return x_TM if dtype is None else x_TM.to(dtype)
 
 
 # ---- what handlers read, leave and work on ----------------------------------------------------------------
@@ -342,7 +421,12 @@ class StepContext:
     @cached_property
     def layers(self) -> Sequence[Layer]:
         """The layers of the model, as they are in this step."""
-        return layers_of(self.parts)
+        layers = list[Layer]()
+        before = 0
+        for block in self.parts.parts:
+            layers.append(Layer(block, block.moe, before))
+            before += block.moe is not None
+        return layers
 
     @cached_property
     def balance_slope(self) -> Tensor:
@@ -405,10 +489,6 @@ class StepContext:
         """Return the object that makes routes from the counts that ranks exchange."""
         maker, split = self.maker(layer), self.split(layer)
         return maker if split is None else replace(maker, split=split)
-
-    def legs(self, layer: int) -> list[str]:
-        """Return the ops of a layer's dispatch, in their order."""
-        return [hop.op for hop in self.maker(layer).dispatch.hops]
 
 
 @dataclass(frozen=True)

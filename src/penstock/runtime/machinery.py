@@ -71,19 +71,6 @@ class Machinery:
             device, dtype=dtype, enabled=dtype is not None, cache_enabled=torch.is_grad_enabled()
         )
 
-    def computing(self) -> AbstractContextManager[Any]:
-        """Return a context for half a step.
-
-        The caller's autocast is off, so backward tasks compute as forward ones did. Where tasks compute under
-        autocast, their casts of parameters last for the half: autocast forgets them when its outermost
-        context is left, and with one context per task every microbatch would cast every parameter, and keep
-        the cast for backward.
-        """
-        device = self.device.type
-        if self.autocast_dtype is None and not torch.is_autocast_enabled(device):
-            return nullcontext()
-        return torch.autocast(device, enabled=False)
-
 
 def silent(machinery: Machinery) -> Machinery:
     """Return the same machinery with a transport that sends nothing, and lanes of its own."""

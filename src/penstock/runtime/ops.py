@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -13,14 +14,22 @@ from penstock.graph import Cut, Name, Phase, Task
 from penstock.moe import ChunkRoute
 from penstock.moe.choices import RouterSums
 from penstock.moe.products import AutogradWeights, WeightGradients
-from penstock.ops import Op, core
-from penstock.ops.core import COMBINE_OF, DISPATCH_OF, GRADIENT_KINDS, kind_of_task
+from penstock.ops import Op
+from penstock.ops.core import COMBINE_OF, DISPATCH_OF, GRADIENT_KINDS, KindName
 from penstock.routing.routes import Routes
 from penstock.runtime.batch import SampleMetadata
 from penstock.runtime.fingerprints import VALUES
-from penstock.runtime.handlers import NOTHING, AnySegment, Inputs, Outputs, StepContext, handles
-from penstock.runtime.parts import Layer
-from penstock.runtime.statistics import SampleLoads, StepStatistics
+from penstock.runtime.handlers import (
+    NOTHING,
+    AnySegment,
+    Inputs,
+    Layer,
+    LossGradients,
+    Outputs,
+    StepContext,
+    handles,
+)
+from penstock.runtime.statistics import HeadSums, SampleLoads, StepStatistics
 from penstock.runtime.transport import HostCounts, Later, exchange_counts, send_home, send_out
 
 # ---- transfers: handlers that move rows. The transpose of a leg is the same leg the other way -------------
@@ -51,7 +60,7 @@ def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outwar
     if not legs:  # every expert is on this rank
         return {"rows": rows}
     slices = routes.slices[cut.first : cut.stop]
-    number = context.legs(task.layer).index(core.outward(task.op))
+    number = context.maker(task.layer).leg_of[task.op]
     sent, received = [s.rows_sent for s in slices], [s.rows_received for s in slices]
     first, last = (0, len(legs) - 1) if outward else (len(legs) - 1, 0)
     if number == first:
@@ -362,6 +371,57 @@ def unpermute_backward(context: StepContext, task: Task, inputs: Inputs) -> Outp
     return {**grads, "rows": present(grads["rows"], task).split_with_sizes(saved.sizes)}
 
 
+@dataclass(frozen=True)
+class SavedHead:
+    """The values that HD.B needs of HD.F."""
+
+    segment: AnySegment
+    loss_dtype: torch.dtype
+
+
+class TokenLoss:
+    """The mean cross-entropy of all ranks' tokens, which the step computes itself and returns."""
+
+    tells_at_once = False
+
+    def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        """Return the sums of a microbatch's token losses."""
+        metadata = context.metadata_of(task, inputs)
+        segment = context.segment()
+        (h_BLM,) = segment.enter(inputs.one("hidden"))
+        with context.autocast():
+            (loss,) = segment.leave(context.parts.head(h_BLM, metadata.labels_BL))
+        sums = HeadSums(loss, (metadata.labels_BL >= 0).sum(), metadata.num_tokens())
+        return {"loss": sums, "saved": SavedHead(segment, loss.dtype)}
+
+    def backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        """Return the gradient of what entered the head."""
+        saved: SavedHead = inputs.one("saved")
+        slope = (context.slopes.loss / self._divisor(inputs.one("d_loss"))).to(saved.loss_dtype)
+        (grad_BLM,) = saved.segment.backward([slope])
+        return {"hidden": present(grad_BLM, task)}
+
+    def take(self, task: Task, logits_TE: Tensor) -> None:
+        """Never called: routers hand out nothing."""
+
+    def router_gradients(self, task: Task) -> list[Tensor]:
+        """Return nothing."""
+        del task
+        return []
+
+    def outputs(self, context: StepContext, statistics: StepStatistics) -> tuple[Tensor, ...]:
+        """Return what the step returns: copies, or step and outputs would keep each other alive."""
+        del context
+        return (statistics.loss.clone(),)
+
+    def slopes(self, *grads: Tensor) -> LossGradients:
+        """Return the gradients that the tasks start from, for those of the outputs."""
+        return LossGradients(loss=grads[0], balance=grads[0], alike=grads[0])
+
+    def _divisor(self, statistics: StepStatistics) -> Tensor:
+        return statistics.valid
+
+
 @handles(Op.HEAD, F)
 def head(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return loss: sums of a microbatch."""
@@ -502,15 +562,18 @@ def _piece(name: Name) -> tuple[int, int | None]:
     return name.layer, name.microbatch
 
 
-@handles([kind.reduce for kind in GRADIENT_KINDS.values()], B)
-def all_reduce(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+def all_reduce(kind: KindName, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Sum one piece of a layer's gradients of one kind over the task's ranks, in place."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
     assert task.piece is not None, task
-    bucket = context.buckets.of(kind_of_task(task).name)[task.layer]
+    bucket = context.buckets.of(kind)[task.layer]
     for piece in bucket.chunk(task.piece, task.cut.parts):
         context.transports.of(task.lane, task.axes).all_reduce(piece, task.axes)
     return NOTHING
+
+
+for name, kind in GRADIENT_KINDS.items():
+    handles(kind.reduce, B)(partial(all_reduce, name))
 
 
 # ---- the handler that gathers the loads of experts. Shapes: P ranks, Y MoE layers, E experts --------------

@@ -8,20 +8,17 @@ Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Final, NoReturn, Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from penstock.config import ConfigError
 from penstock.mesh import Group
-from penstock.moe import ChunkRoute, MoELayer, Product, RouteMaker, SampleKeys, Tokens
+from penstock.moe import MoELayer, RouteMaker, SampleKeys
 from penstock.moe.config import BalanceGroup, MoEConfig
 from penstock.moe.exchange import route_maker
-from penstock.moe.layer import RoutedTokens
 from penstock.moe.routers import SoftRouter
 from penstock.placement import PlacementError
 from penstock.routing.routes import ShardPlace
@@ -115,40 +112,6 @@ class ModelParts(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A layer as a step finds it: between two steps its modules may be replaced.
-
-    Tasks ask hundreds of times for what a step looks up once; an attribute of a module is searched for in
-    several dictionaries.
-
-    Attributes:
-        moe: The MoE layer; None in a dense layer.
-        before: The number of MoE layers before it.
-    """
-
-    block: BlockParts
-    moe: MoELayer | None
-    before: int
-
-    @property
-    def experts(self) -> MoELayer:
-        """The MoE layer, for tasks that only a layer with experts has."""
-        assert self.moe is not None, "tasks of experts are those of MoE layers"
-        return self.moe
-
-
-def layers_of(parts: ModelParts) -> tuple[Layer, ...]:
-    """Return all layers as they are now."""
-    layers: list[Layer] = []
-    before = 0
-    for block in parts.parts:
-        moe = block.moe
-        layers.append(Layer(block, moe, before))
-        before += moe is not None
-    return tuple(layers)
-
-
 # ---- the maker of routes from counts on a rank, by how its rows meet all shards of their experts ----------
 
 
@@ -185,58 +148,6 @@ def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
         hint = "Use 1, or no hooks (moe.comm_dtype=none)."
         raise ConfigError("parallel.etp_size", layout.etp_size, why, hint)
     return RouteMaker(moe.dispatch, layout.place, shards=shards)
-
-
-# ---- how the residual stream of a token gets to where its experts' outputs are added to it ----------------
-#
-# Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, R rows.
-
-
-class ResidualTransport(Protocol):
-    """What leaves the ranks of tokens, and what their experts' ranks send.
-
-    Attributes:
-        separate_bytes: Bytes per number of the residual stream that follow a sample beside its rows.
-    """
-
-    @property
-    def separate_bytes(self) -> int: ...
-
-    def route(
-        self, layer: Layer, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
-    ) -> RoutedTokens:
-        """Choose experts for tokens x, and order rows of the tokens or of the residual stream."""
-        ...
-
-    def compute(self, layer: Layer, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
-        """Return what goes home for rows that have come to this rank's experts, [R, M]."""
-        ...
-
-
-@dataclass(frozen=True)
-class SeparateResidual:
-    """The residual stream stays at home, or follows its sample.
-
-    Attributes:
-        wire_dtype: The type of rows in transit; None: unchanged.
-    """
-
-    wire_dtype: torch.dtype | None = None
-    separate_bytes = torch.float32.itemsize
-
-    def route(
-        self, layer: Layer, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
-    ) -> RoutedTokens:
-        del residual_BLM
-        return layer.experts.route(in_dtype(x_TM, self.wire_dtype), tokens, slices)
-
-    def compute(self, layer: Layer, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
-        return layer.experts.expert_rows(rows, route, product)
-
-
-def in_dtype(x_TM: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return x in another type; None = unchanged."""
-    return x_TM if dtype is None else x_TM.to(dtype)
 
 
 # ---- checks of a model's layers, and the shape of a step that follows from them ---------------------------
@@ -408,51 +319,6 @@ def refuse_data_parallel() -> NoReturn:
         "a scheduled model needs no DistributedDataParallel or DataParallel: when loss.backward() returns, "
         "every gradient is synchronised already. Use the model as it is."
     )
-
-
-def check_no_data_parallel(model: nn.Module) -> None:
-    """Raise TypeError if DistributedDataParallel, around a module that holds the stack, manages its model."""
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is not None:
-        managed = {id(parameter) for parameter in ddp._module_parameters}
-        if any(id(parameter) in managed for parameter in model.parameters()):
-            refuse_data_parallel()
-
-
-def raise_replaced(name: str) -> NoReturn:
-    """Raise RuntimeError: a hook used a gradient during a step, which was not synchronised yet."""
-    raise RuntimeError(
-        f"the gradient of {name} was replaced or removed while backward was running, or the parameter was "
-        "updated, before its gradient was summed over ranks and microbatches: the update is wrong. "
-        "Update parameters after loss.backward(), not in a hook (register_post_accumulate_grad_hook)."
-    )
-
-
-def check_no_checkpoint() -> None:
-    """Raise RuntimeError if activation checkpointing is around the whole stack.
-
-    It would run the forward tasks again in the middle of the backward ones, on the same lanes.
-    """
-    recomputes = torch._C._current_graph_task_id() != -1
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if recomputes or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"):
-        raise RuntimeError(
-            "torch.utils.checkpoint around a whole scheduled model would run its transfers again in the "
-            "middle of backward. Put it around modules inside the layers, such as their attention."
-        )
-
-
-def check_no_second_derivative() -> None:
-    """Raise RuntimeError in a backward pass that is to be differentiated again (create_graph=True).
-
-    Autograd enables gradients in such a pass alone.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "backward(create_graph=True) of a scheduled model's loss: a step sums finished gradients over "
-            "ranks, which have no graph, so they cannot be differentiated again. Call backward() without "
-            "create_graph, and take second derivatives of the model outside of its steps"
-        )
 
 
 STACKS: WeakKeyDictionary[nn.Module, ReferenceType[Any]] = WeakKeyDictionary()

@@ -27,7 +27,6 @@ from penstock.moe.config import MoEConfig
 from penstock.moe.layer import count_updates
 from penstock.moe.routers import BALANCES, Balance
 from penstock.partial_state import mark_held, mark_states_of_shards, refuse_pickle
-from penstock.runtime import ops as _ops  # noqa: F401  # registers handlers
 from penstock.runtime.batch import (
     NO_LABEL,
     SampleNumbers,
@@ -42,7 +41,7 @@ from penstock.runtime.bounds import bounds_of
 from penstock.runtime.buckets import Buckets
 from penstock.runtime.clip import ExpertRanks, mark_experts
 from penstock.runtime.consistency import Consistency, Turns, check_agreement
-from penstock.runtime.endings import HiddenStates, SharedTokens, StepStates, TokenLoss
+from penstock.runtime.endings import HiddenStates, SharedTokens, StepStates
 from penstock.runtime.executor import Execution, Program, Programs
 from penstock.runtime.expert_parallel.guard import check_not_sharded
 from penstock.runtime.expert_parallel.optimizers import watch_optimizers
@@ -52,12 +51,10 @@ from penstock.runtime.features.sample_placement import SampleMoving
 from penstock.runtime.gradients import Gradients, OutsideGradients
 from penstock.runtime.handlers import HANDLERS, Ending, TensorPlace
 from penstock.runtime.machinery import Machinery, StackFeature
+from penstock.runtime.ops import TokenLoss
 from penstock.runtime.parts import (
     ModelParts,
     check_layers,
-    check_no_checkpoint,
-    check_no_data_parallel,
-    check_no_second_derivative,
     check_not_moved,
     check_placements,
     check_planned_for,
@@ -72,7 +69,13 @@ from penstock.runtime.parts import (
     watch_model,
 )
 from penstock.runtime.statistics import LoadHistory, StatisticsCodec, StepStatistics
-from penstock.runtime.step import Step, Taken
+from penstock.runtime.step import (
+    Step,
+    Taken,
+    check_no_checkpoint,
+    check_no_data_parallel,
+    check_no_second_derivative,
+)
 from penstock.schedule import StepPlan
 from penstock.sharding import mark_shards
 from penstock.step import StepShape
@@ -436,6 +439,7 @@ class PipelinedStack(nn.Module):
         call it.
         """
         refuse_stale(self)
+        self._take_up_changes()
         self.consistency.compare()
 
     def records(self, step: int = 0) -> list[TaskRecord]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.device import device_of
 from penstock.moe import MoEConfig, MoELayer
@@ -28,12 +29,13 @@ from penstock.runtime.handlers import (
     Ending,
     PassThrough,
     Segment,
+    SeparateResidual,
     StepContext,
     TensorPlace,
     anchor_on,
 )
 from penstock.runtime.machinery import Machinery, StepFeature
-from penstock.runtime.parts import ModelParts, SeparateResidual, raise_replaced
+from penstock.runtime.parts import ModelParts, refuse_data_parallel
 from penstock.runtime.statistics import LoadHistory, StatisticsCodec, StepStatistics
 from penstock.schedule import StepPlan
 from penstock.topology.faults import ACTIVITY
@@ -183,7 +185,7 @@ class Step:
 
     def _run(self) -> None:
         """Run the next half. In backward, too, experts have expert_slots, for what is recomputed."""
-        with self.taken.machinery.computing(), ExitStack() as inside:
+        with computing(self.taken.machinery), ExitStack() as inside:
             for feature in self.taken.features:
                 inside.enter_context(feature.applied())
             inside.enter_context(self.bounds.applied())
@@ -298,6 +300,70 @@ class Step:
         counted = Step(self.stack, self.batch, self.training, self.ending, before=self)
         del self.context
         return counted
+
+
+def computing(machinery: Machinery) -> AbstractContextManager[Any]:
+    """Return a context for half a step.
+
+    The caller's autocast is off, so backward tasks compute as forward ones did. Where tasks compute under
+    autocast, their casts of parameters last for the half: autocast forgets them when its outermost context is
+    left, and with one context per task every microbatch would cast every parameter, and keep the cast for
+    backward.
+    """
+    device = machinery.device.type
+    if machinery.autocast_dtype is None and not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+# ---- refusals of what would go wrong around a step, with what to do instead -------------------------------
+#
+# Messages say "a scheduled model": who has called `penstock.parallelize` has never seen the stack inside.
+
+
+def check_no_data_parallel(model: nn.Module) -> None:
+    """Raise TypeError if DistributedDataParallel, around a module that holds the stack, manages its model."""
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is not None:
+        managed = {id(parameter) for parameter in ddp._module_parameters}
+        if any(id(parameter) in managed for parameter in model.parameters()):
+            refuse_data_parallel()
+
+
+def raise_replaced(name: str) -> NoReturn:
+    """Raise RuntimeError: a hook used a gradient during a step, which was not synchronised yet."""
+    raise RuntimeError(
+        f"the gradient of {name} was replaced or removed while backward was running, or the parameter was "
+        "updated, before its gradient was summed over ranks and microbatches: the update is wrong. "
+        "Update parameters after loss.backward(), not in a hook (register_post_accumulate_grad_hook)."
+    )
+
+
+def check_no_checkpoint() -> None:
+    """Raise RuntimeError if activation checkpointing is around the whole stack.
+
+    It would run the forward tasks again in the middle of the backward ones, on the same lanes.
+    """
+    recomputes = torch._C._current_graph_task_id() != -1
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if recomputes or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"):
+        raise RuntimeError(
+            "torch.utils.checkpoint around a whole scheduled model would run its transfers again in the "
+            "middle of backward. Put it around modules inside the layers, such as their attention."
+        )
+
+
+def check_no_second_derivative() -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated again (create_graph=True).
+
+    Autograd enables gradients in such a pass alone.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True) of a scheduled model's loss: a step sums finished gradients over "
+            "ranks, which have no graph, so they cannot be differentiated again. Call backward() without "
+            "create_graph, and take second derivatives of the model outside of its steps"
+        )
 
 
 # ---- what a backward pass must find as its forward pass left it: values, and what decides what is

@@ -210,7 +210,7 @@ class StepShape:
         """Return what ranks that share attention have of a sample's tokens after attention in a layer."""
         return FORM_TOKENS[self.expert_form] if self.moe_layers[layer] else self.sharing.tokens
 
-    @property
+    @cached_property
     def copies_differ(self) -> bool:
         """Whether ranks with the same tokens compute them in different places, and so differ by rounding.
 
@@ -228,7 +228,7 @@ class StepShape:
         """Chunks of an MoE layer, forward and backward."""
         return self.chunks, self.backward_chunks
 
-    @property
+    @cached_property
     def transfer_degrees(self) -> tuple[int, ...]:
         """The numbers of chunks in which rows travel: forward, backward, and slices of a pair."""
         return tuple(sorted({self.chunks, self.backward_chunks, self.pair_slices}))

@@ -294,23 +294,23 @@ class Layout:
         """Number of nodes of the cluster; 1 where it is not known."""
         return num_nodes(self.world_size, self.node_size)
 
-    @property
+    @cached_property
     def ep_rank(self) -> int:
         """Place of this rank inside its expert group."""
         return self.mesh.place(self.rank, Group.EXPERT)
 
-    @property
+    @cached_property
     def place(self) -> Place:
         """Place of this rank inside its expert group, as a dispatch needs it."""
         return Place(self.ep_rank, self.ep_size, self.ep_node_size)
 
-    @property
+    @cached_property
     def ep_node_size(self) -> int:
         """Ranks of an expert group in one node: all of them where the group does not span whole nodes."""
         here = ranks_per_node(self.ep_size * self.etp_size, self.node_size)
         return holders(here, self.etp_size)
 
-    @property
+    @cached_property
     def ep_nodes(self) -> int:
         """Number of nodes that an expert group spans."""
         return self.mesh.size(Group.RAIL)
@@ -326,27 +326,27 @@ class Layout:
             why += f"do not fill several whole nodes of {self.node_size} ranks"
         raise ConfigError(key, dispatch, why, "Use flat, or say parallel.ranks_per_node.")
 
-    @property
+    @cached_property
     def dp_size(self) -> int:
         """Number of groups of ranks that work on samples of their own."""
         return self.mesh.size(Group.DATA)
 
-    @property
+    @cached_property
     def dp_rank(self) -> int:
         """Place of this rank's group among the groups with samples of their own."""
         return self.mesh.place(self.rank, Group.DATA)
 
-    @property
+    @cached_property
     def tp_rank(self) -> int:
         """Place of this rank among the ranks that share attention."""
         return self.mesh.place(self.rank, Group.TENSOR)
 
-    @property
+    @cached_property
     def etp_rank(self) -> int:
         """Place of this rank among the ranks that share every expert."""
         return self.mesh.place(self.rank, Group.SHARDS)
 
-    @property
+    @cached_property
     def edp_size(self) -> int:
         """Number of replicas of every expert."""
         return self.mesh.size(Group.EXPERT_DATA)

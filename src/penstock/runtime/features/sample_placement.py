@@ -47,10 +47,10 @@ from penstock.routing.samples import (
     settle,
 )
 from penstock.runtime.batch import Sizes, shared_sizes
-from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
+from penstock.runtime.handlers import Inputs, Layer, Outputs, StepContext, handles, in_dtype
 from penstock.runtime.machinery import FeatureStack, StackFeature, StepFeature
 from penstock.runtime.ops import BESIDE_ROWS, added, microbatch
-from penstock.runtime.parts import BlockParts, Layer, ModelParts, in_dtype
+from penstock.runtime.parts import BlockParts, ModelParts
 from penstock.runtime.transport import Later, Transport, to_host
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
