@@ -15,7 +15,7 @@ from penstock.config import ConfigError
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.decoder import Block, CounterDropout, fill_normal
 from penstock.moe import MoEConfig, SampleKeys
-from penstock.moe.choices import uniform_bits
+from penstock.moe.routers import uniform_bits
 from tests.support.draws import draws
 from tests.support.samples import SHAPE, sample_ids, seeds
 from tests.support.samples import keys as keys_of

@@ -18,7 +18,7 @@ from penstock.moe import (
     build_layer,
     update_expert_biases,
 )
-from penstock.moe.choices import TokenChoice
+from penstock.moe.routers import TokenChoice
 from tests.support.alone import (
     EXPERTS,
     HIDDEN,

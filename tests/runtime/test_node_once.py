@@ -16,7 +16,7 @@ from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
 from penstock.mesh import Axes, Group, node_of
 from penstock.moe import GeluExperts, MergedPermutation, MoELayer, SoftmaxRouter, SortPermutation
-from penstock.moe.choices import TokenChoice
+from penstock.moe.routers import TokenChoice
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime.groups import GroupTransport
 from penstock.topology import Layout

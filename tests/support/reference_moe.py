@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.moe.choices import SampleKeys, normal
-from penstock.moe.routers import FIRST_PLACE
+from penstock.moe.gates import FIRST_PLACE, normal
+from penstock.moe.routers import SampleKeys
 
 if TYPE_CHECKING:
     from tests.support.reference import Settings

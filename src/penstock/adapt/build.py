@@ -332,7 +332,8 @@ def _moe_layer(found: Found, cut: Cut, layout: Layout) -> MoELayer:
         ep_rank=ep_rank,
         placement=placement,
     )
-    moe.hooks.to(dtype=next(found.model.parameters()).dtype)
+    for hook in moe.hooks:
+        hook.to(dtype=next(found.model.parameters()).dtype)
     return moe
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from penstock.families.adapters import check_adapters, core_of, settle
 from penstock.families.experts import ModelExperts, RouterCall
 from penstock.families.known import Family
-from penstock.moe.choices import RouterSums, TokenChoice, Tokens, count_choices, sum_by_sample
-from penstock.moe.routers import Router
+from penstock.moe.routers import Router, RouterSums, TokenChoice, Tokens, count_choices, sum_by_sample
 
 Spreads = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps tokens [T, M], choices [T, k] and weights [T, k] to the sum of the experts' outputs [T, M]."""

@@ -24,9 +24,9 @@ from penstock.config import ConfigError
 from penstock.mesh import Group
 from penstock.models.config import ModelConfig
 from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
-from penstock.moe.choices import BITS, uniform_bits
 from penstock.moe.experts import ONE_SHARD, ExpertShard
 from penstock.moe.layer import LogicalNames
+from penstock.moe.routers import BITS, uniform_bits
 from penstock.runtime.batch import check_vocabulary
 from penstock.runtime.statistics import cross_entropy_sum
 from penstock.sharding import Shard, Sharding, shardings_of
@@ -299,7 +299,7 @@ class Block(nn.Module):
     @property
     def row_norm(self) -> nn.Module | None:
         norm, dropout = self.post_attention_layernorm, self.mlp_dropout
-        hooked = self.moe is not None and self.moe.hooks.any
+        hooked = self.moe is not None and bool(self.moe.hooks)
         usual = all(_function(getattr(self, name)) is getattr(Block, name) for name in AROUND_EXPERTS)
         adds = _computes_as(dropout, CounterDropout) and dropout.p == 0
         alone = _computes_as(norm, *NORMS) and len(getattr(norm, "normalized_shape", (0,))) == 1

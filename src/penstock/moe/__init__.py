@@ -1,7 +1,6 @@
 """The mixture-of-experts layer, in parts that are exchanged without touching the scheduler."""
 
 from penstock.moe.build import build_layer
-from penstock.moe.choices import Choice, ExpertChoice, SampleKeys, SoftChoice, TokenChoice, Tokens
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts import (
     Experts,
@@ -11,23 +10,26 @@ from penstock.moe.experts import (
     StackedExperts,
     SwiGLUExperts,
 )
+from penstock.moe.gates import CosineRouter, ExpertChoiceRouter, NoisyRouter, SigmoidRouter, SoftRouter
 from penstock.moe.hooks import Bfloat16Rows, Hook, Int8Rows, two_way
 from penstock.moe.layer import MoELayer, update_expert_biases
 from penstock.moe.permute.einsum import EinsumPermutation
 from penstock.moe.permute.merged import MergedPermutation
-from penstock.moe.permute.sort import IndexPermutation, Permutation, PermutationPlan, SortPermutation
+from penstock.moe.permute.slots import IndexPermutation
+from penstock.moe.permute.sort import Permutation, PermutationPlan, SortPermutation
 from penstock.moe.products import Product, grouped_product
 from penstock.moe.routers import (
-    CosineRouter,
+    Choice,
     ExpertBias,
-    ExpertChoiceRouter,
+    ExpertChoice,
     ExpertGroups,
-    NoisyRouter,
     Router,
-    SigmoidRouter,
+    SampleKeys,
+    SoftChoice,
     SoftmaxRouter,
-    SoftRouter,
+    TokenChoice,
     TokenRouter,
+    Tokens,
 )
 from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
 

@@ -9,22 +9,14 @@ from torch import nn
 from penstock.features.dispatch import DISPATCHES
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts import ONE_SHARD, Experts, ExpertShard, GeluExperts, SharedExpert, SwiGLUExperts
+from penstock.moe.gates import CosineRouter, ExpertChoiceRouter, NoisyRouter, SigmoidRouter, SoftRouter
 from penstock.moe.hooks import Bfloat16Rows, Hook, Int8Rows
 from penstock.moe.layer import MoELayer
 from penstock.moe.permute.einsum import EinsumPermutation
 from penstock.moe.permute.merged import MergedPermutation
-from penstock.moe.permute.sort import BoundedPermutation, IndexPermutation, Permutation, SortPermutation
-from penstock.moe.routers import (
-    CosineRouter,
-    ExpertBias,
-    ExpertChoiceRouter,
-    ExpertGroups,
-    NoisyRouter,
-    Router,
-    SigmoidRouter,
-    SoftmaxRouter,
-    SoftRouter,
-)
+from penstock.moe.permute.slots import BoundedPermutation, IndexPermutation
+from penstock.moe.permute.sort import Permutation, SortPermutation
+from penstock.moe.routers import ExpertBias, ExpertGroups, Router, SoftmaxRouter
 from penstock.placement import ExpertPlacement
 
 

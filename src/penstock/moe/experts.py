@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from penstock.device import on_device
 from penstock.features.sample_placement.feature import PACKED_COLUMNS
 from penstock.mesh import Group
-from penstock.moe.choices import Choice, TokenChoice, Tokens, placed
-from penstock.moe.permute.rows import RowPlan
-from penstock.moe.permute.sort import Permutation, PermutationPlan, SortPermutation, places
+from penstock.moe.permute.slots import places
+from penstock.moe.permute.sort import Permutation, PermutationPlan, RowPlan, SortPermutation
 from penstock.moe.products import Product, grouped_product
+from penstock.moe.routers import Choice, ExpertChoice, TokenChoice, Tokens
 from penstock.placement import SPLIT, ExpertPlacement, Part, Replication
 from penstock.routing.routes import GroupSizes
 from penstock.sharding import Shard
@@ -274,8 +274,21 @@ class OwnSlots:
     rank: int
 
     def placed(self, choice: Choice) -> Choice:
-        """Return the choice by position instead of by expert."""
-        return placed(choice, self.placement, self.rank)
+        """Return the choice by position instead of by expert.
+
+        Costs a copy of E integers to the device, and nothing under the default placement.
+        """
+        if self.placement.is_even:
+            return choice
+        if isinstance(choice, TokenChoice):
+            # The entry after the last expert keeps padding at -1.
+            table = on_device((*self.placement.positions(self.rank), -1), choice.experts_Tk.device)
+            return replace(choice, experts_Tk=table[choice.experts_Tk])
+        experts = on_device(self.placement.by_position, choice.weights.device)
+        if isinstance(choice, ExpertChoice):
+            return replace(choice, tokens_ES=choice.tokens_ES[experts], weights=choice.weights[experts])
+        mix_BLES, weights = (part.index_select(2, experts) for part in (choice.mix_BLES, choice.weights))
+        return replace(choice, mix_BLES=mix_BLES, weights=weights)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Shapes: T tokens, M hidden size, R rows.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -82,40 +82,10 @@ class Hook(nn.Module):
         return rows * by
 
 
-class Hooks(nn.Module):
-    """A layer's hooks. Those called `before_` run in order, those called `after_` in reverse: they nest."""
-
-    def __init__(self, hooks: tuple[Hook, ...] = ()) -> None:
-        super().__init__()
-        self.hooks = nn.ModuleList(hooks)
-
-    def __iter__(self) -> Iterator[Hook]:
-        return iter(self.hooks)  # type: ignore[arg-type]  # a ModuleList does not know what is in it
-
-    @property
-    def any(self) -> bool:
-        """Whether the layer has hooks."""
-        return len(self.hooks) > 0
-
-    def scaled(self, rows: Tensor, by: float) -> Tensor:
-        """Multiply gradients in transit by a number."""
-        encoding = next((hook for hook in self if hook.encodes_rows), None)
-        return rows * by if encoding is None else encoding.scaled(rows, by)
-
-    def run(self, moment: Moment, tensor: Tensor, beside: int = 0) -> Tensor:
-        """Return `tensor` after all hooks of this moment.
-
-        Args:
-            beside: Columns at the end that no hook sees.
-        """
-        if not self.any:
-            return tensor
-        if beside:
-            return torch.cat([self.run(moment, tensor[:, :-beside]), tensor[:, -beside:]], dim=1)
-        hooks = list(self)
-        for hook in reversed(hooks) if moment.startswith("after") else hooks:
-            tensor = getattr(hook, moment)(tensor)
-        return tensor
+def scaled_by(hooks: Iterable[Hook], rows: Tensor, by: float) -> Tensor:
+    """Multiply gradients in transit between these hooks by a number."""
+    encoding = next((hook for hook in hooks if hook.encodes_rows), None)
+    return rows * by if encoding is None else encoding.scaled(rows, by)
 
 
 def two_way(

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,14 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.features.dispatch import Dispatch, find_dispatch
-from penstock.moe.choices import RouterSums, TokenChoice, Tokens, chunk_tokens, made_for
 from penstock.moe.config import REFUSED, BalanceGroup
 from penstock.moe.exchange import Alone, Exchange, check_dispatch
 from penstock.moe.experts import TOKENS, Experts, OwnSlots, OwnTokens, SlotsWithReplicas
-from penstock.moe.hooks import Hook, Hooks
-from penstock.moe.permute.sort import BoundedPermutation, Permutation, PermutationPlan, SortPermutation
+from penstock.moe.hooks import Hook, Moment
+from penstock.moe.permute.slots import BoundedPermutation
+from penstock.moe.permute.sort import Permutation, PermutationPlan, SortPermutation
 from penstock.moe.products import Product, grouped_product
-from penstock.moe.routers import BALANCES, Router
+from penstock.moe.routers import BALANCES, Router, RouterSums, TokenChoice, Tokens, chunk_tokens, made_for
 from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement, PlacementError
 from penstock.routing.routes import ChunkRoute
@@ -120,7 +120,8 @@ class MoELayer(nn.Module):
             check_placement(placement, gate.num_experts, ep_size, expert.num_local_experts)
         check_parts(gate, permutation, expert, find_dispatch(dispatch), tuple(hooks), ep_size)
         self.gate, self.permutation, self.experts, self.shared = gate, permutation, expert, shared
-        self.dispatch, self.hooks = find_dispatch(dispatch), Hooks(tuple(hooks))
+        self.dispatch = find_dispatch(dispatch)
+        self.hooks = cast(Sequence[Hook], nn.ModuleList(hooks))
         self.ep_size, self.ep_rank, self.num_local_experts = ep_size, ep_rank, expert.num_local_experts
         self.placement = placement or ExpertPlacement.even(gate.num_experts, ep_size)
         self.balance = BALANCES[balance]
@@ -184,7 +185,7 @@ class MoELayer(nn.Module):
             chunks: The number of chunks of the tokens.
             what: What rows carry.
         """
-        x_TM = self.hooks.run("before_moe_start", x_TM)
+        x_TM = hooked(self.hooks, "before_moe_start", x_TM)
         masked_TM = x_TM
         if tokens.valid_T is not None:  # whatever stands in padding, a NaN too, reaches no sum
             masked_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)
@@ -196,7 +197,7 @@ class MoELayer(nn.Module):
         permutation = expert_slots.permutation
         plan = permutation.plan(choice, chunks)
         rows_RM = what.rows(permutation, masked_TM, choice, plan)
-        rows_RM = self.hooks.run("before_dispatch", rows_RM, permutation.beside)
+        rows_RM = hooked(self.hooks, "before_dispatch", rows_RM, permutation.beside)
         positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
         return RoutedTokens(rows_RM, permutation.weights(choice), x_TM, choice.sums, plan, positions_Tk)
 
@@ -221,9 +222,9 @@ class MoELayer(nn.Module):
             product: How rows and weights are multiplied; it decides when weight gradients are computed.
         """
         expert_slots = self.expert_slots
-        rows_RM = self.hooks.run("after_dispatch", rows_RM, expert_slots.permutation.beside)
+        rows_RM = hooked(self.hooks, "after_dispatch", rows_RM, expert_slots.permutation.beside)
         out_RM = expert_slots.permutation.run_experts(rows_RM, route, expert_slots.experts, product)
-        return self.hooks.run("before_combine", out_RM)
+        return hooked(self.hooks, "before_combine", out_RM)
 
     def unpermute(
         self, rows_RM: Tensor, weights: Tensor | None, plan: PermutationPlan, shared_TM: Tensor | None = None
@@ -233,7 +234,7 @@ class MoELayer(nn.Module):
         Args:
             weights: The weights that `route` returned; None where rows are weighted already.
         """
-        came_RM = self.hooks.run("after_combine", rows_RM)
+        came_RM = hooked(self.hooks, "after_combine", rows_RM)
         if weights is None:
             assert isinstance(self.permutation, SortPermutation), (
                 "samples move where no row is dropped or shared"
@@ -243,7 +244,7 @@ class MoELayer(nn.Module):
             out_TM = self.permutation.unpermute(came_RM, weights, plan)
         if shared_TM is not None:
             out_TM = out_TM + shared_TM
-        return self.hooks.run("before_moe_end", out_TM)
+        return hooked(self.hooks, "before_moe_end", out_TM)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Run the layer.
@@ -345,6 +346,19 @@ class MoELayer(nn.Module):
         gate = {f"gate.{name}": parameter for name, parameter in self.gate.named_parameters()}
         counts, rows_RM = self.exchange.sum_of_alike(own_counts, self.experts, gate, rows_RM)
         return (counts[:-1], counts[-1]), rows_RM
+
+
+def hooked(hooks: Sequence[Hook], moment: Moment, tensor: Tensor, beside: int = 0) -> Tensor:
+    """Return `tensor` after all hooks of a moment; those called `after_` run in reverse, so that hooks nest.
+
+    Args:
+        beside: Columns at the end that no hook sees.
+    """
+    if beside and hooks:
+        return torch.cat([hooked(hooks, moment, tensor[:, :-beside]), tensor[:, -beside:]], dim=1)
+    for hook in reversed(hooks) if moment.startswith("after") else hooks:
+        tensor = getattr(hook, moment)(tensor)
+    return tensor
 
 
 @_disable_dynamo

@@ -1,8 +1,10 @@
-"""Routers: a gate decides which tokens meet which experts, and with what weight.
+"""Routers: what a gate knows of tokens, and which tokens meet which experts, with what weight.
 
-A new gate defines `logits` (where tokens choose) or `choose` (anything else).
+Who chooses is tokens, experts, or nobody (SoftMoE). A new gate defines `logits` (where tokens choose) or
+`choose` (anything else); `gates` has more of them.
 
-Shapes: T tokens, M hidden size, E experts (total), k choices per token.
+Shapes: T tokens, M hidden size, B samples of L tokens, E experts (total), k choices per token, S slots per
+expert.
 """
 
 from __future__ import annotations
@@ -10,28 +12,237 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.functional import pad
 
-from penstock.moe.choices import (
-    Choice,
-    ExpertChoice,
-    RouterSums,
-    SoftChoice,
-    TokenChoice,
-    Tokens,
-    count_choices,
-    normal,
-    sum_by_sample,
-    sum_z,
-)
 from penstock.moe.config import BalanceGroup, ChoiceKind
-from penstock.routing.sizes import capacity_slots
+from penstock.routing.sizes import split_sizes
+
+
+@dataclass(frozen=True)
+class RouterSums:
+    """The sums from which balance and z-losses are computed, for one microbatch in one layer.
+
+    Attributes:
+        chosen_BE: How often each sample chose each expert, before any drop, int64.
+        probability_BE: Gate probabilities summed over a sample's tokens, differentiable; zeros where a gate
+            balances experts by construction.
+        z: Sum over tokens of the squared log-partition, differentiable.
+        judged_BE: The choices that balance is judged by, where those are not this rank's alone: ranks may
+            share the tokens of a sample. None: chosen_BE.
+        ids_B: The numbers of the samples; None: not known.
+        slots: How many choices of an expert fit, where that is limited; None: all.
+        wanted_N: Choices of every position on this rank, [N] int64, where rows are bounded by those of
+            earlier steps.
+        logits_TE: The router's logits, differentiable, where a step hands them out.
+    """
+
+    chosen_BE: Tensor
+    probability_BE: Tensor
+    z: Tensor
+    judged_BE: Tensor | None = None
+    ids_B: Tensor | None = None
+    slots: int | None = None
+    wanted_N: Tensor | None = None
+    logits_TE: Tensor | None = None
+
+    @property
+    def dropped(self) -> Tensor:
+        """The number of choices that did not fit into their expert's slots, scalar."""
+        if self.slots is None:
+            return self.chosen_BE.new_zeros(())
+        return (self.chosen_E - self.slots).clamp(min=0).sum()
+
+    @property
+    def chosen_E(self) -> Tensor:  # noqa: N802  # the suffix is its shape
+        return self.chosen_BE.sum(dim=0)
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """The choice of a gate where every token names its k experts.
+
+    Attributes:
+        experts_Tk: The experts of every token, int64, best first; -1 throughout for padding.
+        weights: The weights of these experts, [T, k], in the gate's precision, differentiable.
+        masked: Whether any -1 can occur.
+        most: The number of tokens that a fixed number of slots is made for; None: T.
+        inseparable: The length of the runs of consecutive tokens that no chunk splits.
+    """
+
+    experts_Tk: Tensor
+    weights: Tensor
+    sums: RouterSums
+    masked: bool = False
+    most: int | None = None
+    inseparable: int = 1
+
+    @property
+    def counted(self) -> int:
+        """The number of tokens that a fixed number of slots is made for."""
+        return len(self.experts_Tk) if self.most is None else self.most
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """The choice of a gate where every expert names its S tokens (Zhou et al. 2022).
+
+    Attributes:
+        tokens_ES: The tokens of every expert, int64.
+        weights: The weights of these tokens, [E, S], differentiable; 0 where an expert had to name padding.
+        tokens: The number of tokens, T.
+    """
+
+    tokens_ES: Tensor
+    weights: Tensor
+    sums: RouterSums
+    tokens: int
+
+
+@dataclass(frozen=True)
+class SoftChoice:
+    """Every slot is a mix of all tokens of a sample, every token a mix of all slots (Puigcerver et al. 2024).
+
+    Both kinds of weights are differentiable.
+
+    Attributes:
+        mix_BLES: The weight of each token in each slot; sums to 1 over L.
+        weights: The weight of each slot in each token's output, [B, L, E, S]; sums to 1 over E and S.
+    """
+
+    mix_BLES: Tensor
+    weights: Tensor
+    sums: RouterSums
+
+
+Choice = TokenChoice | ExpertChoice | SoftChoice
+
+
+def made_for(choice: Choice, tokens: Tokens) -> Choice:
+    """Return `choice` with the number of tokens that slots are made for and of those that stay together."""
+    if (tokens.most is None and not tokens.stay_whole) or not isinstance(choice, TokenChoice):
+        return choice
+    return replace(choice, most=tokens.most, inseparable=tokens.inseparable(len(choice.experts_Tk)))
+
+
+def chunk_tokens(tokens: int, chunks: int, inseparable: int) -> tuple[int, ...]:
+    """Return the tokens of every chunk: nearly equal, no run of `inseparable` consecutive tokens split."""
+    return tuple(inseparable * size for size in split_sizes(tokens // inseparable, chunks))
+
+
+def count_choices(experts_Tk: Tensor, samples: int, num_experts: int) -> Tensor:
+    """Count how often each sample chose each expert, [B, E] int64; -1 is not counted. No wait for a GPU."""
+    per_sample_BN = experts_Tk.view(samples, experts_Tk.numel() // max(1, samples))  # perhaps no sample
+    counts = torch.zeros(samples, num_experts + 1, dtype=torch.int64, device=experts_Tk.device)
+    slot = torch.where(per_sample_BN < 0, num_experts, per_sample_BN)
+    return counts.scatter_add_(1, slot, torch.ones_like(slot))[:, :num_experts]
+
+
+def sum_by_sample(value_TE: Tensor, tokens: Tokens) -> Tensor:
+    """Sum values over each sample's valid tokens, [B, E]."""
+    if tokens.valid_T is not None:
+        value_TE = value_TE * tokens.valid_T.unsqueeze(1)
+    return tokens.by_sample(value_TE).sum(dim=1)
+
+
+def sum_z(logits_TE: Tensor, tokens: Tokens) -> Tensor:
+    """Sum the squared log-partition over valid tokens (ST-MoE's z-loss before division), scalar."""
+    z_T = logits_TE.logsumexp(dim=-1).square()
+    return z_T.sum() if tokens.valid_T is None else (z_T * tokens.valid_T).sum()
+
+
+# ---- what a layer knows about tokens besides their hidden states ------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """A batch of tokens, sample after sample, all samples of one length.
+
+    Attributes:
+        samples: The number of samples, possibly 0.
+        keys: The keys of random noise; None: it is drawn from PyTorch's own generator.
+        valid_T: bool, False for padding, which goes to no expert and is not counted; None: all are valid.
+        most: The tokens of the rank that has most, where ranks have different numbers of tokens and equal
+            numbers of slots; None: all ranks have equally many.
+        stay_whole: Whether chunks are made of whole samples.
+        clean: Whether gates add no noise.
+    """
+
+    samples: int = 1
+    keys: SampleKeys | None = None
+    valid_T: Tensor | None = None
+    most: int | None = None
+    stay_whole: bool = False
+    clean: bool = False
+
+    def inseparable(self, tokens: int) -> int:
+        """Return the number of consecutive tokens, of `tokens`, that no chunk splits."""
+        return max(1, tokens // max(1, self.samples)) if self.stay_whole else 1
+
+    def by_sample(self, values: Tensor) -> Tensor:
+        """Return values [T, ...] as [B, L, ...]; without samples there are no tokens, and L is 0."""
+        length = values.shape[0] // max(1, self.samples)
+        return values.view(self.samples, length, *values.shape[1:])
+
+
+# ---- random numbers from a counter: a hash of where a number is used, not of what was drawn before it -----
+#
+# So the numbers do not depend on microbatches, on the rank a sample lives on, or on the order of tasks.
+
+
+BITS = 32
+_MASK = 0xFFFFFFFF
+_PLACE_STEP = 0x9E3779B1  # odd, so no two places coincide
+
+
+@dataclass(frozen=True)
+class SampleKeys:
+    """The keys of random numbers, and what attention must know of samples.
+
+    Attributes:
+        seed: The seed of the run.
+        sample_ids_B: One number per sample, unique over the run.
+        first_token: The place in its sample of the first token that is here, where ranks share the tokens of
+            a sample.
+        documents_BL: int64, for every token of a sample, here or not, the place in the sample where its
+            document begins; None: a sample is one document.
+    """
+
+    seed: int
+    sample_ids_B: Tensor
+    first_token: int = 0
+    documents_BL: Tensor | None = None
+
+
+def uniform_bits(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
+    """Return independent uniform numbers in [0, 2**32), int64 [B, L, ...].
+
+    Args:
+        shape: [B, L, ...].
+        place: The number of whatever draws, unique in the model.
+    """
+    ids_B = keys.sample_ids_B
+    start = _mix(torch.full((), (keys.seed * 0x85EBCA6B + place * _PLACE_STEP) & _MASK, device=ids_B.device))
+    low, high = ids_B & _MASK, (ids_B >> BITS) & _MASK
+    sample_B = _mix(_mix(start ^ low) ^ high)
+    count = shape[1:].numel()
+    counter = torch.arange(count, device=ids_B.device) + keys.first_token * shape[2:].numel()
+    return _mix(_mix(sample_B.unsqueeze(1) + counter) ^ sample_B.unsqueeze(1)).view(shape)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Hash 32-bit integers in int64 arithmetic: every input bit affects every output bit."""
+    x = x & _MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x46A56C5D) & _MASK
+    return x ^ (x >> 16)
+
+
+# ---- routers ----------------------------------------------------------------------------------------------
+
 
 INITIAL_STD = 0.02
 
@@ -251,13 +462,9 @@ class _CountInBackward(torch.autograd.Function):
         return grads[0], None, None
 
 
-# ---- gates that judge experts with one matrix: softmax, sigmoid, and softmax with learnt noise ------------
+# ---- the usual gate: softmax over one matrix --------------------------------------------------------------
 #
 # Shapes: T tokens, B samples of L tokens, M hidden size, E experts.
-
-
-FIRST_PLACE = 1 << 20
-"""Where noise begins in the counter's numbering: far above the dropouts, which count from 0."""
 
 
 class SoftmaxRouter(TokenRouter):
@@ -277,215 +484,6 @@ class SoftmaxRouter(TokenRouter):
     def logits(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
         del tokens
         return x_TM @ self.weight.to(x_TM.dtype).t()
-
-
-class SigmoidRouter(SoftmaxRouter):
-    """A router whose scores are sigmoids of the logits, each expert by itself.
-
-    BASE layers, StableMoE and DeepSeek-V3 (arXiv 2103.16716, 2204.08396, 2412.19437): experts do not compete
-    for a score as they do in a softmax. DeepSeek-V3 is this gate with `groups`, `bias`, `renormalise` and
-    `scale`. Parameters are those of `SoftmaxRouter`.
-    """
-
-    def scores(self, logits_TE: Tensor) -> Tensor:
-        return logits_TE.sigmoid()
-
-    def probabilities(self, scores_TE: Tensor) -> Tensor:
-        """Return scores as shares of their sum (DeepSeek-V3's balance loss)."""
-        tiny = torch.finfo(scores_TE.dtype).tiny  # sigmoids of very negative logits are all zero
-        return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + tiny)
-
-
-class NoisyRouter(SoftmaxRouter):
-    """The softmax gate with learnt noise on its logits: Shazeer et al. 2017 (arXiv 1701.06538), GShard.
-
-    logits = x Wg + n * softplus(x Wn) with n ~ N(0, 1): how much noise an expert's logit gets is learnt.
-    Choice, weights, balance and z-loss all see the noisy logits in training; in evaluation there is none.
-
-    With `Tokens.keys` the noise of a token depends on run, place, sample and position only, hence neither on
-    microbatches nor on ranks.
-
-    Args:
-        place: A number that is unique among the model's noisy gates, the layer's for example.
-        options: See `TokenRouter`.
-    """
-
-    def __init__(
-        self, hidden_size: int, num_experts: int, top_k: int, *, place: int = 0, **options: Any
-    ) -> None:
-        super().__init__(hidden_size, num_experts, top_k, **options)
-        # Zero as in Shazeer et al.: every logit starts with the same spread, softplus(0) = 0.69.
-        self.noise_weight = nn.Parameter(torch.zeros(num_experts, hidden_size))
-        self.place = FIRST_PLACE + place
-
-    def logits(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
-        clean_TE = super().logits(x_TM, tokens)
-        if not self.training or tokens.clean:
-            return clean_TE
-        spread_TE = F.softplus(x_TM @ self.noise_weight.to(x_TM.dtype).t())
-        if tokens.keys is None:
-            noise_TE = torch.randn_like(clean_TE)
-        else:
-            noise_BLE = normal(tokens.by_sample(clean_TE).shape, self.place, tokens.keys)
-            noise_TE = noise_BLE.to(clean_TE).view_as(clean_TE)
-        return clean_TE + noise_TE * spread_TE
-
-
-# ---- the cosine gate: X-MoE, "On the representation collapse of sparse mixture of experts" (arXiv
-# 2204.09179)
-#
-# logits = cos(W x, e) / temperature in a space of few dimensions, so that the length of a hidden state has no
-# effect and hidden states are not drawn towards the experts' vectors.
-# Shapes: T tokens, M hidden size, P size of the projection, E experts.
-
-
-INITIAL_TEMPERATURE = 0.07
-SHORTEST = 1e-4
-"""Vectors shorter than this are not stretched to length one: the gradient of a zero vector stays finite."""
-
-
-class CosineRouter(TokenRouter):
-    """Softmax over cosines between projected tokens and expert vectors; the temperature is learnt.
-
-    Args:
-        hidden_size: The width of hidden states, M.
-        proj_size: The width of the projection, P.
-        options: See `TokenRouter`.
-    """
-
-    def __init__(
-        self, hidden_size: int, num_experts: int, top_k: int, *, proj_size: int, **options: Any
-    ) -> None:
-        super().__init__(num_experts, top_k, **options)
-        self.projection = linear_weight(proj_size, hidden_size)
-        self.weight = linear_weight(num_experts, proj_size)
-        # The logarithm is learnt, so the temperature is positive whatever the optimiser does.
-        self.log_temperature = nn.Parameter(torch.tensor(math.log(INITIAL_TEMPERATURE)))
-
-    def logits(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
-        del tokens
-        token_TP = F.normalize(x_TM @ self.projection.to(x_TM.dtype).t(), dim=1, eps=SHORTEST)
-        expert_EP = F.normalize(self.weight.to(x_TM.dtype), dim=1, eps=SHORTEST)
-        return token_TP @ expert_EP.t() / self.log_temperature.to(x_TM.dtype).exp()
-
-
-# ---- SoftMoE: Puigcerver et al. 2024, "From sparse to soft mixtures of experts" (arXiv 2308.00951) --------
-#
-# Nothing is chosen: a slot is a mix of all tokens of its sample, a token's output a mix of all slots.
-# Tokens and slot vectors are normalised, and a learnt scale is applied (section 2.3 of the paper), as
-# otherwise every softmax of a wide model would collapse to a single token or slot. Shapes: T tokens, B
-# samples of L tokens, M hidden size, E experts, S slots per expert and sample.
-
-
-class SoftRouter(Router):
-    """A router where slots and outputs are mixes.
-
-    The paper chooses E * S close to L: then the experts compute as much as with one expert per token.
-
-    Attributes:
-        slots_per_expert: Slots per expert and sample, S; every slot has a learnt vector.
-    """
-
-    kind = "soft"
-
-    def __init__(self, hidden_size: int, num_experts: int, *, slots_per_expert: int) -> None:
-        super().__init__(num_experts)
-        if slots_per_expert < 1:
-            raise ValueError(f"slots_per_expert = {slots_per_expert}: an expert needs a slot; use 1 or more")
-        self.slots_per_expert = slots_per_expert
-        self.weight = linear_weight(num_experts * slots_per_expert, hidden_size)
-        self.logit_scale = nn.Parameter(torch.tensor(1.0))
-
-    def choose(self, x_TM: Tensor, tokens: Tokens) -> SoftChoice:
-        slots, dtype = self.slots_per_expert, x_TM.dtype
-        slot_NM = F.normalize(self.weight.to(dtype), dim=1, eps=SHORTEST) * self.logit_scale.to(dtype)
-        logits_TN = F.normalize(x_TM, dim=1, eps=SHORTEST) @ slot_NM.t()
-        weights_TN = logits_TN.softmax(dim=-1)
-        if tokens.valid_T is not None:
-            weights_TN = weights_TN.masked_fill(~tokens.valid_T.unsqueeze(1), 0.0)
-        chosen_BE = torch.full((tokens.samples, self.num_experts), slots, device=x_TM.device)
-        sums = RouterSums(
-            chosen_BE=chosen_BE,
-            probability_BE=torch.zeros_like(chosen_BE, dtype=dtype),
-            z=sum_z(logits_TN, tokens),
-        )
-        shape, logits_BLN = (self.num_experts, slots), tokens.by_sample(logits_TN)
-        if tokens.valid_T is None:
-            mix_BLN = logits_BLN.softmax(dim=1)
-        else:
-            padding_BL1 = ~tokens.by_sample(tokens.valid_T).unsqueeze(2)
-            # Not minus infinity, which would give NaN for a sample of nothing but padding.
-            low_BLN = logits_BLN.masked_fill(padding_BL1, torch.finfo(logits_BLN.dtype).min)
-            mix_BLN = low_BLN.softmax(dim=1).masked_fill(padding_BL1, 0.0)
-        weights_BLN = tokens.by_sample(weights_TN)
-        return SoftChoice(mix_BLN.unflatten(2, shape), weights_BLN.unflatten(2, shape), sums)
-
-
-# ---- expert choice: Zhou et al. 2022, "Mixture-of-experts with expert choice routing" (arXiv 2202.09368) --
-#
-# Every expert takes the tokens that like it best, so experts are balanced by construction. They choose
-# among the tokens of one microbatch on one rank: which tokens compete, and with it the result, depends on
-# the split. Shapes: T tokens, M hidden size, E experts, S slots per expert.
-
-
-class ExpertChoiceRouter(Router):
-    """Softmax over experts; each expert takes its S tokens of largest probability, which is their weight.
-
-    S = ceil(capacity_factor * top_k * T / E), at least min_capacity, at most T: equal on all ranks that have
-    the same number of tokens, padding included.
-
-    Attributes:
-        scale: Multiplies the weights.
-    """
-
-    kind = "expert"
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        *,
-        top_k: int = 1,
-        capacity_factor: float = 1.0,
-        min_capacity: int = 1,
-        scale: float = 1.0,
-    ) -> None:
-        super().__init__(num_experts)
-        self.top_k, self.capacity_factor, self.min_capacity = top_k, capacity_factor, min_capacity
-        self.scale = scale
-        self.weight = linear_weight(num_experts, hidden_size)
-
-    def choose(self, x_TM: Tensor, tokens: Tokens) -> ExpertChoice:
-        logits_TE = x_TM @ self.weight.to(x_TM.dtype).t()
-        probability_ET = logits_TE.softmax(dim=-1).t()
-        # The tokens that each expert takes, best first; padding only if nothing else is left.
-        wanted_ET, here = probability_ET.detach(), len(x_TM)
-        if tokens.valid_T is not None:
-            wanted_ET = wanted_ET.masked_fill(~tokens.valid_T, -1.0)
-        if here == 0 and tokens.most:
-            raise ValueError(
-                "experts choose among a rank's own tokens (moe.gate = expert_choice), and this rank has "
-                "none: samples are shorter than parallel.tp_size. Use longer samples, or "
-                "schedule.expert_form=s2"
-            )
-        most = here if tokens.most is None else tokens.most
-        slots = capacity_slots(most, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
-        slots = min(most, slots)
-        # On a rank with fewer tokens than slots, since another rank has more, an expert takes all tokens, and
-        # then the first one again.
-        named_ES = wanted_ET.topk(min(here, slots), dim=1).indices
-        tokens_ES = pad(named_ES, (0, slots - named_ES.shape[1]))
-        weights_ES = probability_ET.gather(1, tokens_ES) * self.scale
-        weights_ES[:, x_TM.shape[0] :] = 0.0  # tokens taken again, as there are no more
-        if tokens.valid_T is not None:
-            weights_ES = weights_ES.masked_fill(~tokens.valid_T[tokens_ES], 0.0)
-        taken_TE = torch.zeros_like(logits_TE, dtype=torch.int64).scatter_(0, tokens_ES.t(), 1)
-        sums = RouterSums(
-            chosen_BE=sum_by_sample(taken_TE, tokens),
-            probability_BE=logits_TE.new_zeros(tokens.samples, self.num_experts),
-            z=sum_z(logits_TE, tokens),
-        )
-        return ExpertChoice(tokens_ES, weights_ES, sums, tokens=x_TM.shape[0])
 
 
 # ---- the load-balance loss, by the group of tokens over which balance is judged ---------------------------

@@ -1,6 +1,6 @@
 """Bounds of the rows of every expert from earlier steps, so that a step's sizes are known before its routing.
 
-A step whose rows are bounded (`penstock.moe.permute.sort`) exchanges no counts. The most rows that any rank
+A step whose rows are bounded (`penstock.moe.permute.slots`) exchanges no counts. The most rows that any rank
 wanted in any microbatch travel behind the sums of the step, and are read when the forward half has ended or
 backward has been issued. Where they exceed the bounds, all ranks know it, and run the step again, counted.
 Shapes: Y MoE layers, N positions of a layer, X positions of all layers, layer by layer.
@@ -19,7 +19,7 @@ import torch
 from penstock.apportion import Counts
 from penstock.mesh import Axes
 from penstock.moe import MoELayer
-from penstock.moe.permute.sort import BoundedPermutation, Bounds
+from penstock.moe.permute.slots import BoundedPermutation, Bounds
 from penstock.runtime.handlers import BySum, Counted, StepBounds
 from penstock.runtime.transport import HostCounts, Transport
 

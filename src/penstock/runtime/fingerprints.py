@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from penstock.device import is_dtensor
 from penstock.mesh import Axes, Group
 from penstock.moe import SampleKeys
-from penstock.moe.choices import uniform_bits
 from penstock.moe.experts import Experts
+from penstock.moe.routers import uniform_bits
 from penstock.topology import CommunicationError, Control, Layout
 
 EVERY = 64

@@ -22,11 +22,10 @@ from torch.autograd.variable import Variable
 from penstock.graph import Phase, ScheduleError, Task
 from penstock.mesh import Axes
 from penstock.moe import ChunkRoute, MoELayer, Product, RouteMaker, Tokens
-from penstock.moe.choices import RouterSums
 from penstock.moe.config import MoEConfig
 from penstock.moe.layer import RoutedTokens
 from penstock.moe.products import AutogradWeights, WeightGradients
-from penstock.moe.routers import Balance
+from penstock.moe.routers import Balance, RouterSums
 from penstock.ops import OPS
 from penstock.placement import Replication
 from penstock.routing.replicas import ExactSplit

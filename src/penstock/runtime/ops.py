@@ -12,8 +12,8 @@ from torch import Tensor
 
 from penstock.graph import Cut, Name, Phase, Task
 from penstock.moe import ChunkRoute
-from penstock.moe.choices import RouterSums
 from penstock.moe.products import AutogradWeights, WeightGradients
+from penstock.moe.routers import RouterSums
 from penstock.ops import Op
 from penstock.ops.core import COMBINE_OF, DISPATCH_OF, GRADIENT_KINDS, KindName
 from penstock.routing.routes import Routes

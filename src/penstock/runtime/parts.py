@@ -19,7 +19,7 @@ from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker, SampleKeys
 from penstock.moe.config import BalanceGroup, MoEConfig
 from penstock.moe.exchange import route_maker
-from penstock.moe.routers import SoftRouter
+from penstock.moe.gates import SoftRouter
 from penstock.placement import PlacementError
 from penstock.routing.routes import ShardPlace
 from penstock.sharding import shardings_of
@@ -140,7 +140,7 @@ def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
             f"expert form {form} rows are counted by expert",
             "Use another dispatch." if joined else "Use false.",
         )
-    if moe.hooks.any and layout.etp_size > 1:
+    if moe.hooks and layout.etp_size > 1:
         why = (
             "hooks around transfers (moe.comm_dtype) change what experts leave, and with "
             f"{layout.etp_size} shards of every expert those are partial sums that are still to be added"

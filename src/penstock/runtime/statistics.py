@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.device import device_of
-from penstock.moe.choices import RouterSums
 from penstock.moe.config import MoEConfig
-from penstock.moe.routers import Balance
+from penstock.moe.routers import Balance, RouterSums
 from penstock.placement import Replication
 from penstock.runtime.batch import NO_LABEL
 

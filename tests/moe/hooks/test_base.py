@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.moe.experts import GeluExperts
-from penstock.moe.hooks import Hook, Hooks, Moment, two_way
-from penstock.moe.layer import MoELayer
+from penstock.moe.hooks import Hook, Moment, scaled_by, two_way
+from penstock.moe.layer import MoELayer, hooked
 from penstock.moe.permute.merged import MergedPermutation
 from penstock.moe.permute.sort import Permutation, SortPermutation
 from penstock.moe.routers import SoftmaxRouter
@@ -65,8 +65,8 @@ def layer_of(*hooks: Hook, permutation: Permutation | None = None) -> MoELayer:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_before_in_order_and_after_in_reverse(moment: Moment) -> None:
     seen: list[tuple[str, str, tuple[int, ...]]] = []
-    hooks = Hooks((Recording("first", seen), Recording("second", seen), Recording("third", seen)))
-    hooks.run(moment, torch.zeros(1))
+    hooks = [Recording(name, seen) for name in ("first", "second", "third")]
+    hooked(hooks, moment, torch.zeros(1))
     names = [name for _, name, _ in seen]
     wanted = ["first", "second", "third"]
     assert names == (wanted[::-1] if moment.startswith("after") else wanted)
@@ -119,7 +119,7 @@ def test_a_hook_sees_hidden_states_alone_also_of_a_row_for_several_experts() -> 
 def test_a_hook_that_overrides_nothing_changes_nothing() -> None:
     tensor = torch.randn(2, 3)
     for moment in MOMENTS:
-        assert Hooks((Hook(), Hook())).run(moment, tensor) is tensor
+        assert hooked([Hook(), Hook()], moment, tensor) is tensor
 
 
 def test_parameters_of_hooks_belong_to_the_layer() -> None:
@@ -145,6 +145,6 @@ class Encoding(Hook):
 
 def test_encoded_gradients_are_scaled_by_the_hook_that_encodes_them() -> None:
     rows = torch.ones(2, 3)
-    assert torch.equal(Hooks((Hook(),)).scaled(rows, 0.5), rows / 2)
+    assert torch.equal(scaled_by([Hook()], rows, 0.5), rows / 2)
     with pytest.raises(ValueError, match="Encoding encodes rows and does not say how"):
-        Hooks((Hook(), Encoding())).scaled(rows, 0.5)
+        scaled_by([Hook(), Encoding()], rows, 0.5)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.features.dispatch import FlatDispatch, Place
-from penstock.moe.choices import Choice, ExpertChoice, RouterSums, SoftChoice, TokenChoice
 from penstock.moe.experts import StackedExperts
 from penstock.moe.permute.sort import Permutation, PermutationPlan
 from penstock.moe.products import Product, grouped_product
+from penstock.moe.routers import Choice, ExpertChoice, RouterSums, SoftChoice, TokenChoice
 from penstock.routing.routes import RouteMaker, Routes
 from penstock.routing.sizes import capacity_slots
 

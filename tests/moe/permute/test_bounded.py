@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.features.dispatch import FlatDispatch, Place
-from penstock.moe.choices import TokenChoice
-from penstock.moe.permute.sort import BoundedPermutation, Bounds, SortPermutation
+from penstock.moe.permute.slots import BoundedPermutation, Bounds
+from penstock.moe.permute.sort import SortPermutation
+from penstock.moe.routers import TokenChoice
 from penstock.routing.routes import RouteMaker
 from tests.moe.permute.support import chunk_counts, numbers, token_choices
 

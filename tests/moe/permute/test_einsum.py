@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from penstock.moe.choices import SoftChoice
 from penstock.moe.permute.einsum import EinsumPermutation
+from penstock.moe.routers import SoftChoice
 from penstock.routing.sizes import split_sizes
 from tests.moe.permute.support import (
     HIDDEN,

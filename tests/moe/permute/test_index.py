@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import Choice, ExpertChoice, TokenChoice, Tokens, made_for
 from penstock.moe.permute.einsum import EinsumPermutation
-from penstock.moe.permute.sort import IndexPermutation
+from penstock.moe.permute.slots import IndexPermutation
+from penstock.moe.routers import Choice, ExpertChoice, TokenChoice, Tokens, made_for
 from penstock.routing.sizes import capacity_slots, split_sizes
 from tests.moe.permute.support import (
     HIDDEN,

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe.choices import TokenChoice
 from penstock.moe.permute.merged import MOST_EXPERTS_THERE, MergedPermutation
 from penstock.moe.products import grouped_product
+from penstock.moe.routers import TokenChoice
 from penstock.routing.routes import ChunkRoute
 from penstock.routing.sizes import split_sizes
 from tests.moe.permute.support import (

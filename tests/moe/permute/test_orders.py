@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import Choice, ExpertChoice, SoftChoice, TokenChoice
 from penstock.moe.permute.einsum import EinsumPermutation
 from penstock.moe.permute.merged import MergedPermutation
-from penstock.moe.permute.sort import IndexPermutation, Permutation, SortPermutation, chunk_starts
+from penstock.moe.permute.slots import IndexPermutation
+from penstock.moe.permute.sort import Permutation, SortPermutation, chunk_starts
+from penstock.moe.routers import Choice, ExpertChoice, SoftChoice, TokenChoice
 from tests.moe.permute.support import (
     HIDDEN,
     NO_SUMS,

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe.permute.rows import RowPlan, take_rows
-from penstock.moe.permute.sort import IndexPermutation, SortPermutation
+from penstock.moe.permute.slots import IndexPermutation
+from penstock.moe.permute.sort import RowPlan, SortPermutation, take_rows
 from tests.moe.permute.support import HIDDEN, expert_choices, numbers, token_choices
 from tests.support.draws import draws
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe.choices import TokenChoice
 from penstock.moe.permute.sort import SortPermutation
+from penstock.moe.routers import TokenChoice
 from penstock.routing.sizes import split_sizes
 from tests.moe.permute.support import NO_SUMS, chunk_counts, numbers, token_choices
 

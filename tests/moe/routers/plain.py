@@ -12,8 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import Choice, SampleKeys, TokenChoice, Tokens
-from penstock.moe.routers import Router
+from penstock.moe.routers import Choice, Router, SampleKeys, TokenChoice, Tokens
 
 Row = list[Tensor]
 """One number per expert (or slot, or feature)."""

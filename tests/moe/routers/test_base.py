@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.moe.choices import SampleKeys, TokenChoice, Tokens
+from penstock.moe.gates import CosineRouter, ExpertChoiceRouter, NoisyRouter, SigmoidRouter, SoftRouter
 from penstock.moe.routers import (
-    CosineRouter,
-    ExpertChoiceRouter,
-    NoisyRouter,
     Router,
-    SigmoidRouter,
+    SampleKeys,
     SoftmaxRouter,
-    SoftRouter,
+    TokenChoice,
     TokenRouter,
+    Tokens,
 )
 from tests.moe.routers.plain import parts
 

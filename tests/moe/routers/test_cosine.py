@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe.choices import Tokens
-from penstock.moe.routers import INITIAL_TEMPERATURE, CosineRouter
+from penstock.moe.gates import INITIAL_TEMPERATURE, CosineRouter
+from penstock.moe.routers import Tokens
 from tests.moe.routers.plain import Case, cases, check_token_choice, decide, dot, length
 from tests.support.draws import draws
 

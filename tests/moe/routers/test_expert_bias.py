@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from penstock.moe.choices import Tokens
-from penstock.moe.routers import ExpertBias, ExpertGroups, SigmoidRouter
+from penstock.moe.gates import SigmoidRouter
+from penstock.moe.routers import ExpertBias, ExpertGroups, Tokens
 from tests.moe.routers.plain import Case, best, cases, check_token_choice, decide, dot
 
 EXPERTS = 4

@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import ExpertChoice, Tokens
-from penstock.moe.routers import ExpertChoiceRouter
+from penstock.moe.gates import ExpertChoiceRouter
+from penstock.moe.routers import ExpertChoice, Tokens
 from penstock.routing.sizes import capacity_slots
 from tests.moe.routers.plain import Case, best, cases, check_values, dot, softmax, squared_log_partition
 from tests.support.draws import draws

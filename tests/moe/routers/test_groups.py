@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.moe.routers import ExpertGroups, SigmoidRouter, SoftmaxRouter
+from penstock.moe.gates import SigmoidRouter
+from penstock.moe.routers import ExpertGroups, SoftmaxRouter
 from tests.moe.routers.plain import Case, Row, check_token_choice, decide, dot
 from tests.support.draws import draws
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import SampleKeys, Tokens, normal
-from penstock.moe.routers import FIRST_PLACE, NoisyRouter, SoftmaxRouter
+from penstock.moe.gates import FIRST_PLACE, NoisyRouter, normal
+from penstock.moe.routers import SampleKeys, SoftmaxRouter, Tokens
 from tests.moe.routers.plain import Case, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 
-from penstock.moe.choices import Tokens
-from penstock.moe.routers import SigmoidRouter
+from penstock.moe.gates import SigmoidRouter
+from penstock.moe.routers import Tokens
 from tests.moe.routers.plain import Case, Row, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import SoftChoice, Tokens
-from penstock.moe.routers import SoftRouter
+from penstock.moe.gates import SoftRouter
+from penstock.moe.routers import SoftChoice, Tokens
 from tests.moe.routers.plain import Case, cases, check_values, dot, length, softmax, squared_log_partition
 from tests.support.draws import draws
 

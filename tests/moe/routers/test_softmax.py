@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from penstock.moe.choices import Tokens
-from penstock.moe.routers import SoftmaxRouter
+from penstock.moe.routers import SoftmaxRouter, Tokens
 from tests.moe.routers.plain import Case, cases, check_token_choice, decide, dot
 from tests.support.draws import draws
 

@@ -22,7 +22,7 @@ from penstock.cost.placed import Evidence
 from penstock.decision import Decision
 from penstock.features.field import NOTHING_MOVES, Movable
 from penstock.mesh import Group
-from penstock.moe.choices import RouterSums, Tokens
+from penstock.moe.routers import RouterSums, Tokens
 from penstock.plan import estimate_memory, evaluate
 from penstock.plan.effort import time_limit
 from penstock.plan.moving import WORTH, Weighed, weigh

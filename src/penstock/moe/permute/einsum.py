@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.moe.choices import Choice, ExpertChoice, SoftChoice, TokenChoice
-from penstock.moe.permute.sort import Permutation, PermutationPlan, chunk_rows
+from penstock.moe.permute.slots import chunk_rows
+from penstock.moe.permute.sort import Permutation, PermutationPlan
+from penstock.moe.routers import Choice, ExpertChoice, SoftChoice, TokenChoice
 from penstock.routing.sizes import capacity_slots, split_sizes
 
 

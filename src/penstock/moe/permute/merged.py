@@ -17,10 +17,10 @@ from torch import Tensor
 
 from penstock.config import ConfigError
 from penstock.mesh import num_nodes, place_in_node
-from penstock.moe.choices import Choice, TokenChoice
-from penstock.moe.permute.rows import RowPlan, histogram
-from penstock.moe.permute.sort import Permutation, PermutationPlan, bins, places, sorted_rows
+from penstock.moe.permute.slots import places
+from penstock.moe.permute.sort import Permutation, PermutationPlan, RowPlan, bins, histogram, sorted_rows
 from penstock.moe.products import Compute, Product
+from penstock.moe.routers import Choice, TokenChoice
 from penstock.placement import ExpertPlacement
 from penstock.routing.joined import MOST_NODE_SIZE, num_sets
 from penstock.routing.routes import ChunkRoute

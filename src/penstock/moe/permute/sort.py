@@ -1,32 +1,287 @@
-"""Permutations: from a router's choice to rows sorted by chunk, rank and expert, and back.
+"""Permutations: from a router's choice to rows sorted by chunk, rank and expert, and back; the dropless one.
 
-Blocks of rows from ranks are put into the order of experts here, too.
+Rows are moved by sums over bags, with the same bits every time. Blocks of rows from ranks are put into the
+order of experts here, too.
 
-Shapes: T tokens, M hidden size, C chunks, E experts (total), R rows.
+Shapes: T tokens, M hidden size, C chunks, E experts (total), R rows, B bags, N entries of bags.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.apportion import Counts
-from penstock.device import on_device
-from penstock.moe.choices import Choice, ExpertChoice, TokenChoice, chunk_tokens
+from penstock.device import device_of
 from penstock.moe.config import ChoiceKind
-from penstock.moe.permute.rows import RowPlan, histogram, stable_argsort
 from penstock.moe.products import Compute, Product, reordered
+from penstock.moe.routers import Choice, TokenChoice, chunk_tokens
 from penstock.routing.routes import ChunkRoute
-from penstock.routing.sizes import capacity_slots, split_sizes
+
+# ---- sums over bags ----------------------------------------------------------------------------------------
+#
+# PyTorch's embedding_bag adds bag by bag, in the order in which entries are given, in one pass over memory;
+# nothing is scattered with atomics. On a CPU in float32 it is some ten times as fast as segment_reduce and
+# three times as fast as index_add_.
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The entries to sum: out[b] is the sum of weight * source[index] over the entries of bag b.
+
+    Attributes:
+        index_N: Entries, bag after bag.
+        starts_B: First entry of each bag.
+        spare: Whether the last bag is not summed; it takes the entries that are not counted where only the
+            device knows their number.
+    """
+
+    index_N: Tensor
+    starts_B: Tensor
+    spare: bool = False
+
+    def sum(self, source: Tensor, weights_N: Tensor | None = None) -> Tensor:
+        """Sum the bags. Returns [B, M], or [B - 1, M] with a spare bag."""
+        bags = len(self.starts_B) - self.spare
+        if 0 in source.shape:  # no token or no row at all
+            return source.new_zeros(bags, *source.shape[1:])
+        if source.stride(1) != 1:  # a gradient may be a single number, expanded, which is slow
+            source = source.contiguous()
+        sums = F.embedding_bag(self.index_N, source, self.starts_B, mode="sum", per_sample_weights=weights_N)
+        return sums[:bags] if self.spare else sums
+
+
+def fill_bags(bag_N: Tensor, index_N: Tensor, bags: int, kept: int | None) -> tuple[Bags, Tensor]:
+    """Make bags of entries in any order, and return which entry went where.
+
+    Entries for bag `bags` do not count.
+
+    Never waits for a GPU.
+
+    Args:
+        kept: Number of entries that count; None if the host does not know.
+    """
+    entry_N = stable_argsort(bag_N, bags)[:kept]
+    counts = histogram(bag_N, bags + 1)
+    starts_B = (counts.cumsum(0) - counts)[: bags + (kept is None)]
+    return Bags(index_N[entry_N].clamp(min=0), starts_B, kept is None), entry_N
+
+
+def stable_argsort(values: Tensor, largest: int) -> Tensor:
+    """Return `values.argsort(stable=True)` for integers from 0 to `largest`."""
+    if device_of(values).is_cpu and largest <= torch.iinfo(torch.int16).max:
+        # For 16 bits NumPy sorts by counting, which is four times as fast as by comparison.
+        return torch.from_numpy(values.to(torch.int16).numpy().argsort(kind="stable"))
+    return values.argsort(stable=True)
+
+
+def histogram(values: Tensor, bins: int) -> Tensor:
+    """Count how often each value occurs, [bins] int64. Unlike `torch.bincount` it does not wait for a GPU."""
+    zeros = torch.zeros(bins, dtype=torch.int64, device=values.device)
+    return zeros.scatter_add_(0, values, torch.ones_like(values))
+
+
+# ---- moving rows between token order and expert order, found by index (Tutel, MegaBlocks) -----------------
+#
+# Both directions are sums over bags, and each is the transpose of the other: a token is the bag of its
+# rows; a row is a bag of one token, or of none where it is padding. So backward scatters no more than
+# forward. Shapes: T tokens, M hidden size, R rows (all chunks one after the other), N weights: [T, k] where
+# tokens choose, [E, S] where experts do; numbered as if flat.
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The token of every row, and the weight that its output will have there.
+
+    Attributes:
+        token_of_row_R, weight_of_row_R: -1 in a row that is padding.
+        row_of_weight: In the shape of the weights, -1 if dropped.
+        padded: Whether any row can be padding.
+        to_rows, to_tokens: The two directions.
+        weight_of_entry_N: The weight of each entry of to_tokens.
+        weighted: to_rows for a product with weights, where padding may name any token, as its weight is 0.
+    """
+
+    token_of_row_R: Tensor
+    weight_of_row_R: Tensor
+    row_of_weight: Tensor
+    padded: bool
+    to_rows: Bags
+    to_tokens: Bags
+    weight_of_entry_N: Tensor
+    weighted: Bags
+
+    @staticmethod
+    def make(row_of_weight: Tensor, token_N: Tensor, tokens: int, rows: int, *, padded: bool) -> RowPlan:
+        """Make a plan from the row and the token of every weight. Never waits for a GPU.
+
+        Args:
+            padded: Whether rows can be padding; without it each row has a weight.
+        """
+        row_N = row_of_weight.reshape(-1)
+        weight_of_row = torch.full((rows + 1,), -1, dtype=torch.int64, device=row_N.device)
+        # Row `rows` takes everything that was dropped and is cut off again: no size depends on data.
+        weight_of_row[torch.where(row_N < 0, rows, row_N)] = torch.arange(len(row_N), device=row_N.device)
+        weight_of_row_R = weight_of_row[:rows]
+        token_of_row_R = take_rows(token_N, weight_of_row_R, padded, nothing=-1)
+        # Entries are sorted by token, then by weight: chunks do not change the order of a sum.
+        bag_N = torch.where(row_N < 0, tokens, token_N)
+        to_tokens, weight_of_entry_N = fill_bags(bag_N, row_N, tokens, None if padded else rows)
+        row_R = torch.arange(rows, device=row_N.device)
+        weighted = to_rows = Bags(token_of_row_R.clamp(min=0), row_R)
+        if padded:
+            bag_R = torch.where(token_of_row_R < 0, rows, row_R)
+            to_rows, _ = fill_bags(bag_R, token_of_row_R, rows, None)
+        return RowPlan(
+            token_of_row_R=token_of_row_R,
+            weight_of_row_R=weight_of_row_R,
+            row_of_weight=row_of_weight,
+            padded=padded,
+            to_rows=to_rows,
+            to_tokens=to_tokens,
+            weight_of_entry_N=weight_of_entry_N,
+            weighted=weighted,
+        )
+
+    @staticmethod
+    def of_choices(row_Tk: Tensor, weight_of_row_R: Tensor) -> RowPlan:
+        """Make a plan where tokens choose and every row has a weight, without the sorting of `make`."""
+        tokens, choices = row_Tk.shape
+        rows = len(weight_of_row_R)
+        if rows < row_Tk.numel():
+            token_N = torch.arange(row_Tk.numel(), device=row_Tk.device) // choices
+            return RowPlan.make(row_Tk, token_N, tokens, rows, padded=False)
+        token_R = weight_of_row_R // choices
+        to_rows = Bags(token_R, torch.arange(rows, device=row_Tk.device))
+        starts_T = torch.arange(0, rows, choices, device=row_Tk.device)
+        return RowPlan(
+            token_of_row_R=token_R,
+            weight_of_row_R=weight_of_row_R,
+            row_of_weight=row_Tk,
+            padded=False,
+            to_rows=to_rows,
+            to_tokens=Bags(row_Tk.reshape(-1), starts_T),
+            weight_of_entry_N=torch.arange(rows, device=row_Tk.device),
+            weighted=to_rows,
+        )
+
+    def take(self, x_TM: Tensor) -> Tensor:
+        """Order rows: return the token of every row, zeros in padding, [R, M]."""
+        return _Take.apply(x_TM, self)  # type: ignore[no-any-return]  # apply is untyped in torch
+
+    def give(self, rows_RM: Tensor, weights: Tensor | None) -> Tensor:
+        """Unpermute rows: return every token's rows, weighted and summed, [T, M]; padding is never read.
+
+        Args:
+            weights: None means 1 for all.
+        """
+        return _Give.apply(rows_RM, weights, self)  # type: ignore[no-any-return]  # as above
+
+
+class _Take(torch.autograd.Function):
+    """x_TM -> rows_RM; its transpose adds the rows of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TM: Tensor, plan: RowPlan) -> Tensor:
+        ctx.plan = plan
+        return plan.to_rows.sum(x_TM)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.plan.to_tokens.sum(grads[0]), None
+
+
+class _Give(torch.autograd.Function):
+    """rows_RM, weights -> weighted sums out_TM; its transpose spreads the gradient over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RM: Tensor, weights: Tensor | None, plan: RowPlan) -> Tensor:
+        ctx.plan = plan
+        if weights is None:
+            return plan.to_tokens.sum(rows_RM)
+        ctx.save_for_backward(rows_RM, weights)
+        weights_N = weights.reshape(-1)[plan.weight_of_entry_N].to(rows_RM.dtype)
+        return plan.to_tokens.sum(rows_RM, weights_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (grad_TM,) = grads
+        plan: RowPlan = ctx.plan
+        saved = ctx.saved_tensors  # once: under a checkpoint every access recomputes
+        if not saved:
+            return plan.to_rows.sum(grad_TM), None, None
+        rows_RM, weights = saved
+        weights_R = take_rows(weights.reshape(-1), plan.weight_of_row_R, plan.padded).to(rows_RM.dtype)
+        for_pairs = device_of(rows_RM).is_cpu and rows_RM.dtype in (torch.float32, torch.float64)
+        if for_pairs and 0 not in grad_TM.shape and 0 not in rows_RM.shape:
+            grad_RM, grad_weights = plan.weighted.sum(grad_TM, weights_R), _products(rows_RM, grad_TM, plan)
+            return grad_RM, grad_weights.to(weights.dtype).view_as(weights), None
+        grad_RM, product_R = _spread(grad_TM, weights_R, rows_RM, plan.weighted)
+        grad_weights = take_rows(product_R, plan.row_of_weight.reshape(-1), padded=True)
+        return grad_RM, grad_weights.to(weights.dtype).view_as(weights), None
+
+
+def _products(rows_RM: Tensor, grad_TM: Tensor, plan: RowPlan) -> Tensor:
+    """Return the product of each weight's row and its token's gradient, summed over M, [N]. On a CPU."""
+    # Row by row, gradients would be read out of order, so this goes token by token; MKL's dot would be slow.
+    bags = plan.to_tokens
+    kept = int(bags.starts_B[-1]) if bags.spare else len(bags.index_N)
+    ends_B = bags.starts_B if bags.spare else F.pad(bags.starts_B, (0, 1), value=kept)
+    shape, nothing = (len(grad_TM), len(rows_RM)), rows_RM.new_zeros(kept)
+    _pass_over_warning()
+    pairs = torch.sparse_csr_tensor(ends_B, bags.index_N[:kept], nothing, shape, check_invariants=False)
+    product_N = torch.sparse.sampled_addmm(pairs, grad_TM.contiguous(), rows_RM.t(), beta=0.0).values()
+    zeros_N = rows_RM.new_zeros(plan.row_of_weight.numel())
+    return zeros_N.index_copy_(0, plan.weight_of_entry_N[:kept], product_N)
+
+
+@cache
+def _pass_over_warning() -> None:
+    """Suppress torch's warning, given once per process, that sparse tensors are in beta state."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)
+
+
+def _spread(grad_TM: Tensor, weights_R: Tensor, rows_RM: Tensor, to_rows: Bags) -> tuple[Tensor, Tensor]:
+    """Return weight times token gradient of every row [R, M], and row times gradient, summed over M [R]."""
+    if 0 in grad_TM.shape or 0 in rows_RM.shape:
+        return torch.zeros_like(rows_RM), torch.zeros_like(weights_R)
+    if grad_TM.dtype == torch.bfloat16 and not device_of(grad_TM).is_cpu:
+        # On GPUs embedding_bag has no derivative by weights in this type. A product of matrices adds in
+        # float32; the gradients of rows are written and read once more.
+        taken_RM = grad_TM.index_select(0, to_rows.index_N)
+        product_R = torch.bmm(taken_RM.unsqueeze(1), rows_RM.unsqueeze(2)).flatten()
+        return taken_RM * weights_R.unsqueeze(1), product_R
+    # The second result is the derivative of the first by the weights, in the direction of the rows. For it
+    # autograd needs one pass over the rows; to multiply and to sum would write and read all products.
+    with torch.enable_grad():
+        grad_RM = to_rows.sum(grad_TM, weights_R.requires_grad_())
+    (product_R,) = torch.autograd.grad(grad_RM, weights_R, rows_RM)
+    return grad_RM.detach(), product_R
+
+
+def take_rows(source: Tensor, index: Tensor, padded: bool, nothing: int = 0) -> Tensor:
+    """Return source[index] along dimension 0, with `nothing` where index is -1."""
+    if not padded:
+        return source.index_select(0, index)
+    if source.shape[0] == 0:
+        return source.new_full((index.shape[0], *source.shape[1:]), nothing)
+    taken = source.index_select(0, index.clamp(min=0))
+    dead = (index < 0).view(-1, *[1] * (source.dim() - 1))
+    return taken.masked_fill_(dead, nothing)
+
+
+# ---- permutations, and the blocks of rows that they put in order -------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -239,202 +494,3 @@ def chunk_of_token(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     token_T = torch.arange(sum(sizes), device=device)
     starts = chunk_starts(sizes)
     return torch.stack([token_T >= start for start in starts]).sum(0) if starts else token_T * 0
-
-
-# ---- the index permutation (Tutel, Hwang et al. 2023): slots are found by index, not by products with masks
-#
-# Shapes: T tokens, M hidden size, k choices, E experts (total), S slots per expert, C chunks, R rows.
-
-
-class IndexPermutation(RowOrder):
-    """Slots are filled in turn; choices that come after the last slot is filled are dropped.
-
-    First choices take slots before second choices, earlier tokens before later ones (GShard). A chunk is a
-    range of slots, so which tokens are dropped does not depend on the number of chunks. Sizes are fixed:
-    nothing is exchanged, the host never waits, and padding costs its share of traffic and computation. Where
-    experts choose, they have filled their slots themselves and nothing is dropped; a token then has any
-    number of rows.
-
-    Attributes:
-        num_experts: E. capacity_factor f, min_capacity: where tokens choose, an expert has ceil(f k T / E)
-            slots, or min_capacity if that is more.
-    """
-
-    name, kinds, dynamic = "index", ("token", "expert"), False
-
-    def __init__(self, num_experts: int, *, capacity_factor: float = 1.0, min_capacity: int = 4) -> None:
-        self.num_experts = num_experts
-        self.capacity_factor, self.min_capacity = capacity_factor, min_capacity
-
-    def plan(self, choice: Choice, chunks: int) -> PermutationPlan:
-        match choice:
-            case TokenChoice():
-                tokens, choices = choice.experts_Tk.shape
-                slots = capacity_slots(
-                    choice.counted, self.num_experts, choices, self.capacity_factor, self.min_capacity
-                )
-                sizes = split_sizes(slots, chunks)
-                row_Tk = slot_rows(
-                    choice.experts_Tk, places(choice.experts_Tk, self.num_experts), sizes, self.num_experts
-                )
-                token_N = torch.arange(row_Tk.numel(), device=row_Tk.device) // choices
-                rows = RowPlan.make(row_Tk, token_N, tokens, slots * self.num_experts, padded=True)
-                return PermutationPlan(tokens, chunk_rows(sizes, self.num_experts), None, sizes, rows)
-            case ExpertChoice():
-                experts, slots = choice.tokens_ES.shape
-                sizes = split_sizes(slots, chunks)
-                expert_E, slot_S = (torch.arange(n, device=choice.tokens_ES.device) for n in (experts, slots))
-                expert_ES, slot_ES = expert_E.unsqueeze(1).expand(-1, slots), slot_S.expand(experts, -1)
-                row_ES = slot_rows(expert_ES, slot_ES, sizes, experts)
-                rows = RowPlan.make(
-                    row_ES, choice.tokens_ES.reshape(-1), choice.tokens, row_ES.numel(), padded=False
-                )
-                return PermutationPlan(choice.tokens, chunk_rows(sizes, experts), None, sizes, rows)
-            case _:
-                raise self.refused(choice)
-
-
-def chunk_rows(sizes: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
-    """Return the rows of every chunk, from the slots of one expert in it."""
-    return tuple(size * num_experts for size in sizes)
-
-
-def places(experts_Tk: Tensor, num_experts: int) -> Tensor:
-    """Return the place of every choice in the queue of its expert, [T, k]; meaningless for padding."""
-    return queues(experts_Tk, num_experts)[0]
-
-
-def queues(experts_Tk: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the place of every choice in the queue of its expert, [T, k], and the length of each queue, [E].
-
-    First choices come before second choices, earlier tokens before later ones. Places of padding (-1) mean
-    nothing.
-    """
-    flat = experts_Tk.t().reshape(-1)
-    flat = torch.where(flat < 0, num_experts, flat)
-    counts = histogram(flat, num_experts + 1)
-    first = counts.cumsum(0) - counts
-    in_queue = stable_argsort(flat, num_experts)
-    place = torch.empty_like(flat)
-    place[in_queue] = torch.arange(flat.numel(), device=flat.device) - first[flat[in_queue]]
-    return place.view(experts_Tk.shape[1], -1).t(), counts[:num_experts]
-
-
-def slot_rows(experts: Tensor, place: Tensor, sizes: tuple[int, ...], num_experts: int) -> Tensor:
-    """Return the row of each slot: by chunk, inside a chunk by expert, inside an expert by slot.
-
-    Args:
-        experts, place: Of one shape, which is that of the result; the result is -1 where the place is beyond
-            the last slot or the expert is -1.
-        sizes: Slots of one expert in every chunk.
-    """
-    row = torch.full_like(experts, -1)
-    first_slot = first_row = 0
-    for size in sizes:
-        inside = (place >= first_slot) & (place < first_slot + size) & (experts >= 0)
-        row = torch.where(inside, first_row + experts * size + place - first_slot, row)
-        first_slot += size
-        first_row += size * num_experts
-    return row
-
-
-# ---- the bounded permutation: dropless rows whose sizes are known before the gate has chosen --------------
-#
-# Shapes: T tokens, k choices, N positions (experts of all ranks, by rank), C chunks, R rows.
-
-
-class BoundedPermutation(SortPermutation):
-    """A sort permutation whose steps may bound the rows of every position, instead of counting them.
-
-    Inside `bounded` each position has as many rows as its bound, from every rank and in every microbatch, the
-    same on all ranks: counts are not exchanged and the host never waits. Rows that nothing fills are padding,
-    which travels and is computed. Choices beyond a bound have no row; so whoever sets bounds compares them
-    with `PermutationPlan.wanted_N`, and runs what exceeds them again, counted. Rows are counted outside of
-    it. A chunk of bounded rows is a range of the places at every position.
-
-    Args:
-        num_experts: Positions.
-        factor: The bound of a position, over the most rows that it had in earlier steps.
-    """
-
-    def __init__(self, num_experts: int, factor: float) -> None:
-        super().__init__(num_experts)
-        self.factor = factor
-        self._bounds: Bounds | None = None
-
-    @contextmanager
-    def bounded(self, bounds: Bounds | None) -> Iterator[None]:
-        """Bound the rows of all plans that are made inside; None: count them."""
-        before, self._bounds = self._bounds, bounds
-        try:
-            yield
-        finally:
-            self._bounds = before
-
-    def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: bool) -> PermutationPlan:
-        if self._bounds is not None:
-            return self._bounds.plan(positions_Tk, len(sizes))
-        counted = super().arrange(positions_Tk, sizes, masked=masked)
-        assert counted.counts_CN is not None, "a sort permutation counts"
-        return replace(counted, wanted_N=counted.counts_CN.sum(dim=0))
-
-    def with_slots(self, ranks: int, slots: int) -> SortPermutation:
-        del ranks, slots
-        raise ValueError(
-            "moe.bound_factor bounds the rows of experts by those of earlier steps, and homes of replicas "
-            "would change from step to step: set moe.bound_factor=none, or placement.experts=none"
-        )
-
-
-class Bounds:
-    """Bounds of the rows of every position in one layer, and where these rows lie.
-
-    Attributes:
-        rows_N: The bounds.
-    """
-
-    def __init__(self, rows_N: Sequence[int]) -> None:
-        self.rows_N = np.asarray(rows_N, dtype=np.int64)
-        self._cut: dict[tuple[int, torch.device], _Cut] = {}
-
-    def plan(self, positions_Tk: Tensor, chunks: int) -> PermutationPlan:
-        """Give every choice the row of its place at its position; -1 where that is beyond the bound."""
-        place = (chunks, positions_Tk.device)
-        if place not in self._cut:
-            self._cut[place] = _Cut(self.rows_N, *place)
-        cut = self._cut[place]
-        tokens, choices = positions_Tk.shape
-        place_Tk, wanted_N = queues(positions_Tk, len(self.rows_N))
-        row_Tk = torch.full_like(positions_Tk, -1)
-        for begin_N, end_N, ahead_N in cut.on_device:
-            inside_Tk = (place_Tk >= begin_N[positions_Tk]) & (place_Tk < end_N[positions_Tk])
-            row_Tk = torch.where(inside_Tk, place_Tk + ahead_N[positions_Tk], row_Tk)
-        row_Tk = row_Tk.masked_fill(positions_Tk < 0, -1)
-        token_F = torch.arange(row_Tk.numel(), device=row_Tk.device) // choices
-        rows = RowPlan.make(row_Tk, token_F, tokens, int(cut.rows_CN.sum()), padded=True)
-        return PermutationPlan(tokens, cut.chunk_rows, None, None, rows, wanted_N, cut.rows_CN)
-
-
-class _Cut:
-    """Bounded rows in chunks: the places of a position that are in each chunk, and its first row there."""
-
-    def __init__(self, rows_N: Counts, chunks: int, device: torch.device) -> None:
-        self.rows_CN: Counts = np.array([split_sizes(int(rows), chunks) for rows in rows_N]).T.copy()
-        self._device = device
-
-    @cached_property
-    def chunk_rows(self) -> tuple[int, ...]:
-        """The rows of every chunk."""
-        return tuple(self.rows_CN.sum(axis=1).tolist())
-
-    @cached_property
-    def on_device(self) -> Sequence[tuple[Tensor, Tensor, Tensor]]:
-        """For every chunk its first place and its last but one at each position, and what added to a place
-        gives its row; copied once for all steps with these bounds."""
-        end_CN = self.rows_CN.cumsum(axis=0)
-        begin_CN = end_CN - self.rows_CN
-        first_CN = (self.rows_CN.ravel().cumsum() - self.rows_CN.ravel()).reshape(self.rows_CN.shape)
-        table = on_device(
-            np.stack([begin_CN, end_CN, first_CN - begin_CN], axis=1).tolist(), self._device, torch.int64
-        )
-        return [(begin_N, end_N, ahead_N) for begin_N, end_N, ahead_N in table]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.device import on_device
 from penstock.graph import Phase, Task
+from penstock.moe.hooks import scaled_by
 from penstock.ops import Op
 from penstock.routing.routes import ShardPlace, Shares
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
@@ -118,7 +119,7 @@ def repeated(factor: Callable[[StepContext], float], move: Move) -> Move:
 
     def scaled(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
         moe, by = context.layers[task.layer].experts, factor(context)
-        return tuple(moe.hooks.scaled(each, by) for each in move(context, task, rows, shares))
+        return tuple(scaled_by(moe.hooks, each, by) for each in move(context, task, rows, shares))
 
     return scaled
 

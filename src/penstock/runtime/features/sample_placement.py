@@ -29,11 +29,12 @@ from penstock.features.sample_placement.feature import Prediction
 from penstock.graph import Phase, Task
 from penstock.mesh import Axes
 from penstock.moe import ChunkRoute, MoELayer, Product, Tokens
-from penstock.moe.choices import count_choices
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts import ResidualRows, given_back
 from penstock.moe.layer import RoutedTokens
-from penstock.moe.permute.sort import BoundedPermutation, SortPermutation
+from penstock.moe.permute.slots import BoundedPermutation
+from penstock.moe.permute.sort import SortPermutation
+from penstock.moe.routers import count_choices
 from penstock.ops import Op
 from penstock.placement import PlacementError, Replication
 from penstock.routing.samples import (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import RouterSums, Tokens, count_choices, sum_by_sample, sum_z
+from penstock.moe.routers import RouterSums, Tokens, count_choices, sum_by_sample, sum_z
 
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
 """Samples, tokens per sample, experts."""

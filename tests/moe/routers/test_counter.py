@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.moe.choices import SampleKeys, normal, uniform_bits
+from penstock.moe.gates import normal
+from penstock.moe.routers import SampleKeys, uniform_bits
 from tests.support.samples import SHAPE, keys, sample_ids, seeds
 
 LARGE = torch.Size((64, 64, 64))
