@@ -99,21 +99,15 @@ def parallelize(
         etp_size: Number of ranks that share every expert, each a part of its width; None = 1.
         mesh: What says these sizes in their place: a DeviceMesh of all ranks with names as ("dp", "ep"),
             several, or groups by name (docs/parallelism.md).
-        plan: "auto" measures the cluster at the first step and searches; else the name of a schedule, or a
-            decision.
+        plan: "auto" measures the cluster at the first step and searches; else a schedule or a decision.
         ep_plan: Which modules hold experts, as transformers says; None = as its family or configuration says.
-        ranks_per_node: See ParallelConfig.
-        timeout_s: See ParallelConfig.
-        transport: See ParallelConfig.
+        ranks_per_node, timeout_s, transport: See ParallelConfig.
         bound_factor: See MoEConfig.
-        updating: How steps sum gradients in shares, for a `ShardedAdamW` of `penstock.adapt.stack_of`; None =
-            any optimiser updates parameters.
-        gradient_reduction: Whether gradients of a loss that the caller makes of logits are averaged over
-            ranks or summed, see docs/hugging-face.md.
+        updating: How steps sum gradients in shares, for a `ShardedAdamW` of `penstock.adapt.stack_of`.
+        gradient_reduction: Of gradients of a loss that the caller makes of logits, see docs/hugging-face.md.
 
     Returns:
-        The model, in training mode. It keeps its class, its modules and the names of its parameters; of the
-        experts it keeps this rank's share.
+        The model, in training mode, with its class, modules and names, and of experts with this rank's share.
 
     Raises:
         ValueError: For a model that cannot be scheduled; it is unchanged then.
@@ -127,20 +121,30 @@ def parallelize(
     settings = ParallelConfig(ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport)
     sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, etp_size=etp_size)
     parallel = shared_as(settings, sizes, mesh, found, device)
-    with machinery_for(parallel, found.num_experts, device) as machinery:
-        shares, tensor = found.shares(machinery.layout), TensorShares.of(found, machinery.layout)
-        undone = (shares,) if tensor is None else (shares, tensor)
-        try:
-            scheduled(found, machinery, parallel, plan, tensor, updating)
-        except BaseException:
-            for share in undone:
-                share.undo()
-            raise
+    with machinery_for(parallel, found.num_experts, device) as machinery, sharing(found, machinery) as tensor:
+        scheduled(found, machinery, parallel, plan, tensor, updating)
+    engine_of(inner).averages_own = gradient_reduction == "mean"
+    return (model if inner is model else saved_together(model)).train()  # from_pretrained left it in eval()
+
+
+@contextmanager
+def sharing(found: Found, machinery: Machinery) -> Iterator[TensorShares | None]:
+    """Leave a model this rank's share of it; where what is inside fails, it is as it was.
+
+    Yields:
+        This rank's part of attention, where ranks share that.
+    """
+    undone: list[Shares | TensorShares] = [found.shares(machinery.layout)]
+    try:
+        if tensor := TensorShares.of(found, machinery.layout):
+            undone.append(tensor)
+        yield tensor
+    except BaseException:
+        for share in undone:
+            share.undo()
+        raise
     for share in undone:
         share.settle()
-    engine_of(inner).averages_own = gradient_reduction == "mean"
-    made = model if inner is model else saved_together(model)
-    return made.train()  # from_pretrained leaves it in evaluation mode, which runs no step
 
 
 def scheduled(

@@ -56,33 +56,19 @@ def add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         f"how rows meet all shards of their experts: {', '.join(FORM_TOKENS)} (default: gather)",
         choices=FORM_TOKENS,
     )
-    add(
-        schedule,
-        "--samples",
-        "how samples move (default: none)",
-        choices=get_args(SampleMoves),
-        default="none",
-    )
-    add(
-        schedule,
-        "--experts PLANNER",
-        f"how experts move: {', '.join(get_args(ExpertMoves))} (default: none)",
-        choices=get_args(ExpertMoves),
-        default="none",
-    )
+    planners = ", ".join(get_args(ExpertMoves))
+    for option, what, kinds in (
+        ("--samples", "how samples move", SampleMoves),
+        ("--experts PLANNER", f"how experts move: {planners}", ExpertMoves),
+        ("--recompute", "what is recomputed before its backward, to save memory", Recompute),
+    ):
+        add(schedule, option, f"{what} (default: none)", choices=get_args(kinds), default="none")
     add(
         schedule,
         "--replica-slots N",
         "replicas of other ranks' experts on a rank per MoE layer, where experts move (default: 1)",
         type=PIECES,
         default=1,
-    )
-    add(
-        schedule,
-        "--recompute",
-        "what is recomputed before its backward, to save memory (default: none)",
-        choices=get_args(Recompute),
-        default="none",
     )
     add(
         schedule,

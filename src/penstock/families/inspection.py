@@ -185,8 +185,9 @@ def look(model: Any, family: Family) -> Found:
         )
     layers = list(family.decoder(model).get_submodule(family.layers))
     blocks = [family.block_of(layer) for layer in layers]
-    experts = [id(core_of(family.experts_of(block))) for block in blocks if block is not None]
-    if len({id(layer) for layer in layers}) < len(layers) or len(set(experts)) < len(experts):
+    present = {number: block for number, block in enumerate(blocks) if block is not None}
+    experts = {id(core_of(family.experts_of(block))) for block in present.values()}
+    if len(set(map(id, layers))) < len(layers) or len(experts) < len(present):
         raise ValueError(
             f"{type(model).__name__}: some layers are, or have the experts of, another one, and where "
             "they call them cannot be told apart. Give each a module of its own; parameters may be shared"
@@ -200,32 +201,29 @@ def look(model: Any, family: Family) -> Found:
                 f"config.{setting} = {wanted}"
             )
     sizes: set[int] = set()
-    for number, block in enumerate(blocks):
-        if block is not None:
-            check_adapters(family.experts_of(block), f"layer {number}")
-            experts = core_of(family.experts_of(block))
-            family.form.check(experts, f"layer {number}")
-            count = family.form.count(experts)
-            for name, parameter in experts.named_parameters():
-                if len(parameter) != count * family.form.rows(experts):
-                    raise ValueError(
-                        f"layer {number}: {name} {list(parameter.shape)} is not stacked by the router's "
-                        f"{count} experts. Load the model whole, and let parallelize spread it"
-                    )
-            sizes.add(count)
-    chosen = {_top_k(block, family) for block in blocks if block is not None}
+    for number, block in present.items():
+        check_adapters(family.experts_of(block), f"layer {number}")
+        core = core_of(family.experts_of(block))
+        family.form.check(core, f"layer {number}")
+        count = family.form.count(core)
+        for name, parameter in core.named_parameters():
+            if len(parameter) != count * family.form.rows(core):
+                raise ValueError(
+                    f"layer {number}: {name} {list(parameter.shape)} is not stacked by the router's "
+                    f"{count} experts. Load the model whole, and let parallelize spread it"
+                )
+        sizes.add(count)
     found = Found(
         model=model,
         family=family,
         layers=layers,
         blocks=blocks,
         num_experts=_only(sizes, "have", model),
-        top_k=_only(chosen, "choose", model),
+        top_k=_only({_top_k(block, family) for block in present.values()}, "choose", model),
     )
-    modules = [found.model, found.family.decoder(found.model)]
-    for layer, block in zip(found.layers, found.blocks, strict=True):
-        if block is not None:
-            modules += [layer, block, *around(found.family.experts_of(block)), found.shared_of(block)]
+    modules = [model, family.decoder(model)]
+    for number, block in present.items():
+        modules += [layers[number], block, *around(family.experts_of(block)), found.shared_of(block)]
     for module in modules:
         if module is not None and is_patched(module):
             raise ValueError(patched(module, "parallelize the model first, and prepare what that returns"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Final
 
 from penstock.cost import RoutedCost, routing_sizes
@@ -98,7 +99,6 @@ def weigh(
     Raises:
         RefusalError: If no choice is possible without moves.
     """
-    assert problem.evidence is not None, "without it nothing is known of routing"
 
     def price(tried: Iterable[Decision], *, always: bool = False) -> _Priced:
         priced = _Priced()
@@ -126,10 +126,7 @@ def weigh(
     _note_what_stays(problem, still.choice, samples, experts)
     most = math.inf if memory_bytes is None else memory_bytes
     alone = [_least(fit) for each in (samples, experts) if (fit := _usable(each.found, most))]
-    both = _Priced()
-    if len(alone) > 1:
-        of_samples, of_experts = (each.choice for each in alone)
-        both = price([replace(of_experts, samples=of_samples.samples)])
+    both = price(replace(second.choice, samples=first.choice.samples) for first, second in pairwise(alone))
     moving = [each for some in (samples, experts, both) for each in _usable(some.found, most)]
     best, fits = _least(moving or [still]), still.memory_bytes <= most
     worth = not fits or best.predicted_s < WORTH * still.predicted_s
@@ -275,7 +272,7 @@ def _moves(choice: Decision) -> str:
 
 
 def _routed(problem: Problem, candidate: Candidate) -> RoutedCost:
-    assert problem.evidence is not None
+    assert problem.evidence is not None, "without it nothing is known of routing"
     work, shape = problem.workload_of(candidate.choice), candidate.plan.shape
     placed = problem.placed(candidate.choice, shape)
     now_DBYE, columns = problem.evidence.now_DBYE, problem.evidence.columns

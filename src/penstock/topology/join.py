@@ -168,9 +168,7 @@ def join(
     *,
     start_s: float | None = None,
 ) -> None:
-    """Connect this process to the others: Gloo on CPUs, and also NCCL when `device` is a GPU.
-
-    A process on its own opens no port.
+    """Connect this process to the others by Gloo, and by NCCL if `device` is a GPU; alone it opens no port.
 
     Args:
         timeout_s: Limit of every collective of the default group, in seconds.
@@ -187,13 +185,7 @@ def join(
     prepare(device, os.environ)
     device_of(device).make_current(device)
     check_interface(os.environ)
-    # Gloo looks up this host's name to choose an interface, and many hosts' names do not resolve.
-    is_near = host == "localhost"
-    with suppress(ValueError):  # a host name is not an address
-        is_near = ipaddress.ip_address(host).is_loopback
-    for name in {"lo", "lo0"} & set(interface_names()) if is_near and VARIABLE not in os.environ else ():
-        _CHANGES.callback(os.environ.pop, VARIABLE, None)
-        os.environ[VARIABLE] = name
+    _name_loopback(host)
     start_s = start_s or timeout_s
     store: Store = HashStore() if info == ALONE else _store(info, host, port, start_s)
     # In torch's default process group every rank connects to every other.
@@ -227,6 +219,19 @@ def join(
         # Ranks share the cores of a node; more threads than cores makes every one of them slower.
         _CHANGES.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
+
+
+def _name_loopback(host: str) -> None:
+    """Let Gloo use the interface inside this machine, where the ranks meet there.
+
+    It would look up this host's name to choose an interface, and many hosts' names do not resolve.
+    """
+    is_near = host == "localhost"
+    with suppress(ValueError):  # a host name is not an address
+        is_near = ipaddress.ip_address(host).is_loopback
+    for name in {"lo", "lo0"} & set(interface_names()) if is_near and VARIABLE not in os.environ else ():
+        _CHANGES.callback(os.environ.pop, VARIABLE, None)
+        os.environ[VARIABLE] = name
 
 
 def joined(
