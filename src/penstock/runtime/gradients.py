@@ -302,15 +302,27 @@ class Gradients:
         return self._names[id(parameter)]
 
     def replicated(self) -> list[Replicated]:
-        """Return what ranks hold alike: parameters, also frozen ones, buffers, and replicas of experts.
-
-        Parameters are those that the last step has found, buffers those of now.
-        """
+        """Return what ranks hold alike: parameters, also frozen ones, buffers, and replicas of experts."""
+        alike = self._alike
+        if not self.snapshot.holds():
+            alike = self._held_alike(assign(self._parts, self.model, self._shape))
         buffers = buffers_of(self.model, self.experts_by_layer, self._device)
         return [
-            Replicated(axes, parameters, buffers if axes == Group.WORLD else {})
-            for axes, parameters in self._alike.items()
+            Replicated(axes, held, buffers if axes == Group.WORLD else {}) for axes, held in alike.items()
         ]
+
+    def _held_alike(self, assigned: Assignment) -> dict[Axes, dict[str, nn.Parameter]]:
+        """Return by name the parameters that the ranks along some axes hold alike."""
+        dense = [p for layer in (*assigned.replicated, *assigned.partial) for p in layer]
+        experts = [p for layer in assigned.experts for p in layer]
+        names = names_of(self.model, (*dense, *experts))
+        alike: dict[Axes, dict[str, nn.Parameter]] = {Group.WORLD: {}, Group.DATA: {}}
+        for parameter in dense:
+            axes = Group.WORLD if sharding_of(parameter) is None else Group.DATA
+            alike[axes][names[id(parameter)]] = parameter
+        if self._has_edp:
+            alike[Group.EXPERT_DATA] = {names[id(p)]: p for p in experts}
+        return alike
 
     @property
     def experts_by_layer(self) -> list[Experts]:
@@ -374,13 +386,7 @@ class Gradients:
             for parameter in layer:
                 parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
         self.snapshot, self._names, self._experts = snapshot, names, assigned.experts
-        self._alike: dict[Axes, dict[str, nn.Parameter]] = {Group.WORLD: {}, Group.DATA: {}}
-        for layer in (*assigned.replicated, *assigned.partial):
-            for parameter in layer:
-                axes = Group.WORLD if sharding_of(parameter) is None else Group.DATA
-                self._alike[axes][names[id(parameter)]] = parameter
-        if self._has_edp:
-            self._alike[Group.EXPERT_DATA] = {names[id(p)]: p for layer in assigned.experts for p in layer}
+        self._alike = self._held_alike(assigned)
         self._shares = dict.fromkeys(assigned.averaged, 1 / self._layout.tp_size)
         return assigned
 

@@ -439,7 +439,6 @@ class PipelinedStack(nn.Module):
         call it.
         """
         refuse_stale(self)
-        self._take_up_changes()
         self.consistency.compare()
 
     def records(self, step: int = 0) -> list[TaskRecord]:
