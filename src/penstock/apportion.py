@@ -1,11 +1,18 @@
-"""Whole numbers in given proportions that sum to a given total."""
+"""Whole numbers that sum to a given total: in given proportions, or of items in nearly even parts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Counts = npt.NDArray[np.int64]
+
+EVENNESS = 8
+"""The power of parts' times whose sum is least: nearly the longest time, and of equal ones the most even."""
 
 
 def apportion(weights: Counts, total: Counts | int) -> Counts:
@@ -34,3 +41,20 @@ def apportion(weights: Counts, total: Counts | int) -> Counts:
     np.put_along_axis(extra, largest_first, rounded_up.astype(np.int64), axis=-1)
     shares[short] += extra
     return shares
+
+
+def evenly(seconds: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Return the numbers of consecutive items in parts of nearly the same sum, one in each at least."""
+    items = len(seconds)
+    sums_I = np.array([0.0, *accumulate(seconds)]) / (sum(seconds) / parts)
+    from_to_II = np.triu(sums_I[None, :] - sums_I[:, None]) ** EVENNESS
+    from_to_II[np.tril_indices(items + 1)] = np.inf  # no part is empty
+    costs_I, cuts = from_to_II[0], list[Any]()
+    for _ in range(parts - 1):
+        both_II = costs_I[:, None] + from_to_II
+        cuts.append(both_II.argmin(axis=0))
+        costs_I = both_II.min(axis=0)
+    ends = [items]
+    for cut_I in reversed(cuts):
+        ends.append(int(cut_I[ends[-1]]))
+    return tuple(stop - first for first, stop in pairwise([0, *reversed(ends)]))

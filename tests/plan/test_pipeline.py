@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.apportion import evenly
 from penstock.config import ConfigError
 from penstock.cost.workload import StateTypes
 from penstock.decision import Decision
@@ -17,7 +18,7 @@ from penstock.plan.optimizers import sharing_updates
 from penstock.plan.pipeline import Pipeline, PipelineRun, PipelineTimes, Slot, run_pipeline
 from penstock.plan.pipeline_search import find_pipeline, pipelines
 from penstock.plan.predict import closing_s, predict_s
-from penstock.plan.stages import Stages, evenly, predict_pipeline, stage_cluster
+from penstock.plan.stages import PipelinePlan, Stages, placed, stage_cluster
 from tests.plan.problems import FILE, problem, with_sharing
 from tests.plan.test_predict import profiled
 
@@ -121,6 +122,12 @@ def test_parts_are_even_and_none_is_empty() -> None:
     assert sum(evenly([1.0] * 8 + [4.0], 3)) == 9
     assert evenly([1.0] * 8 + [4.0], 3) == (4, 4, 1)
     assert evenly([0.0, 1.0, 1.0], 3) == (1, 1, 1)
+
+
+def predict_pipeline(
+    problem: Problem, order: Pipeline, choice: Decision, layers: tuple[int, ...] = ()
+) -> PipelinePlan:
+    return placed(Stages(replace(problem, passes=1), choice), order, layers)
 
 
 LARGE = problem((False, True, True, True, True, True), all_reduce_bytes=1 << 20)

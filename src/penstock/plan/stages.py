@@ -12,8 +12,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from penstock.apportion import evenly
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, Span
 from penstock.decision import Decision
@@ -40,9 +39,6 @@ from penstock.schedule.flowmoe import all_to_all_first
 from penstock.schedule.penstock import remaining_path
 from penstock.timing import Issuing, iteration_s, simulate, slowest
 from penstock.words import counted
-
-EVENNESS = 8
-"""The power of parts' times whose sum is least: nearly the longest time, and of equal ones the most even."""
 
 
 def stage_cluster(file: ClusterFile, stages: int) -> ClusterFile:
@@ -127,14 +123,11 @@ class Stages:
         """
         stages, virtual, _ = pipeline.sizes
         if pipeline.parts > (most := self.problem.shape.num_layers + 2):
-            of = f"{counted(self.problem.shape.num_layers, 'layer')}, an embedding and a head"
+            layers_here = counted(self.problem.shape.num_layers, "layer")
+            more = f"more than the model has to deal out: {layers_here}, an embedding and a head"
             if stages > most:
-                raise ConfigError(
-                    SIZE, stages, f"is more than the model has to deal out: {of}", f"Use {most} or fewer."
-                )
-            why = (
-                f"makes {pipeline.parts} parts of {stages} stages, more than the model has to deal out: {of}"
-            )
+                raise ConfigError(SIZE, stages, f"is {more}", f"Use {most} or fewer.")
+            why = f"makes {pipeline.parts} parts of {stages} stages, {more}"
             raise ConfigError(VIRTUAL_SIZE, virtual, why, f"Use {most // stages} or fewer.")
         return self.cut(layers) if layers else self.split(pipeline.parts)
 
@@ -372,23 +365,6 @@ class Stages:
         return iteration_s(order, graph, lambda task: seconds[task.name], mesh, self._issuing)
 
 
-def evenly(seconds: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return the numbers of consecutive items in parts of nearly the same sum, one in each at least."""
-    items = len(seconds)
-    sums_I = np.array([0.0, *accumulate(seconds)]) / (sum(seconds) / parts)
-    from_to_II = np.triu(sums_I[None, :] - sums_I[:, None]) ** EVENNESS
-    from_to_II[np.tril_indices(items + 1)] = np.inf  # no part is empty
-    costs_I, cuts = from_to_II[0], list[Any]()
-    for _ in range(parts - 1):
-        both_II = costs_I[:, None] + from_to_II
-        cuts.append(both_II.argmin(axis=0))
-        costs_I = both_II.min(axis=0)
-    ends = [items]
-    for cut_I in reversed(cuts):
-        ends.append(int(cut_I[ends[-1]]))
-    return tuple(stop - first for first, stop in pairwise([0, *reversed(ends)]))
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
     """A planned update of a model in stages.
@@ -441,20 +417,6 @@ class PipelinePlan:
         return self.memory[self.largest].total_bytes
 
 
-def predict_pipeline(
-    problem: Problem, pipeline: Pipeline, choice: Decision, layers: Sequence[int] = ()
-) -> PipelinePlan:
-    """Predict an update in a given layout.
-
-    Args:
-        problem: The whole model on the ranks of one stage, see `stage_cluster`; its passes are the pipeline's
-            microbatches.
-        choice: How every stage runs its layers.
-        layers: The number of layers of every part; none = parts that take nearly the same time.
-    """
-    return placed(Stages(replace(problem, passes=1), choice), pipeline, layers)
-
-
 def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> PipelinePlan:
     """Predict an update of stages, of which parts may be known from another pipeline.
 
@@ -469,7 +431,7 @@ def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> Pi
     times = PipelineTimes(
         slot=_SlotTimes(stages, parts, pipeline.microbatches, links),
         link=links.seconds,
-        tied_s=_pair_s(stages.problem, pipeline.node_size, 0, last, tied_bytes) if tied_bytes else 0.0,
+        tied_s=links.sent_s(0, last, tied_bytes) if tied_bytes else 0.0,
         closing=lambda stage: sum(closing[parts[each]] for each in pipeline.parts_of(stage)),
     )
     run = run_pipeline(pipeline, times)
@@ -521,11 +483,11 @@ class _SlotTimes:
         key = tuple([(cell.forward, cell.part, self._is_edge(cell)) for cell in slot])
         if key not in self._known:
             parts, edges = [self.parts[cell.part] for cell in slot], [*map(self._is_edge, slot)]
-            ends_s: tuple[float, ...]
-            if len(slot) == 1:
-                ends_s = (self.stages.half_s(parts[0], forward=slot[0].forward, edge=edges[0]),)
-            else:
-                ends_s = self.stages.together_s(*parts, first=edges[0], last=edges[1])
+            ends_s = (
+                (self.stages.half_s(parts[0], forward=slot[0].forward, edge=edges[0]),)
+                if len(slot) == 1
+                else self.stages.together_s(*parts, first=edges[0], last=edges[1])
+            )
             longer_s = self.links.longer_s(slot, ends_s, edges)
             self._known[key] = tuple(end_s + longer_s for end_s in ends_s)
         return self._known[key]
@@ -561,7 +523,15 @@ class _Links:
         work, sharing = self.stages.problem.workload, self.stages.problem.shape.sharing
         shares = sharing.tp_size if sharing.tokens == "split" else 1
         sent_bytes = work.hidden_bytes(work.tokens(0, 1, shares))
-        return _pair_s(self.stages.problem, self.pipeline.node_size, sender, receiver, sent_bytes)
+        return self.sent_s(sender, receiver, sent_bytes)
+
+    def sent_s(self, sender: int, receiver: int, sent_bytes: float) -> float:
+        """Return the seconds in which every rank of a stage sends its partner of another as many bytes.
+
+        All ranks of a stage send at once, and share the card of their node if its rate is that of a node.
+        """
+        links = ClusterConfig.all_to_all(self.stages.problem.cluster, self._span(sender, receiver))
+        return links.seconds(2 * sent_bytes)  # half stays where it is
 
     def seconds(self, sender: int, receiver: int) -> float:
         """Return the same beside the transfers of both stages."""
@@ -597,42 +567,31 @@ class _Links:
 
     def _across(self, sender: int, receiver: int) -> bool:
         """Return whether transfers from one stage to another leave their node."""
-        return _pairs(self.stages.problem, self.pipeline.node_size, sender, receiver).nodes > 1
+        return self._span(sender, receiver).nodes > 1
 
-
-def _pairs(problem: Problem, node_size: int, sender: int, receiver: int) -> Span:
-    """Return the span of the ranks of one stage with their partners of another."""
-    work = problem.workload
-    per_node = node_size or work.known_per_node or 1
-    pairs = stage_pairs(work.world_size, sender, receiver)
-    return Span.of([node_of(rank, per_node) for rank in pair] for pair in pairs)
-
-
-def _pair_s(problem: Problem, node_size: int, sender: int, receiver: int, sent_bytes: float) -> float:
-    """Return the seconds in which every rank of a stage sends its partner of another as many bytes.
-
-    All ranks of a stage send at once, and share the card of their node if its rate is that of a node.
-    """
-    span = _pairs(problem, node_size, sender, receiver)
-    return ClusterConfig.all_to_all(problem.cluster, span).seconds(2 * sent_bytes)  # half stays where it is
+    def _span(self, sender: int, receiver: int) -> Span:
+        """Return the span of the ranks of one stage with their partners of another."""
+        work = self.stages.problem.workload
+        per_node = self.pipeline.node_size or work.known_per_node or 1
+        pairs = stage_pairs(work.world_size, sender, receiver)
+        return Span.of([node_of(rank, per_node) for rank in pair] for pair in pairs)
 
 
 def stages_memory(stages: Stages, pipeline: Pipeline, parts: Sequence[Part]) -> tuple[MemoryEstimate, ...]:
     """Return the memory of every stage: of all its parts, with activations of what is under way at most."""
-    estimates = []
-    for stage in range(pipeline.pipeline_parallel_size):
+
+    def memory(stage: int) -> MemoryEstimate:
         memories = [stages.memory(parts[i]) for i in pipeline.parts_of(stage)]
-        kept = max(
-            sum(count * of.activations_bytes for count, of in zip(counts, memories, strict=True))
-            for counts in pipeline.held[stage]
-        )
-        estimate = MemoryEstimate(
+        return MemoryEstimate(
             weights_bytes=sum(of.weights_bytes for of in memories),
             gradients_bytes=sum(of.gradients_bytes for of in memories),
             optimizer_bytes=sum(of.optimizer_bytes for of in memories),
-            activations_bytes=kept,
+            activations_bytes=max(
+                sum(count * of.activations_bytes for count, of in zip(counts, memories, strict=True))
+                for counts in pipeline.held[stage]
+            ),
             buffers_bytes=max(of.buffers_bytes for of in memories),
             copies_bytes=sum(of.copies_bytes for of in memories),
         )
-        estimates.append(estimate)
-    return tuple(estimates)
+
+    return tuple(map(memory, range(pipeline.pipeline_parallel_size)))

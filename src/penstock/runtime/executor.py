@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from types import MappingProxyType
@@ -27,6 +28,10 @@ from penstock.trace import TaskRecord
 MOST_KEPT = 32
 """Compiled plans that a stack remembers: a comparison runs several in turn."""
 
+GRADIENT = "d_"
+
+Reads = tuple[tuple[str, tuple[int, ...]], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -42,7 +47,7 @@ class Call:
 
     task: Task
     handler: Callable[..., Mapping[str, Any]]
-    reads: tuple[tuple[str, tuple[int, ...]], ...]
+    reads: Reads
     writes: tuple[tuple[str, int], ...]
     frees: tuple[int, ...]
     shared: tuple[int, ...]
@@ -58,9 +63,6 @@ Span = Mapping[Lane, tuple[Call, ...]]
 # What a task waits for, reads, leaves and frees is worked out once, when a plan is adopted. While a step
 # runs, nothing is looked up by name, and a lane asks another only where a value or an order really comes from
 # it.
-
-
-GRADIENT = "d_"
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,7 @@ def compile_plan(
         silent: The kinds of groups of one rank. A lane that has no other tasks runs on the compute lane,
             where it costs no switch of threads.
         all: Whether to include what follows the last stop; without it, nothing is kept for readers there.
-        twice: The handlers of tasks that run a second time, and of their second run, where they differ from
-            `handlers`.
+        twice: The handlers of both runs of tasks that run a second time, where they differ from `handlers`.
 
     Raises:
         ScheduleError: If no handler can run a task.
@@ -119,23 +120,25 @@ def compile_plan(
     lanes = _lanes(plan, kept, silent)
     # A slot for every output that is read, by the task and the output's name.
     slots: dict[tuple[Name, str], int] = {}
+    reads: dict[Task, Reads] = {}
     for task in kept:
-        for role, names in task.inputs.items():
-            for name in names:
-                slots.setdefault((name, role.removeprefix(GRADIENT)), len(slots))
+        reads[task] = tuple(
+            (role, tuple(slots.setdefault((name, role.removeprefix(GRADIENT)), len(slots)) for name in names))
+            for role, names in task.inputs.items()
+        )
+    writes: dict[Name, list[tuple[str, int]]] = defaultdict(list)
+    for (name, output), slot in slots.items():
+        writes[name].append((output, slot))
     # Of every slot its last reader on every lane that reads it.
-    place = {task: (lane, i) for lane, order in lanes.items() for i, task in enumerate(order)}
     readers: dict[int, dict[Lane, Task]] = defaultdict(dict)
-    for task in kept:
-        lane, i = place[task]
-        for slot in _read(task, slots):
-            last = readers[slot].get(lane)
-            if last is None or place[last][1] < i:
+    for lane, order in lanes.items():
+        for task in order:
+            for slot in chain.from_iterable(numbers for _, numbers in reads[task]):
                 readers[slot][lane] = task
     spans = []
     for span in range(len(stops) + all):
         orders = {lane: [t for t in order if number[t] == span] for lane, order in lanes.items()}
-        spans.append(_calls(orders, plan.graph, handler_of, slots, readers))
+        spans.append(_calls(orders, plan.graph, handler_of, reads, writes, readers))
     shared = {slot: len(ends) for slot, ends in readers.items() if len(ends) > 1}
     return Program(tuple(spans), len(slots), shared, bool(recomputed))
 
@@ -154,24 +157,15 @@ def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> di
     return lanes
 
 
-Slots = Mapping[tuple[Name, str], int]
-
-
-def _read(task: Task, slots: Slots) -> Iterable[int]:
-    return {slots[n, role.removeprefix(GRADIENT)] for role, names in task.inputs.items() for n in names}
-
-
 def _calls(
     orders: Mapping[Lane, Sequence[Task]],
     graph: Graph,
     handler_of: Mapping[Task, Handler],
-    slots: Slots,
+    reads: Mapping[Task, Reads],
+    writes: Mapping[Name, Sequence[tuple[str, int]]],
     readers: Mapping[int, Mapping[Lane, Task]],
 ) -> Span:
     place = {task: (lane, i) for lane, order in orders.items() for i, task in enumerate(order)}
-    written: dict[Name, list[tuple[str, int]]] = defaultdict(list)
-    for (name, output), slot in slots.items():
-        written[name].append((output, slot))
     span: dict[Lane, tuple[Call, ...]] = {}
     for lane, order in orders.items():
         awaited: dict[Lane, int] = {}
@@ -185,16 +179,14 @@ def _calls(
                     if other is not lane and i + 1 > awaited.get(other, 0):
                         wanted[other] = max(wanted.get(other, 0), i + 1)
             awaited.update(wanted)
-            ended = [slot for slot in _read(task, slots) if readers[slot][lane] is task]
+            read = {slot for _, numbers in reads[task] for slot in numbers}
+            ended = [slot for slot in read if readers[slot][lane] is task]
             calls.append(
                 Call(
                     task,
                     handler_of[task],
-                    tuple(
-                        (role, tuple(slots[name, role.removeprefix(GRADIENT)] for name in names))
-                        for role, names in task.inputs.items()
-                    ),
-                    tuple(written[task.name]),
+                    reads[task],
+                    tuple(writes.get(task.name, ())),
                     tuple(slot for slot in ended if len(readers[slot]) == 1),
                     tuple(slot for slot in ended if len(readers[slot]) > 1),
                     tuple(wanted.items()),
@@ -275,11 +267,6 @@ class Execution:
         self._next = 0
         self._origin_s = time.perf_counter()
 
-    @property
-    def graph(self) -> Graph:
-        """All tasks of the iteration."""
-        return self._plan.graph
-
     def run(self) -> None:
         """Run the next span.
 
@@ -305,9 +292,7 @@ class Execution:
 
     def _execute(self, call: Call) -> Inputs:
         values = self.values
-        inputs = Inputs()
-        for role, slots in call.reads:
-            inputs[role] = tuple([values[slot] for slot in slots])
+        inputs = Inputs({role: tuple([values[slot] for slot in slots]) for role, slots in call.reads})
         task = call.task
         ACTIVITY.begin(task.lane, task)
         try:
@@ -337,9 +322,8 @@ class Execution:
         Returns:
             One record per task; [] if times were not measured.
         """
-        ran = [task for times in self._times for task in times()]
-        origin_s, rank = self._origin_s, self._rank
-        return [TaskRecord(r.task, rank, r.start_s - origin_s, r.end_s - origin_s, step) for r in ran]
+        ran, origin_s = chain.from_iterable(times() for times in self._times), self._origin_s
+        return [TaskRecord(r.task, self._rank, r.start_s - origin_s, r.end_s - origin_s, step) for r in ran]
 
 
 # ---- lanes, on which tasks really run, and threads of the CPU for them ------------------------------------
@@ -421,7 +405,7 @@ class ThreadLanes:
             for lane in busy:
                 if lane not in self._workers:
                     self._workers[lane] = _Worker(lane)
-                self._workers[lane].start(run.walk_to_end)
+                self._workers[lane].jobs.put(run.walk_to_end)
             try:
                 run.walk(Lane.COMPUTE)
             except BaseException as error:  # an interrupt between two tasks
@@ -475,12 +459,9 @@ class _Worker:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self._jobs: SimpleQueue[Callable[[Lane], None] | None] = SimpleQueue()
+        self.jobs: SimpleQueue[Callable[[Lane], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._loop, name=f"penstock-{lane}", daemon=True)
         self._thread.start()
-
-    def start(self, job: Callable[[Lane], None]) -> None:
-        self._jobs.put(job)
 
     def stop(self) -> None:
         self.leave_alone()
@@ -488,10 +469,10 @@ class _Worker:
 
     def leave_alone(self) -> None:
         """Let the thread end when its job does, whenever that is."""
-        self._jobs.put(None)
+        self.jobs.put(None)
 
     def _loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self.jobs.get()) is not None:
             job(self.lane)
             del job  # or it would keep the tensors of its step until the next
 

@@ -258,7 +258,7 @@ class Step:
             loads, samples = self.context.loads_PYE, self.context.sample_loads
             self.stack.loads.add(loads, samples, self.context.replications)
         for feature in self.taken.features:
-            feature.end(self.context, self.execution.graph)
+            feature.end(self.context, self.taken.plan.graph)
         self._show(statistics)
 
     def _check(self, gradients: BackwardPass) -> None:
