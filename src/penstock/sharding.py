@@ -7,7 +7,7 @@ know no other form. A rank's part is cut from it by `Sharding.part` and put back
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from penstock.mesh import Axes, Group
+from penstock.mesh import Axes, Group, Mesh
+from penstock.topology import Control
 
 MARK = "penstock_sharding"
 
@@ -307,3 +308,28 @@ def sharding_of(parameter: Tensor) -> Sharding | None:
     """Return which part of a larger parameter this is; None for a whole one or one that was never marked."""
     mark = getattr(parameter, MARK, None)
     return mark.sharding if isinstance(mark, PartMark) else None
+
+
+# ---- whole tensors of parts that several ranks hold --------------------------------------------------------
+
+
+Named = tuple[str, Tensor, Sharding | None]
+"""What a rank has of a tensor, by its name on any layout, with what part of the whole that is."""
+
+
+def joined(
+    named: Iterable[Named], mesh: Mesh, control: Control, purpose: str, at: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield, whole and on the host, tensors that ranks share: each on one of these ranks, which take turns.
+
+    All ranks call it with the same tensors.
+
+    Args:
+        at: The one rank that gets all of them; None = one of every group.
+    """
+    for number, (name, part, sharding) in enumerate(named):
+        assert sharding is not None, "it is shared"
+        members = mesh.members(control.rank, sharding.axes)
+        there = members[number % len(members)] if at is None else at
+        if there in members and (parts := control.collect(part.cpu(), members, there, purpose)):
+            yield name, sharding.join(parts)

@@ -25,20 +25,17 @@ from torch import Tensor, nn
 
 from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine
-from penstock.checkpoint.folder import INDEX, ONE
+from penstock.checkpoint.folder import INDEX, ONE, write_index
 from penstock.checkpoint.storage import (
     CODES,
     MODEL,
     Files,
-    Named,
     Outgoing,
     Part,
     Saving,
     State,
-    joined,
     make_whole,
     together,
-    write_index,
 )
 from penstock.families.adapters import ExpertAxis, axes_of
 from penstock.families.described import FORMER, FORMER_CHECKPOINT, quiet
@@ -46,7 +43,7 @@ from penstock.families.experts import sharding_of_experts
 from penstock.families.weights import EXPERT, Place, places_of, saved_tensors
 from penstock.mesh import Group
 from penstock.partial_state import ShareError, check_marks, local_state, taken_state, without_marks
-from penstock.sharding import Sharding, shardings_of
+from penstock.sharding import Named, Sharding, joined, shardings_of
 from penstock.topology import Control, Layout
 from penstock.words import some_of
 from penstock.writing import UNFINISHED, exchange, make_durable, remove_tree, write_whole

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import BufferedReader
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ from penstock.writing import UNFINISHED, free_name, make_durable, remove_tree, w
 ONE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 """Where transformers finds a model's tensors: in a single file, which goes before the files of an index."""
+LENGTH_BYTES: Final = 8
+"""Bytes at the start of a safetensors file that give the length of its header."""
 
 PREFIX: Final = "step-"
 DAMAGED: Final = "damaged-"
@@ -202,6 +205,21 @@ class Record:
                 raise ConfigError(
                     key, value, why, "Use the same value, or start a new run in another output.dir."
                 )
+
+
+def write_index(folder: Path, names: Iterable[str]) -> None:
+    """Write the index by which transformers finds the tensors in some files of a folder."""
+    weight_map: dict[str, str] = {}
+    numbers = size_bytes = 0
+    for name in sorted(names):
+        with (folder / name).open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(LENGTH_BYTES), "little")))
+        tensors = {key: each for key, each in header.items() if key != "__metadata__"}
+        weight_map |= dict.fromkeys(tensors, name)
+        numbers += sum(prod(each["shape"]) for each in tensors.values())
+        size_bytes += max((each["data_offsets"][1] for each in tensors.values()), default=0)
+    table = {"metadata": {"total_parameters": numbers, "total_size": size_bytes}, "weight_map": weight_map}
+    write_whole(folder / INDEX, json.dumps(table, indent=2) + "\n", durable=True)
 
 
 def model_files(folder: Path) -> list[str]:

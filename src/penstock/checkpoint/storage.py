@@ -16,12 +16,15 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._hf_utils import (
     CUSTOM_METADATA_KEY,
     DCP_VERSION_KEY,
+    DTYPE_MAP,
     FORMAT_KEY,
     FORMAT_VALUE,
     HF_DCP_VERSION,
@@ -49,49 +53,30 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from penstock.checkpoint.folder import INDEX, DamagedError, open_regular
+from penstock.checkpoint.folder import LENGTH_BYTES, DamagedError, open_regular
 from penstock.config import ConfigError
 from penstock.mesh import Mesh
-from penstock.sharding import Place, Sharding, boxes_of
+from penstock.sharding import Named, Place, Sharding, boxes_of, joined
 from penstock.topology import Control
 from penstock.topology.faults import reason
-from penstock.writing import replacing, write_whole
+from penstock.writing import replacing
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
-from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from typing import Protocol
 
 SUFFIX: Final = ".safetensors"
 SHARD, MODEL = "shard", "model"
 """How names of files begin: of all tensors but the model's, and of these where transformers reads them."""
 
 ALIGNMENT: Final = 8
-LENGTH_BYTES: Final = 8
-"""Bytes at the start of a safetensors file that give the length of its header."""
-
-CODES: Final[dict[torch.dtype, str]] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+CODES: Final = {dtype: code for code, dtype in DTYPE_MAP.items()} | {torch.bool: "BOOL"}
 HOSTILE: Final = (
     SafetensorError,
     AttributeError,
-    KeyError,
-    IndexError,
+    LookupError,
     TypeError,
     ValueError,
-    OverflowError,
+    ArithmeticError,
     RuntimeError,
 )
 """What torch's reader raises for files that are no shards; it expects none."""
@@ -226,10 +211,6 @@ def tensors_in(state: State) -> Iterator[tuple[str, Tensor]]:
     return ((name, box) for name, part in state.items() for box in part.boxes.values())
 
 
-Named = tuple[str, Tensor, Sharding | None]
-"""What a rank has of a tensor, by its name on any layout, with what part of the whole that is."""
-
-
 def make_whole(state: State, named: Iterable[Named], mesh: Mesh, control: Control, purpose: str) -> None:
     """Make tensors of a state whole that ranks share, each on one of these: transformers reads no parts.
 
@@ -239,24 +220,6 @@ def make_whole(state: State, named: Iterable[Named], mesh: Mesh, control: Contro
     for name, _, _ in shared:
         del state[name]
     state |= {name: Part.of(whole) for name, whole in joined(shared, mesh, control, purpose)}
-
-
-def joined(
-    named: Iterable[Named], mesh: Mesh, control: Control, purpose: str, at: int | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield, whole and on the host, tensors that ranks share: each on one of these ranks, which take turns.
-
-    All ranks call it with the same tensors.
-
-    Args:
-        at: The one rank that gets all of them; None = one of every group.
-    """
-    for number, (name, part, sharding) in enumerate(named):
-        assert sharding is not None, "it is shared"
-        members = mesh.members(control.rank, sharding.axes)
-        there = members[number % len(members)] if at is None else at
-        if there in members and (parts := control.collect(part.cpu(), members, there, purpose)):
-            yield name, sharding.join(parts)
 
 
 class Dealing:
@@ -342,22 +305,6 @@ def write_shard(path: Path, tensors: Iterable[Outgoing]) -> str:
     return digest.hexdigest()
 
 
-def write_index(folder: Path, names: Iterable[str]) -> None:
-    """Write the index by which transformers finds the tensors in some files of a folder."""
-    weight_map: dict[str, str] = {}
-    numbers = size_bytes = 0
-    for name in sorted(names):
-        with (folder / name).open("rb") as file:
-            header_bytes = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
-        size_bytes += (folder / name).stat().st_size - header_bytes
-        with safe_open(folder / name, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118  # no dictionary
-                weight_map[key] = name
-                numbers += prod(opened.get_slice(key).get_shape())
-    table = {"metadata": {"total_parameters": numbers, "total_size": size_bytes}, "weight_map": weight_map}
-    write_whole(folder / INDEX, json.dumps(table, indent=2) + "\n", durable=True)
-
-
 # ---- reading -----------------------------------------------------------------------------------------------
 
 
@@ -412,7 +359,7 @@ class Stored:
         except DamagedError:
             raise
         except HOSTILE as error:
-            raise DamagedError(f"its shards are none: {_said(error)}") from error
+            raise DamagedError(f"its shards are none: {type(error).__name__}: {error}") from error
 
     def load(self, state: State) -> None:
         """Read the parts of a state, whose names and shapes are those stored.
@@ -425,7 +372,7 @@ class Stored:
         try:
             self._reader.read_data(planner.create_local_plan(), planner)
         except (SafetensorError, AssertionError, KeyError, ValueError, RuntimeError) as error:
-            raise DamagedError(f"its shards cannot be read: {_said(error)}") from error
+            raise DamagedError(f"its shards cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _checked(name: str, found: Any) -> tuple[torch.Size, torch.dtype]:
@@ -471,10 +418,6 @@ def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     return False
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def misfits(
     state: State,
     stored: Mapping[str, tuple[torch.Size, torch.dtype]],
@@ -497,10 +440,6 @@ def misfits(
         if dtype != part.dtype and not {dtype, part.dtype} <= {*alike}:
             return f"{name} has numbers of type {dtype} there and {part.dtype} here"
     return next((f"{name} exists there and not here" for name in stored if name not in everyone), None)
-
-
-MOST_SQUARED: Final = math.sqrt(torch.finfo(torch.float32).max)
-"""The largest number whose square is one in float32: norms of larger ones are zero or infinite."""
 
 
 NOT_FINITE: Final = "holds numbers that are not finite"

@@ -62,7 +62,7 @@ def normal(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
         place: A number that makes 2 * place and 2 * place + 1 unique in the model, see `uniform_bits`.
     """
     radius, angle = (
-        (uniform_bits(shape, 2 * place + half, keys).double() + 0.5) / 2**BITS for half in (0, 1)
+        (uniform_bits(shape, 2 * place + half, keys).double() + 0.5) / (1 << BITS) for half in (0, 1)
     )
     return (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
 

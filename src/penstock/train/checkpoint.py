@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import nn
@@ -33,10 +34,10 @@ from penstock.checkpoint.folder import (
     read_sums,
     set_aside,
     step_of,
+    write_index,
 )
 from penstock.checkpoint.storage import (
     MODEL,
-    MOST_SQUARED,
     NOT_FINITE,
     SHARD,
     SUFFIX,
@@ -51,7 +52,6 @@ from penstock.checkpoint.storage import (
     of_rank,
     tensors_in,
     together,
-    write_index,
 )
 from penstock.config import ConfigError
 from penstock.models import MoEDecoder
@@ -73,6 +73,9 @@ from penstock.train.run_state import (
     take_steps,
 )
 from penstock.writing import UNFINISHED, remove_tree, write_whole
+
+MOST_SQUARED: Final = math.sqrt(torch.finfo(torch.float32).max)
+"""The largest number whose square is one in float32: norms of larger ones are zero or infinite."""
 
 
 class NotFiniteError(CheckpointError):

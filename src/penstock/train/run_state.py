@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.apportion import Counts
 from penstock.checkpoint.folder import DamagedError
-from penstock.checkpoint.storage import Named, Part, State
+from penstock.checkpoint.storage import Part, State
 from penstock.device import device_of
 from penstock.features.expert_replicas.encoding import plain_of, replication_of
 from penstock.mesh import Group
@@ -30,7 +30,7 @@ from penstock.runtime.bounds import STEPS_KEPT, Passes, RowBounds
 from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
 from penstock.runtime.features.expert_replicas.manager import Plans
 from penstock.runtime.features.sample_placement import SamplePlacement
-from penstock.sharding import shardings_of
+from penstock.sharding import Named, shardings_of
 
 STEP: Final = "train.step"
 OPTIMIZER: Final = "optimizer."
