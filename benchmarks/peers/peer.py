@@ -16,7 +16,7 @@ from penstock.lab.bench.contender import TransportName
 from penstock.models import MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.routing.sizes import capacity_slots
-from penstock.runtime.groups import Sockets
+from penstock.runtime.sockets import Sockets
 from penstock.topology import Layout
 from penstock.trace import TaskRecord
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.runtime.groups import GlooTransport, GroupTransport
+from penstock.runtime.transport import GlooTransport, GroupTransport
 
 
 class ShippedTransport(GlooTransport):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peers.scoped import replaced
-from penstock.runtime.groups import exchange
+from penstock.runtime.transport import exchange
 
 
 @contextmanager

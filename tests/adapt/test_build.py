@@ -16,7 +16,7 @@ from torch import Tensor
 import penstock
 from penstock.config import ConfigError
 from penstock.decision import Decision
-from penstock.runtime.groups import Sockets
+from penstock.runtime.sockets import Sockets
 from tests.support.adapted import DIVISIBLE, Batch, grads_of, small, with_adapters
 from tests.support.ranks import Pools
 

@@ -23,7 +23,8 @@ from penstock.config import ConfigError, load
 from penstock.graph import RefusalError
 from penstock.runtime import Machinery
 from penstock.runtime.executor import ThreadLanes
-from penstock.runtime.transport import SilentTransport, Transports
+from penstock.runtime.groups import SilentTransport
+from penstock.runtime.transport import Transports
 from penstock.schedule import SCHEDULES
 from penstock.topology import Control, Layout
 from penstock.train.assemble import build_optimizer, build_stack

@@ -20,8 +20,8 @@ from benchmarks.collectives import (
 from benchmarks.peers.shipped import ShippedTransport
 from benchmarks.uplinks import Uplinks
 from penstock.config import ConfigError
-from penstock.runtime.groups import GlooTransport
-from penstock.runtime.transport import LocalTransport
+from penstock.runtime.groups import LocalTransport
+from penstock.runtime.transport import GlooTransport
 from penstock.topology import Control, Layout, lane_groups
 from tests.support.ranks import Pools
 

@@ -33,8 +33,8 @@ from penstock.placement import SPLIT, ExpertPlacement, Replication
 from penstock.routing.rows import Placed
 from penstock.runtime.executor import Programs
 from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
-from penstock.runtime.groups import GroupTransport
 from penstock.runtime.handlers import HANDLERS, Handlers, Inputs, Outputs
+from penstock.runtime.transport import GroupTransport
 from penstock.schedule import StepPlan
 from tests.support.parity import Case, batch_of, machinery_of, stack_of
 from tests.support.ranks import Pools

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.mesh import Group
 from penstock.runtime.executor import LaneError, ThreadLanes
-from penstock.runtime.groups import GlooTransport, exchange
+from penstock.runtime.transport import GlooTransport, exchange
 from penstock.topology import Layout, lane_groups
 from penstock.topology.faults import FaultWatcher, give_up, watch
 from tests.runtime.test_lanes import COMPUTE, INTER, run

@@ -20,10 +20,9 @@ from hypothesis import given
 from penstock.graph import Lane, Task
 from penstock.mesh import Group
 from penstock.runtime.executor import Call, LaneError, ThreadLanes, _ThreadRun
-from penstock.runtime.groups import GlooTransport
 from penstock.runtime.handlers import Inputs
 from penstock.runtime.streams import tensors_in
-from penstock.runtime.transport import Later
+from penstock.runtime.transport import GlooTransport, Later
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.topology import Layout, lane_groups

@@ -18,7 +18,7 @@ from penstock.mesh import Axes, Group, node_of
 from penstock.moe import GeluExperts, MergedPermutation, MoELayer, SoftmaxRouter, SortPermutation
 from penstock.moe.routers import TokenChoice
 from penstock.plan.plan_config import PlanConfig
-from penstock.runtime.groups import GroupTransport
+from penstock.runtime.transport import GroupTransport
 from penstock.topology import Layout
 from tests.support.cases import JOINED
 from tests.support.cases import small_case as case

@@ -1,252 +1,36 @@
-"""Transports over process groups: Gloo for CPU tensors, NCCL for CUDA; every lane has groups of its own.
-
-Tensors of GPUs that are staged in the host's memory go over Gloo, too.
-"""
+"""Transports over NCCL, through memory of the host, or of one process; and those of every lane of a rank."""
 
 from __future__ import annotations
 
 import gc
-import os
-import re
-import socket
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import ClassVar, Final
-from weakref import WeakSet, finalize
+from typing import ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.device import device_of, gpu_of
-from penstock.mesh import Axes, Group, partners
-from penstock.runtime.transport import LocalTransport, Transport, Transports, scattered_in_order
+from penstock.mesh import Axes, Group, Mesh
+from penstock.runtime.transport import (
+    ALIVE,
+    LEFT,
+    GlooTransport,
+    GroupTransport,
+    Transport,
+    Transports,
+    destroy,
+    exchange,
+    scattered_in_order,
+)
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 from penstock.topology.faults import END_EXCHANGES
 
-LOOP_NAME: Final = "gloo_tcp_loop"
-"""The name that Gloo gives these threads."""
-
-
-def polling_threads() -> set[int]:
-    """Return the threads in which Gloo waits for its sockets, by their numbers in the system; Linux only."""
-    folder, threads = Path("/proc/self/task"), set[int]()
-    for thread in folder.iterdir() if folder.exists() else ():
-        with suppress(OSError):  # the thread has ended: it can no longer be read
-            if (thread / "comm").read_text(encoding="utf-8").strip() == LOOP_NAME:
-                threads.add(int(thread.name))
-    return threads
-
-
-def wait_their_turn(threads: Collection[int]) -> None:
-    """Let threads preempt no other when they wake; a free core they still take at once.
-
-    Gloo starts its threads itself. One that finds its connection locked asks again and again until it is
-    free. The lock belongs to the thread that sends. Where there are no more cores than threads, a thread that
-    wakes takes the sender's core and asks for the rest of its time slice: 1 to 3 ms, in which the sender
-    could have released the lock at once.
-    """
-    for thread in threads:
-        # A closed group has ended its thread; where a sandbox forbids the call, only time is lost.
-        with suppress(OSError):
-            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-
-
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""Collectives that PyTorch calls by other names from 2.13 on."""
-
-
-_LEFT: list[dict[Axes, dist.ProcessGroup]] = []
-"""Groups of transports that nobody holds any more: torch keeps them, over Gloo with three threads each."""
-
-_ALIVE: WeakSet[GroupTransport] = WeakSet()
-"""Transports that somebody holds, or that wait for the collection of garbage."""
-
-
-class GroupTransport(ABC):
-    """The process groups of a transport, and the bytes that this rank has sent through them."""
-
-    def __init__(self, groups: dict[Axes, dist.ProcessGroup]) -> None:
-        self._groups = groups
-        finalize(self, _LEFT.append, groups).atexit = False
-        _ALIVE.add(self)
-        self._members = {kind: dist.get_process_group_ranks(group) for kind, group in groups.items()}
-        self.traffic: Counter[int] = Counter()
-
-    def size(self, group: Axes) -> int:
-        return self._group(group).size()
-
-    def place(self, group: Axes) -> int:
-        return self._group(group).rank()
-
-    def has(self, group: Axes) -> bool:
-        return group in self._groups
-
-    def all_reduce(self, tensor: Tensor, group: Axes) -> None:
-        self._reduced(tensor, group, dist.ReduceOp.SUM)
-
-    def maximum(self, tensor: Tensor, group: Axes) -> None:
-        self._reduced(tensor, group, dist.ReduceOp.MAX)
-
-    def _reduced(self, tensor: Tensor, group: Axes, op: dist.ReduceOp.RedOpType) -> None:
-        size = self._group(group).size()
-        if size == 1 or not tensor.numel():  # a part too small for one element is empty on all ranks
-            return
-        self._count_ring(group, 2 * (size - 1) * tensor.nbytes // size)
-        self._reduce(tensor, self._groups[group], op)
-
-    def all_to_all(
-        self,
-        rows: Tensor,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
-        group: Axes = Group.EXPERT,
-    ) -> Tensor:
-        groups = self._group(group)
-        self._count(rows, input_splits, group)
-        received = rows.new_empty(sum(output_splits), *rows.shape[1:])
-        self._fill(received, list(output_splits), rows.contiguous(), list(input_splits), groups)
-        return received
-
-    def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        members = self._group(group).size()
-        if members == 1:
-            return rows
-        self._count(rows, [len(rows)] * members, group)
-        return self._gather(rows.contiguous(), list(sizes), self._groups[group])
-
-    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        return scattered_in_order(rows, sizes, group, self)
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Wake the ranks that wait for this one; the groups cannot be used afterwards."""
-
-    def close(self) -> None:
-        """Destroy its groups, and with them their connections and the threads that wait for these."""
-        _destroy(self._groups)
-
-    def _group(self, kind: Axes) -> dist.ProcessGroup:
-        if not self._groups:
-            raise RuntimeError(
-                "the connections to the other ranks were closed, by close() of a stack or at the end of its "
-                "session: build what is to run now on machinery of its own"
-            )
-        return self._groups[kind]
-
-    def _reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
-        """Combine over the group, in place."""
-        dist.all_reduce(tensor, op, group)
-
-    def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        """Return the rows of all ranks, by one collective, for which fewer rows than the most are filled up.
-
-        For tensors of several sizes `dist.all_gather` broadcasts once per rank. To fill up copies the rows
-        once more here, and the result once.
-        """
-        most = max(sizes)
-        if len(rows) < most:
-            rows = torch.cat([rows, rows.new_empty(most - len(rows), *rows.shape[1:])])
-        gathered = rows.new_empty(len(sizes) * most, *rows.shape[1:])
-        ALL_GATHER(gathered, rows, group)
-        if min(sizes) == most:
-            return gathered
-        return torch.cat([part[:size] for part, size in zip(gathered.split(most), sizes, strict=True)])
-
-    def _fill(
-        self,
-        received: Tensor,
-        output_splits: list[int],
-        rows: Tensor,
-        input_splits: list[int],
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Send the shares of `rows`, by rank, and put what arrives into `received`."""
-        dist.all_to_all_single(received, rows, output_splits, input_splits, group)
-
-    def _count_ring(self, group: Axes, size_bytes: int) -> None:
-        """Count what a ring sends, all of it to the rank behind this one."""
-        (_, behind), *_ = partners(self._groups[group].rank(), self._groups[group].size())
-        self.traffic[self._members[group][behind]] += size_bytes
-
-    def _count(self, rows: Tensor, input_splits: Sequence[int], group: Axes) -> None:
-        row_bytes = rows[:1].nbytes
-        for member, (peer, count) in enumerate(zip(self._members[group], input_splits, strict=True)):
-            if member != self._groups[group].rank():
-                self.traffic[peer] += count * row_bytes
-
-
-def _destroy(groups: dict[Axes, dist.ProcessGroup]) -> None:
-    while groups:
-        with suppress(ValueError):  # it was destroyed with the default group
-            dist.destroy_process_group(groups.popitem()[1])
-
-
-class GlooTransport(GroupTransport):
-    """CPU tensors over Gloo.
-
-    An all-to-all is made of point-to-point operations with every receive posted before the first send: Gloo's
-    own all-to-all often falls into half duplex, which doubles its time on a slow link. Sends go round by
-    round, in round i to the rank i places further on: every rank then has one partner at a time, and streams
-    do not compete on a receiver's link. Send buffers are bounded, so that the notice of a receive does not
-    wait behind data. The threads that wait for sockets do not take a sender's core (`wait_their_turn`).
-    """
-
-    def __init__(
-        self, make_groups: Callable[[], dict[Axes, dist.ProcessGroup]], send_buffer_bytes: int = 0
-    ) -> None:
-        sockets, threads = Sockets.now(), polling_threads()
-        super().__init__(make_groups())
-        wait_their_turn(polling_threads() - threads)
-        self._sockets = Sockets.now().since(sockets).of_gloo()
-        self._sockets.limit_send_buffers(send_buffer_bytes)
-
-    def _fill(
-        self,
-        received: Tensor,
-        output_splits: list[int],
-        rows: Tensor,
-        input_splits: list[int],
-        group: dist.ProcessGroup,
-    ) -> None:
-        exchange(received.split(output_splits), rows.split(input_splits), group)
-
-    def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        gathered = rows.new_empty(sum(sizes), *rows.shape[1:])
-        exchange(gathered.split(list(sizes)), [rows] * group.size(), group)
-        return gathered
-
-    def abort(self) -> None:
-        """Cut this transport's connections: Gloo has no other way to end a wait before its timeout.
-
-        The threads waiting here wake at once, and so do the peers', who learn of the failure in milliseconds
-        instead of one timeout later. But Gloo does not tell who waits for a message that is partly sent or
-        partly received when the connection ends: that wait is left to its timeout (`runtime/executor.py`).
-        The groups cannot be used afterwards.
-        """
-        self._sockets.cut()
-        self._sockets = Sockets(frozenset())
-
-
-def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Send share t of `outbox` to rank t, receive share s of `inbox` from rank s. Empty ones stay home."""
-    rank = group.rank()
-    rounds = partners(rank, group.size())
-    receives = [
-        dist.irecv(inbox[s], group=group, group_src=s) if inbox[s].numel() else None for s, _ in rounds
-    ]
-    inbox[rank].copy_(outbox[rank])
-    for (_, target), receive in zip(rounds, receives, strict=True):
-        send = dist.isend(outbox[target], group=group, group_dst=target) if outbox[target].numel() else None
-        for transfer in (send, receive):
-            if transfer is not None:
-                transfer.wait()
+"""A collective that PyTorch calls by another name from 2.13 on."""
 
 
 class StagedTransport(GlooTransport):
@@ -357,10 +141,10 @@ def build_transports(layout: Layout, device: torch.device, parallel: ParallelCon
 
     Where an expert group spans nodes there is also one inside nodes, and one along the rails between them.
     """
-    if _ALIVE:  # or nothing can be garbage of which groups are left
+    if ALIVE:  # or nothing can be garbage of which groups are left
         gc.collect()  # a scheduled model and its engine refer to each other
-    while _LEFT:
-        _destroy(_LEFT.pop())
+    while LEFT:
+        destroy(LEFT.pop())
     make = partial(build_transport, layout, device, parallel)
     if layout.ep_nodes == 1:
         return Transports(make(INTER_GROUPS), make=make)
@@ -381,74 +165,104 @@ def build_transport(
     return GlooTransport(make_groups, parallel.send_buffer_bytes)
 
 
-# ---- the sockets under a transport: Gloo opens them itself and offers no handle, so they are found here
+# ---- transports without a network --------------------------------------------------------------------------
 
 
-FOLDER = Path("/proc/self")
-Target = tuple[int, str]
-"""A descriptor, and what it points at."""
+class Unconnected:
+    """The common part of transports without a network: sums stay, nothing is sent, no rank waits."""
+
+    def has(self, group: Axes) -> bool:
+        del group
+        return True
+
+    def close(self) -> None:
+        """Do nothing: there are no connections to release."""
+
+    def all_reduce(self, tensor: Tensor, group: Axes) -> None:
+        del tensor, group
+
+    def maximum(self, tensor: Tensor, group: Axes) -> None:
+        del tensor, group
+
+    @property
+    def traffic(self) -> Counter[int]:
+        return Counter()
+
+    def abort(self) -> None:
+        pass
 
 
-@dataclass(frozen=True)
-class Sockets:
-    """Open connections of this process: what each descriptor pointed at when it was found (Linux)."""
+class LocalTransport(Unconnected):
+    """A transport of one process: nothing moves."""
 
-    targets: frozenset[Target]
+    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        del sizes, group
+        return rows
 
-    @staticmethod
-    def now() -> Sockets:
-        """Return all sockets that are open."""
-        return Sockets(frozenset(each for each in _descriptors() if each[1].startswith("socket:")))
+    def all_to_all(
+        self,
+        rows: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Axes = Group.EXPERT,
+    ) -> Tensor:
+        del group
+        assert list(input_splits) == list(output_splits), "a rank alone gets what it sends"
+        return rows
 
-    def since(self, before: Sockets) -> Sockets:
-        """Return the sockets that were opened after `before` was taken, by any thread."""
-        return Sockets(self.targets - before.targets)
+    def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        del sizes, group
+        return rows
 
-    def of_gloo(self) -> Sockets:
-        """Return those in which Gloo waits; all of them where the system does not say (gVisor).
+    def size(self, group: Axes) -> int:
+        del group
+        return 1
 
-        A thread of Gloo waits for its connections in a set of events (epoll). Of the sets of a process these
-        are the ones that a program which it starts would inherit: Python, libuv and the like forbid that.
-        """
-        watched = set[int]()
-        for number, target in _descriptors():
-            if "eventpoll" not in target:
-                continue
-            with suppress(OSError):  # it was closed meanwhile
-                text = (FOLDER / "fdinfo" / str(number)).read_text(encoding="utf-8")
-                flags = re.search(r"^flags:\s*([0-7]+)", text, re.MULTILINE)
-                if flags is not None and not int(flags[1], 8) & os.O_CLOEXEC:
-                    watched.update(map(int, re.findall(r"^tfd:\s*(\d+)", text, re.MULTILINE)))
-        return Sockets(frozenset(each for each in self.targets if each[0] in watched)) if watched else self
-
-    def limit_send_buffers(self, size_bytes: int) -> None:
-        """Let no more than about `size_bytes` wait in each connection; 0 leaves it to the system.
-
-        The system lets megabytes wait. Gloo announces every receive to the sender on the same connection:
-        behind megabytes of data the announcement comes milliseconds late, and the link idles for as long.
-        """
-        if size_bytes > 0:
-            self._each(lambda s: s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size_bytes))
-
-    def cut(self) -> None:
-        """End both directions of every connection: threads that wait for it wake, here and at the peer."""
-        self._each(lambda connection: connection.shutdown(socket.SHUT_RDWR))
-
-    def _each(self, act: Callable[[socket.socket], None]) -> None:
-        for descriptor, target in self.targets:
-            # A connection that was closed, here or by a peer, needs nothing more.
-            with suppress(OSError):
-                copy = os.dup(descriptor)
-                if str((FOLDER / "fd" / str(copy)).readlink()) != target:  # it stands for something else now
-                    os.close(copy)
-                    continue
-                with socket.socket(fileno=copy) as connection:
-                    connection.getpeername()  # a listener has no peer; cutting one would abort the process
-                    act(connection)
+    def place(self, group: Axes) -> int:
+        del group
+        return 0
 
 
-def _descriptors() -> Iterator[Target]:
-    folder = FOLDER / "fd"
-    for entry in folder.iterdir() if folder.exists() else ():
-        with suppress(FileNotFoundError):  # the descriptor that lists the folder is gone by now
-            yield int(entry.name), str(entry.readlink())
+# ---- a transport that sends nothing: the same computation without a network, to measure it alone ----------
+
+
+class SilentTransport(Unconnected):
+    """Gives every rank rows of the right number, made from its own.
+
+    Values are wrong, sizes and work are right. Only for routing with a fixed capacity: exchanged counts would
+    be wrong, too.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self._mesh, self._rank = mesh, rank
+
+    def all_to_all(
+        self,
+        rows: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Axes = Group.EXPERT,
+    ) -> Tensor:
+        del input_splits, group
+        return _of_length(rows, sum(output_splits))
+
+    def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        del group
+        return _of_length(rows, sum(sizes))
+
+    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        return scattered_in_order(rows, sizes, group, self)
+
+    def size(self, group: Axes) -> int:
+        return self._mesh.size(group)
+
+    def place(self, group: Axes) -> int:
+        return self._mesh.place(self._rank, group)
+
+
+def _of_length(rows: Tensor, length: int) -> Tensor:
+    """Return a copy, cut or repeated to that length, since a receive buffer would be made and filled, too."""
+    if not len(rows):
+        return rows.new_zeros(length, *rows.shape[1:])
+    copies = -(-length // len(rows))
+    return rows.repeat(max(1, copies), *[1] * (rows.dim() - 1))[:length]

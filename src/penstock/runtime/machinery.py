@@ -20,10 +20,11 @@ from penstock.partial_state import refuse_pickle
 from penstock.runtime.batch import Sizes
 from penstock.runtime.buckets import Buckets
 from penstock.runtime.executor import Lanes, ThreadLanes
+from penstock.runtime.groups import SilentTransport
 from penstock.runtime.handlers import Handlers, StepContext
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.streams import StreamLanes
-from penstock.runtime.transport import SilentTransport, Transports
+from penstock.runtime.transport import Transports
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.topology import Control, Layout

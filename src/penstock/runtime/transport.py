@@ -1,25 +1,28 @@
-"""Transfers between ranks: what a transport does, transports that send nothing, and rows along the legs of a
-dispatch.
-"""
+"""Transfers between ranks: what a transport does, transports over Gloo, and rows along the legs of a dispatch."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet, finalize
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.apportion import Counts
 from penstock.device import device_of
 from penstock.features.dispatch import Leg
 from penstock.graph import Lane
-from penstock.mesh import Axes, Group, Mesh
+from penstock.mesh import Axes, Group, partners
 from penstock.routing.routes import Degrees, RouteMaker, Routes
+from penstock.runtime.sockets import Sockets, polling_threads, wait_their_turn
 from penstock.topology.faults import ACTIVITY
 
 
@@ -146,36 +149,50 @@ class Transports:
         return [*first, *self.more.values()]
 
 
-class Unconnected:
-    """The common part of transports without a network: sums stay, nothing is sent, no rank waits."""
+# ---- transports over process groups: every lane has groups of its own --------------------------------------
+
+
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""A collective that PyTorch calls by another name from 2.13 on."""
+
+LEFT: list[dict[Axes, dist.ProcessGroup]] = []
+"""Groups of transports that nobody holds any more: torch keeps them, over Gloo with three threads each."""
+
+ALIVE: WeakSet[GroupTransport] = WeakSet()
+"""Transports that somebody holds, or that wait for the collection of garbage."""
+
+
+class GroupTransport(ABC):
+    """The process groups of a transport, and the bytes that this rank has sent through them."""
+
+    def __init__(self, groups: dict[Axes, dist.ProcessGroup]) -> None:
+        self._groups = groups
+        finalize(self, LEFT.append, groups).atexit = False
+        ALIVE.add(self)
+        self._members = {kind: dist.get_process_group_ranks(group) for kind, group in groups.items()}
+        self.traffic: Counter[int] = Counter()
+
+    def size(self, group: Axes) -> int:
+        return self._group(group).size()
+
+    def place(self, group: Axes) -> int:
+        return self._group(group).rank()
 
     def has(self, group: Axes) -> bool:
-        del group
-        return True
-
-    def close(self) -> None:
-        """Do nothing: there are no connections to release."""
+        return group in self._groups
 
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
-        del tensor, group
+        self._reduced(tensor, group, dist.ReduceOp.SUM)
 
     def maximum(self, tensor: Tensor, group: Axes) -> None:
-        del tensor, group
+        self._reduced(tensor, group, dist.ReduceOp.MAX)
 
-    @property
-    def traffic(self) -> Counter[int]:
-        return Counter()
-
-    def abort(self) -> None:
-        pass
-
-
-class LocalTransport(Unconnected):
-    """A transport of one process: nothing moves."""
-
-    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        del sizes, group
-        return rows
+    def _reduced(self, tensor: Tensor, group: Axes, op: dist.ReduceOp.RedOpType) -> None:
+        size = self._group(group).size()
+        if size == 1 or not tensor.numel():  # a part too small for one element is empty on all ranks
+            return
+        self._count_ring(group, 2 * (size - 1) * tensor.nbytes // size)
+        self._reduce(tensor, self._groups[group], op)
 
     def all_to_all(
         self,
@@ -184,21 +201,145 @@ class LocalTransport(Unconnected):
         output_splits: Sequence[int],
         group: Axes = Group.EXPERT,
     ) -> Tensor:
-        del group
-        assert list(input_splits) == list(output_splits), "a rank alone gets what it sends"
-        return rows
+        groups = self._group(group)
+        self._count(rows, input_splits, group)
+        received = rows.new_empty(sum(output_splits), *rows.shape[1:])
+        self._fill(received, list(output_splits), rows.contiguous(), list(input_splits), groups)
+        return received
 
     def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        del sizes, group
-        return rows
+        members = self._group(group).size()
+        if members == 1:
+            return rows
+        self._count(rows, [len(rows)] * members, group)
+        return self._gather(rows.contiguous(), list(sizes), self._groups[group])
 
-    def size(self, group: Axes) -> int:
-        del group
-        return 1
+    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        return scattered_in_order(rows, sizes, group, self)
 
-    def place(self, group: Axes) -> int:
-        del group
-        return 0
+    @abstractmethod
+    def abort(self) -> None:
+        """Wake the ranks that wait for this one; the groups cannot be used afterwards."""
+
+    def close(self) -> None:
+        """Destroy its groups, and with them their connections and the threads that wait for these."""
+        destroy(self._groups)
+
+    def _group(self, kind: Axes) -> dist.ProcessGroup:
+        if not self._groups:
+            raise RuntimeError(
+                "the connections to the other ranks were closed, by close() of a stack or at the end of its "
+                "session: build what is to run now on machinery of its own"
+            )
+        return self._groups[kind]
+
+    def _reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+        """Combine over the group, in place."""
+        dist.all_reduce(tensor, op, group)
+
+    def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        """Return the rows of all ranks, by one collective, for which fewer rows than the most are filled up.
+
+        For tensors of several sizes `dist.all_gather` broadcasts once per rank. To fill up copies the rows
+        once more here, and the result once.
+        """
+        most = max(sizes)
+        if len(rows) < most:
+            rows = torch.cat([rows, rows.new_empty(most - len(rows), *rows.shape[1:])])
+        gathered = rows.new_empty(len(sizes) * most, *rows.shape[1:])
+        ALL_GATHER(gathered, rows, group)
+        if min(sizes) == most:
+            return gathered
+        return torch.cat([part[:size] for part, size in zip(gathered.split(most), sizes, strict=True)])
+
+    def _fill(
+        self,
+        received: Tensor,
+        output_splits: list[int],
+        rows: Tensor,
+        input_splits: list[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Send the shares of `rows`, by rank, and put what arrives into `received`."""
+        dist.all_to_all_single(received, rows, output_splits, input_splits, group)
+
+    def _count_ring(self, group: Axes, size_bytes: int) -> None:
+        """Count what a ring sends, all of it to the rank behind this one."""
+        (_, behind), *_ = partners(self._groups[group].rank(), self._groups[group].size())
+        self.traffic[self._members[group][behind]] += size_bytes
+
+    def _count(self, rows: Tensor, input_splits: Sequence[int], group: Axes) -> None:
+        row_bytes = rows[:1].nbytes
+        for member, (peer, count) in enumerate(zip(self._members[group], input_splits, strict=True)):
+            if member != self._groups[group].rank():
+                self.traffic[peer] += count * row_bytes
+
+
+def destroy(groups: dict[Axes, dist.ProcessGroup]) -> None:
+    while groups:
+        with suppress(ValueError):  # it was destroyed with the default group
+            dist.destroy_process_group(groups.popitem()[1])
+
+
+class GlooTransport(GroupTransport):
+    """CPU tensors over Gloo.
+
+    An all-to-all is made of point-to-point operations with every receive posted before the first send: Gloo's
+    own all-to-all often falls into half duplex, which doubles its time on a slow link. Sends go round by
+    round, in round i to the rank i places further on: every rank then has one partner at a time, and streams
+    do not compete on a receiver's link. Send buffers are bounded, so that the notice of a receive does not
+    wait behind data. The threads that wait for sockets do not take a sender's core (`wait_their_turn`).
+    """
+
+    def __init__(
+        self, make_groups: Callable[[], dict[Axes, dist.ProcessGroup]], send_buffer_bytes: int = 0
+    ) -> None:
+        sockets, threads = Sockets.now(), polling_threads()
+        super().__init__(make_groups())
+        wait_their_turn(polling_threads() - threads)
+        self._sockets = Sockets.now().since(sockets).of_gloo()
+        self._sockets.limit_send_buffers(send_buffer_bytes)
+
+    def _fill(
+        self,
+        received: Tensor,
+        output_splits: list[int],
+        rows: Tensor,
+        input_splits: list[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        exchange(received.split(output_splits), rows.split(input_splits), group)
+
+    def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        gathered = rows.new_empty(sum(sizes), *rows.shape[1:])
+        exchange(gathered.split(list(sizes)), [rows] * group.size(), group)
+        return gathered
+
+    def abort(self) -> None:
+        """Cut this transport's connections: Gloo has no other way to end a wait before its timeout.
+
+        The threads waiting here wake at once, and so do the peers', who learn of the failure in milliseconds
+        instead of one timeout later. But Gloo does not tell who waits for a message that is partly sent or
+        partly received when the connection ends: that wait is left to its timeout (`runtime/executor.py`).
+        The groups cannot be used afterwards.
+        """
+        self._sockets.cut()
+        self._sockets = Sockets(frozenset())
+
+
+def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Send share t of `outbox` to rank t, receive share s of `inbox` from rank s. Empty ones stay home."""
+    rank = group.rank()
+    rounds = partners(rank, group.size())
+    receives = [
+        dist.irecv(inbox[s], group=group, group_src=s) if inbox[s].numel() else None for s, _ in rounds
+    ]
+    inbox[rank].copy_(outbox[rank])
+    for (_, target), receive in zip(rounds, receives, strict=True):
+        send = dist.isend(outbox[target], group=group, group_dst=target) if outbox[target].numel() else None
+        for transfer in (send, receive):
+            if transfer is not None:
+                transfer.wait()
 
 
 # ---- sums of what ranks have, added one after the other: the same bits however ranks are connected --------
@@ -222,51 +363,6 @@ def scattered_in_order(rows: Tensor, sizes: Sequence[int], group: Axes, transpor
     own_size = sizes[transport.place(group)]
     received = transport.all_to_all(rows, sizes, [own_size] * len(sizes), group)
     return summed(received.split(own_size)) if own_size else received
-
-
-# ---- a transport that sends nothing: the same computation without a network, to measure it alone ----------
-
-
-class SilentTransport(Unconnected):
-    """Gives every rank rows of the right number, made from its own.
-
-    Values are wrong, sizes and work are right. Only for routing with a fixed capacity: exchanged counts would
-    be wrong, too.
-    """
-
-    def __init__(self, mesh: Mesh, rank: int) -> None:
-        self._mesh, self._rank = mesh, rank
-
-    def all_to_all(
-        self,
-        rows: Tensor,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
-        group: Axes = Group.EXPERT,
-    ) -> Tensor:
-        del input_splits, group
-        return _of_length(rows, sum(output_splits))
-
-    def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        del group
-        return _of_length(rows, sum(sizes))
-
-    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        return scattered_in_order(rows, sizes, group, self)
-
-    def size(self, group: Axes) -> int:
-        return self._mesh.size(group)
-
-    def place(self, group: Axes) -> int:
-        return self._mesh.place(self._rank, group)
-
-
-def _of_length(rows: Tensor, length: int) -> Tensor:
-    """Return a copy, cut or repeated to that length, since a receive buffer would be made and filled, too."""
-    if not len(rows):
-        return rows.new_zeros(length, *rows.shape[1:])
-    copies = -(-length // len(rows))
-    return rows.repeat(max(1, copies), *[1] * (rows.dim() - 1))[:length]
 
 
 # ---- transfers of rows along the legs of a dispatch, and the exchange of counts that sizes them -----------

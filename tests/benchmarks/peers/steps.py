@@ -21,7 +21,7 @@ from penstock.lab.bench.contender import TransportName
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
-from penstock.runtime.groups import Sockets
+from penstock.runtime.sockets import Sockets
 from penstock.topology import Layout, ParallelConfig
 from tests.support.close import check_close
 from tests.support.parity import Case, batch_of, stack_of

@@ -21,7 +21,7 @@ from penstock.doctor.gpu.here import Case, Here, Running, Scale
 from penstock.doctor.gpu.numerics import LIMITS, Errors
 from penstock.doctor.gpu.outcome import Outcome, Verdict
 from penstock.doctor.gpu.stages import STAGES
-from penstock.runtime.groups import GroupTransport
+from penstock.runtime.transport import GroupTransport
 from penstock.topology import ProcessInfo
 from penstock.train.config import RunConfig
 from tests.support.card import CardDevice, counted, install

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad, parameters_to_vector, vector_to_parameters
 
 from penstock.mesh import Axes
 from penstock.runtime import ParameterMismatchError, PipelinedStack, ShardedAdamW, clip
-from penstock.runtime.groups import GlooTransport
+from penstock.runtime.transport import GlooTransport
 from penstock.topology import CommunicationError
 from tests.runtime.features.sharded_optimizer.steps import Habits, build, loss_of
 from tests.support.layouts import layout_case, tiny_case

@@ -23,7 +23,8 @@ from penstock.moe import GeluExperts, MoELayer, SoftmaxRouter, SortPermutation
 from penstock.runtime import ParameterMismatchError
 from penstock.runtime.clip import ExpertRanks
 from penstock.runtime.expert_parallel.guard import ExpertGuard
-from penstock.runtime.transport import HostCounts, LocalTransport
+from penstock.runtime.groups import LocalTransport
+from penstock.runtime.transport import HostCounts
 from penstock.topology import Control, Layout
 from tests.support.exchange import (
     CHOICES,

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.runtime.clip import ExpertRanks, mark_experts
 from penstock.runtime.expert_parallel.optimizers import check_optimizer
-from penstock.runtime.transport import LocalTransport
+from penstock.runtime.groups import LocalTransport
 from penstock.topology import Layout
 from tests.runtime.features.sharded_optimizer.steps import Habits, build, loss_of
 from tests.support.exchange import Case as LayerCase

@@ -17,8 +17,8 @@ import penstock
 from penstock.device import gpu_of
 from penstock.mesh import Axes, Group
 from penstock.runtime.executor import TaskError
-from penstock.runtime.groups import GlooTransport, StagedTransport
-from penstock.runtime.transport import Transport
+from penstock.runtime.groups import StagedTransport
+from penstock.runtime.transport import GlooTransport, Transport
 from penstock.topology import Layout, lane_groups
 from penstock.topology.faults import watch
 from penstock.topology.groups import TransportName

@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.mesh import Axes, Group
-from penstock.runtime.groups import GlooTransport, Sockets, polling_threads, wait_their_turn
-from penstock.runtime.transport import LocalTransport
+from penstock.runtime.groups import LocalTransport
+from penstock.runtime.sockets import Sockets, polling_threads, wait_their_turn
+from penstock.runtime.transport import GlooTransport
 from penstock.topology import Layout, lane_groups
 from tests.support.draws import draws
 from tests.support.parity import machinery

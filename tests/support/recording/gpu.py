@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.device import Cpu, Event, Gpu, Pending, Stream, using
-from penstock.runtime.groups import Sockets
+from penstock.runtime.sockets import Sockets
 from tests.support.recording.recorder import Actor, Recorder, Recording
 
 P = ParamSpec("P")
