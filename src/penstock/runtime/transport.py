@@ -1,4 +1,4 @@
-"""Transfers between ranks: what a transport does, transports over Gloo, and rows along the legs of a dispatch."""
+"""Transfers between ranks: what a transport does, those over Gloo, and rows along the legs of a dispatch."""
 
 from __future__ import annotations
 
