@@ -59,7 +59,7 @@ def of_last_token(model: Any, given: Given) -> Tensor:
 
 def of_critic(model: Any, given: Given) -> Tensor:
     """A head of one's own beside the model's, both on what the decoder returns."""
-    hidden_BLM = model.model(given["input_ids"]).last_hidden_state
+    hidden_BLM = model.model(given["input_ids"], logits_to_keep=5).last_hidden_state  # no decoder reads that
     values_BL = model.critic(hidden_BLM).squeeze(-1)
     loss: Tensor = values_BL.square().mean() + model.lm_head(hidden_BLM[:, -1]).logsumexp(-1).mean()
     return loss

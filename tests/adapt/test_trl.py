@@ -15,6 +15,8 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -104,6 +106,17 @@ def grpo(model: Any, common: dict[str, Any]) -> Any:
     )
 
 
+def distillation(model: Any, common: dict[str, Any]) -> Any:
+    """Completions are the student's own, as in GRPO."""
+    return DistillationTrainer(
+        model=model,
+        teacher_model=small("mixtral", seed=1).eval(),
+        args=DistillationConfig(**common, max_completion_length=6),
+        train_dataset=Dataset.from_dict({"prompt": texts(1, 4, 4)}),
+        processing_class=tokenizer(),
+    )
+
+
 TRAINERS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "sft": sft,
     "sft with adapters": sft_with_adapters,
@@ -111,7 +124,11 @@ TRAINERS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "dpo with a reference that follows": dpo_with_a_reference_that_follows,
     "reward": reward,
     "grpo": grpo,
+    "distillation": distillation,
 }
+
+DRAWN = ("grpo", "distillation")
+"""Whose samples are drawn by the model: otherwise on other ranks, and after a checkpoint."""
 
 
 FEW = ("sft", "dpo with a reference that follows", "reward", "grpo")
@@ -158,7 +175,7 @@ def train_on_ranks(rank: int, world: int, name: str, folder: Path) -> list[list[
         engine_of(one.model).stack.compare_values()
         saved = f"{one.args.output_dir}/checkpoint-{SAVED_AT}"
         other = trained(name, folder, world, scheduled=True, resume=saved)
-        if name != "grpo":  # what is drawn after a checkpoint is not what would have been drawn
+        if name not in DRAWN:
             for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
                 assert distance(theirs.detach(), mine.detach()) < 1e-6
         return [curve(one), curve(other)]
@@ -187,5 +204,5 @@ def test_trainers_of_trl_train_as_on_one_process(ranks: Pools, folder: Path, wor
     assert len(wanted) == STEPS
     for one, other in ranks(world).run(train_on_ranks, world, name, folder, timeout_s=300):
         assert len(one) == len(other) == STEPS and torch.tensor([one, other]).isfinite().all()
-        if name != "grpo":
+        if name not in DRAWN:
             assert torch.tensor(one).allclose(torch.tensor(wanted), rtol=1e-3)

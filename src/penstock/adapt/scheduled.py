@@ -253,7 +253,7 @@ def _hidden_states(base: Any, engine: Engine, named: dict[str, Any]) -> Any:
         name: getattr(base.config, name, False) if named.get(name) is None else named[name]
         for name in ("output_hidden_states", "output_router_logits")
     }
-    others = (*wanted, "use_cache", "return_dict", "num_items_in_batch")
+    others = (*wanted, "use_cache", "return_dict", "num_items_in_batch", "logits_to_keep")
     _check_known(named, (*DECODED, *others, *PACKED), "a training step without labels")
     request = engine.balance_request
     routers: RouterUse = "handed_out" if wanted["output_router_logits"] and request is None else "unused"
