@@ -26,6 +26,7 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+from trl.trainer import dpo_trainer
 
 import penstock
 from penstock.adapt.scheduled import engine_of
@@ -206,3 +207,17 @@ def test_trainers_of_trl_train_as_on_one_process(ranks: Pools, folder: Path, wor
         assert len(one) == len(other) == STEPS and torch.tensor([one, other]).isfinite().all()
         if name not in DRAWN:
             assert torch.tensor(one).allclose(torch.tensor(wanted), rtol=1e-3)
+
+
+def hash_twice(rank: int, world: int) -> tuple[str, str]:
+    """The second time, an expert of the last rank is another one."""
+    model = penstock.parallelize(small("qwen3_moe"), plan="flowmoe")
+    before = dpo_trainer.hash_module(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[-1].add_(float(rank == world - 1))
+    return before, dpo_trainer.hash_module(model)
+
+
+def test_reference_log_probs_are_stored_under_a_hash_of_all_ranks_weights(ranks: Pools) -> None:
+    (before, after), same = ranks(2).run(hash_twice, 2)
+    assert same == (before, after) and before != after

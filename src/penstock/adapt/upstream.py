@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import getattr_static
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from penstock.adapt.build import reload
 from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_optimizer
 from penstock.adapt.engine import Engine, refuse_sharing
 from penstock.adapt.scheduled import engine_if_any, is_wrapped_by_peft
-from penstock.partial_state import part_of
+from penstock.partial_state import local_state, part_of
 from penstock.writing import replacing
 
 SCHEDULER = "scheduler.pt"
@@ -59,15 +60,18 @@ def follow_libraries() -> None:
     if (callbacks := sys.modules.get("trl.trainer.callbacks")) is not None:
         synced = {"_sync_target_model": _sync}
         replace_functions(callbacks.SyncRefModelCallback, synced, _engine_beside)
+    for name in ("trl.trainer.dpo_trainer", "trl.trainer.kto_trainer"):
+        if (module := sys.modules.get(name)) is not None:
+            replace_functions(module, {"hash_module": _hash}, engine_if_any)
 
 
 def replace_functions(
-    kind: type, functions: Mapping[str, Callable[..., Any]], find: Callable[..., Any]
+    kind: type | ModuleType, functions: Mapping[str, Callable[..., Any]], find: Callable[..., Any]
 ) -> None:
-    """Replace functions of a class, once.
+    """Replace functions of a class or module, once.
 
     Each gets what `find` makes of what it was called with, the function in whose place it is, and what it was
-    called with. Where `find` returns None, nothing is scheduled, and the class's own function runs.
+    called with. Where `find` returns None, nothing is scheduled, and the plain function runs.
     """
     for name, own in functions.items():
         plain = getattr(kind, name)
@@ -301,6 +305,12 @@ def _sync(engine: Engine, plain: Callable[..., Any], model: Any, reference: Any,
                 "that are not brought together here: give the trainer a parallelized ref_model"
             )
         target.mul_(1.0 - alpha).add_(whole, alpha=alpha)
+
+
+def _hash(engine: Engine, plain: Callable[..., str], model: Any) -> str:
+    """Return a hash of all ranks' weights, which names a file of what they compute; ranks hash their own."""
+    held = SimpleNamespace(state_dict=lambda: local_state(model.state_dict()))
+    return "".join(engine.stack.machinery.control.gather(plain(held), "hashing weights"))
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
