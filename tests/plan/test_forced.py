@@ -9,17 +9,21 @@ from typing import Any, get_args
 import pytest
 
 from penstock.config import ConfigError
-from penstock.decision import Decision, Field, Movable, register, unregister
+from penstock.decision import Decision, Field, GradientBytes, Movable, register, unregister
 from penstock.decision.record import PriorityName, RowForm
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.feature import ExpertMoves, Split
 from penstock.features.sample_placement.feature import SampleMoves
+from penstock.graph import ScheduleError
 from penstock.plan import Problem, find_plan
 from penstock.plan.layouts import LayoutSizes, rank_layouts
 from penstock.plan.moving import weigh, with_routing
 from penstock.plan.published import planners
 from penstock.plan.search import first_choices
 from penstock.plan.space import forced, space
+from penstock.schedule import SCHEDULES
+from penstock.schedule.flowmoe import FlowMoE
+from penstock.step import StepShape
 from penstock.step.shape import Recompute
 from penstock.workloads import RoutingConfig
 from tests.plan.problems import problem, with_sharing
@@ -159,3 +163,29 @@ def test_planners_that_would_drop_a_setting_are_left_out() -> None:
     assert "parm" in planners(shared)
     for movable in (Movable(samples=("netmoe",)), Movable(experts=("planned",))):
         assert "parm" not in planners(replace(shared, movable=movable))
+
+
+class Picky(FlowMoE):
+    """A schedule of one's own for ranks that share no attention."""
+
+    name = "picky"
+
+    def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
+        if shape.sharing.tp_size > 1:
+            raise ScheduleError("it has no cut for shared attention")
+        return super().shape(shape, choice, gradients)
+
+
+def test_a_schedule_that_cannot_cut_a_step_is_left_out_of_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES, Picky.name, Picky())
+    alone, shared = small(), with_sharing(small(), 2, 2)
+    assert "picky" in {choice.schedule for choice in space(alone)}
+    found = find_plan(shared, effort="quick")
+    assert found.searched.impossible == ("picky: it has no cut for shared attention",)
+    sizes = [LayoutSizes(tp_size=size, ep_size=4, etp_size=size) for size in (1, 2)]
+    steps = {1: alone, 2: shared}
+    ranked = rank_layouts(sizes, lambda each: [forced(steps[each.tp_size], {"schedule": "picky"})])
+    assert [each.sizes for each in ranked.ranked] == sizes[:1] and len(ranked.refused) == 1
+    with pytest.raises(ConfigError) as caught:
+        forced(shared, {"schedule": "picky"})
+    assert caught.value.key == "schedule.name"

@@ -44,6 +44,7 @@ class Searched:
         budget: How many times as much as usual was allowed.
         late: Whether the time limit of the search ended it, and not the budget.
         skipped: Published planners whose plans were not compared.
+        impossible: Why a schedule was left out that cannot cut this step, with its name.
     """
 
     simulated: Count
@@ -55,6 +56,7 @@ class Searched:
     stopped: str | None = None
     late: bool = False
     skipped: Annotated[tuple[str, ...], Items(64, "there are no more published planners")] = ()
+    impossible: Annotated[tuple[str, ...], Items(1000, "one per schedule")] = ()
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -68,6 +70,7 @@ class Searched:
     def words(self) -> str:
         """A description of the search that claims no more than was done."""
         looked = f"{counted(self.simulated, 'plan')} simulated, {self.ruled_out:,} ruled out by lower bounds"
+        looked += "".join(f"; left out: schedule {each}" for each in self.impossible)
         if self.stopped is None:
             return looked if not self.left_out else f"{looked}, {self.left_out:,} not examined"
         left_out = [f"{self.left_out:,} plan{'s' if self.left_out > 1 else ''}"] if self.left_out else []
@@ -88,7 +91,7 @@ class Searched:
     @property
     def lines(self) -> tuple[str, ...]:
         """One more line of explanation if some choices were not examined, else none."""
-        return () if self.complete else (f"Search   {self.words}",)
+        return () if self.complete and not self.impossible else (f"Search   {self.words}",)
 
 
 SEARCH_S = 120.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,6 +14,7 @@ from penstock.config import ConfigError, Table
 from penstock.cost import ClusterConfig, RoutedCost, StepCost, UnevenRanks, Workload, slowed
 from penstock.cost.placed import Evidence, rank_loads, received_rows
 from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
+from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.prices import (
     expert_costs,
@@ -22,9 +23,9 @@ from penstock.features.expert_replicas.prices import (
     splits_exactly,
 )
 from penstock.features.expert_replicas.problem import Slack
-from penstock.features.field import NOTHING_MOVES
+from penstock.features.field import NOTHING_MOVES, READERS
 from penstock.features.sample_placement.prices import SampleMover
-from penstock.graph import Lane, Phase, Task
+from penstock.graph import Lane, Phase, ScheduleError, Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
 from penstock.ops.core import ByKind
@@ -114,6 +115,22 @@ class Problem:
         """For every layer, what distinguishes it: whether it has experts, and the sizes of its gradients."""
         by_form = (sizes for _, sizes in self.gradients.partial_by_form)
         return list(zip(self.shape.moe_layers, *self.gradients.by_kind.values(), *by_form, strict=True))
+
+    @cached_property
+    def impossible(self) -> Mapping[str, str]:
+        """Why a schedule cannot cut this step, by its name: one of your own may not know every layout."""
+        few = self.only(tuple(map(self.layer_kinds.index, dict.fromkeys(self.layer_kinds))))
+        found: dict[str, str] = {}
+        for name in READERS:
+            for dispatch in self.dispatches:
+                try:
+                    build_graph(few.cut(Decision(schedule=name, dispatch=dispatch)))
+                except (ConfigError, ScheduleError) as error:
+                    found.setdefault(name, str(error))
+                else:
+                    found.pop(name, None)
+                    break
+        return found
 
     @property
     def paces(self) -> tuple[float, ...]:

@@ -375,6 +375,7 @@ class _Search:
                 stopped=stopped,
                 late=late,
                 skipped=tuple(self._unplanned),
+                impossible=tuple(f"{name}: {why}" for name, why in self._problem.impossible.items()),
             ),
             effort=self._effort,
         )

@@ -31,7 +31,7 @@ def values(problem: Problem, choice: Decision, field: Field) -> Sequence[Any]:
         return (forced[field.name],)
     tried = field.values(problem, choice)
     if field.name == "schedule":  # a schedule that does not read what is set would drop it
-        return [name for name in tried if _reads_all(name, forced)]
+        return [name for name in tried if _reads_all(name, forced) and name not in problem.impossible]
     if field.name == "chunks" and "backward_chunks" in forced:
         return [n for n in tried if lcm(n, forced["backward_chunks"]) <= MOST_SLICES] or tried[:1]
     return tried or (choice.value(field.name),)  # of forced chunks, backward ones may all be too many slices
@@ -48,10 +48,10 @@ def forced(problem: Problem, given: Mapping[str, Any]) -> Problem:
         ConfigError: For a setting that no choice can have, which it names.
     """
     first = Decision(dispatch=problem.dispatches[0])
-    able = list(FIELDS["schedule"].values(problem, first))
-    name = given.get("schedule")
+    able, name = list(values(problem, first, FIELDS["schedule"])), given.get("schedule")
     if name is not None and name not in able:
-        why = "is not a schedule for these ranks, which share attention or experts otherwise"
+        usual = "is not a schedule for these ranks, which share attention or experts otherwise"
+        why = f"cannot cut this step: {problem.impossible[name]}" if name in problem.impossible else usual
         raise ConfigError("schedule.name", name, why, f"Use one of {', '.join(able)}.")
     readers = [each for each in able if name in (None, each)]
     for key, value in given.items():
