@@ -205,6 +205,20 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     assert events.Scalars("network/hidden_communication")[0].value == pytest.approx(0.93)
 
 
+@pytest.mark.parametrize("begins_s", [(1e9, 9e8), (2e9, 2e9 - 60), (9e8, 1e9)])
+def test_curves_go_on_where_the_clock_has_gone_back(
+    begins_s: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for start, now_s in enumerate(begins_s):
+        monkeypatch.setattr("time.time", lambda now_s=now_s: now_s)
+        with MetricsWriter(TensorBoard(tmp_path, 2 * start, LAYERS)) as writer:
+            for number in (1, 2, 3):
+                writer.write(step(2 * start + number))
+    reader = import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [each.step for each in events.Scalars("loss/train")] == [1, 2, 3, 4, 5]
+
+
 @dataclass
 class Noted:
     """What a run of the package wandb would have been told."""

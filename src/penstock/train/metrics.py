@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -241,6 +242,8 @@ def _to_json(value: Any) -> Any:
 
 
 TENSORBOARD_FOLDER: Final = "tensorboard"
+EVENTS: Final = "events.out.tfevents."
+"""Begins the names of event files; the seconds of their beginning follow, in ten digits."""
 HEAT_MAP: Final = "moe/loads"
 ID_FILE: Final = "wandb-id.txt"
 MOST_ID_BYTES: Final = 1 << 10
@@ -266,6 +269,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         self._layers, self.path = layers, folder / TENSORBOARD_FOLDER
+        _stand_first(self.path)
         self._open = partial(SummaryWriter, str(self.path), flush_secs=10)
         self._events = self._open(purge_step=resume_step + 1)
         self._folder = self.path.stat()
@@ -293,6 +297,17 @@ class TensorBoard:
 
     def close(self) -> None:
         self._events.close()
+
+
+def _stand_first(folder: Path) -> None:
+    """Let event files stand before those to come, where the clock, which names them, has gone back.
+
+    TensorBoard reads them in the order of their names, and would hide what follows an earlier start.
+    """
+    earlier = sorted(folder.glob(f"{EVENTS}*"))
+    if earlier and earlier[-1].name > f"{EVENTS}{time.time():010.0f}":
+        for number, path in enumerate(earlier):
+            path.rename(folder / f"{EVENTS}{number:010}{path.name[len(EVENTS) + 10 :]}")
 
 
 class WeightsAndBiases:
