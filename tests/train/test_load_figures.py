@@ -44,6 +44,9 @@ def test_written_out() -> None:
     found = figures(loads, [ExpertPlacement.even(4, 4)], Mesh(world_size=4, ep_size=4), 2)
     assert found.expert_load_max_over_mean == found.rank_load_max_over_mean == (3.0,)
     assert found.rows_crossing_nodes == (0.25,), "rank 1's"
+    slots = figures(loads, [ExpertPlacement.even(4, 4)], Mesh(world_size=4, ep_size=4), 2, fixed_slots=True)
+    assert (slots.rank_rows_max_over_mean, slots.rows_crossing_nodes) == ((1.0,), (0.5,)), "used or not"
+    assert slots.rank_load_max_over_mean == found.rank_load_max_over_mean
     assert found.expert_load_entropy == pytest.approx(
         [-(0.25 * np.log(0.25) + 0.75 * np.log(0.75)) / np.log(4)]
     )

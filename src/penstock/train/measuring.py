@@ -125,6 +125,7 @@ def load_figures(stack: PipelinedStack) -> dict[str, Any]:
         layout.node_size,
         replica_rows=replica_rows,
         before_PYE=stack.loads[-2] if len(stack.loads) > 1 else None,
+        fixed_slots=not stack.moe.exchanges_counts and stack.moe.bound_factor is None,
     )
 
 
@@ -248,6 +249,7 @@ def figures_of(
     *,
     replica_rows: RowsOfReplicas | None = None,
     before_PYE: npt.NDArray[np.int32] | None = None,
+    fixed_slots: bool = False,
 ) -> dict[str, tuple[float, ...] | None]:
     """Return figures of one step, each by MoE layer, named as in `StepMetrics`.
 
@@ -258,6 +260,7 @@ def figures_of(
         node_size: Consecutive ranks in one node; 0 = unknown.
         replica_rows: Rows of all expert groups; None = no replicas.
         before_PYE: Loads of the step before, if there was one.
+        fixed_slots: Whether a rank sends every expert as many rows, used or not.
 
     Returns:
         expert_load_max_over_mean, rank_load_max_over_mean: The busiest expert's or rank's rows over the mean;
@@ -271,18 +274,19 @@ def figures_of(
     """
     loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
     owned_PY = rank_loads(loads, placements, mesh)
+    rows_PYE = np.ones_like(loads) if fixed_slots else loads
     if replica_rows is None:  # owners compute all rows: away are those of a rank on another node
         node_P, owners_YE = np.array(nodes), np.array([placement.owners for placement in placements])
         ranks_PH = np.array([mesh.members(rank, Group.EXPERT) for rank in range(len(nodes))])
         abroad_PYE = node_P[ranks_PH][:, owners_YE] != node_P[:, None, None]
-        away_Y = (loads * abroad_PYE).sum(axis=(0, 2), dtype=np.float64)
-        replica_rows = RowsOfReplicas(owned_PY.astype(np.float64), away_Y)
+        away_Y = (rows_PYE * abroad_PYE).sum(axis=(0, 2), dtype=np.float64)
+        replica_rows = RowsOfReplicas(rank_loads(rows_PYE, placements, mesh).astype(np.float64), away_Y)
     rows_PY, away_Y = replica_rows
     in_common = None
     if before_PYE is not None:
         pairs = zip(before_PYE.astype(np.int64).swapaxes(0, 1), loads.swapaxes(0, 1), strict=True)
         in_common = tuple(overlap(before_PE, now_PE) for before_PE, now_PE in pairs)
-    crossing = _floats(away_Y / np.maximum(loads.sum(axis=(0, 2)), 1)) if len(set(nodes)) > 1 else None
+    crossing = _floats(away_Y / np.maximum(rows_PYE.sum(axis=(0, 2)), 1)) if len(set(nodes)) > 1 else None
     return {
         "expert_load_max_over_mean": _floats(max_over_mean(loads.sum(axis=0))),
         "rank_load_max_over_mean": _floats(max_over_mean(owned_PY.T)),
