@@ -10,6 +10,7 @@ import pytest
 
 from penstock.writing import (
     Draft,
+    LineFile,
     exchange,
     open_lock,
     remove_drafts,
@@ -102,6 +103,21 @@ def test_a_file_goes_on_after_it_has_its_name(tmp_path: Path) -> None:
         assert (tmp_path / "new").read_bytes() == b"one"
         file.write(b"two")
     assert (tmp_path / "new").read_bytes() == b"onetwo"
+
+
+def test_lines_follow_what_others_have_left_of_the_file(tmp_path: Path) -> None:
+    lines = LineFile(tmp_path / "lines", [b"one\n"])
+    lines.add(b"two\n")
+    os.truncate(lines.path, 0)
+    lines.add(b"three\n")
+    with lines.path.open("ab") as file:
+        file.write(b"four\n")
+    lines.add(b"five\n")
+    assert lines.path.read_bytes() == b"three\nfour\nfive\n"
+    lines.path.unlink()
+    lines.renew()
+    assert lines.path.read_bytes() == b"three\nfour\nfive\n"
+    lines.close()
 
 
 def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -76,9 +77,10 @@ class LineFile:
         self.path, self._file = path, _begun(path, beginning)
 
     def add(self, line: bytes) -> None:
-        """Add a line, which is in the file when this returns."""
-        self._file.write(line)
-        self._file.flush()
+        """Add a line, which is in the file when this returns; an error of the system names the file."""
+        with naming(self.path):
+            self._file.write(line)
+            self._file.flush()
 
     @property
     def is_there(self) -> bool:
@@ -102,7 +104,9 @@ def _begun(path: Path, lines: Iterable[bytes]) -> BinaryIO:
     draft = Draft(path)
     try:
         draft.file.writelines(lines)
-        return draft.settle(durable=True)
+        file = draft.settle(durable=True)
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # else a file that others cut short would get a hole
+        return file
     except BaseException:
         draft.discard()
         raise

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -405,7 +406,9 @@ def test_what_is_removed_in_mid_run_is_made_again_and_said(tmp_path: Path, what:
     assert read_recording(run_ / "routing.jsonl").steps == (1, 2, 3, 4, 5, 6)
     assert saved_steps(tmp_path) == [3, 6], "what had been saved may be gone, so it is saved again at once"
     assert {"config.toml", "summary.json", "trace.json", ".lock"} <= {path.name for path in run_.iterdir()}
-    assert list((run_ / "tensorboard").glob("events*"))
+    reader = import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(run_ / "tensorboard")).Reload()
+    assert [each.step for each in events.Scalars("loss/train")] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "run.1").exists() == (what == "replaced")
     if what == "replaced":
         assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == "of another run"
@@ -443,7 +446,7 @@ def test_a_newest_checkpoint_that_is_gone_is_said(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [4, 6]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "routing.jsonl", "summary.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "routing.jsonl", "tensorboard/events", "summary.json"])
 def test_a_full_disk_ends_the_run_with_one_error_that_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -453,19 +456,20 @@ def test_a_full_disk_ends_the_run_with_one_error_that_names_the_file(
         del folder
         full = os.open("/dev/full", os.O_WRONLY)
         for record in full_run.output.records:
-            if isinstance(record, LineFile) and record.path.name == name:
+            if isinstance(record, LineFile) and f"run/{name}" in str(record.path):
                 os.dup2(full, record._file.fileno())
                 monkeypatch.setattr(LineFile, "is_there", True)
         os.close(full)
         if name == "summary.json":
             monkeypatch.setattr("penstock.report.summary.write_json", no_room)
 
-    full_run = trainer(tmp_path, "output.routing=true")
+    full_run = trainer(tmp_path, "output.routing=true", "output.tensorboard=true")
     full_run.on_step = lambda step, _: fill(tmp_path) if step == 3 else None
     with pytest.raises(OutputError, match="No space left on device") as caught:
         full_run.run()
     assert str(tmp_path / "run" / name) in str(caught.value)
-    assert len(metrics(tmp_path)) == {"metrics.jsonl": 2, "routing.jsonl": 2, "summary.json": 6}[name]
+    kept = {"metrics.jsonl": 2, "routing.jsonl": 2, "tensorboard/events": 3, "summary.json": 6}
+    assert len(metrics(tmp_path)) == kept[name]
 
 
 def no_room(*given: object) -> None:

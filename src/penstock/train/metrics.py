@@ -12,11 +12,12 @@ import json
 import math
 import operator
 import os
+import platform
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -243,7 +244,7 @@ def _to_json(value: Any) -> Any:
 
 TENSORBOARD_FOLDER: Final = "tensorboard"
 EVENTS: Final = "events.out.tfevents."
-"""Begins the names of event files; the seconds of their beginning follow, in ten digits."""
+"""Begins the names of event files; seconds follow, in ten digits."""
 HEAT_MAP: Final = "moe/loads"
 ID_FILE: Final = "wandb-id.txt"
 MOST_ID_BYTES: Final = 1 << 10
@@ -257,8 +258,11 @@ PLACES: Final = {
 """Metrics whose curves have their names, by place."""
 
 
-class TensorBoard:
-    """Writes TensorBoard events.
+class TensorBoard(LineFile):
+    """Writes TensorBoard events, which are in the file when a method returns.
+
+    Files are read in the order of their names, which begin with the seconds of a clock: where that has gone
+    back, the name comes after those of earlier starts all the same.
 
     Args:
         resume_step: Number of steps done before; events of later steps, left by a killed run, are hidden.
@@ -266,48 +270,41 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, resume_step: int, layers: Sequence[int]) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # takes seconds to import
 
-        self._layers, self.path = layers, folder / TENSORBOARD_FOLDER
-        _stand_first(self.path)
-        self._open = partial(SummaryWriter, str(self.path), flush_secs=10)
-        self._events = self._open(purge_step=resume_step + 1)
-        self._folder = self.path.stat()
+        self._layers, self._folder = layers, folder / TENSORBOARD_FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
+        begun_s = [int(time.time())]
+        for path in self._folder.glob(f"{EVENTS}*"):
+            text = path.name.removeprefix(EVENTS).partition(".")[0]
+            begun_s += [1 + int(text)] if text.isdecimal() else []
+        name = f"{EVENTS}{max(begun_s):010}.{platform.node()}.{os.getpid()}"
+        started = {"session_log": SessionLog(status=SessionLog.START), "step": resume_step + 1}
+        super().__init__(self._folder / name, map(_event, ({"file_version": "brain.Event:2"}, started)))
 
     def write(self, metrics: StepMetrics) -> None:
-        for tag, value in curves(metrics, self._layers).items():
-            self._events.add_scalar(tag, value, metrics.step)
+        values = [{"tag": tag, "simple_value": each} for tag, each in curves(metrics, self._layers).items()]
+        self.add(_event({"summary": {"value": values}, "step": metrics.step}))
 
     def draw(self, step: int, picture: Picture) -> None:
-        self._events.add_image(HEAT_MAP, picture, step, dataformats="HWC")
+        from torch.utils.tensorboard.summary import image
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the folder of the events is the one that was opened."""
-        try:
-            return os.path.samestat(self.path.stat(), self._folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        self.add(_event({"summary": image(HEAT_MAP, picture, dataformats="HWC"), "step": step}))
 
     def renew(self) -> None:
-        """Go on in a new file; events of earlier steps are gone with their folder."""
-        self._events.close()
-        self._events = self._open()
-        self._folder = self.path.stat()
-
-    def close(self) -> None:
-        self._events.close()
+        """Make the file again in its folder, with the events of all steps."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        super().renew()
 
 
-def _stand_first(folder: Path) -> None:
-    """Let event files stand before those to come, where the clock, which names them, has gone back.
+def _event(fields: Mapping[str, Any]) -> bytes:
+    """Return an event as it stands in a file, with its length and checksums."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    TensorBoard reads them in the order of their names, and would hide what follows an earlier start.
-    """
-    earlier = sorted(folder.glob(f"{EVENTS}*"))
-    if earlier and earlier[-1].name > f"{EVENTS}{time.time():010.0f}":
-        for number, path in enumerate(earlier):
-            path.rename(folder / f"{EVENTS}{number:010}{path.name[len(EVENTS) + 10 :]}")
+    record = BytesIO()
+    RecordWriter(record).write(Event(wall_time=time.time(), **fields).SerializeToString())
+    return record.getvalue()
 
 
 class WeightsAndBiases:

@@ -68,11 +68,15 @@ class OutputError(RuntimeError):
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Raise OutputError about `path` for an error of the system, such as that of a full disk."""
+    """Raise OutputError for an error of the system, such as that of a full disk.
+
+    Args:
+        path: What it is about where the error names no file.
+    """
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise OutputError(f"{error.filename or path} cannot be written: {error.strerror or error}") from error
 
 
 class Record(Protocol):

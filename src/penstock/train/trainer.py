@@ -39,7 +39,6 @@ from penstock.train.metrics import (
     METRICS_FILE,
     MetricsWriter,
     StepMetrics,
-    TensorBoard,
     check_wandb,
     open_logs,
 )
@@ -419,7 +418,7 @@ class Trainer:
             self.writer = closing.enter_context(MetricsWriter())
             for log in open_logs(self.config, self.moe_layers, first):
                 self.writer.logs.append(log)
-                if isinstance(log, LineFile | TensorBoard):
+                if isinstance(log, LineFile):
                     self.output.records.append(log)
             self._save_settings(first)
 
