@@ -16,6 +16,7 @@ from penstock.plan.candidate import least_memory, whole_s
 from penstock.plan.layouts import LayoutSizes, find_layouts, rank_layouts
 from penstock.plan.optimizers import sharing_updates
 from penstock.plan.subject import Overrides, Subject
+from penstock.words import milliseconds
 from tests.plan.problems import problem
 
 TESTBED = find_cluster("fsmoe-testbed-b")
@@ -94,4 +95,5 @@ def test_quick_plans_have_the_dispatch_that_suits_the_layout() -> None:
     ranked = rank_layouts([LayoutSizes(tp_size=1, ep_size=4, etp_size=1)], lambda _: [each])
     best = ranked.best.best
     assert best.choice.dispatch != "flat"
+    assert f": {milliseconds(whole_s(each, best))}, " in ranked.best.words, "by which layouts are ranked"
     assert best.predicted_s < evaluate(each, best.choice.deciding("dispatch", "flat")).predicted_s

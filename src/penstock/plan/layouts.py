@@ -18,13 +18,14 @@ from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.mesh import group_sizes, holders
 from penstock.plan.candidate import Candidate, NothingFitsError, Room, evaluate, whole_s
+from penstock.plan.predict import interval_s
 from penstock.plan.problem import Problem
 from penstock.plan.published import parm_choice
 from penstock.plan.search import first_choices, sketch
 from penstock.plan.space import settled, valid
 from penstock.plan.subject import Overrides, Subject, published_problem
 from penstock.step.shape import TokenLayout
-from penstock.words import change, counted, gib, lane_words
+from penstock.words import change, counted, gib, lane_words, within
 
 NEXT: Final = 2
 """The number of layouts reported besides the best."""
@@ -58,12 +59,14 @@ class RankedLayout:
 
     @property
     def words(self) -> str:
-        """The layout in one line of text."""
+        """The layout in one line of text, with the seconds of a whole iteration, by which it is ranked."""
         dp, own = self.problem.mesh.sizes["dp"], self.sizes
         sizes = f"dp {dp}, tp {own.tp_size}, ep {own.ep_size}, etp {own.etp_size}"
         tokens = f", tokens {own.tokens}" if own.tp_size > 1 else ""
         form = f", expert form {self.best.plan.shape.expert_form}" if own.shares else ""
-        return f"{sizes}{tokens}{form}: {self.best.predicted}, {self._costs}"
+        seconds = _seconds(self)
+        time = within(seconds, interval_s(self.problem, seconds))
+        return f"{sizes}{tokens}{form}: {time}, {self._costs}"
 
     @property
     def _costs(self) -> str:
