@@ -123,7 +123,7 @@ def leave_to_soak(items: Iterable[pytest.Item]) -> None:
             kept = {place * len(cases) // mark.args[0] for place in range(mark.args[0])}
             left = [case for place, case in enumerate(cases) if place not in kept]
         elif cases[0].get_closest_marker("every_value"):
-            left = _repeating(cases)
+            left = [*_repeating(cases)]
         else:
             continue
         for case in left:
