@@ -64,6 +64,9 @@ def test_turns_of_equal_length_and_the_fastest_is_kept() -> None:
     assert columns.split() == ["plan", "predicted", "measured"]
     assert rows[1] == f"     2   200.0 ms   300.0 ms  {CHOICES[1].words}"
     assert [row.split()[0] for row in rows] == ["1", "2", "3"]
+    *described, times = trials.said.splitlines()
+    assert described == [f"Plan {number}   {CHOICES[number - 1].words}" for number in (2, 3)]
+    assert all(f"by plan {number}" in times for number in (1, 2, 3)) and times.endswith(last)
 
 
 def test_trials_end_by_the_time_of_their_steps_with_the_plans_that_were_tried() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cost import ClusterFile
 from penstock.report import RunSummary
+from penstock.trace.step_file import StepFile
 from tests.support.forked import run_forked
 from tests.support.ranks import Pools
 from tests.support.runs import losses, write_config
@@ -80,7 +81,8 @@ def test_the_plan_and_the_cluster_serve_again(
         Path(outputs[name]).rename(kept / f"{name}.json")
     again, said = trained(ranks, folder, "plan.mode=replay", f"plan.file={kept / 'plan.json'}")
     assert again.schedule == found["schedule"] and "measuring the cluster" not in said
-    assert again.cluster is None
+    assert again.cluster is not None, "what lies beside the plan prices it"
+    assert "cluster.json" in StepFile.read(folder / "run" / "step.json").source
     assert losses(folder / "run") == pytest.approx(expected, rel=1e-5)
     searched, said = trained(ranks, folder, "plan.mode=auto", f"plan.cluster={kept / 'cluster.json'}")
     assert "measuring the cluster" not in said and "warning" not in said

@@ -19,6 +19,7 @@ from penstock.autotune import Autotuner
 from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, read_sums, write_sums
 from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError, load
+from penstock.trace.step_file import StepFile
 from penstock.train.config import RunConfig
 from penstock.train.logs import telling
 from penstock.train.trainer import Trainer
@@ -323,6 +324,8 @@ def test_two_ranks_fall_back_and_continue_together(ranks: Pools, tmp_path: Path)
     assert "shard-00002.safetensors has changed" in again[0].said
     assert "continued from step-00000005" in again[0].said
     assert [(m.step, m.loss) for m in metrics(tmp_path)] == expected
+    assert [m.step for m in metrics(tmp_path) if m.resumed] == [6]
+    assert StepFile.read(tmp_path / "run" / "step.json").predicted is None, "nobody knows the cluster"
     assert len(complete_checkpoints(tmp_path / "run" / "checkpoints")) == 2
 
 

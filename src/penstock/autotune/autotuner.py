@@ -116,8 +116,8 @@ class Autotuner:
         """Floating-point operations that the model requires, and the peak of the devices."""
         return self.planned.flops(self._device, self._precision)
 
-    def forecast(self) -> Forecast:
-        """Return what is expected of a step under the plan in use."""
+    def forecast(self) -> Forecast | None:
+        """Return what is expected of a step under the plan in use; None where nobody knows the cluster."""
         return self.planned.forecast()
 
     def save(self, folder: Path) -> None:

@@ -10,7 +10,7 @@ from threading import Thread
 from typing import Generic, TypeVar
 
 from penstock.config import ConfigError
-from penstock.cost import ClusterFile, ProfiledCluster, StepCost
+from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost
 from penstock.cost.cluster_file import MoveModel
 from penstock.cost.devices import Computing
 from penstock.cost.model_flops import ModelFlops
@@ -137,8 +137,14 @@ class Planned:
         problem = self.problem
         return ModelFlops.of(problem.workload, problem.shape.moe_layers, self.file, device, precision)
 
-    def forecast(self) -> Forecast:
-        """Simulate a step and return what is expected of it."""
+    def forecast(self) -> Forecast | None:
+        """Simulate a step and return what is expected of it.
+
+        None where the cluster was neither measured nor described: the defaults of section [cluster] are of no
+        machine, so a step says nothing about them.
+        """
+        if self.file is None and self.problem.cluster == ClusterConfig():
+            return None
         timeline = predicted_timeline(self.problem, self.choice, self.plan)
         if self.file is None:
             return Forecast("the rates of section [cluster], which are not measured", timeline)

@@ -199,11 +199,14 @@ class Trials(Trial):
         )
 
     @property
+    def said(self) -> str:
+        """The same with a line before it for every plan but the first, which was described when chosen."""
+        described = [turn.planned for turn in self._ended[1:]]
+        return "\n".join([*(f"Plan {each.number:<4}{each.choice.words}" for each in described), super().said])
+
+    @property
     def _verdict(self) -> str:
-        kept = self._ranked[0]
-        # The first one was said when it was chosen.
-        description = "" if kept is self._turns[0] else f": {kept.planned.choice.words}"
-        return f"keeping {kept.planned.name}{description}{self._untried}"
+        return f"keeping {self._ranked[0].planned.name}{self._untried}"
 
     @property
     def _untried(self) -> str:

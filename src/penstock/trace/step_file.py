@@ -69,16 +69,16 @@ class StepFile:
         step: The number of the step.
         ranks: The number of ranks of the run.
         shown: The ranks that have timelines.
-        source: What predictions are made from, as text.
+        source: What predictions are made from, as text; "" without a prediction.
         predicted_s, measured_s: The seconds of a step; the measured ones are the median of the last
-            `typical_steps` on the slowest rank.
+            `typical_steps` on the slowest rank. 0 without a prediction.
         bound_s: The seconds that no order of the same tasks beats with the durations that they had in the
             last `traced_steps`.
         tasks, lanes: The name and the lane of every task.
-        predicted, measured: When each task ran.
+        predicted, measured: When each task ran; None where nothing was measured from which to predict.
         typical_predicted_s, typical_measured_s: How long each task takes, measured by its median over
             `typical_steps` steps: for computation the mean over ranks; for a transfer the rank that waited
-            least.
+            least. () without a prediction.
         traced_s: The seconds of a step in the last `traced_steps`; None in older files, where `measured_s` is
             that.
         path: The measured critical path.
@@ -89,16 +89,16 @@ class StepFile:
     step: Annotated[int, Within(0, 2**62, "steps count up from 1")]
     ranks: Rank
     shown: Annotated[tuple[Rank, ...], Items(2 * MOST_SHOWN, "some ranks are shown")]
-    source: str
-    predicted_s: Seconds
+    source: str = ""
+    predicted_s: Seconds = 0.0
     measured_s: Seconds
     bound_s: Seconds
     typical_steps: Annotated[int, Within(1, 2**62, "there was a step")]
     tasks: Annotated[tuple[str, ...], Items(MOST_TASKS, "one per task")]
     lanes: Annotated[tuple[str, ...], Items(MOST_TASKS, "one per task")]
-    predicted: Spans
+    predicted: Spans | None = None
     measured: Spans
-    typical_predicted_s: Row
+    typical_predicted_s: Row = ()
     typical_measured_s: Row
     path: Annotated[tuple[PathLink, ...], Items(MOST_TASKS, "one per task")]
     traced_s: Seconds | None = None
@@ -109,10 +109,12 @@ class StepFile:
         if self.version != VERSION:
             raise ConfigError("version", self.version, "is a version that cannot be read here", REMOVE)
         check_bounds(self)
-        for name in ("lanes", "typical_predicted_s", "typical_measured_s"):
+        runs = {"measured": self.measured}
+        if self.predicted is not None:
+            runs["predicted"] = self.predicted
+        for name in ("lanes", *(f"typical_{run}_s" for run in runs)):
             self._check_length(name, len(getattr(self, name)), len(self.tasks), "task")
-        for name in ("predicted", "measured"):
-            spans: Spans = getattr(self, name)
+        for name, spans in runs.items():
             for end in ("start_s", "end_s"):
                 rows = getattr(spans, end)
                 self._check_length(f"{name}.{end}", len(rows), len(self.shown), "rank that is shown")

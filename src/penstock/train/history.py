@@ -94,7 +94,7 @@ def analyse(
     stack: PipelinedStack,
     steps: Sequence[Sequence[TaskRecord]],
     traced: int,
-    forecast: Callable[[], Forecast],
+    forecast: Callable[[], Forecast | None],
     folder: Path,
     *,
     traces: bool = True,
@@ -105,7 +105,7 @@ def analyse(
     Args:
         steps: This rank's records, step by step, all under the plan in use now.
         traced: How many of them, the last ones, are compared task by task.
-        forecast: Returns what was expected of a step; called by rank 0 alone.
+        forecast: Returns what was expected of a step, if that is known; called by rank 0 alone.
         folder: Where rank 0 writes `step.json`.
         traces: Whether it also writes `trace.json` (all ranks, measured, below that simulated) and
             `tasks.csv` (its own last step, task by task, predicted and measured).
@@ -151,23 +151,22 @@ def _step_file(
     tasks: Sequence[Task],
     mesh: Mesh,
     everyone: Sequence[_OfRank],
-    forecast: Forecast,
+    forecast: Forecast | None,
     links: Sequence[Link],
     analysis: StepAnalysis,
 ) -> StepFile:
-    """Return what is kept of the last step beside its prediction. links: of the critical path."""
+    """Return what is kept of the last step, beside its prediction if there is one. links: of the critical
+    path."""
     # Shown are all ranks, or of many rank 0 and those that the critical path passes most.
     passed = Counter(link.rank for link in links)
     first = sorted(range(mesh.world_size), key=lambda rank: (rank > 0, -passed[rank], rank))
-    times, shown = [forecast.timeline.times[task] for task in tasks], tuple(sorted(first[:MOST_SHOWN]))
+    shown = tuple(sorted(first[:MOST_SHOWN]))
     last = [{record.task: record for record in everyone[rank].traced[-1]} for rank in shown]
     measured_s = zip(*(each.typical_s for each in everyone), strict=True)
-    return StepFile(
+    file = StepFile(
         step=everyone[0].traced[-1][0].step,
         ranks=mesh.world_size,
         shown=shown,
-        source=forecast.source,
-        predicted_s=forecast.timeline.iteration_s,
         measured_s=_slowest_s([each.spans_s for each in everyone]),
         bound_s=analysis.bound_s,
         traced_s=analysis.measured_s,
@@ -175,16 +174,9 @@ def _step_file(
         typical_steps=len(everyone[0].spans_s),
         tasks=tuple(map(str, tasks)),
         lanes=tuple(str(task.lane) for task in tasks),
-        predicted=Spans(
-            start_s=tuple(tuple(_rounded(span.start[rank]) for span in times) for rank in shown),
-            end_s=tuple(tuple(_rounded(span.end[rank]) for span in times) for rank in shown),
-        ),
         measured=Spans(
             start_s=tuple(tuple(_rounded(each[task].start_s) for task in tasks) for each in last),
             end_s=tuple(tuple(_rounded(each[task].end_s) for task in tasks) for each in last),
-        ),
-        typical_predicted_s=tuple(
-            _typical(task, span.end - span.start) for task, span in zip(tasks, times, strict=True)
         ),
         typical_measured_s=tuple(
             _typical(task, np.array(each)) for task, each in zip(tasks, measured_s, strict=True)
@@ -201,6 +193,21 @@ def _step_file(
             for link in links
         ),
         stragglers=analysis.stragglers,
+    )
+    if forecast is None:
+        return file
+    times = [forecast.timeline.times[task] for task in tasks]
+    return replace(
+        file,
+        source=forecast.source,
+        predicted_s=forecast.timeline.iteration_s,
+        predicted=Spans(
+            start_s=tuple(tuple(_rounded(span.start[rank]) for span in times) for rank in shown),
+            end_s=tuple(tuple(_rounded(span.end[rank]) for span in times) for rank in shown),
+        ),
+        typical_predicted_s=tuple(
+            _typical(task, span.end - span.start) for task, span in zip(tasks, times, strict=True)
+        ),
     )
 
 

@@ -86,6 +86,7 @@ class StepMetrics:
     aux_loss_by_layer: tuple[float, ...] | None = None
     rows_dropped: tuple[float, ...] | None = None
     repeated_steps: int | None = None
+    resumed: bool | None = None
     model_flops_per_s: float | None = None
     model_flops_utilisation: float | None = None
     peak_memory_bytes: int | None = None
@@ -103,6 +104,9 @@ BY_LAYER = tuple(field.name for field in fields(StepMetrics) if "tuple" in str(f
 
 WHOLE = ("step", "all_reduce_chunk_bytes", "peak_memory_bytes", "repeated_steps")
 """Fields that are integers."""
+
+MARKS = ("skipped", "resumed")
+"""Fields that are true or false."""
 
 OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.default is None)
 """Fields that a step may lack."""
@@ -215,7 +219,7 @@ def _from_json(key: str, value: Any) -> Any:
         return None if key in OPTIONAL else math.nan
     if key in WHOLE:
         return operator.index(value)  # rejects anything but integers
-    if key == "skipped":
+    if key in MARKS:
         if not isinstance(value, bool):
             raise ValueError(f"{key} is {value!r}, and must be true or false")
         return value

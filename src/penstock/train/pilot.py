@@ -79,8 +79,8 @@ class Pilot(Protocol):
     def flops(self) -> ModelFlops:
         """Floating-point operations that the model requires, and the peak of the devices."""
 
-    def forecast(self) -> Forecast:
-        """Return what is expected of a step under the plan in use."""
+    def forecast(self) -> Forecast | None:
+        """Return what is expected of a step under the plan in use; None where nobody knows the cluster."""
 
     def take_over(self, stack: PipelinedStack) -> None:
         """Steer this stack, which was built with `plan`, from now on."""

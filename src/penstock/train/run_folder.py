@@ -15,7 +15,7 @@ from penstock.report.loads import NUMBERS, LoadCourse
 from penstock.report.page.findings import Course, FinishedRun
 from penstock.report.summary import SUMMARY_FILE, RunSummary
 from penstock.trace.step_file import STEP_FILE, StepFile
-from penstock.train.metrics import METRICS_FILE, StepMetrics, read_metrics
+from penstock.train.metrics import MARKS, METRICS_FILE, StepMetrics, read_metrics
 from penstock.train.output import CLUSTER_FILE, CONFIG, PLAN_FILE
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ def course_of(steps: Sequence[StepMetrics]) -> Course:
         return tuple(None if isinstance(each, float) and not math.isfinite(each) else each for each in values)
 
     columns = {field.name: column(field.name) for field in fields(Course)}
-    return Course(**columns | {"skipped": tuple(map(bool, columns["skipped"]))})
+    return Course(**columns | {name: tuple(map(bool, columns[name])) for name in MARKS})
 
 
 def _steps(folder: Path) -> list[StepMetrics]:

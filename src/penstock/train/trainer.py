@@ -194,9 +194,11 @@ class Trainer:
             if self.config.moe.warning is not None:
                 logger.info(self.config.moe.warning)
             self._open_records(closing, done)
-            last, started_s = False, time.perf_counter()
+            last, first, started_s = False, done, time.perf_counter()
             while not last:
                 metrics = self._step(done)
+                if done == first > 0:
+                    metrics = replace(metrics, resumed=True)
                 done += 1
                 # Ranks leave this vote together: the next step starts after it, on one clock.
                 vote = requests.agreed(done, metrics.iteration_s, lost=self.output.is_lost)

@@ -86,6 +86,7 @@ def course() -> Course:
         peak_memory_bytes=tuple(2**30 for _ in numbers),
         plan=tuple("first" if step < 10 else "second" for step in numbers),
         skipped=tuple(step == 3 for step in numbers),
+        resumed=tuple(False for _ in numbers),
         aux_loss_by_layer=tuple((1.0, 1.1) for _ in numbers),
         rows_dropped=tuple((0.0, 0.05) for _ in numbers),
         rank_rows_max_over_mean=tuple((1.5, 1.25) for _ in numbers),

@@ -20,9 +20,16 @@ from penstock.decision import Decision
 from penstock.graph import Name, Phase
 from penstock.plan import PlanFile, evaluate
 from penstock.report.loads import LoadCourse
-from penstock.report.page.figures import MOST_CELLS, loads_over_time_figure, shown_layers, timeline_figure
+from penstock.report.page.figures import (
+    MOST_CELLS,
+    NARROW,
+    loads_over_time_figure,
+    shown_layers,
+    timeline_figure,
+)
 from penstock.report.page.findings import Course, FinishedRun, KindOfTask, binding_of, kinds_of, title_of
 from penstock.report.page.html import write_page
+from penstock.report.page.render import BOX
 from tests.plan.problems import problem
 from tests.report.page.examples import STEPS, course, finished, loads, step_file
 
@@ -77,9 +84,10 @@ def elements(page: str) -> Elements:
         finished(step=None),
         finished(loads=None, settings=""),
         finished(step=step_file(1)),
+        finished(step=replace(step_file(), predicted=None, predicted_s=0.0, typical_predicted_s=(), path=())),
         finished(course=NOTHING, step=None, loads=None, missing=("step.json is not there.",)),
     ],
-    ids=["all", "killed", "without loads", "one process", "nothing but the folder"],
+    ids=["all", "killed", "without loads", "one process", "no prediction", "nothing but the folder"],
 )
 def test_every_figure_has_its_place_and_nothing_leads_elsewhere(run: FinishedRun) -> None:
     page = write_page(run)
@@ -115,6 +123,32 @@ def test_cards_say_of_which_steps_they_are() -> None:
     (_, of), (reached, traced) = cards(finished(step=older))[1:3]
     assert of.startswith("forward and backward of the last steps (median);")
     assert (reached, traced.partition(":")[0]) == ("0.67", "overlap efficiency of the last steps (traced)")
+
+
+def test_tiles_of_a_resumed_run_are_of_its_last_start() -> None:
+    """Other machines, another number of ranks or another plan may have run the steps before."""
+    whole, since = course(), 20
+    slow = (*[9.0] * (since - 1), *whole.iteration_s[since - 1 :])
+    rates = tuple(1.0 if step < since else 1000.0 for step in whole.step)
+    resumed = tuple(step == since for step in whole.step)
+    run = finished(course=replace(whole, iteration_s=slow, tokens_per_s=rates, resumed=resumed))
+    found = {words: number for number, words in cards(run)}
+    assert found["per step (median), update included"] == "102.0 ms"
+    assert found["tokens per second of steps (median)"] == "1,000"
+    assert "loss of the last step; 5.000 at the start" in found
+    page = write_page(run)
+    assert f"of steps {since} to {STEPS}." in page
+    for name in ("loss", "speed", "network"):
+        begun = [shape for shape in drawn(page)[name]["layout"]["shapes"] if shape["line"]["dash"] == "dash"]
+        assert [shape["x0"] for shape in begun] == [since] and begun[0]["showlegend"]
+
+
+def test_lines_over_steps_are_in_the_legend_once() -> None:
+    plans = finished(course=replace(course(), plan=tuple("abc" * 10)))
+    shapes = drawn(write_page(plans))["speed"]["layout"]["shapes"]
+    assert [shape["x0"] for shape in shapes] == list(range(2, STEPS + 1))
+    assert [shape["showlegend"] for shape in shapes] == [True] + [False] * (STEPS - 2)
+    assert all(shape["name"] for shape in shapes)
 
 
 def test_a_part_that_is_longer_than_the_whole_is_explained() -> None:
@@ -157,7 +191,10 @@ def test_every_task_is_a_bar_in_both_runs(place: int) -> None:
         zip(figure["layout"]["yaxis"]["tickvals"], figure["layout"]["yaxis"]["ticktext"], strict=True)
     )
     runs: dict[str, dict[str, tuple[str, float, float]]] = defaultdict(dict)
-    for trace in figure["data"]:
+    tasks, (strip,) = figure["data"][:-1], figure["data"][-1:]
+    assert strip["name"] == "critical path"
+    assert len(strip["x"]) == sum(link.rank == place and link.end_s > link.start_s for link in step.path)
+    for trace in tasks:
         columns = zip(trace["y"], trace["base"], trace["x"], trace["hovertext"], strict=True)
         for row, start_ms, length_ms, text in columns:
             name, run = (
@@ -174,6 +211,36 @@ def test_every_task_is_a_bar_in_both_runs(place: int) -> None:
             assert span_ms == pytest.approx([1e3 * start_s, 1e3 * end_s], abs=1e-3)
     top, bottom = (max(row for row in rows if row < 3), min(row for row in rows if row > 3))
     assert top < bottom, "predicted stands above measured"
+
+
+def test_narrow_bars_keep_their_colour() -> None:
+    """An edge of its own would leave nothing of it, whatever the path."""
+    step = step_file()
+    figure = timeline_figure(step, 0)
+    least_ms = NARROW * figure["layout"]["xaxis"]["range"][1]
+    narrow = 0
+    for trace in figure["data"][:-1]:
+        edges = trace["marker"]["line"]
+        assert edges["color"] == BOX
+        for length_ms, width in zip(trace["x"], edges["width"], strict=True):
+            assert width == 0 if length_ms < 0.99 * least_ms else width < 1
+            narrow += width == 0
+    assert narrow
+
+
+def test_without_a_prediction_the_measured_step_stands_alone() -> None:
+    step = replace(step_file(), predicted=None, predicted_s=0.0, typical_predicted_s=())
+    page = without_library(write_page(finished(step=step)))
+    assert "There is no prediction" in page and "against the predicted" not in page
+    assert "<th>predicted</th>" not in page and "end of the predicted step" not in page
+    figure = timeline_figure(step, 0)
+    assert [each["text"].split("<")[1] for each in figure["layout"]["annotations"]] == ["b>measured"]
+    assert figure["layout"]["shapes"] == []
+    kinds = kinds_of(step)
+    assert [kind.measured_s for kind in kinds] == sorted((kind.measured_s for kind in kinds), reverse=True)
+    assert sum(kind.measured_s for kind in kinds) == pytest.approx(sum(step.typical_measured_s))
+    with pytest.raises(ConfigError):
+        replace(step, predicted=step_file().predicted)
 
 
 def test_kinds_sum_up_to_all_tasks_and_the_largest_error_comes_first() -> None:

@@ -178,13 +178,16 @@ def _to_try(found: FoundPlan, most: int) -> list[Candidate]:
 
 
 def replay(config: RunConfig, machinery: Machinery, path: Path) -> Planned:
-    """Return the plan in a file, unchanged."""
-    paper = decided(machinery.control, lambda: PlanFile.read(path), f"reading {path}")
-    layout, file, config = machinery.layout, None, settled_as(config, paper)
-    problem = assumed_problem(config, layout)
+    """Return the plan in a file, unchanged, priced by `plan.cluster`, or by what its run measured here."""
+    paper, file = decided(machinery.control, lambda: _papers(path), f"reading {path}")
+    layout, config = machinery.layout, settled_as(config, paper)
     if config.plan.cluster is not None:
         file = cluster_of(config, machinery)
-        problem = run_problem(config, layout, file)
+    elif file is not None and machinery.control.any(
+        _elsewhere(file, machinery) is not None, "comparing machines with those of the plan"
+    ):
+        file = None
+    problem = assumed_problem(config, layout) if file is None else run_problem(config, layout, file)
     for line in overruled(config.placement, paper.choice, path):
         logger.warning(line)
     planned = Planned.of(paper, path, problem, file)
@@ -357,7 +360,8 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         # A setting that did not exist yet when the checkpoint was made had its default.
         if to_dict(type(requested)()) | settings.get(section, {}) != to_dict(requested):
             raise ConfigError(section, UNSET, f"settings of [{section}] have changed")
-    paper, file = decided(machinery.control, lambda: _files(from_), f"reading the plan of {path.name}")
+    path /= PLAN_FILE
+    paper, file = decided(machinery.control, lambda: _papers(path), f"reading {path}")
     config = settled_as(config, paper)
     if file is None:
         problem = assumed_problem(config, layout)
@@ -366,7 +370,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         other = _elsewhere(file, machinery) is not None
         if machinery.control.any(other, "comparing machines with those of the plan"):
             raise ConfigError("plan", UNSET, "it was measured on other machines")
-    return Planned.of(paper, path / PLAN_FILE, problem, file)
+    return Planned.of(paper, path, problem, file)
 
 
 def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Planned:
@@ -374,9 +378,9 @@ def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Pl
 
     That holds for the same step on the same machines. All ranks call this together.
     """
-    control = machinery.control
+    control, path = machinery.control, from_.path / PLAN_FILE
     try:
-        paper, file = decided(control, lambda: _files(from_), f"reading the plan of {from_.path.name}")
+        paper, file = decided(control, lambda: _papers(path), f"reading {path}")
     except ConfigError as error:
         logger.info(f"what the run has learnt from trials of moving cannot be read: {error}")
         return planned
@@ -388,6 +392,7 @@ def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Pl
     return planned.learning(file.moves, paper.lost)
 
 
-def _files(from_: Resumption) -> tuple[PlanFile, ClusterFile | None]:
-    cluster = from_.path / CLUSTER_FILE
-    return PlanFile.read(from_.path / PLAN_FILE), ClusterFile.read(cluster) if cluster.exists() else None
+def _papers(path: Path) -> tuple[PlanFile, ClusterFile | None]:
+    """Return a plan, and the cluster that its run left beside it, if there is one."""
+    cluster = path.parent / CLUSTER_FILE
+    return PlanFile.read(path), ClusterFile.read(cluster) if cluster.exists() else None

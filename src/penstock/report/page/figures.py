@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -70,8 +70,8 @@ def loss_figure(course: Course) -> Figure:
 
 def speed_figure(course: Course) -> Figure:
     """Return the figure of tokens per second."""
-    data = [_line(course, course.tokens_per_s, _chosen(course), "tokens/s", LINE, digits=",.0f")]
-    return {"data": data, "layout": _over_steps(course, "tokens/s", showlegend=False)}
+    line = _line(course, course.tokens_per_s, _chosen(course), "tokens/s", LINE, digits=",.0f")
+    return {"data": [line | {"showlegend": False}], "layout": _over_steps(course, "tokens/s")}
 
 
 def network_figure(course: Course) -> Figure | None:
@@ -201,20 +201,27 @@ def _line(
 
 
 def _over_steps(course: Course, title: str, *, rangemode: str = "tozero", **more: object) -> Figure:
-    """Return the layout of a figure over steps, with a line where another plan began."""
-    changes = [
-        number
-        for number, (before, now) in zip(course.step[1:], pairwise(course.plan), strict=True)
-        if before != now
-    ]
+    """Return the layout of a figure over steps, with lines where another plan or another start began."""
     return {
         "height": FIGURE_HEIGHT,
         "xaxis": axis("step", **BARE, **_step_ticks(course.step)),
         "yaxis": axis(title, rangemode=rangemode, tickfont={"color": TEXT}),
         "hovermode": "x",
-        "shapes": [upright(at) for at in changes],
+        "shapes": [*_turns(course)],
+        "showlegend": True,
         **more,
     }
+
+
+def _turns(course: Course) -> Iterator[Figure]:
+    """Yield lines for all resumptions and changes of the plan; the first of each kind is in the legend."""
+    changed = tuple(before != now for before, now in pairwise(course.plan))
+    for name, dash, begins in (
+        ("the run was resumed", "dash", course.resumed),
+        ("another plan or order of tasks", "dot", (False, *changed)),
+    ):
+        at = [number for number, turns in zip(course.step, begins, strict=False) if turns]
+        yield from (upright(each, dash) | {"name": name, "showlegend": each == at[0]} for each in at)
 
 
 def _chosen(course: Course) -> list[int]:
@@ -243,7 +250,10 @@ ROW, GAP = 1.0, 1.15
 """Heights of a lane, and of the gap between the two runs, in units of the axis."""
 PIXELS = 34
 """Pixels of a unit."""
-THICK = 0.78
+THICK, STRIP, BELOW = 0.78, 0.1, 0.47
+"""Heights of a bar and of the strip of the critical path, and how far that lies below a bar's middle."""
+NARROW = 1 / 300
+"""Bars of a smaller share of the axis have no edge, which would leave nothing of their colour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,25 +291,31 @@ class _Bar:
 
 
 def timeline_figure(step: StepFile, place: int) -> Figure:
-    """Return both runs of one rank.
+    """Return what one rank did, below what was predicted of it, if anything was.
 
     Args:
         place: The index of the rank among those shown.
     """
     lanes = [lane for lane in Lane if str(lane) in step.lanes]
     rank = step.shown[place]
-    measured_top = len(lanes) * ROW + GAP
-    rows = {("predicted", lane): number * ROW for number, lane in enumerate(lanes)}
-    rows |= {("measured", lane): measured_top + number * ROW for number, lane in enumerate(lanes)}
-    critical = {link.task for link in step.path if link.rank == rank}
-    bars = [
-        *_bars(step, step.predicted, place, "predicted", rows, frozenset()),
-        *_bars(step, step.measured, place, "measured", rows, frozenset(critical)),
-    ]
-    end_s = max([step.predicted_s, step.measured_s, *(bar.end_s for bar in bars)])
-    bottom = measured_top + len(lanes) * ROW
+    runs = {"predicted": step.predicted, "measured": step.measured}
+    rows: dict[tuple[str, Lane], float] = {}
+    headings, ends, bars, bottom = [], [], list[_Bar](), -GAP
+    for run, spans in runs.items():
+        if spans is None:
+            continue
+        top = bottom + GAP
+        rows |= {(run, lane): top + number * ROW for number, lane in enumerate(lanes)}
+        path = {link.task for link in step.path if link.rank == rank and run == "measured"}
+        own = _bars(step, spans, place, run, rows, path)
+        lasts = milliseconds(_end_s(own)) + (f" (step {step.step})" if run == "measured" else "")
+        headings.append(_heading(f"<b>{run}</b>  {lasts}", top - ROW / 2 - 0.36))
+        ends += [upright(1e3 * _end_s(own))] if run == "predicted" else []
+        bars, bottom = bars + own, top + len(lanes) * ROW
+    end_s = max(step.predicted_s, step.measured_s, _end_s(bars))
+    families = [_trace(family, bars, NARROW * end_s) for family in Family]
     return {
-        "data": [trace for family in Family if (trace := _trace(family, bars)) is not None],
+        "data": [*filter(None, families), *_strip(bars)],
         "layout": {
             "height": int(64 + PIXELS * (bottom + GAP)),
             "barmode": "overlay",
@@ -317,14 +333,8 @@ def timeline_figure(step: StepFile, place: int) -> Figure:
                 "zeroline": False,
                 "fixedrange": True,
             },
-            "annotations": [
-                _heading(f"<b>predicted</b>  {milliseconds(_end_s(bars, 'predicted'))}", -ROW / 2 - 0.36),
-                _heading(
-                    f"<b>measured</b>  {milliseconds(_end_s(bars, 'measured'))} (step {step.step})",
-                    measured_top - ROW / 2 - 0.36,
-                ),
-            ],
-            "shapes": [upright(1e3 * _end_s(bars, "predicted"))],
+            "annotations": headings,
+            "shapes": ends,
         },
     }
 
@@ -378,7 +388,7 @@ def _bars(
     place: int,
     run: str,
     rows: dict[tuple[str, Lane], float],
-    critical: frozenset[str],
+    critical: Collection[str],
 ) -> list[_Bar]:
     """Return the tasks that took any time."""
     columns = zip(step.tasks, step.lanes, spans.start_s[place], spans.end_s[place], strict=True)
@@ -396,7 +406,8 @@ def _bars(
     ]
 
 
-def _trace(family: Family, bars: Sequence[_Bar]) -> Figure | None:
+def _trace(family: Family, bars: Sequence[_Bar], narrow_s: float) -> Figure | None:
+    """Return the bars of a family; None if there are none. Those below `narrow_s` seconds have no edge."""
     own = [bar for bar in bars if bar.family is family]
     if not own:
         return None
@@ -411,8 +422,8 @@ def _trace(family: Family, bars: Sequence[_Bar]) -> Figure | None:
         "marker": {
             "color": COLOURS[family],
             "line": {
-                "color": [TEXT if bar.critical else BOX for bar in own],
-                "width": [1.6 if bar.critical else 0.6 for bar in own],
+                "color": BOX,
+                "width": [0.6 if bar.end_s - bar.start_s >= narrow_s else 0 for bar in own],
             },
         },
         "text": [bar.short for bar in own],
@@ -422,8 +433,24 @@ def _trace(family: Family, bars: Sequence[_Bar]) -> Figure | None:
     }
 
 
-def _end_s(bars: Sequence[_Bar], run: str) -> float:
-    return max((bar.end_s for bar in bars if bar.run == run), default=0.0)
+def _strip(bars: Sequence[_Bar]) -> Iterator[Figure]:
+    """Yield what marks the critical path: a strip below its bars, so that they keep their colour."""
+    if own := [bar for bar in bars if bar.critical]:
+        yield {
+            "type": "bar",
+            "orientation": "h",
+            "name": "critical path",
+            "base": [round(1e3 * bar.start_s, 4) for bar in own],
+            "x": [round(1e3 * (bar.end_s - bar.start_s), 4) for bar in own],
+            "y": [bar.row + BELOW for bar in own],
+            "width": STRIP,
+            "marker": {"color": TEXT, "line": {"width": 0}},
+            "hoverinfo": "skip",
+        }
+
+
+def _end_s(bars: Sequence[_Bar]) -> float:
+    return max((bar.end_s for bar in bars), default=0.0)
 
 
 def _heading(text: str, row: float) -> Figure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from penstock.cost import ClusterFile
@@ -31,6 +31,7 @@ class Course:
         model_flops_utilisation: Model FLOPs over the peak.
         plan: The plan that ran each step.
         skipped: Whether a step was not finite and changed nothing.
+        resumed: Whether a step was the first after a resumption.
         aux_loss_by_layer, rows_dropped, rank_rows_max_over_mean, loads_in_common: One value per MoE layer.
     """
 
@@ -46,10 +47,17 @@ class Course:
     peak_memory_bytes: Values
     plan: tuple[str | None, ...]
     skipped: tuple[bool, ...]
+    resumed: tuple[bool, ...]
     aux_loss_by_layer: ByLayer
     rows_dropped: ByLayer
     rank_rows_max_over_mean: ByLayer
     loads_in_common: ByLayer
+
+    @property
+    def last_start(self) -> Course:
+        """The steps since the run was resumed last; all steps of a run that never was."""
+        first = max((place for place, resumed in enumerate(self.resumed) if resumed), default=0)
+        return Course(**{field.name: getattr(self, field.name)[first:] for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +103,10 @@ def title_of(op: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class KindOfTask:
-    """Tasks that differ only in layer, microbatch and piece. Seconds are sums over all of them in a step."""
+    """Tasks that differ only in layer, microbatch and piece. Seconds are sums over all of them in a step.
+
+    Without a prediction `predicted_s` is 0.
+    """
 
     op: str
     phase: Phase
@@ -115,7 +126,8 @@ class KindOfTask:
 
 
 def kinds_of(step: StepFile) -> list[KindOfTask]:
-    """Return every kind of task, the one with the largest difference first."""
+    """Return every kind of task, the largest difference first; without a prediction, the longest."""
+    predicted_s = step.typical_predicted_s or [0.0] * len(step.tasks)
     places: dict[tuple[str, Phase, str], list[int]] = defaultdict(list)
     for place, (task, lane) in enumerate(zip(step.tasks, step.lanes, strict=True)):
         name = Name.parse(task)
@@ -126,7 +138,7 @@ def kinds_of(step: StepFile) -> list[KindOfTask]:
             phase=phase,
             lane=lane,
             count=len(at),
-            predicted_s=sum(step.typical_predicted_s[place] for place in at),
+            predicted_s=sum(predicted_s[place] for place in at),
             measured_s=sum(step.typical_measured_s[place] for place in at),
         )
         for (op, phase, lane), at in places.items()

@@ -42,22 +42,23 @@ MANY_TIMES = 10
 MINUS = "\N{MINUS SIGN}"
 
 
-def kind_rows(kinds: Sequence[KindOfTask]) -> Iterator[Row]:
-    """Yield predicted and measured times by kind, the largest difference first, and by lane."""
+def kind_rows(kinds: Sequence[KindOfTask], *, predicted: bool) -> Iterator[Row]:
+    """Yield measured times by kind, beside predicted ones if there are any, and by lane."""
     widest = max([abs(kind.difference_s) for kind in kinds], default=0.0) or 1.0
     for kind in kinds[:MOST_KINDS]:
         yield Row(
             title=kind.title,
             note=kind.op,
             colour=COLOURS[family_of(kind.op)],
-            cells=_times(kind.lane, kind.count, kind.predicted_s, kind.measured_s),
+            cells=_times(kind.lane, kind.count, kind.measured_s, kind.predicted_s if predicted else None),
             bar=kind.difference_s / widest,
         )
     for lane in (lanes := dict.fromkeys(kind.lane for kind in kinds)):
         own = [kind for kind in kinds if kind.lane == lane]
-        sums = (sum(getattr(kind, name) for kind in own) for name in ("count", "predicted_s", "measured_s"))
+        predicted_s = sum(kind.predicted_s for kind in own) if predicted else None
+        count, measured_s = sum(kind.count for kind in own), sum(kind.measured_s for kind in own)
         title = f"all of {lane_words(lane, nodes='intra' in lanes)}"
-        yield Row(title=title, cells=_times(lane, *sums), bar=0.0, total=True)
+        yield Row(title=title, cells=_times(lane, count, measured_s, predicted_s), bar=0.0, total=True)
 
 
 def plan_rows(plan: PlanFile, *, tried: bool) -> Iterator[Row]:
@@ -74,7 +75,9 @@ def _trial(seconds: float | None) -> str:
     return "not tried" if seconds is None else milliseconds(seconds)
 
 
-def _times(lane: str, count: int, predicted_s: float, measured_s: float) -> Sequence[str]:
+def _times(lane: str, count: int, measured_s: float, predicted_s: float | None) -> Sequence[str]:
+    if predicted_s is None:
+        return lane, str(count), milliseconds(measured_s)
     return (
         lane,
         str(count),
@@ -102,16 +105,18 @@ def write_page(run: FinishedRun) -> str:
         ConfigError: If plotly is not installed.
     """
     figures = {name: figure for name, figure in _charts(run) if figure is not None}
-    kinds = [] if run.step is None else kinds_of(run.step)
+    step, kinds = run.step, [] if run.step is None else kinds_of(run.step)
     return render(
         "run.html.j2",
         figures,
         run=run,
         cards=tuple(_cards(run)),
         bound=_bound(run, figures),
-        timelines={} if run.step is None else _timelines(run.step, figures),
-        families={} if run.step is None else {str(each): COLOURS[each] for each in families_of(run.step)},
-        kinds=tuple(kind_rows(kinds)),
+        timelines={} if step is None else _timelines(step, figures),
+        families={} if step is None else {str(each): COLOURS[each] for each in families_of(step)},
+        lines={} if step is None else _lines(step),
+        since=run.course.last_start.step if any(run.course.resumed) else (),
+        kinds=tuple(kind_rows(kinds, predicted=step is not None and step.predicted is not None)),
         more_kinds=max(0, len(kinds) - MOST_KINDS),
         plans=None if run.plan is None else _plans(run.plan),
         loads={} if run.loads is None else _loads(run.loads, figures),
@@ -122,8 +127,8 @@ def write_page(run: FinishedRun) -> str:
 
 
 def _cards(run: FinishedRun) -> Iterator[tuple[str, str]]:
-    """Yield numbers, and what each is of."""
-    course, step = run.course, run.step
+    """Yield numbers, and what each is of: of a resumed run those since the last start."""
+    course, step = run.course.last_start, run.step
     if (iteration_s := _typical(course.iteration_s)) is not None:
         yield (milliseconds(iteration_s), "per step (median), update included")
     if step is not None:
@@ -144,7 +149,7 @@ def _cards(run: FinishedRun) -> Iterator[tuple[str, str]]:
         yield (f"{100 * used:.1f} %", of)
     if memory := [value for value in course.peak_memory_bytes if value is not None]:
         yield (gib(max(memory)), "held by rank 0 at most")
-    if losses := [loss for loss in course.loss if loss is not None]:
+    if losses := [loss for loss in run.course.loss if loss is not None]:
         yield (f"{losses[-1]:.3f}", f"loss of the last step; {losses[0]:.3f} at the start")
     if held := [loss for loss in course.eval_loss if loss is not None]:
         yield (f"{held[-1]:.3f}", "loss on held-out text")
@@ -208,6 +213,12 @@ def _timelines(step: StepFile, figures: dict[str, Figure]) -> dict[str, str]:
     menu = {f"timeline-{rank}": str(rank) for rank in sorted(step.shown, key=lambda rank: rank != busiest)}
     figures |= {name: timeline_figure(step, step.shown.index(int(rank))) for name, rank in menu.items()}
     return menu
+
+
+def _lines(step: StepFile) -> dict[str, str]:
+    """Return what lines in the timeline mean, by how they are drawn."""
+    lines = {"strip": "critical path"} if step.path else {}
+    return lines if step.predicted is None else lines | {"dotted": "end of the predicted step"}
 
 
 def _plans(plan: PlanFile) -> dict[str, object]:

@@ -46,9 +46,9 @@ def ink(family: str) -> str:
     return "white" if family in (Family.EXPERTS, Family.GRADIENTS) else "#1B1F23"
 
 
-def upright(at: float) -> Figure:
-    """Return a dotted line across a figure, where something begins or ends."""
-    line = {"color": FAINT, "width": 1, "dash": "dot"}
+def upright(at: float, dash: str = "dot") -> Figure:
+    """Return a line across a figure, where something begins or ends."""
+    line = {"color": FAINT, "width": 1, "dash": dash}
     return {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": line}
 
 
