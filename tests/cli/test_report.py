@@ -62,7 +62,7 @@ def test_a_report_says_what_the_run_has_left(folder: Path, capsys: pytest.Captur
     assert found["steps"] == STEPS and found["missing"] == []
     assert step.step == STEPS and step.ranks == RANKS
     assert found["predicted_s"] == step.predicted_s
-    assert 0 < step.predicted_s < plan.predicted_s, (
+    assert step.predicted_s and 0 < step.predicted_s < plan.predicted_s, (
         "a plan foretells iterations: clipping and update come after tasks"
     )
     assert found["measured_s"] == step.measured_s > 0

@@ -71,11 +71,11 @@ class StepFile:
         shown: The ranks that have timelines.
         source: What predictions are made from, as text; "" without a prediction.
         predicted_s, measured_s: The seconds of a step; the measured ones are the median of the last
-            `typical_steps` on the slowest rank. 0 without a prediction.
+            `typical_steps` on the slowest rank.
         bound_s: The seconds that no order of the same tasks beats with the durations that they had in the
             last `traced_steps`.
         tasks, lanes: The name and the lane of every task.
-        predicted, measured: When each task ran; None where nothing was measured from which to predict.
+        predicted, measured: When each task ran. The predicted numbers are None where nobody knew the cluster.
         typical_predicted_s, typical_measured_s: How long each task takes, measured by its median over
             `typical_steps` steps: for computation the mean over ranks; for a transfer the rank that waited
             least. () without a prediction.
@@ -90,7 +90,7 @@ class StepFile:
     ranks: Rank
     shown: Annotated[tuple[Rank, ...], Items(2 * MOST_SHOWN, "some ranks are shown")]
     source: str = ""
-    predicted_s: Seconds = 0.0
+    predicted_s: Seconds | None = None
     measured_s: Seconds
     bound_s: Seconds
     typical_steps: Annotated[int, Within(1, 2**62, "there was a step")]

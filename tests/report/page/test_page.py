@@ -30,6 +30,7 @@ from penstock.report.page.figures import (
 from penstock.report.page.findings import Course, FinishedRun, KindOfTask, binding_of, kinds_of, title_of
 from penstock.report.page.html import write_page
 from penstock.report.page.render import BOX
+from penstock.trace.step_file import StepFile
 from tests.plan.problems import problem
 from tests.report.page.examples import STEPS, course, finished, loads, step_file
 
@@ -66,6 +67,11 @@ def drawn(page: str) -> dict[str, Any]:
     return found
 
 
+def unpredicted() -> StepFile:
+    """Of a run of which nobody knew the cluster."""
+    return replace(step_file(), predicted=None, predicted_s=None, typical_predicted_s=())
+
+
 def without_library(page: str) -> str:
     return page.replace(get_plotlyjs(), "")
 
@@ -84,7 +90,7 @@ def elements(page: str) -> Elements:
         finished(step=None),
         finished(loads=None, settings=""),
         finished(step=step_file(1)),
-        finished(step=replace(step_file(), predicted=None, predicted_s=0.0, typical_predicted_s=(), path=())),
+        finished(step=replace(unpredicted(), path=())),
         finished(course=NOTHING, step=None, loads=None, missing=("step.json is not there.",)),
     ],
     ids=["all", "killed", "without loads", "one process", "no prediction", "nothing but the folder"],
@@ -191,10 +197,9 @@ def test_every_task_is_a_bar_in_both_runs(place: int) -> None:
         zip(figure["layout"]["yaxis"]["tickvals"], figure["layout"]["yaxis"]["ticktext"], strict=True)
     )
     runs: dict[str, dict[str, tuple[str, float, float]]] = defaultdict(dict)
-    tasks, (strip,) = figure["data"][:-1], figure["data"][-1:]
-    assert strip["name"] == "critical path"
-    assert len(strip["x"]) == sum(link.rank == place and link.end_s > link.start_s for link in step.path)
-    for trace in tasks:
+    critical = sum(link.rank == place and link.end_s > link.start_s for link in step.path)
+    assert sum(len(each["x"]) for each in figure["data"] if each["name"] == "critical path") == critical
+    for trace in (each for each in figure["data"] if each["name"] != "critical path"):
         columns = zip(trace["y"], trace["base"], trace["x"], trace["hovertext"], strict=True)
         for row, start_ms, length_ms, text in columns:
             name, run = (
@@ -202,6 +207,7 @@ def test_every_task_is_a_bar_in_both_runs(place: int) -> None:
                 re.findall(r"<br>(predicted|measured):", text)[0],
             )
             runs[run][name] = rows[row], start_ms, start_ms + length_ms
+    assert step.predicted is not None
     for run, spans in (("predicted", step.predicted), ("measured", step.measured)):
         expected = zip(step.tasks, step.lanes, spans.start_s[place], spans.end_s[place], strict=True)
         assert len(runs[run]) == len(step.tasks)
@@ -229,7 +235,7 @@ def test_narrow_bars_keep_their_colour() -> None:
 
 
 def test_without_a_prediction_the_measured_step_stands_alone() -> None:
-    step = replace(step_file(), predicted=None, predicted_s=0.0, typical_predicted_s=())
+    step = unpredicted()
     page = without_library(write_page(finished(step=step)))
     assert "There is no prediction" in page and "against the predicted" not in page
     assert "<th>predicted</th>" not in page and "end of the predicted step" not in page
@@ -237,6 +243,7 @@ def test_without_a_prediction_the_measured_step_stands_alone() -> None:
     assert [each["text"].split("<")[1] for each in figure["layout"]["annotations"]] == ["b>measured"]
     assert figure["layout"]["shapes"] == []
     kinds = kinds_of(step)
+    assert {kind.predicted_s for kind in kinds} == {None}
     assert [kind.measured_s for kind in kinds] == sorted((kind.measured_s for kind in kinds), reverse=True)
     assert sum(kind.measured_s for kind in kinds) == pytest.approx(sum(step.typical_measured_s))
     with pytest.raises(ConfigError):
@@ -247,7 +254,7 @@ def test_kinds_sum_up_to_all_tasks_and_the_largest_error_comes_first() -> None:
     step = step_file()
     kinds = kinds_of(step)
     assert sum(kind.count for kind in kinds) == len(step.tasks)
-    assert sum(kind.predicted_s for kind in kinds) == pytest.approx(sum(step.typical_predicted_s))
+    assert sum(kind.predicted_s or 0.0 for kind in kinds) == pytest.approx(sum(step.typical_predicted_s))
     assert sum(kind.difference_s for kind in kinds) == pytest.approx(
         sum(step.typical_measured_s) - sum(step.typical_predicted_s)
     )

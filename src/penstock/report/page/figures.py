@@ -312,7 +312,7 @@ def timeline_figure(step: StepFile, place: int) -> Figure:
         headings.append(_heading(f"<b>{run}</b>  {lasts}", top - ROW / 2 - 0.36))
         ends += [upright(1e3 * _end_s(own))] if run == "predicted" else []
         bars, bottom = bars + own, top + len(lanes) * ROW
-    end_s = max(step.predicted_s, step.measured_s, _end_s(bars))
+    end_s = max(step.predicted_s or 0.0, step.measured_s, _end_s(bars))
     families = [_trace(family, bars, NARROW * end_s) for family in Family]
     return {
         "data": [*filter(None, families), *_strip(bars)],

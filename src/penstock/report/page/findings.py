@@ -105,14 +105,14 @@ def title_of(op: str) -> str:
 class KindOfTask:
     """Tasks that differ only in layer, microbatch and piece. Seconds are sums over all of them in a step.
 
-    Without a prediction `predicted_s` is 0.
+    Without a prediction `predicted_s` is None.
     """
 
     op: str
     phase: Phase
     lane: str
     count: int
-    predicted_s: float
+    predicted_s: float | None
     measured_s: float
 
     @property
@@ -121,13 +121,13 @@ class KindOfTask:
 
     @property
     def difference_s(self) -> float:
-        """Measured less predicted seconds."""
-        return self.measured_s - self.predicted_s
+        """Measured less predicted seconds, if there are any."""
+        return self.measured_s - (self.predicted_s or 0.0)
 
 
 def kinds_of(step: StepFile) -> list[KindOfTask]:
     """Return every kind of task, the largest difference first; without a prediction, the longest."""
-    predicted_s = step.typical_predicted_s or [0.0] * len(step.tasks)
+    predicted_s = step.typical_predicted_s
     places: dict[tuple[str, Phase, str], list[int]] = defaultdict(list)
     for place, (task, lane) in enumerate(zip(step.tasks, step.lanes, strict=True)):
         name = Name.parse(task)
@@ -138,7 +138,7 @@ def kinds_of(step: StepFile) -> list[KindOfTask]:
             phase=phase,
             lane=lane,
             count=len(at),
-            predicted_s=sum(predicted_s[place] for place in at),
+            predicted_s=sum(predicted_s[place] for place in at) if predicted_s else None,
             measured_s=sum(step.typical_measured_s[place] for place in at),
         )
         for (op, phase, lane), at in places.items()

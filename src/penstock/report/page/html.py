@@ -42,7 +42,7 @@ MANY_TIMES = 10
 MINUS = "\N{MINUS SIGN}"
 
 
-def kind_rows(kinds: Sequence[KindOfTask], *, predicted: bool) -> Iterator[Row]:
+def kind_rows(kinds: Sequence[KindOfTask]) -> Iterator[Row]:
     """Yield measured times by kind, beside predicted ones if there are any, and by lane."""
     widest = max([abs(kind.difference_s) for kind in kinds], default=0.0) or 1.0
     for kind in kinds[:MOST_KINDS]:
@@ -50,15 +50,17 @@ def kind_rows(kinds: Sequence[KindOfTask], *, predicted: bool) -> Iterator[Row]:
             title=kind.title,
             note=kind.op,
             colour=COLOURS[family_of(kind.op)],
-            cells=_times(kind.lane, kind.count, kind.measured_s, kind.predicted_s if predicted else None),
+            cells=_times(kind.lane, kind.count, kind.predicted_s, kind.measured_s),
             bar=kind.difference_s / widest,
         )
     for lane in (lanes := dict.fromkeys(kind.lane for kind in kinds)):
         own = [kind for kind in kinds if kind.lane == lane]
-        predicted_s = sum(kind.predicted_s for kind in own) if predicted else None
+        predicted_s = [kind.predicted_s for kind in own if kind.predicted_s is not None]
         count, measured_s = sum(kind.count for kind in own), sum(kind.measured_s for kind in own)
-        title = f"all of {lane_words(lane, nodes='intra' in lanes)}"
-        yield Row(title=title, cells=_times(lane, count, measured_s, predicted_s), bar=0.0, total=True)
+        cells = _times(lane, count, sum(predicted_s) if predicted_s else None, measured_s)
+        yield Row(
+            title=f"all of {lane_words(lane, nodes='intra' in lanes)}", cells=cells, bar=0.0, total=True
+        )
 
 
 def plan_rows(plan: PlanFile, *, tried: bool) -> Iterator[Row]:
@@ -75,7 +77,7 @@ def _trial(seconds: float | None) -> str:
     return "not tried" if seconds is None else milliseconds(seconds)
 
 
-def _times(lane: str, count: int, measured_s: float, predicted_s: float | None) -> Sequence[str]:
+def _times(lane: str, count: int, predicted_s: float | None, measured_s: float) -> Sequence[str]:
     if predicted_s is None:
         return lane, str(count), milliseconds(measured_s)
     return (
@@ -116,7 +118,7 @@ def write_page(run: FinishedRun) -> str:
         families={} if step is None else {str(each): COLOURS[each] for each in families_of(step)},
         lines={} if step is None else _lines(step),
         since=run.course.last_start.step if any(run.course.resumed) else (),
-        kinds=tuple(kind_rows(kinds, predicted=step is not None and step.predicted is not None)),
+        kinds=tuple(kind_rows(kinds)),
         more_kinds=max(0, len(kinds) - MOST_KINDS),
         plans=None if run.plan is None else _plans(run.plan),
         loads={} if run.loads is None else _loads(run.loads, figures),
@@ -160,7 +162,7 @@ def _forward_and_backward(step: StepFile, course: Course, iteration_s: float | N
     steps = None if step.traced_steps is None else step.typical_steps
     text = f"forward and backward of {_last_steps(step, steps)}"
     text += "" if steps == 1 else " (median)"
-    if step.predicted_s > 0:
+    if step.predicted_s:
         ratio = relative(step.measured_s / step.predicted_s)
         against = "the" if ratio.endswith("times") else "against the"
         text += f"; {ratio} {against} predicted {milliseconds(step.predicted_s)}"
