@@ -23,6 +23,7 @@ from penstock.report.loads import LoadCourse
 from penstock.report.page.figures import (
     MOST_CELLS,
     NARROW,
+    TURNS,
     loads_over_time_figure,
     shown_layers,
     timeline_figure,
@@ -34,6 +35,7 @@ from penstock.trace.step_file import StepFile
 from tests.plan.problems import problem
 from tests.report.page.examples import STEPS, course, finished, loads, step_file
 
+OVER_STEPS = ("loss", "speed", "network", "balance", "busiest", "lasting", "dropped")
 NOTHING = Course(**dict.fromkeys(Course.__dataclass_fields__, ()))
 
 
@@ -144,17 +146,12 @@ def test_tiles_of_a_resumed_run_are_of_its_last_start() -> None:
     assert "loss of the last step; 5.000 at the start" in found
     page = write_page(run)
     assert f"of steps {since} to {STEPS}." in page
-    for name in ("loss", "speed", "network"):
+    for name in OVER_STEPS:
         begun = [shape for shape in drawn(page)[name]["layout"]["shapes"] if shape["line"]["dash"] == "dash"]
-        assert [shape["x0"] for shape in begun] == [since] and begun[0]["showlegend"]
-
-
-def test_lines_over_steps_are_in_the_legend_once() -> None:
-    plans = finished(course=replace(course(), plan=tuple("abc" * 10)))
-    shapes = drawn(write_page(plans))["speed"]["layout"]["shapes"]
-    assert [shape["x0"] for shape in shapes] == list(range(2, STEPS + 1))
-    assert [shape["showlegend"] for shape in shapes] == [True] + [False] * (STEPS - 2)
-    assert all(shape["name"] for shape in shapes)
+        assert [shape["x0"] for shape in begun] == [since]
+    assert page.count(TURNS["dashed"]) == page.count(TURNS["dotted"]) == len(OVER_STEPS)
+    steady = write_page(finished(course=replace(whole, plan=("one",) * STEPS)))
+    assert not any(words in steady for words in TURNS.values())
 
 
 def test_a_part_that_is_longer_than_the_whole_is_explained() -> None:
@@ -177,7 +174,7 @@ def test_a_plan_beside_no_others_names_the_one_that_was_next_before_its_routing_
     file = PlanFile.of(each, evaluate(each, Decision()), model="m", cluster="c", why=(following,))
     assert not file.others
     page = write_page(finished(plan=file))
-    assert "Then the next best was flowmoe: 2 microbatches; 5.00 ms (+3 %).</p>" in page
+    assert "Then the next best was flowmoe: 2 microbatches; 5.00 ms (+3\N{NO-BREAK SPACE}%).</p>" in page
     assert "<p>No other plan is recorded" in write_page(finished(plan=replace(file, why=())))
 
 

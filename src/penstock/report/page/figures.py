@@ -44,6 +44,8 @@ BARE: Figure = {"showgrid": False, "zeroline": False}
 """Of axes without a grid."""
 SHORT = 10
 """Runs of fewer steps have a label at each step."""
+TURNS = {"dashed": "the run was resumed", "dotted": "another plan, or another order of its tasks, began"}
+"""What lines across figures over steps mean, by their class in page.css."""
 
 
 def loss_figure(course: Course) -> Figure:
@@ -70,8 +72,8 @@ def loss_figure(course: Course) -> Figure:
 
 def speed_figure(course: Course) -> Figure:
     """Return the figure of tokens per second."""
-    line = _line(course, course.tokens_per_s, _chosen(course), "tokens/s", LINE, digits=",.0f")
-    return {"data": [line | {"showlegend": False}], "layout": _over_steps(course, "tokens/s")}
+    data = [_line(course, course.tokens_per_s, _chosen(course), "tokens/s", LINE, digits=",.0f")]
+    return {"data": data, "layout": _over_steps(course, "tokens/s", showlegend=False)}
 
 
 def network_figure(course: Course) -> Figure | None:
@@ -207,21 +209,24 @@ def _over_steps(course: Course, title: str, *, rangemode: str = "tozero", **more
         "xaxis": axis("step", **BARE, **_step_ticks(course.step)),
         "yaxis": axis(title, rangemode=rangemode, tickfont={"color": TEXT}),
         "hovermode": "x",
-        "shapes": [*_turns(course)],
-        "showlegend": True,
+        "shapes": [
+            upright(at, "dash" if kind == "dashed" else "dot")
+            for kind, steps in turns_of(course).items()
+            for at in steps
+        ],
         **more,
     }
 
 
-def _turns(course: Course) -> Iterator[Figure]:
-    """Yield lines for all resumptions and changes of the plan; the first of each kind is in the legend."""
+def turns_of(course: Course) -> dict[str, list[int]]:
+    """Return the steps with which another plan or another start began, by what `TURNS` calls their lines."""
     changed = tuple(before != now for before, now in pairwise(course.plan))
-    for name, dash, begins in (
-        ("the run was resumed", "dash", course.resumed),
-        ("another plan or order of tasks", "dot", (False, *changed)),
-    ):
-        at = [number for number, turns in zip(course.step, begins, strict=False) if turns]
-        yield from (upright(each, dash) | {"name": name, "showlegend": each == at[0]} for each in at)
+    begins = {"dashed": course.resumed, "dotted": (False, *changed)}
+    found = {
+        kind: [number for number, turns in zip(course.step, each, strict=False) if turns]
+        for kind, each in begins.items()
+    }
+    return {kind: steps for kind, steps in found.items() if steps}
 
 
 def _chosen(course: Course) -> list[int]:

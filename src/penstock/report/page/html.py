@@ -12,6 +12,7 @@ from penstock.ops.base import family_of
 from penstock.plan import PlanFile
 from penstock.report.loads import LoadCourse
 from penstock.report.page.figures import (
+    TURNS,
     families_of,
     layer_loads_figure,
     layers_figure,
@@ -22,6 +23,7 @@ from penstock.report.page.figures import (
     shown_layers,
     speed_figure,
     timeline_figure,
+    turns_of,
 )
 from penstock.report.page.findings import (
     Course,
@@ -117,6 +119,7 @@ def write_page(run: FinishedRun) -> str:
         timelines={} if step is None else _timelines(step, figures),
         families={} if step is None else {str(each): COLOURS[each] for each in families_of(step)},
         lines={} if step is None else _lines(step),
+        turns={kind: TURNS[kind] for kind in turns_of(run.course)},
         since=run.course.last_start.step if any(run.course.resumed) else (),
         kinds=tuple(kind_rows(kinds)),
         more_kinds=max(0, len(kinds) - MOST_KINDS),

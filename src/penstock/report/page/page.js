@@ -4,7 +4,7 @@ const config = {displaylogo: false, responsive: true, modeBarButtons: [["toImage
   "resetScale2d"]]};
 const small = {size: 12, color: "var(--quiet)"}, ink = {color: "var(--text)"};
 const axis = {gridcolor: "var(--grid)", zerolinecolor: "var(--grid)", linecolor: "var(--grid)", automargin: true,
-  title: {standoff: 8, font: small}};
+  exponentformat: "none", separatethousands: true, title: {standoff: 8, font: small}};
 const bars = {textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "inside"};
 const heat = {colorbar: {thickness: 10, outlinewidth: 0, len: 1}};
 const template = {data: {bar: [bars], heatmap: [heat]}, layout: {

@@ -102,7 +102,7 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["counted"] = counted
+    environment.filters |= {"counted": counted, "unbroken": _unbroken}
     environment.policies["json.dumps_kwargs"] = JSON
     try:
         from plotly.offline import get_plotlyjs
@@ -110,3 +110,8 @@ def render(
         raise ConfigError("penstock report", UNSET, needs("plotly"), install("plotly")) from None
     text: Any = get_plotlyjs()
     return environment.get_template(template).render(values, figures=figures, library=str(text))
+
+
+def _unbroken(sentence: str) -> str:
+    """Return a sentence in which no line ends before a percent sign."""
+    return sentence.replace(" %", "\N{NO-BREAK SPACE}%")
