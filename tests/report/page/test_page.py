@@ -164,6 +164,8 @@ def test_a_part_that_is_longer_than_the_whole_is_explained() -> None:
     assert of.endswith(
         "longer than a median step of the run: these steps were slower, 600.0 ms with their updates"
     )
+    another = replace(usual, iteration_s=(*usual.iteration_s[:-2], 0.3, 0.4))
+    assert cards(finished(step=step, course=another))[1][1].endswith("these steps were slower"), "of rank 0"
     unknown = replace(step, step=STEPS + 9)
     assert cards(finished(step=unknown))[1][1].endswith("these steps were slower")
 

@@ -175,8 +175,9 @@ def _forward_and_backward(step: StepFile, course: Course, iteration_s: float | N
         of_these = [
             seconds for number, seconds in zip(course.step, course.iteration_s, strict=True) if number in at
         ]
-        if measured := [seconds for seconds in of_these if seconds is not None]:
-            text += f", {milliseconds(median(measured))} with their updates"
+        # Of rank 0, so that it may be less than the part, which is that of the slowest rank.
+        whole_s = median([seconds for seconds in of_these if seconds is not None] or [0.0])
+        text += f", {milliseconds(whole_s)} with their updates" if whole_s > step.measured_s else ""
     return text
 
 
@@ -246,7 +247,8 @@ def _plans(plan: PlanFile) -> dict[str, object]:
             "otherwise."
         )
     others = [line for line in plan.why if line.startswith(("What if", "Samples ", "Experts ", "Both "))]
-    why = tuple((what, reason.strip()) for what, _, reason in (line.partition("  ") for line in others))
+    lines = (line.replace("`", "").partition("  ") for line in others)
+    why = tuple((what, reason.strip()) for what, _, reason in lines)
     tried = any(each is not None for each in (plan.trial_s, *(other.measured_s for other in plan.others)))
     return {"said": (said,), "rows": tuple(plan_rows(plan, tried=tried)), "tried": tried, "why": why}
 
