@@ -21,12 +21,14 @@ SEQUENTIAL = Decision()
 FLOWMOE = Decision(schedule="flowmoe", microbatches=2)
 
 
-def profiled(*, contended: float = 1.0, transfers: float = 1.0, jitter: float = 0.0) -> Problem:
+def profiled(
+    *, contended: float = 1.0, transfers: float = 1.0, jitter: float = 0.0, alpha_s: float = 2e-4
+) -> Problem:
     """Every compute task is `contended` times longer beside traffic, traffic `transfers` times beside
     tasks."""
     ops = ("EM.F", "EM.B", "AT.F", "AT.B", "X.F", "X.B", "U.F", "U.B", "HD.F", "HD.B")
     tasks = tuple(
-        TaskModel(op=op, phase=phase, alpha_s=2e-4, scale=1.0, contended=contended)
+        TaskModel(op=op, phase=phase, alpha_s=alpha_s, scale=1.0, contended=contended)
         for op, phase in (each.split(".") for each in ops)
     )
     file = replace(FILE, tasks=tasks, contended_transfers=transfers, jitter=jitter)
@@ -42,6 +44,14 @@ def seconds(each: Problem, choice: Decision) -> float:
 def test_without_a_profile_the_prediction_is_the_simulation(each: Problem) -> None:
     plan = each.plan(SEQUENTIAL)
     assert predict_s(each, SEQUENTIAL, plan) == each.simulate(SEQUENTIAL, plan).iteration_s
+
+
+def test_no_plan_is_said_to_take_less_than_the_one_that_was_found_will() -> None:
+    """Bounds are of tasks' means, and what is drawn for a prediction may be shorter."""
+    each = replace(profiled(jitter=0.1, alpha_s=1e-2), slowness=(1.0, 1.0, 1.0, 100.0))
+    found = find_plan(each, budget=0.02)
+    assert QuickBounds(each).seconds(found.best.choice) > found.best.predicted_s
+    assert found.lower_bound_s <= found.best.predicted_s
 
 
 def test_where_nothing_overlaps_nobody_has_company() -> None:

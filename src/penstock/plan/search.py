@@ -76,7 +76,7 @@ class FoundPlan:
 
     Attributes:
         others: The next best plans of other schedules or cuts, best first.
-        lower_bound_s: The least bound over all cuts.
+        lower_bound_s: The least bound over all cuts, or the best prediction, if that is shorter.
         searched: How much was examined to find it.
         effort: What a budget of 1 was.
     """
@@ -364,7 +364,8 @@ class _Search:
         return FoundPlan(
             best=_bounded(best, bounds),
             others=tuple(_bounded(each, bounds) for each in _others(best, rest)),
-            lower_bound_s=min(bounds.loose(choice) for choice in {*looked, *everything}),
+            # Bounds are of tasks' means; scatter may make a prediction shorter.
+            lower_bound_s=min(best.predicted_s, *(bounds.loose(each) for each in {*looked, *everything})),
             searched=Searched(
                 simulated=len(looked),
                 ruled_out=ruled_out,
