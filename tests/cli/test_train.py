@@ -48,6 +48,7 @@ KEYS = {
     "schedule",
     "steps",
     "first_loss",
+    "first_step",
     "last_loss",
     "eval_loss",
     "eval_noise",

@@ -98,6 +98,10 @@ def test_processes_that_share_parameters(tp_size: int, etp_size: int, words: str
     assert (found["tp_size"], found["etp_size"]) == (tp_size, etp_size)
 
 
+def test_a_resumed_run_says_in_which_step_its_loss_began() -> None:
+    assert "5.601 nats per byte in step 601, " in replace(SUMMARY, first_step=601).to_text()
+
+
 def test_text_of_a_good_run() -> None:
     """Ten lines; a log has the rest."""
     assert SUMMARY.to_text() == TEXT and SUMMARY.details() == DETAILS

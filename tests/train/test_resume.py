@@ -325,6 +325,7 @@ def test_two_ranks_fall_back_and_continue_together(ranks: Pools, tmp_path: Path)
     assert "continued from step-00000005" in again[0].said
     assert [(m.step, m.loss) for m in metrics(tmp_path)] == expected
     assert [m.step for m in metrics(tmp_path) if m.resumed] == [6]
+    assert again[0].summary is not None and again[0].summary.first_step == 6
     assert StepFile.read(tmp_path / "run" / "step.json").predicted is None, "nobody knows the cluster"
     assert len(complete_checkpoints(tmp_path / "run" / "checkpoints")) == 2
 

@@ -35,6 +35,7 @@ class RunSummary:
 
     Attributes:
         unit: What a token is, in the singular.
+        first_step: The step that `first_loss` is of: the first since this start that was finite.
         eval_loss: Loss on held-out text; None if the run never evaluated.
         eval_noise: How much too small `eval_loss` may be (95 % of the time); None if unknown.
         unigram_entropy: The loss of guessing every token by its frequency in the corpus.
@@ -82,6 +83,7 @@ class RunSummary:
     trace: str | None
     tensorboard: str | None
     dispatch: str = "flat"
+    first_step: int = 1
     simulated_iteration_s: float | None = None
     interrupted: bool = False
     plan: str | None = None
@@ -148,7 +150,8 @@ class RunSummary:
         if self.interrupted:
             yield "stopped", "early, as requested; a checkpoint was saved. Continue with train.resume=true."
         yield "trained", self.subject
-        change = f"{self.first_loss:.3f} nats per {self.unit} at the start, {self.last_loss:.3f} at the end"
+        began = "at the start" if self.first_step == 1 else f"in step {self.first_step:,}"
+        change = f"{self.first_loss:.3f} nats per {self.unit} {began}, {self.last_loss:.3f} at the end"
         yield "loss", change
         if self.skipped_steps:
             steps = "1 step was" if self.skipped_steps == 1 else f"{self.skipped_steps} steps were"

@@ -369,6 +369,7 @@ def summarise(
         schedule=config.schedule.name,
         dispatch=config.moe.dispatch,
         steps=last.step,
+        first_step=first.step,
         first_loss=first.loss,
         last_loss=applied.loss,
         eval_loss=last.eval_loss,
