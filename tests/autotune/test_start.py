@@ -11,6 +11,7 @@ import torch
 from penstock.adapt.planning import REMEDY
 from penstock.autotune.choose.start import find, overruled, start
 from penstock.autotune.problem import assumed_problem
+from penstock.cost import ClusterConfig
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.models import ModelConfig
@@ -82,3 +83,17 @@ def test_what_helps_against_rough_measurements_is_said_where_the_plan_is_shown()
     assert "plan.profile_s" in caution() and "cluster.json" in caution()
     assert "plan.profile_s" not in caution(REMEDY) and "cluster.json" not in caution(REMEDY)
     assert caution(REMEDY).endswith(REMEDY)
+
+
+def test_only_a_cluster_that_is_known_predicts_a_step() -> None:
+    """The defaults of section [cluster] are of no machine; what is given there, or by a file, is."""
+    machinery = build_machinery(ALONE, torch.device("cpu"), CONFIG.parallel, "float32")
+    assert start(CONFIG, machinery).forecast() is None
+    given = start(replace(CONFIG, cluster=ClusterConfig(flops_per_s=1e12)), machinery).forecast()
+    assert given is not None and "[cluster]" in given.source
+    named = replace(CONFIG, plan=PlanConfig(cluster="fsmoe-testbed-b"))
+    known = start(named, machinery)
+    forecast = known.forecast()
+    assert known.file == find_cluster("fsmoe-testbed-b") and named.plan.is_saved
+    assert forecast is not None and "cluster.json" in forecast.source
+    machinery.lanes.close()

@@ -67,7 +67,7 @@ class PlanConfig:
     router and experts); "auto" = nothing, unless `plan.mode=auto` finds that nothing fits into memory
     otherwise."""
     cluster: Name | None = None
-    """A cluster file by name or path; none = measure."""
+    """A cluster file by name or path; none = measure, with `mode = "auto"`."""
     profile_s: Seconds = 15.0
     """Seconds of measuring at the start, and again when links have changed."""
     budget: Budget = 1.0
@@ -129,8 +129,8 @@ class PlanConfig:
 
     @property
     def is_saved(self) -> bool:
-        """Whether a run saves its plan as a file: not where section [schedule] alone decides."""
-        return self.mode != FIXED or self.tuner is not None
+        """Whether a run saves its plan and cluster as files: not where section [schedule] alone decides."""
+        return self.mode != FIXED or self.tuner is not None or self.cluster is not None
 
     @property
     def path(self) -> Path | None:

@@ -86,22 +86,24 @@ def start(config: RunConfig, machinery: Machinery) -> Planned:
 
 
 def as_given(config: RunConfig, machinery: Machinery) -> Planned:
-    """Return the plan that section [schedule] describes, ordered by the costs of section [cluster].
+    """Return the plan that section [schedule] describes, ordered by the costs of `plan.cluster`, if that is
+    given, or else of section [cluster].
 
-    Where the dispatch is open and ranks have a choice, links are measured for `LINKS_S`, or for
-    `plan.profile_s` if that is less, and the dispatch with the shortest predicted step is taken.
+    Where the dispatch is open, ranks have a choice and no cluster is given, links are measured for `LINKS_S`,
+    or for `plan.profile_s` if that is less; the dispatch with the shortest predicted step is taken.
     """
+    file = None if config.plan.cluster is None else cluster_of(config, machinery)
     possible: list[tuple[float, Problem, Decision]] = []
     # With either optimiser, if it is open: that of the shorter iteration counts.
     for run in open_runs(config):
-        problem = assumed_problem(run, machinery.layout)
+        problem = _priced(run, machinery, file)
         choice = given_choice(run, problem)
         possible.append((whole_s(problem, evaluate(problem, choice)), problem, choice))
     _, problem, choice = min(possible, key=lambda each: each[0])
     names = dispatches_of(problem, choice)
     if len(names) > 1:
         config = settled(config, sharded=problem.shape.updating is not None)
-        links = profile_links(config, machinery, budget_s=min(LINKS_S, config.plan.profile_s))
+        links = file or profile_links(config, machinery, budget_s=min(LINKS_S, config.plan.profile_s))
         measured = run_problem(config, machinery.layout, links)
         times_s = {name: evaluate(measured, replace(choice, dispatch=name)).predicted_s for name in names}
         choice = replace(choice, dispatch=min(times_s, key=times_s.__getitem__))
@@ -109,7 +111,7 @@ def as_given(config: RunConfig, machinery: Machinery) -> Planned:
         logger.info(
             f"dispatch {choice.dispatch} chosen: predicted step times with the measured links: {times}"
         )
-    planned = Planned(problem=problem, choice=choice, plan=problem.plan(choice))
+    planned = Planned(problem=problem, choice=choice, plan=problem.plan(choice), file=file)
     logger.info(f"{planned.name}: {choice.words}")
     return planned
 
@@ -180,14 +182,14 @@ def _to_try(found: FoundPlan, most: int) -> list[Candidate]:
 def replay(config: RunConfig, machinery: Machinery, path: Path) -> Planned:
     """Return the plan in a file, unchanged, priced by `plan.cluster`, or by what its run measured here."""
     paper, file = decided(machinery.control, lambda: _papers(path), f"reading {path}")
-    layout, config = machinery.layout, settled_as(config, paper)
+    config = settled_as(config, paper)
     if config.plan.cluster is not None:
         file = cluster_of(config, machinery)
     elif file is not None and machinery.control.any(
         _elsewhere(file, machinery) is not None, "comparing machines with those of the plan"
     ):
         file = None
-    problem = assumed_problem(config, layout) if file is None else run_problem(config, layout, file)
+    problem = _priced(config, machinery, file)
     for line in overruled(config.placement, paper.choice, path):
         logger.warning(line)
     planned = Planned.of(paper, path, problem, file)
@@ -196,6 +198,12 @@ def replay(config: RunConfig, machinery: Machinery, path: Path) -> Planned:
     where = "the cluster that its run measured" if paper.cluster == UNNAMED else f"cluster {paper.cluster}"
     logger.info(f"plan 1, from {path}: {paper.choice.words}; made for {where}, where {predicted}")
     return planned
+
+
+def _priced(config: RunConfig, machinery: Machinery, file: ClusterFile | None) -> Problem:
+    """Return the step of a run on the cluster of a file, or else on that of section [cluster]."""
+    layout = machinery.layout
+    return assumed_problem(config, layout) if file is None else run_problem(config, layout, file)
 
 
 def cluster_of(config: RunConfig, machinery: Machinery) -> ClusterFile:
@@ -352,7 +360,7 @@ def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption) -
 
 
 def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned:
-    settings, layout, path = from_.record.settings, machinery.layout, from_.path
+    settings, path = from_.record.settings, from_.path
     if settings is None or not from_.record.plan_settled:
         raise ConfigError("plan", UNSET, "it was not final yet")
     for section in COMPARED:
@@ -362,15 +370,11 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
             raise ConfigError(section, UNSET, f"settings of [{section}] have changed")
     path /= PLAN_FILE
     paper, file = decided(machinery.control, lambda: _papers(path), f"reading {path}")
-    config = settled_as(config, paper)
-    if file is None:
-        problem = assumed_problem(config, layout)
-    else:
-        problem = run_problem(config, layout, file)
+    if file is not None:
         other = _elsewhere(file, machinery) is not None
         if machinery.control.any(other, "comparing machines with those of the plan"):
             raise ConfigError("plan", UNSET, "it was measured on other machines")
-    return Planned.of(paper, path, problem, file)
+    return Planned.of(paper, path, _priced(settled_as(config, paper), machinery, file), file)
 
 
 def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Planned:
