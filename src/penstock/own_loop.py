@@ -72,7 +72,7 @@ class _Open:
 def session(
     config: RunConfig | str | Path | None = None, *settings: str, make_moe: MakeLayer | None = None
 ) -> Iterator[Session]:
-    """Join the processes that torchrun or Slurm has started, or run alone, and build the model of `config`.
+    """Join the processes that a launcher has started, or run alone, and build the model of `config`.
 
     With plan.mode = "auto" the cluster is measured and a plan searched for before the body runs; unlike
     `penstock train`, which watches its steps, a loop of one's own keeps that plan. All ranks enter together

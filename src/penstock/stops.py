@@ -243,8 +243,9 @@ def die_with_parent(parent: int) -> Callable[[], None] | None:
 
 
 def speaks() -> bool:
-    """Tell whether this process speaks for all ranks, by what torchrun, Slurm or Penstock has left."""
-    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
+    """Tell whether this process speaks for all ranks, by what torchrun, mpirun, Slurm or Penstock has left."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    return next(filter(None, map(os.environ.get, names)), "0") == "0"
 
 
 STOPS = Stops()

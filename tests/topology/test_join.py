@@ -26,6 +26,8 @@ from tests.support.runs import refused, write_config
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
 OTHERS = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "PENSTOCK_LAUNCHED", "SLURM_STEP_NUM_TASKS")
 CPU = torch.device("cpu")
 
@@ -120,6 +122,11 @@ def free_port() -> int:
             SLURM | {"ENVIRONMENT": "BATCH", "SLURM_STEP_ID": "0"},
             ProcessInfo(rank=3, world_size=4, local_rank=1, launcher="slurm"),
         ),
+        # mpirun, whose own daemons may be the step; and a program that it has started alone.
+        (SLURM | OPEN_MPI, ProcessInfo(rank=1, world_size=2, local_rank=1, launcher="mpirun")),
+        (MPICH, ProcessInfo(rank=1, world_size=2, local_rank=0, launcher="mpirun")),
+        (MPICH | TORCHRUN, ProcessInfo(rank=1, world_size=4, local_rank=0, launcher="torchrun")),
+        (MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
         # salloc without srun describes a job but starts nothing.
         ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, None),
     ],
@@ -373,12 +380,21 @@ def test_two_processes_of_torchrun(worker: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_tasks_of_slurm(worker: Path) -> None:
-    shared = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
-    tasks = [shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+@pytest.mark.parametrize(
+    ("launcher", "shared", "rank", "place"),
+    [
+        ("slurm", {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost"}, "SLURM_PROCID", "SLURM_LOCALID"),
+        ("mpirun", {"PMI_SIZE": "2", "MASTER_ADDR": "localhost"}, "PMI_RANK", "MPI_LOCALRANKID"),
+    ],
+)
+def test_two_tasks_of_others(
+    worker: Path, launcher: str, shared: dict[str, str], rank: str, place: str
+) -> None:
+    shared = {**shared, "MASTER_PORT": str(free_port())}
+    tasks = [shared | {rank: str(number), place: str(number)} for number in range(2)]
     done = run_forked(2, program=str(worker), environs=tasks)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["slurm 0 0 3 1", "slurm 1 1 3 1"]
+    assert sorted(done.stdout.splitlines()) == [f"{launcher} 0 0 3 1", f"{launcher} 1 1 3 1"]
 
 
 def test_a_group_does_not_read_what_one_before_has_left(clean: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def parallelize(
     `backward` every gradient, summed over ranks: DistributedDataParallel is not needed, and refused.
     Everything else works as before: logits in evaluation (`model.eval()`), `generate`, `save_pretrained`,
     which all ranks call together. `model.device_mesh` has all dimensions of the layout. Joins processes that
-    torchrun or Slurm has started, once.
+    torchrun, srun or mpirun has started, once.
 
     Args:
         model: A causal language model of transformers 5, whole and equal on every rank, or a model of peft

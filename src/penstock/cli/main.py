@@ -107,7 +107,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "train",
         help="train a model",
         description="Trains the model that CONFIG describes. Starts local processes, or joins those that "
-        "torchrun or Slurm started.",
+        "torchrun, srun or mpirun started.",
         epilog="Examples: penstock train configs/tiny.toml optimizer.lr=1e-3 train.steps=50; with tensor "
         "parallelism and sharded experts: penstock train configs/tiny.toml parallel.tp_size=2 "
         "parallel.etp_size=2. --help-settings SECTION says what the settings of a section mean, such as moe.",

@@ -1,4 +1,4 @@
-"""How this process finds the others: alone, or started by torchrun, by Slurm's srun, or by Penstock itself.
+"""How this process finds the others: alone, or started by torchrun, mpirun, Slurm's srun, or Penstock itself.
 
 `detect` finds out who started this process, `join` connects, `leave` disconnects. Launchers pass this only in
 environment variables, which are read here and nowhere else.
@@ -65,7 +65,13 @@ _CHANGES: Final = ExitStack()
 MOST_DIGITS = 9
 POLL_S: Final = 0.005
 """How often rank 0 looks who has come."""
-Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
+Launcher = Literal["alone", "torchrun", "mpirun", "slurm", "penstock"]
+
+MPIRUN: Final = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+"""What Open MPI, and MPICH and Intel MPI, call a process's rank, the number of ranks, and its rank in a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +104,9 @@ def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
     if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         launcher: Launcher = "penstock" if environ.get("PENSTOCK_LAUNCHED") else "torchrun"
         return _identity(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", launcher)
+    for names in MPIRUN:  # before Slurm, whose step may be one of mpirun's own daemons
+        if all(map(environ.get, names)) and _whole(environ, names[1]) > 1:
+            return _identity(environ, *names, "mpirun")
     # A batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS, yet is one process: it has no step id.
     is_script = environ.get("ENVIRONMENT") == "BATCH" and not environ.get("SLURM_STEP_ID")
     # The step's own count comes first, since a step may be part of its job.
@@ -150,10 +159,10 @@ def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, i
     """
     if info.launcher == "slurm":
         environ = {**environ, **rendezvous_env(environ)}
-    address, port = environ.get("MASTER_ADDR"), _whole(environ, "MASTER_PORT")
-    if not address:
+    if not (address := environ.get("MASTER_ADDR")):
         hint = "Set it to the host of rank 0, or start with torchrun, which does."
         raise ConfigError("MASTER_ADDR", UNSET, "is not set, so the ranks cannot find each other", hint)
+    port = _whole(environ, "MASTER_PORT")
     if not 0 < port < 2**16:
         hint = "Use a free port such as 29500."
         raise ConfigError("MASTER_PORT", port, "must be between 1 and 65535", hint)
