@@ -8,6 +8,7 @@ import logging
 import os
 import pty
 import re
+import resource
 import struct
 import sys
 import termios
@@ -248,3 +249,17 @@ def test_a_file_that_cannot_be_written_is_named_once_and_ends_nothing(
     assert len(warnings) == 1 and str(tmp_path / "logs" / "rank-00000.log") in warnings[0]
     assert [line for line in shown if line not in warnings] == ["line 0", "line 1", "line 2"]
     assert (tmp_path / "mine").read_text() == "as it was"
+
+
+def test_a_full_disk_ends_the_file_and_nothing_else(tmp_path: Path, shown: list[str]) -> None:
+    """A limit on the size of files stands for the disk."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with RankLog(0) as log:
+            log.open(tmp_path)
+            logger.info("first")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))
+            logger.info("x" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert [line[:9] for line in shown] == ["first", "x" * 9, "warning: "]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final, Self, TextIO
@@ -138,4 +138,6 @@ class _LogFile(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name that logging calls
         del record
         self._lost = True
+        with suppress(OSError):  # what waits to be written fails again
+            self.close()
         PACKAGE.warning(f"{self.path} cannot be written, and gets no more lines: {sys.exc_info()[1]}")
