@@ -155,9 +155,9 @@ def test_an_unreadable_folder_is_an_error_and_not_skipped(
         load_corpus(DataConfig(path=str(tmp_path)))
 
 
-@pytest.mark.parametrize("place", ["/dev/zero", "pipe", "folder/pipe.txt", "socket"])
+@pytest.mark.parametrize("place", ["/dev/zero", "pipe", "folder/pipe.txt", "socket", "folder/link.jsonl"])
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, place: str) -> None:
-    """A pipe has no writer here, and /dev/zero no end."""
+    """A pipe has no writer here, /dev/zero no end, and the link leads nowhere."""
     path = tmp_path / place
     path.parent.mkdir(exist_ok=True)
     if place == "socket":
@@ -165,10 +165,12 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, place: str) -> None:
             server.bind(str(path))
     elif "pipe" in place:
         os.mkfifo(path)
+    elif "link" in place:
+        path.symlink_to("nowhere")
     with pytest.raises(ConfigError, match=r"not a file|cannot be read") as caught:
         load_corpus(DataConfig(path=str(path.parent if path.parent.name == "folder" else path)))
     assert caught.value.key == "path" and caught.value.hint
-    assert place.rpartition("/")[2] in caught.value.why
+    assert place.rpartition("/")[2] in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["a\0b", "~nobody-of-that-name/text", "x" * 5000, "/proc/self/mem/x"])

@@ -323,12 +323,14 @@ def test_two_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
-    work = preparation(write_inputs(tmp_path / "in"))
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(("change", "why"), [("write", "has changed while it was read"), ("remove", "c.txt")])
+def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path, change: str, why: str) -> None:
+    work, file = preparation(write_inputs(tmp_path / "in")), tmp_path / "in" / "c.txt"
     going = work.run(tmp_path / "out")
     next(going)
-    (tmp_path / "in" / "c.txt").write_text("other")
-    with pytest.raises(TextError, match="has changed while it was read"):
+    file.write_text("other") if change == "write" else file.unlink()
+    with pytest.raises(TextError, match=why):
         list(going)
     assert not (tmp_path / "out" / WHOLE).exists()
 

@@ -95,11 +95,8 @@ def run_prepare(options: argparse.Namespace) -> int:
         say(str(error))
         return FAILED
     except OSError as error:
-        file = Path(error.filename or folder)  # inputs are files, too
-        ours = file == folder or folder in (*file.parents, *folder.parents)
-        problem = f"{folder} cannot be written" if ours else f"{file} cannot be read"
         hint = "Once that is mended, run the same command again: it goes on."
-        say(f"{problem} ({error.strerror}). {hint}")
+        say(f"{folder} cannot be written ({error.strerror}). {hint}")
         return FAILED
     STOPS.finish(0)
     _tell(read_record(folder / WHOLE), folder, json_wanted=options.json)

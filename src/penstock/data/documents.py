@@ -59,16 +59,19 @@ def pieces(files: Sequence[Path], field: str, start: Position) -> Iterator[Piece
         field: Name of the field with the text, in files that have fields.
 
     Raises:
-        TextError: For content that cannot be used, naming file and place.
+        TextError: For content that cannot be read or used, naming file and place.
     """
     for number in range(start.file, len(files)):
         file, at = files[number], start.at if number == start.file else 0
-        if is_table(file, PARQUET):
-            yield from _parquet(file, number, field, at)
-        elif is_table(file, JSON_LINES):
-            yield from _json_lines(file, number, field, at)
-        else:
-            yield from _text(file, number, at)
+        try:
+            if is_table(file, PARQUET):
+                yield from _parquet(file, number, field, at)
+            elif is_table(file, JSON_LINES):
+                yield from _json_lines(file, number, field, at)
+            else:
+                yield from _text(file, number, at)
+        except OSError as error:
+            raise TextError(f"cannot read {file} any more: {error.strerror}") from error
 
 
 def check_readable(file: Path, field: str) -> None:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from penstock.config import ConfigError
 from penstock.data.documents import Piece, check_readable, pieces
-from penstock.data.files import TextError
+from penstock.data.files import HINT, TextError
 from penstock.data.tokenizer import Tokenizer, as_array
 from penstock.data.tokens import (
     BLOCK_BYTES,
@@ -144,10 +144,16 @@ class Preparation:
 
     @property
     def made_from(self) -> str:
-        """Digest of everything on which the tokens depend; files by name, size and time of last change."""
+        """Digest of everything on which the tokens depend; files by name, size and time of last change.
+
+        Raises ConfigError about `path` for a file that is not there, such as one to which a link leads.
+        """
         facts = [self.field, self.tokenizer.digest, self.tokenizer.end, self.shard_tokens]
         for file in self.files:
-            status = file.stat()
+            try:
+                status = file.stat()
+            except OSError as error:
+                raise ConfigError("path", str(file), f"cannot be read ({error.strerror})", HINT) from error
             facts += [str(file.resolve()), status.st_size, status.st_mtime_ns]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
