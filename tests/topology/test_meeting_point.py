@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -90,6 +92,26 @@ def test_nothing_at_the_port_is_told_apart(meeting_at: pytest.MonkeyPatch) -> No
     meeting_at.setenv("MASTER_PORT", "")
     port = free_port()
     assert "no program listens" in refusal(port) and look_at("127.0.0.1", port).kind == "refused"
+
+
+ENDING = """
+import sys, time
+from penstock.topology.meeting_point import open_store
+class Last:
+    def __del__(self):
+        time.sleep(3)  # whatever still runs finds that Python ends
+last = Last()
+try:
+    open_store("127.0.0.1", int(sys.argv[1]), 0.5)
+except RuntimeError:
+    sys.exit(7)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_join_ends_with_its_own_code() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING, str(free_port())], check=False, capture_output=True)
+    assert done.returncode == 7, done.stderr
 
 
 @pytest.mark.slow

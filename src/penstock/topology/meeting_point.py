@@ -12,6 +12,7 @@ import platform
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,7 +34,8 @@ SIOCGIFADDR: Final = 0x8915  # from <linux/sockios.h>
 
 LOOK_S: Final = 2.0
 """Seconds that a connection may take, to find out what is at an address."""
-
+LOOK_AGAIN_S: Final = 0.1
+"""Seconds between two looks at an address where nothing is yet."""
 
 SPARE_S: Final = 1.0
 """Seconds after a timeout in which torch may say itself what it has waited for."""
@@ -77,6 +79,9 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 def open_store(host: str, port: int, timeout_s: float, *, serves: bool = False) -> TCPStore:
     """Return the store at an address, without waiting for other ranks.
 
+    A thread in which torch still tries to connect aborts the process when Python ends. So torch is asked when
+    something answers at the address; to serve there, when its name resolves.
+
     Args:
         timeout_s: Limit in seconds, also of every later wait for a key.
         serves: Whether this process keeps the store.
@@ -84,8 +89,14 @@ def open_store(host: str, port: int, timeout_s: float, *, serves: bool = False) 
     Raises:
         RuntimeError: The store cannot be opened in time.
     """
+    until_s = time.monotonic() + timeout_s
+    wanted = {"accepts", "refused", "unreachable"} if serves else {"accepts"}
+    while look_at(host, port, timeout_s).kind not in wanted:
+        if time.monotonic() >= until_s:
+            raise dist.DistStoreError(f"nothing answers within {timeout_s:g} s")
+        time.sleep(LOOK_AGAIN_S)
     return within(
-        timeout_s,
+        max(0.0, until_s - time.monotonic()) + SPARE_S,
         lambda: TCPStore(
             host,
             port,
@@ -114,14 +125,14 @@ class Look:
     why: str = ""
 
 
-def look_at(host: str, port: int) -> Look:
-    """Find out what is at an address, within `LOOK_S` and the time that the name takes to resolve."""
+def look_at(host: str, port: int, most_s: float = LOOK_S) -> Look:
+    """Find out what is at an address, within `LOOK_S` or less, and the time that a name takes to resolve."""
     try:
         ip = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         return Look("unresolved", why=error.strerror or str(error))
     try:
-        with socket.create_connection((ip, port), timeout=LOOK_S):
+        with socket.create_connection((host, port), timeout=min(LOOK_S, most_s)):
             return Look("accepts", ip)
     except ConnectionRefusedError as error:
         return Look("refused", ip, str(error.strerror))
