@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.checkpoint.folder import digest_of, write_sums
 from penstock.config import ConfigError
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.qwen3_moe import sections_of
@@ -82,6 +84,18 @@ def test_ranks_begin_with_the_same_files_or_not_at_all(ranks: Pools, folder: Pat
     first, second = ranks(2).run(begun_by, case, [folder, tmp_path])
     assert first.startswith("model.config = ") and "on rank 1 no weights" in first
     assert "on rank 1 no weights" in second
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    digests = {path.name: digest_of(path) for path in changed.glob("*.safetensors")}
+    write_sums(changed, digests)
+    assert ranks(2).run(begun_by, case, [changed, changed]) == ["", ""]
+    for name in sorted(digests)[:2]:  # one for each rank to find
+        data = bytearray((changed / name).read_bytes())
+        data[-1] ^= 1
+        (changed / name).write_bytes(data)
+        errors = ranks(2).run(begun_by, case, [changed, changed])
+        assert all(f"{name} has changed since it was written" in each for each in errors), errors
+        data[-1] ^= 1
+        (changed / name).write_bytes(data)
     (tmp_path / "model.safetensors").write_text("nothing")
     broken = ranks(2).run(begun_by, case, [tmp_path, tmp_path])
     assert all("cannot be read" in each for each in broken)

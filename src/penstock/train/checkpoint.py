@@ -30,6 +30,7 @@ from penstock.checkpoint.folder import (
     compare,
     complete,
     complete_checkpoints,
+    is_complete,
     model_files,
     read_sums,
     set_aside,
@@ -369,7 +370,8 @@ def same_files(path: Path, control: Control) -> list[str]:
     """Return the files with the weights in `model.config`, the same on all ranks, which call it together.
 
     Raises:
-        ConfigError: On all ranks, if one cannot read them, or has other files than rank 0.
+        ConfigError: On all ranks, if one cannot read them, has other files than rank 0, or finds one damaged
+            (each compares a share of those that a run has written with their checksums).
     """
     own_files = control.agreed(lambda: files_of(path), READING)
     everyone = control.gather(own_files, READING)
@@ -377,7 +379,18 @@ def same_files(path: Path, control: Control) -> list[str]:
         if files != everyone[0]:
             why = f"holds {everyone[0] or 'no weights'} on rank 0, and on rank {rank} {files or 'no weights'}"
             raise ConfigError("model.config", str(path), why, "Give all machines the same folder.")
+    control.agreed(lambda: _check_sums(path, own_files[control.rank :: control.world_size]), READING)
     return own_files
+
+
+def _check_sums(path: Path, files: list[str]) -> None:
+    """Raise ConfigError for a file that has changed since a run wrote it; others leave no checksums."""
+    if is_complete(path):
+        try:
+            digests = read_sums(path)
+            compare(path, digests, filter(digests.__contains__, files))
+        except DamagedError as error:
+            raise ConfigError("model.config", str(path), f"its weights are damaged: {error}", COPY) from error
 
 
 def read_weights(decoder: MoEDecoder, folder: Path) -> None:
