@@ -3,11 +3,12 @@
 import os
 import sys
 
-from penstock.stops import STOPS
+from penstock.stops import STOPS, replace_closed
 
 
 def main() -> int:
     """Run the command that the words on the command line name; return its exit code."""
+    replace_closed()
     STOPS.hear()
     # torch would print C++ frames when the store goes with its rank, beside the line that says what happened.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -213,6 +213,18 @@ def leave_lost_terminal() -> None:
                 mute(descriptor)
 
 
+def replace_closed() -> None:
+    """Put the null device in the place of standard files that are closed.
+
+    Otherwise a file that is opened gets the number of one, and what is printed is written into it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
 def mute(descriptor: int) -> None:
     """Write to nowhere what would be written to an open file."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -243,7 +255,7 @@ def die_with_parent(parent: int) -> Callable[[], None] | None:
 
 
 def speaks() -> bool:
-    """Tell whether this process speaks for all ranks, by what torchrun, mpirun, Slurm or Penstock has left."""
+    """Tell whether this process speaks for all ranks, by what its launcher has left."""
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     return next(filter(None, map(os.environ.get, names)), "0") == "0"
 

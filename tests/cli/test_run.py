@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import warnings
@@ -158,3 +159,10 @@ def test_a_full_disk_under_the_output_is_said_in_one_line(words: tuple[str, ...]
         )
     assert done.returncode == 1
     assert done.stderr.startswith("penstock: standard output") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
+def test_a_closed_output_is_no_failure(tmp_path: Path, closed: str) -> None:
+    line = f"{shlex.join(command('config', 'show', write_config(tmp_path)))} {closed}"
+    assert subprocess.run(["sh", "-c", line], env=clean_environ(), check=False).returncode == 0

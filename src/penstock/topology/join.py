@@ -71,7 +71,7 @@ MPIRUN: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
-"""What Open MPI, and MPICH and Intel MPI, call a process's rank, the number of ranks, and its rank in a node."""
+"""What Open MPI, and MPICH and Intel MPI, call a process's rank, the number of ranks, its rank in a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
