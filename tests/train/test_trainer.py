@@ -185,6 +185,12 @@ def test_only_some_steps_measure_their_tasks(cards: Pools, tmp_path: Path) -> No
 # ---- what a run leaves -------------------------------------------------------------------------------------
 
 
+def test_rank_0_reads_the_text_whatever_its_number_in_its_node(tmp_path: Path) -> None:
+    config = load(RunConfig, write_config(tmp_path), ["parallel.processes=1", "train.steps=1"])
+    Trainer(config, replace(ALONE, local_rank=1), CPU, Autotuner, quiet=True).run()
+    assert len(metrics(tmp_path)) == 1
+
+
 def test_every_step_has_its_line(tmp_path: Path) -> None:
     summary = run(tmp_path)
     found = metrics(tmp_path)

@@ -111,7 +111,8 @@ class Trainer:
         config = make_pilot.layout(on_device(config, device), ranks, self.resumption)
         self.layout = self._checked_layout(config, ranks)
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
-        self.source = open_source(config, self.layout, control, scans=info.local_rank == 0)
+        scans = self.leader or info.local_rank == 0  # a launcher may number a node's ranks in another order
+        self.source = open_source(config, self.layout, control, scans=scans)
         self.batches = ReadAhead(self.source.stream, device)
         self.pilot = pilot = make_pilot(config, machinery, self.resumption)
         config = pilot.config
