@@ -71,7 +71,7 @@ def pieces(files: Sequence[Path], field: str, start: Position) -> Iterator[Piece
             else:
                 yield from _text(file, number, at)
         except OSError as error:
-            raise TextError(f"cannot read {file} any more: {error.strerror}") from error
+            raise TextError(f"cannot read {file} any more: {error.strerror or error}") from error
 
 
 def check_readable(file: Path, field: str) -> None:
