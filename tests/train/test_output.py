@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -120,6 +121,23 @@ def test_a_held_folder_is_refused_and_free_afterwards(tmp_path: Path, keep: bool
         assert not (tmp_path / "run.1").exists()
     with OutputFolder(folder, keep=keep) as output:
         assert (output.moved_to is None) is keep
+
+
+def test_where_there_are_no_locks_a_run_goes_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on Lustre that is mounted without them."""
+
+    def unknown(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    for _ in range(2):
+        check_output(tmp_path / "run", keep=False)
+        with OutputFolder(tmp_path / "run", keep=False) as output:
+            leave_run(tmp_path / "run")
+            assert not output.is_lost
+    assert (tmp_path / "run.1" / "notes.txt").exists() and "no locks" in caplog.text
 
 
 def test_no_other_start_comes_in_while_a_run_is_moved_aside(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from typing import BinaryIO, Protocol
 from penstock.config import ConfigError, asked, is_missing, read_text
 from penstock.config.files import MOST_TOML_BYTES
 from penstock.writing import free_name, leads_to, open_lock, remove_drafts, try_to_write, write_whole
+
+logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 MARKS = ("metrics.jsonl", "checkpoints", "trace.json")
@@ -35,6 +38,8 @@ CONFIG = "config.toml"
 
 CHOOSE = "Choose a path that you can write to."
 TRY_AGAIN_S = 0.01
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Error numbers of file systems that do not know locks."""
 
 
 def check_output(path: Path, *, keep: bool) -> None:
@@ -243,18 +248,24 @@ class OutputFolder:
 
 def _is_shared(lock: BinaryIO) -> bool:
     """Tell whether no run holds the lock, which is tried in common with others that try it."""
-    if not _is_taken(lock, fcntl.LOCK_SH):
-        return False
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    return True
+    return _is_taken(lock, fcntl.LOCK_SH) and _is_taken(lock, fcntl.LOCK_UN)
 
 
 def _is_taken(lock: BinaryIO, kind: int) -> bool:
-    """Take the lock unless another process has it, and tell whether that went well."""
+    """Take the lock unless another process has it, and tell whether that went well.
+
+    Where there are no locks, as on Lustre that is mounted without `flock`, a run goes on, with a warning.
+    """
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        if kind == fcntl.LOCK_EX:
+            why = f"its file system has no locks ({error.strerror})"
+            logger.warning(f"nothing keeps another run out of output.dir: {why}")
     return True
 
 
