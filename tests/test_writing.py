@@ -12,6 +12,7 @@ from penstock.writing import (
     Draft,
     LineFile,
     exchange,
+    make_durable,
     open_lock,
     remove_drafts,
     replacing,
@@ -86,6 +87,11 @@ def test_a_disk_without_room_changes_nothing(tmp_path: Path, other: Path) -> Non
         draft.settle()
     draft.discard()
     assert other.read_text() == "mine" and names_in(tmp_path) == {"other"}
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no folder without fsync")
+def test_a_folder_that_cannot_be_waited_for_is_no_error() -> None:
+    make_durable(Path("/proc"))
 
 
 def test_two_that_write_at_once_do_not_mix(tmp_path: Path) -> None:

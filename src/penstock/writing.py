@@ -242,10 +242,16 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def make_durable(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk: a power cut may undo what is not."""
+    """Wait until a file, or the names in a folder, are on the disk: a power cut may undo what is not.
+
+    Some file systems, such as shares of SMB, have no such wait for folders.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 
