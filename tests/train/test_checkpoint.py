@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import Tensor
 from penstock.checkpoint import folder
 from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, read_sums, write_sums
 from penstock.checkpoint.storage import CheckpointError, DamagedCheckpointError
-from penstock.config import ConfigError, HintWarning
+from penstock.config import ConfigError
 from penstock.device import Cpu, using
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.optimizer import build_adamw, initialise_state
@@ -332,19 +333,22 @@ def test_a_save_whose_folder_is_taken_away_saves_nothing(tmp_path: Path) -> None
     assert gone is not None and not gone.exists() and complete_checkpoints(tmp_path) == []
 
 
-def test_older_checkpoints_that_cannot_be_removed_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_older_checkpoint_that_cannot_be_removed_is_told_and_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = trained(0, CASE, tmp_path, keep=1)
-    run.save(2)
+    """As one in a lower layer of a container's file system, which cannot be renamed there."""
+    run, hide = trained(0, CASE, tmp_path, keep=1), folder._hide
 
     def busy(path: Path) -> None:
-        raise OSError(16, "Device or resource busy", str(path))
+        if path.name == "step-00000002":
+            raise OSError(16, "Device or resource busy", str(path))
+        hide(path)
 
     monkeypatch.setattr(folder, "_hide", busy)
-    with pytest.warns(HintWarning, match=r"step-00000003 is saved, and then .*busy"):
-        assert run.save(3).name == "step-00000003"
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+    for step in (2, 3, 4):
+        run.save(step)
+    assert re.search(r"step-00000004 is saved, and then .*busy", caplog.text)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]
 
 
 def test_what_a_killed_save_has_left_goes(tmp_path: Path) -> None:

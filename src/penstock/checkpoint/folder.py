@@ -8,19 +8,21 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.config import UNSET, ConfigError, HintWarning, read_json
+from penstock.config import UNSET, ConfigError, read_json
 from penstock.writing import UNFINISHED, free_name, make_durable, remove_tree, write_whole
+
+logger = logging.getLogger(__name__)
 
 ONE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -297,18 +299,27 @@ def complete(work: Path, final: Path, record: Record, digests: Mapping[str, str]
     try:
         _name(work, final)
         checkpoints = complete_checkpoints(final.parent)
-        for old in checkpoints:
-            superseded = old in checkpoints[:-keep] or step_of(old) == record.step
-            if superseded and old != final:  # the only one that is known to be whole
-                _hide(old)
-        for broken in final.parent.glob(f"{UNFINISHED}*"):
-            remove_tree(broken)
     except OSError as error:
         if os.path.lexists(work):
             raise
-        warnings.warn(
-            f"{final} is saved, and then removing older ones failed: {error}", HintWarning, stacklevel=2
-        )
+        failures = [error]
+    else:
+        old = [p for p in checkpoints if p in checkpoints[:-keep] or step_of(p) == record.step]
+        failures = _failures(_hide, (p for p in old if p != final))  # the only one that is known to be whole
+        failures += _failures(remove_tree, final.parent.glob(f"{UNFINISHED}*"))
+    if failures:
+        logger.warning(f"{final} is saved, and then removing older ones failed: {failures[0]}")
+
+
+def _failures(work: Callable[[Path], object], paths: Iterable[Path]) -> list[OSError]:
+    """Do the work on every path, also after one on which it has failed; return the errors."""
+    errors = []
+    for path in paths:
+        try:
+            work(path)
+        except OSError as error:
+            errors.append(error)
+    return errors
 
 
 def _name(work: Path, final: Path) -> None:
