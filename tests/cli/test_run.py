@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -166,3 +167,16 @@ def test_a_full_disk_under_the_output_is_said_in_one_line(words: tuple[str, ...]
 def test_a_closed_output_is_no_failure(tmp_path: Path, closed: str) -> None:
     line = f"{shlex.join(command('config', 'show', write_config(tmp_path)))} {closed}"
     assert subprocess.run(["sh", "-c", line], env=clean_environ(), check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("list",), ("schedule", "flowmoe")])
+def test_a_reader_that_goes_is_no_failure(words: tuple[str, ...]) -> None:
+    """As `head` when it has its lines."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command(*words), stdout=writer, stderr=subprocess.PIPE, env=clean_environ(), check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -61,9 +61,11 @@ def print_list(what: str | None, *, json_wanted: bool) -> int:
         print(json.dumps(tables))
         return 0
     console = Console(width=terminal_width(), highlight=False)
-    for name, rows in tables.items():
-        console.print(f"{name.capitalize()}: {TAKEN_BY[name]}", style="bold")
-        console.print(_table(rows, console.width))
+    with console.capture() as captured:  # it would end the command where a pipe has no reader
+        for name, rows in tables.items():
+            console.print(f"{name.capitalize()}: {TAKEN_BY[name]}", style="bold")
+            console.print(_table(rows, console.width))
+    print(captured.get(), end="")
     return 0
 
 
