@@ -162,3 +162,22 @@ def statistics_by_rank(rank: int, world: int) -> None:
 
 def test_statistics_of_a_ranks_own_samples_may_differ(ranks: Pools) -> None:
     ranks(2).run(statistics_by_rank, 2)
+
+
+def compare_parts(rank: int, world: int) -> None:
+    """Ranks that share attention compare nothing of which each has a part: before a step, and in a copy."""
+    del rank
+    model = penstock.parallelize(
+        small("mixtral", vocab_size=64), tp_size=world, ep_size=world, plan="flowmoe"
+    )
+    stack = engine_of(model).stack
+    stack.compare_values()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine_of(model).warn_if_different()
+    model(**Batch().inputs()).loss.backward()
+    stack.compare_values()
+
+
+def test_parts_of_ranks_that_share_are_not_compared(ranks: Pools) -> None:
+    ranks(2).run(compare_parts, 2)

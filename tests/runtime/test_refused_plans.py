@@ -20,8 +20,8 @@ from penstock.topology import Layout as Place
 from penstock.train.assemble import first_plan
 from tests.support.cases import GATES, ORDERS, ROUTINGS, hosting_case
 from tests.support.close import check_close
-from tests.support.layouts import FORMS, Layout
-from tests.support.parity import own_batch
+from tests.support.layouts import FORMS, Layout, tiny_case
+from tests.support.parity import own_batch, stack_of
 from tests.support.ranks import Pools
 from tests.support.replicas import RandomReplicas, replicate_randomly, stack_with_replicas
 from tests.support.searching import short_search
@@ -50,6 +50,26 @@ def step_after_a_refusal(rank: int, experts: ExpertMoves) -> None:
     check_close(loss.detach(), before, 1e-12, "loss")
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in stack.parameters() if p.grad is not None)
+
+
+def test_a_plan_without_gradients_of_a_layer_is_refused_at_every_step() -> None:
+    """One of when that layer was frozen; a second try would train with gradients that nobody sums."""
+    case = tiny_case(1)
+    stack, batch = stack_of(0, case), own_batch(0, case)
+    whole, last = stack.plan, len(stack.parts.parts) - 1
+    stack.requires_grad_(False)
+    for parameter in stack.parts.replicated_parameters(last):
+        parameter.requires_grad_()
+    frozen = stack.replan()
+    stack.requires_grad_()
+    stack.replan()
+    stack(*batch).backward()
+    stack.adopt(frozen)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="layer 0"):
+            stack(*batch)
+    stack.adopt(whole)
+    stack(*batch).backward()
 
 
 @pytest.mark.parametrize("experts", ["none", "planned"])

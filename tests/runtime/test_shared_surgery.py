@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from penstock.step.shape import TokenLayout
 from tests.runtime.test_surgery import CASE
 from tests.support.close import check_close
 from tests.support.joining import joined
-from tests.support.parity import Case, stack_of
+from tests.support.parity import Case, own_batch, stack_of
 from tests.support.ranks import Pools
 from tests.support.surgery import operated, operated_before, refused, run
 
@@ -50,6 +51,19 @@ def test_what_leaves_parts_as_they_are_is_taken_up(ranks: Pools, name: str) -> N
 def test_what_does_not_is_refused_on_all_ranks(ranks: Pools, name: str, words: str) -> None:
     for text in ranks(2).run(refused, SHARED, name):
         assert words in text and "Keep its name and shape" in text
+
+
+def compared(rank: int, case: Case) -> None:
+    """Compare values before a step, after it, and those of a copy."""
+    stack = stack_of(rank, case)
+    stack.compare_values()
+    stack(*own_batch(rank, case)).backward()
+    stack.compare_values()
+    copy.deepcopy(stack).compare_values()
+
+
+def test_parts_are_compared_by_none_of_those_that_have_others(ranks: Pools) -> None:
+    ranks(2).run(compared, SHARED)
 
 
 # ---- what a plan covers ------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock import expert_parameters
 from penstock.runtime import PipelinedStack, TaskError
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
@@ -62,6 +63,20 @@ def test_expert_parameters_are_marked() -> None:
     stack = stack_of(0, case_of())
     for name, parameter in stack.named_parameters():
         assert getattr(parameter, "allreduce", True) is (".experts." not in name), name
+
+
+def test_expert_parameters_are_found_at_any_time() -> None:
+    """Before the first step, and when others have taken their place."""
+    stack = stack_of(0, case_of())
+    experts = [part.moe.experts for part in stack.parts.parts if part.moe is not None]
+    held = {parameter for each in experts for parameter in each.parameters()}
+    assert expert_parameters(stack) == expert_parameters(stack.model) == held != set()
+    stack(*batch_of(case_of())).backward()
+    for each in experts:
+        for name, parameter in list(each.named_parameters(recurse=False)):
+            setattr(each, name, nn.Parameter(parameter.detach().clone()))
+    others = {parameter for each in experts for parameter in each.parameters()}
+    assert expert_parameters(stack) == others and not others & held
 
 
 @pytest.mark.every_value

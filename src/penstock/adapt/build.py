@@ -99,15 +99,19 @@ def parallelize(
         etp_size: Number of ranks that share every expert, each a part of its width; None = 1.
         mesh: What says these sizes in their place: a DeviceMesh of all ranks with names as ("dp", "ep"),
             several, or groups by name (docs/parallelism.md).
-        plan: "auto" measures the cluster at the first step and searches; else a schedule or a decision.
+        plan: "auto" measures the cluster at the first step and searches; else the name of a schedule, or a
+            decision.
         ep_plan: Which modules hold experts, as transformers says; None = as its family or configuration says.
         ranks_per_node, timeout_s, transport: See ParallelConfig.
         bound_factor: See MoEConfig.
-        updating: How steps sum gradients in shares, for a `ShardedAdamW` of `penstock.adapt.stack_of`.
-        gradient_reduction: Of gradients of a loss that the caller makes of logits, see docs/hugging-face.md.
+        updating: How steps sum gradients in shares, for a `ShardedAdamW` of `penstock.adapt.stack_of`; None =
+            any optimiser updates parameters.
+        gradient_reduction: Whether gradients of a loss that the caller makes of logits are averaged over
+            ranks or summed, see docs/hugging-face.md.
 
     Returns:
-        The model, in training mode, with its class, modules and names, and of experts with this rank's share.
+        The model, in training mode. It keeps its class, its modules and the names of its parameters; of the
+        experts it keeps this rank's share.
 
     Raises:
         ValueError: For a model that cannot be scheduled; it is unchanged then.
@@ -172,7 +176,6 @@ def scheduled(
             machinery.transports.open([(Lane.INTER, Group.EXPERT), (Lane.INTER, Group.SHARDS)])
         if tensor is not None:
             tensor.ranks.open(machinery)
-    stack.mark_experts()
     spread_parts(decoder, machinery)
     passes = Passes(machinery.control, stack.turns)
     for part in decoder.cut_layers:

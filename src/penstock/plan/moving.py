@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Final
 
 from penstock.cost import RoutedCost, routing_sizes
@@ -126,7 +125,10 @@ def weigh(
     _note_what_stays(problem, still.choice, samples, experts)
     most = math.inf if memory_bytes is None else memory_bytes
     alone = [_least(fit) for each in (samples, experts) if (fit := _usable(each.found, most))]
-    both = price(replace(second.choice, samples=first.choice.samples) for first, second in pairwise(alone))
+    both = _Priced()
+    if len(alone) == 2:
+        of_samples, of_experts = (each.choice for each in alone)
+        both = price([replace(of_experts, samples=of_samples.samples)])
     moving = [each for some in (samples, experts, both) for each in _usable(some.found, most)]
     best, fits = _least(moving or [still]), still.memory_bytes <= most
     worth = not fits or best.predicted_s < WORTH * still.predicted_s

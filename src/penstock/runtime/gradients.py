@@ -219,6 +219,8 @@ class Gradients:
         self._known: dict[int, _Known] = {}
         self.taken_up: tuple[str, ...] = ()
         self._in_place = InPlace()
+        # Worked out when asked for: which parameters are parts is marked after this object is made.
+        self._alike: dict[Axes, dict[str, nn.Parameter]] | None = None
         self.prepare()
 
     def holds(self, shape: StepShape) -> bool:
@@ -247,9 +249,9 @@ class Gradients:
         """Make buckets for the model as it is now, and for a plan of this shape; costs a look at new values.
 
         Raises:
-            ValueError: If a change cannot be taken up; it names the parameter.
+            ValueError: If a change cannot be taken up; it names the parameter, also when asked again.
         """
-        self._shape = shape
+        self._shape, self.marks = shape, None
         assigned = self._look()
         replicated, _ = _covered(assigned.replicated, shape.pieces["replicated"], self._names)
         partial, _ = _covered(assigned.partial, shape.pieces["partial"], self._names)
@@ -303,12 +305,14 @@ class Gradients:
 
     def replicated(self) -> list[Replicated]:
         """Return what ranks hold alike: parameters, also frozen ones, buffers, and replicas of experts."""
-        alike = self._alike
-        if not self.snapshot.holds():
+        held = self.snapshot.holds()
+        alike = self._alike if held else None
+        if alike is None:
             alike = self._held_alike(assign(self._parts, self.model, self._shape))
+            self._alike = alike if held else None
         buffers = buffers_of(self.model, self.experts_by_layer, self._device)
         return [
-            Replicated(axes, held, buffers if axes == Group.WORLD else {}) for axes, held in alike.items()
+            Replicated(axes, named, buffers if axes == Group.WORLD else {}) for axes, named in alike.items()
         ]
 
     def _held_alike(self, assigned: Assignment) -> dict[Axes, dict[str, nn.Parameter]]:
@@ -386,7 +390,7 @@ class Gradients:
             for parameter in layer:
                 parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
         self.snapshot, self._names, self._experts = snapshot, names, assigned.experts
-        self._alike = self._held_alike(assigned)
+        self._alike = None
         self._shares = dict.fromkeys(assigned.averaged, 1 / self._layout.tp_size)
         return assigned
 

@@ -572,8 +572,8 @@ def all_reduce(kind: KindName, context: StepContext, task: Task, inputs: Inputs)
     return NOTHING
 
 
-for name, kind in GRADIENT_KINDS.items():
-    handles(kind.reduce, B)(partial(all_reduce, name))
+for _kind in GRADIENT_KINDS:
+    handles(GRADIENT_KINDS[_kind].reduce, B)(partial(all_reduce, _kind))
 
 
 # ---- the handler that gathers the loads of experts. Shapes: P ranks, Y MoE layers, E experts --------------

@@ -163,6 +163,7 @@ class PipelinedStack(nn.Module):
         twice = {key: handler for f in self.features.values() for key, handler in f.twice(HANDLERS).items()}
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent, twice)
         self.bounds = bounds_of(self.moe_layers)
+        self.mark_experts()
         self.plan = self.adopt(make_plan(self.base_shape, self.gradients.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:

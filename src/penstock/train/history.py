@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -362,8 +362,7 @@ def summarise(
     """
     output, layout = config.output, stack.machinery.layout
     first, applied, last = history.first, history.last_applied, history.last
-    typical: dict[str, Any] = {name: history.typical(name) for name in TYPICAL}
-    iteration_s, rank_load = typical.pop("iteration_s"), typical.pop("rank_rows_max_over_mean")
+    typical = {name: value for name in TYPICAL if (value := history.typical(name)) is not None}
     assert first is not None and applied is not None and last is not None, "a run without such a step fails"
     return RunSummary(
         schedule=config.schedule.name,
@@ -376,10 +375,14 @@ def summarise(
         eval_noise=last.eval_noise,
         unit=source.corpora[0].text.unit.removesuffix("s"),
         unigram_entropy=source.unigram_entropy_nats,
+        tokens_per_s=typical["tokens_per_s"],
         whole_tokens_per_s=history.tokens / whole_s,
+        model_flops_utilisation=typical.get("model_flops_utilisation"),
         peak_flops=peak,
-        iteration_s_median=iteration_s,
+        iteration_s_median=typical["iteration_s"],
         overlap_efficiency=analysis.overlap_efficiency,
+        exposed_communication_s=typical["exposed_communication_s"],
+        communication_s=typical["communication_s"],
         processes=layout.world_size,
         tp_size=layout.tp_size,
         etp_size=layout.etp_size,
@@ -396,10 +399,11 @@ def summarise(
         plan=_if_there(output.dir / PLAN_FILE) if config.plan.is_saved else None,
         cluster=_if_there(output.dir / CLUSTER_FILE) if config.plan.is_saved else None,
         skipped_steps=history.skipped,
-        rank_load_max_over_mean=rank_load,
+        rank_load_max_over_mean=typical.get("rank_rows_max_over_mean"),
+        rows_crossing_nodes=typical.get("rows_crossing_nodes"),
+        loads_in_common=typical.get("loads_in_common"),
         loads=_if_there(loads),
         stragglers=analysis.stragglers,
-        **typical,  # the rest of it has the names of these fields
     )
 
 

@@ -56,7 +56,7 @@ def in_line(text: str) -> ClusterFile | None:
         _refuse(text, "nodes and devices must be whole numbers from 1 up, of few digits")
     device, memory_gb = _device(text, match[3])
     given = _options(text, match[4], device)
-    fabric = given.get("fabric", "")
+    fabric, in_float8 = given.get("fabric", ""), "products" in given
     joined = _joined(text, given.get("nvlink", str(per_node)), nodes, per_node)
     if nodes * per_node > joined and "net" not in given:
         _refuse(text, f"no rate joins its {nodes} nodes")
@@ -67,7 +67,8 @@ def in_line(text: str) -> ClusterFile | None:
     of_device = cards >= per_node or joined > per_node  # then each has a card of its own
     peak, shares = device.peak_tflops(device.usual), SHARES[device.architecture]
     assert peak is not None, "its usual precision is one that it has"
-    network = f"{f'{cards} x ' if cards > 1 else ''}{net / 1e9:g} GB/s per node at " if nodes > 1 else ""
+    of_cards = f"{cards} x " if cards > 1 else ""
+    network = "" if nodes == 1 else f"{of_cards}{net / 1e9:g} GB/s per node at "  # as it is understood
     with _refusing(text):
         rates = ClusterConfig(
             flops_per_s=shares.products * peak * 1e12,
@@ -88,13 +89,13 @@ def in_line(text: str) -> ClusterFile | None:
         memory_bytes=usable_bytes(memory_gb),
         device=device.name,
         precision=device.usual,
-        kernels_of="device in float8" if "products" in given else "device",
+        kernels_of="device in float8" if in_float8 else "device",
         source=f"data sheet of {device.name}: {peak:g} TFLOP/s in {device.usual}, {memory_gb} GB, "
         f"{device.memory_gb_per_s:g} GB/s, {device.link} {inside / 1e9:g} GB/s; default efficiency of "
         f"{device.architecture}: {shares.words}, links {100 * LINKS[device.link]:.0f}, "
         f"network {network}{100 * FABRICS[fabric]:.0f} %; nothing measured"
         + f"; products in float8, as Penstock does not compute them: {FLOAT8:g} times as fast"
-        * ("products" in given),
+        * in_float8,
     )
 
 

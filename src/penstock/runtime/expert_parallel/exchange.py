@@ -24,6 +24,7 @@ from penstock.runtime.clip import ExpertRanks, mark_all, ranks_of
 from penstock.runtime.expert_parallel.guard import ExpertGuard
 from penstock.runtime.expert_parallel.optimizers import watch_optimizers
 from penstock.runtime.groups import build_transport
+from penstock.runtime.parts import living_stacks
 from penstock.runtime.transport import HostCounts, Later, Transport, exchange_counts, send_home, send_out
 from penstock.topology import INTER_GROUPS, Control, Layout, ParallelConfig
 from penstock.topology.control import host_group
@@ -247,7 +248,7 @@ def ignore_experts(model: nn.Module) -> nn.Module:
 
     FSDP keeps no list at the model: call this for the replicas, and give FSDP `expert_parameters(model)`.
     """
-    mark_all(model)
+    _mark(model)
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, module in model.named_modules():
         if isinstance(module, MoELayer) and isinstance(module.exchange, ExpertParallel):
@@ -265,8 +266,17 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 
     They also serve as an optimiser's group.
     """
-    mark_all(model)
+    _mark(model)
     return {parameter for parameter in model.parameters() if ranks_of(parameter) is not None}
+
+
+def _mark(model: nn.Module) -> None:
+    """Mark the experts of all layers; a stack marks its own again only before a step."""
+    mark_all(model)
+    inside = set(model.modules())
+    for stack in living_stacks():
+        if stack.model in inside:
+            stack.mark_experts()
 
 
 class _Finish(torch.autograd.Function):
