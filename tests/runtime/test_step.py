@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -88,6 +90,28 @@ def test_a_half_of_a_step_casts_a_parameter_once(recompute: Recompute) -> None:
     assert set(halves[recompute].by_tensor) == {0, 1}
     if recompute == "none":
         assert backward.count == 0
+
+
+# ---- collections of garbage --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("wanted", "fails"), [(True, False), (True, True), (False, False)])
+def test_no_task_collects_garbage(wanted: bool, fails: bool) -> None:
+    """And after a half of a step, also one that fails, Python collects if it did before."""
+    seen: list[bool] = []
+    stack = stack_of(0, CASE)
+    gpt(stack).lm_head.register_forward_hook(lambda *_: seen.append(gc.isenabled()))
+    gpt(stack).lm_head.weight.register_hook(lambda _: boom() if fails else seen.append(gc.isenabled()))
+    try:
+        (gc.enable if wanted else gc.disable)()
+        loss = stack(*batch_of(CASE))
+        assert gc.isenabled() == wanted
+        with pytest.raises(TaskError) if fails else nullcontext():
+            loss.backward()
+        assert gc.isenabled() == wanted
+    finally:
+        gc.enable()
+    assert seen and not any(seen)
 
 
 # ---- a backward pass that fails ----------------------------------------------------------------------------

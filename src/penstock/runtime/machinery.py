@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, Self
@@ -211,7 +212,23 @@ class StackFeature:
         return None
 
 
-# ---- how this process treats memory that was freed --------------------------------------------------------
+# ---- how this process treats memory -----------------------------------------------------------------------
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Put off Python's collections of cyclic garbage to the end of this context.
+
+    What half a step keeps for the other half makes Python look for garbage several times in every step, and
+    now and then at all objects of the process: 0.1 s and more, for which the other ranks wait.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4

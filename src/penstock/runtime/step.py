@@ -34,7 +34,7 @@ from penstock.runtime.handlers import (
     TensorPlace,
     anchor_on,
 )
-from penstock.runtime.machinery import Machinery, StepFeature
+from penstock.runtime.machinery import Machinery, StepFeature, without_collections
 from penstock.runtime.parts import ModelParts, refuse_data_parallel
 from penstock.runtime.statistics import LoadHistory, StatisticsCodec, StepStatistics
 from penstock.schedule import StepPlan
@@ -185,7 +185,7 @@ class Step:
 
     def _run(self) -> None:
         """Run the next half. In backward, too, experts have expert_slots, for what is recomputed."""
-        with computing(self.taken.machinery), ExitStack() as inside:
+        with without_collections(), computing(self.taken.machinery), ExitStack() as inside:
             for feature in self.taken.features:
                 inside.enter_context(feature.applied())
             inside.enter_context(self.bounds.applied())
