@@ -142,6 +142,8 @@ class Stops(ABC):
 def summed(rows_BC: Counts, chunks: int) -> Counts:
     """Return the rows of `chunks` chunks, each a run of as many pieces, [B, chunks]."""
     *blocks, pieces = rows_BC.shape
+    if chunks == pieces:
+        return rows_BC
     cut: Counts = rows_BC.reshape(*blocks, chunks, pieces // chunks).sum(axis=-1)
     return cut
 

@@ -168,6 +168,11 @@ class RouteMaker:
     shards: ShardPlace | None = None
     split: ExactSplit | None = None
 
+    @cached_property
+    def leg_numbers(self) -> Mapping[str, int]:
+        """The place of every leg in the dispatch, by its op."""
+        return {hop.op: number for number, hop in enumerate(self.dispatch.hops)}
+
     @property
     def joins(self) -> bool:
         """Whether blocks of rows are for a node and a set of places in it."""
@@ -195,10 +200,15 @@ class RouteMaker:
         rank, sent_PC, came_PC = self.place.rank, self._rows(sent_PCN), self._rows(received_PCN)
 
         def rows_at(source: Counts, target: Counts) -> Counts:
-            came_BC = came_PC[source] * (target == rank)[:, None]  # of other pairs nothing is known
-            return np.where((source == rank)[:, None], sent_PC[target], came_BC)
+            leaves, comes = source == rank, target == rank
+            if leaves.all():
+                return sent_PC[target]
+            if comes.all():
+                return came_PC[source]
+            # Of other pairs nothing is known.
+            return np.where(leaves[:, None], sent_PC[target], came_PC[source] * comes[:, None])
 
-        return self._routes(sent_PCN, received_PCN, rows_at, degrees)
+        return self._routes(sent_PCN, received_PCN, (sent_PC.T, came_PC.T), rows_at, degrees)
 
     def from_everyone(self, counts_SCX: Counts, degrees: Degrees | None = None) -> Routes:
         """Make routes from the counts of all ranks concerned: by slice, X = N counts per rank, by rank."""
@@ -217,7 +227,8 @@ class RouteMaker:
         if self.joins:
             return self._joined(sent_PCN, received_PCN, degrees)
         rows_at = lambda source, target: self._rows(table_SPCN[source, target])  # noqa: E731
-        return self._routes(sent_PCN, received_PCN, rows_at, degrees)
+        rows = self._rows(sent_PCN).T, self._rows(received_PCN).T
+        return self._routes(sent_PCN, received_PCN, rows, rows_at, degrees)
 
     def _shared(self, shards: ShardPlace, table_SPCN: Counts, degrees: Degrees | None) -> Routes:
         """Make routes where ranks share experts, from what every rank brings to each, [P H, P, C, N]."""
@@ -284,15 +295,23 @@ class RouteMaker:
         return rows
 
     def _routes(
-        self, sent_PCN: Counts, received_PCN: Counts, rows_at: RowsAt, degrees: Degrees | None
+        self,
+        sent_PCN: Counts,
+        received_PCN: Counts,
+        rows: tuple[Counts, Counts],
+        rows_at: RowsAt,
+        degrees: Degrees | None,
     ) -> Routes:
-        """Make routes of rows that are for one rank each."""
+        """Make routes of rows that are for one rank each.
+
+        Args:
+            rows: The rows that leave for every rank and come from it, [C, P] each.
+        """
         slices = sent_PCN.shape[1]
         cuts = _alone(slices, degrees)
         if self.place.ep_size > 1:
             cuts = legs_of(self.dispatch, self.place, rows_at, degrees or (slices,))
         experts = slice(None, -1) if self.row_counts else slice(None)
-        rows = self._rows(sent_PCN).T, self._rows(received_PCN).T
         return Routes(_slices(sent_PCN[..., experts], received_PCN[..., experts], *rows, cuts), cuts)
 
     def _joined(self, sent_PCN: Counts, received_PCN: Counts, degrees: Degrees | None) -> Routes:
