@@ -303,7 +303,10 @@ class Execution:
         finally:
             ACTIVITY.end(task.lane)
         for name, slot in call.writes:
-            values[slot] = outputs[name] if name in outputs else Missing(task, name)
+            try:
+                values[slot] = outputs[name]
+            except KeyError:
+                values[slot] = Missing(task, name)
         for slot in call.frees:
             values[slot] = None
         for slot in call.shared:

@@ -61,7 +61,7 @@ class _Entry(torch.autograd.Function):
         del anchor  # its only use is to make the outputs differentiable
         ctx.caught = caught
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in inputs)
+        return tuple([tensor.view_as(tensor) for tensor in inputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -92,7 +92,7 @@ class Segment:
         An output that depends on nothing trainable (a frozen embedding) has no history and gets no gradient.
         """
         self._edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
-        return tuple(output.detach() for output in outputs)
+        return tuple([output.detach() for output in outputs])
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return gradients of the inputs for gradients of the outputs (None: no gradient of that output).
@@ -282,10 +282,11 @@ class Inputs(dict[str, tuple[Any, ...]]):
 
     def one(self, role: str) -> Any:
         """Return the output of a role that has one edge."""
-        values = self.get(role, ())
-        if len(values) != 1:
-            raise ScheduleError(f"the handler needs one edge {role}, and the task has {len(values)}")
-        (value,) = values
+        try:
+            (value,) = self[role]
+        except (KeyError, ValueError):
+            edges = len(self.get(role, ()))
+            raise ScheduleError(f"the handler needs one edge {role}, and the task has {edges}") from None
         if type(value) is Missing:
             value.refuse()
         return value

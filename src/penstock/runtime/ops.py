@@ -262,12 +262,11 @@ def route(
         context.ending.take(task, logits_TE)
     maker = context.maker(task.layer)
     slots = sum(plan.slots) if plan.slots is not None and routed.positions_Tk is not None else None
-    counted = RouterSums(sums.chosen_BE, probability_BE, z, ids_B=known.keys.sample_ids_B, slots=slots)
-    counted = replace(counted, wanted_N=plan.wanted_N)
+    chosen_BE, ids_B = sums.chosen_BE, known.keys.sample_ids_B
     if not context.counts_once(task):  # another rank has the same tokens and counts them
-        chosen_BE, probability_BE, z = map(torch.zeros_like, (sums.chosen_BE, probability_BE, z))
-        ids_B = known.keys.sample_ids_B
-        counted = RouterSums(chosen_BE, probability_BE, z, ids_B=ids_B, wanted_N=plan.wanted_N)
+        slots = None
+        chosen_BE, probability_BE, z = map(torch.zeros_like, (chosen_BE, probability_BE, z))
+    counted = RouterSums(chosen_BE, probability_BE, z, ids_B=ids_B, slots=slots, wanted_N=plan.wanted_N)
     return {
         "residual": residual_BLM,
         "rows": rows_RM.split_with_sizes(plan.chunk_rows),

@@ -269,9 +269,9 @@ class GroupTransport(ABC):
         self.traffic[self._members[group][behind]] += size_bytes
 
     def _count(self, rows: Tensor, input_splits: Sequence[int], group: Axes) -> None:
-        row_bytes = rows[:1].nbytes
+        row_bytes, own = rows.itemsize * rows.shape[1:].numel(), self._groups[group].rank()
         for member, (peer, count) in enumerate(zip(self._members[group], input_splits, strict=True)):
-            if member != self._groups[group].rank():
+            if member != own:
                 self.traffic[peer] += count * row_bytes
 
 
@@ -308,7 +308,7 @@ class GlooTransport(GroupTransport):
         input_splits: list[int],
         group: dist.ProcessGroup,
     ) -> None:
-        exchange(received.split(output_splits), rows.split(input_splits), group)
+        exchange(received.split_with_sizes(output_splits), rows.split_with_sizes(input_splits), group)
 
     def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         gathered = rows.new_empty(sum(sizes), *rows.shape[1:])
@@ -331,12 +331,11 @@ def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.Proc
     """Send share t of `outbox` to rank t, receive share s of `inbox` from rank s. Empty ones stay home."""
     rank = group.rank()
     rounds = partners(rank, group.size())
-    receives = [
-        dist.irecv(inbox[s], group=group, group_src=s) if inbox[s].numel() else None for s, _ in rounds
-    ]
+    # Of the group itself: `dist.irecv` and `dist.isend` check for some microseconds what is certain here.
+    receives = [group.recv([inbox[s]], s, 0) if inbox[s].numel() else None for s, _ in rounds]
     inbox[rank].copy_(outbox[rank])
     for (_, target), receive in zip(rounds, receives, strict=True):
-        send = dist.isend(outbox[target], group=group, group_dst=target) if outbox[target].numel() else None
+        send = group.send([outbox[target]], target, 0) if outbox[target].numel() else None
         for transfer in (send, receive):
             if transfer is not None:
                 transfer.wait()
