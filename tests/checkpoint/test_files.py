@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint.folder import DamagedError, open_regular, read_regular, read_table
+from penstock.checkpoint.folder import RECORD, DamagedError, Record, open_regular, read_regular, read_table
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
@@ -47,3 +48,27 @@ def test_what_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(DamagedError, match=r"^a "):
         read_table(tmp_path / "a", 1 << 24)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": True},
+        {"step": -1},
+        {"processes": "2"},
+        {"identity": []},
+        {"settings": 1},
+        {"plan_settled": 0},
+        {"files": [3]},
+        {"tokenizer": 3},
+        {"steps": "none at all"},
+        {"surprise": 1},
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    record = Record(step=1, processes=2, identity={"a": [1]}, settings=None, plan_settled=True, files=["b"])
+    record.write(tmp_path)
+    assert Record.read(tmp_path) == record
+    (tmp_path / RECORD).write_text(json.dumps(json.loads((tmp_path / RECORD).read_text()) | change))
+    with pytest.raises(DamagedError):
+        Record.read(tmp_path)

@@ -128,7 +128,7 @@ def test_a_run_that_was_killed_is_reported_as_far_as_it_came(
 
 def test_a_summary_of_the_start_before_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_bytes(b"".join(lines) + lines[-1].replace(b'"step": 6', b'"step": 7'))
+    (run / "metrics.jsonl").write_bytes(b"".join(lines) + lines[-1].replace(b'"step":6', b'"step":7'))
     found = reported(run, capsys)
     assert found["steps"] == STEPS + 1
     assert found["missing"] == ["summary.json is of the start before, which ended after step 6."]

@@ -19,7 +19,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import NonNegativeInt, ValidationError
+
 from penstock.config import UNSET, ConfigError, read_json
+from penstock.config.validate import adapter
 from penstock.writing import UNFINISHED, free_name, make_durable, remove_tree, write_whole
 
 logger = logging.getLogger(__name__)
@@ -148,8 +151,8 @@ class Record:
         steps: What the next step needs that is no tensor.
     """
 
-    step: int
-    processes: int
+    step: NonNegativeInt
+    processes: NonNegativeInt
     identity: Mapping[str, object]
     settings: Mapping[str, Any] | None
     plan_settled: bool
@@ -176,24 +179,11 @@ class Record:
         if version != FORMAT:
             why = f"{folder} is of format {str(version)[:20]}, and this version of Penstock reads {FORMAT}"
             raise ConfigError("train.resume", True, why, "Continue with the version that wrote it.")
-        kinds: dict[str, tuple[type, ...]] = {
-            "step": (int,),
-            "processes": (int,),
-            "identity": (dict,),
-            "settings": (dict, type(None)),
-            "plan_settled": (bool,),
-            "files": (list,),
-            "tokenizer": (str, type(None)),
-            "steps": (dict, type(None)),
-        }
-        if table.keys() != kinds.keys() or not all(isinstance(table[key], kinds[key]) for key in kinds):
-            raise DamagedError(f"{RECORD} is not what a checkpoint says about itself")
-        numbers = [table["step"], table["processes"]]
-        if any(isinstance(n, bool) or n < 0 for n in numbers) or not all(
-            isinstance(name, str) for name in table["files"]
-        ):
-            raise DamagedError(f"{RECORD} is not what a checkpoint says about itself")
-        return Record(**table)
+        try:
+            record: Record = adapter(Record).validate_json(json.dumps(table), strict=True)
+        except ValidationError as found:
+            raise DamagedError(f"{RECORD} is not what a checkpoint says about itself") from found
+        return record
 
     def check_identity(self, path: Path, identity: Mapping[str, object]) -> None:
         """Raise ConfigError for the first key that differs; before the first step, keys may differ."""

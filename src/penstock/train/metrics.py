@@ -8,23 +8,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-import operator
 import os
 import platform
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, Protocol, Self
+from typing import Annotated, Any, Final, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, ValidationError, WrapValidator
 
 from penstock.apportion import Counts
 from penstock.config import (
@@ -33,10 +32,10 @@ from penstock.config import (
     check_no_link,
     is_missing,
     open_regular,
-    parse_json,
     read_text,
     to_dict,
 )
+from penstock.config.validate import adapter
 from penstock.extras import is_there
 from penstock.report.loads import colours
 from penstock.train.config import MetricsConfig, RunConfig
@@ -49,6 +48,14 @@ HEAT_MAP_EVERY = 20
 """Steps between two heat maps of loads; TensorBoard shows ten of them, evenly chosen."""
 
 
+def _number(value: Any, read: Callable[[Any], float]) -> float:
+    return math.nan if value is None else read(value)
+
+
+Number = Annotated[float, Field(allow_inf_nan=False), WrapValidator(_number)]
+"""A number as files have it: where it was not finite they have null, as JSON knows no other."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """One training step, measured; docs/training.md has a table of what each field means, and how exactly.
@@ -58,15 +65,15 @@ class StepMetrics:
     """
 
     step: int
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    iteration_s: float
-    tokens_per_s: float
-    exposed_communication_s: float
-    communication_s: float
-    compute_s: float
-    tokens_per_expert_max_over_mean: float
+    loss: Number
+    learning_rate: Number
+    grad_norm: Number
+    iteration_s: Number
+    tokens_per_s: Number
+    exposed_communication_s: Number
+    communication_s: Number
+    compute_s: Number
+    tokens_per_expert_max_over_mean: Number
     eval_loss: float | None = None
     eval_noise: float | None = None
     total_loss: float | None = None
@@ -76,15 +83,15 @@ class StepMetrics:
     aux_loss_microbatch: float | None = None
     plan: str | None = None
     all_reduce_chunk_bytes: int | None = None
-    expert_load_max_over_mean: tuple[float, ...] | None = None
-    rank_load_max_over_mean: tuple[float, ...] | None = None
-    rank_rows_max_over_mean: tuple[float, ...] | None = None
-    expert_load_entropy: tuple[float, ...] | None = None
-    loads_in_common: tuple[float, ...] | None = None
-    rows_crossing_nodes: tuple[float, ...] | None = None
+    expert_load_max_over_mean: tuple[Number, ...] | None = None
+    rank_load_max_over_mean: tuple[Number, ...] | None = None
+    rank_rows_max_over_mean: tuple[Number, ...] | None = None
+    expert_load_entropy: tuple[Number, ...] | None = None
+    loads_in_common: tuple[Number, ...] | None = None
+    rows_crossing_nodes: tuple[Number, ...] | None = None
     skipped: bool | None = None
-    aux_loss_by_layer: tuple[float, ...] | None = None
-    rows_dropped: tuple[float, ...] | None = None
+    aux_loss_by_layer: tuple[Number, ...] | None = None
+    rows_dropped: tuple[Number, ...] | None = None
     repeated_steps: int | None = None
     resumed: bool | None = None
     model_flops_per_s: float | None = None
@@ -101,12 +108,6 @@ class StepMetrics:
 
 BY_LAYER = tuple(field.name for field in fields(StepMetrics) if "tuple" in str(field.type))
 """Fields with a number for every MoE layer."""
-
-WHOLE = ("step", "all_reduce_chunk_bytes", "peak_memory_bytes", "repeated_steps")
-"""Fields that are integers."""
-
-MARKS = ("skipped", "resumed")
-"""Fields that are true or false."""
 
 OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.default is None)
 """Fields that a step may lack."""
@@ -146,7 +147,7 @@ class JsonLines(LineFile):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             kept = [m for m in read_metrics(path) if m.step <= resume_step] if path.exists() else []
-            super().__init__(path, (_to_line(metrics).encode() for metrics in kept))
+            super().__init__(path, (_to_line(metrics) for metrics in kept))
         except OSError as error:
             why = f"cannot be written ({error.strerror})"
             raise ConfigError(str(path), UNSET, why, "Move away what is there, or make room.") from error
@@ -154,7 +155,7 @@ class JsonLines(LineFile):
 
     def write(self, metrics: StepMetrics) -> None:
         assert metrics.step > self._last_step, f"step {metrics.step} after step {self._last_step}"
-        self.add(_to_line(metrics).encode())
+        self.add(_to_line(metrics))
         self._last_step = metrics.step
 
     def draw(self, step: int, picture: Picture) -> None:
@@ -202,11 +203,11 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     steps = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            record = parse_json(line)
-            steps.append(StepMetrics(**{key: _from_json(key, value) for key, value in record.items()}))
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            why = f"not a training step ({error})"
-            raise ConfigError(f"{path}, line {number}", UNSET, why, WHAT_TO_DO) from error
+            steps.append(adapter(StepMetrics).validate_json(line, strict=True))
+        except ValidationError as found:
+            first = found.errors(include_url=False)[0]
+            why = f"not a training step ({': '.join(map(str, (*first['loc'], first['msg'])))})"
+            raise ConfigError(f"{path}, line {number}", UNSET, why, WHAT_TO_DO) from found
     for number, (before, after) in enumerate(pairwise(steps), start=2):
         if after.step <= before.step:
             why = f"is step {after.step} after step {before.step}, and steps count up"
@@ -214,36 +215,9 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     return steps
 
 
-def _from_json(key: str, value: Any) -> Any:
-    if value is None and key != "step":
-        return None if key in OPTIONAL else math.nan
-    if key in WHOLE:
-        return operator.index(value)  # rejects anything but integers
-    if key in MARKS:
-        if not isinstance(value, bool):
-            raise ValueError(f"{key} is {value!r}, and must be true or false")
-        return value
-    if key != "plan" and isinstance(value, str):
-        raise ValueError(f"{key} is a text")
-    if key in BY_LAYER:
-        return tuple(math.nan if each is None else float(each) for each in value)
-    return str(value) if key == "plan" else float(value)
-
-
-def _to_line(metrics: StepMetrics) -> str:
-    record = {
-        key: _to_json(value)
-        for key, value in asdict(metrics).items()
-        if value is not None or key not in OPTIONAL - {"eval_loss"}  # fields that the run lacks are left out
-    }
-    return json.dumps(record, allow_nan=False) + "\n"
-
-
-def _to_json(value: Any) -> Any:
-    """Return the value with numbers that are not finite, also within tuples, as null."""
-    if isinstance(value, tuple):
-        return [_to_json(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _to_line(metrics: StepMetrics) -> bytes:
+    lacking = {name for name in OPTIONAL - {"eval_loss"} if getattr(metrics, name) is None}
+    return adapter(StepMetrics).dump_json(metrics, exclude=lacking) + b"\n"
 
 
 TENSORBOARD_FOLDER: Final = "tensorboard"
