@@ -324,7 +324,7 @@ def exported(rank: int, folder: Path) -> tuple[str, str]:
 
 
 def test_a_model_is_saved_whole_from_states_of_its_own_ranks_alone(ranks: Pools, tmp_path: Path) -> None:
-    assert ranks(RANKS).run(exported, tmp_path) == [("", "ValueError"), ("", "ShareError")]
+    assert ranks(RANKS).run(exported, tmp_path) == [("", "ShareError")] * RANKS
     whole = small("mixtral")
     read = type(whole).from_pretrained(tmp_path)
     assert all(map(torch.equal, whole.state_dict().values(), read.state_dict().values()))

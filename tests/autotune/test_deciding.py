@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from threading import Event
-from typing import TypeVar
 
 import pytest
 
-from penstock.autotune import planned
-from penstock.autotune.planned import decided, decided_slowly
 from penstock.config import ConfigError
 from penstock.topology import Control
 from tests.support.ranks import Pools
 
-T = TypeVar("T")
-
-TIMEOUT_S = 0.2
-"""How long ranks would wait for each other."""
+MEETINGS = 5
+"""So often ranks meet before there is a decision."""
 
 
 class CountingControl(Control):
@@ -26,16 +21,16 @@ class CountingControl(Control):
         super().__init__(rank, world_size)
         self.met, self.often = 0, Event()
 
-    def gather(self, mine: T, purpose: str) -> list[T]:
-        found = super().gather(mine, purpose)
+    def any(self, flag: bool, purpose: str) -> bool:
+        found = super().any(flag, purpose)
         self.met += 1
-        if self.met == 3 * planned.BEATS:
+        if self.met == MEETINGS:
             self.often.set()
         return found
 
 
 def choose_slowly(rank: int, world_size: int) -> tuple[str, int, int]:
-    """An answer that outlasts three timeouts, how often it was looked for, and how often ranks met."""
+    """An answer that takes its time, how often it was looked for, and how often ranks met."""
     asked, control = 0, CountingControl(rank, world_size)
 
     def decide() -> str:
@@ -44,7 +39,7 @@ def choose_slowly(rank: int, world_size: int) -> tuple[str, int, int]:
         assert control.often.wait(60), "ranks do not hear of a decision that is still being made"
         return "a plan"
 
-    return decided_slowly(control, decide, "choosing a plan", TIMEOUT_S), asked, control.met
+    return control.decided(decide, "choosing a plan", slowly=True), asked, control.met
 
 
 def refuse(rank: int, world_size: int) -> str:
@@ -52,7 +47,7 @@ def refuse(rank: int, world_size: int) -> str:
         raise ConfigError("memory", 1, "no plan fits", "Use more.")
 
     try:
-        return decided_slowly(Control(rank, world_size), decide, "choosing a plan", TIMEOUT_S)
+        return Control(rank, world_size).decided(decide, "choosing a plan", slowly=True)
     except ConfigError as error:
         return str(error)
 
@@ -61,7 +56,7 @@ def test_ranks_wait_for_a_search_that_outlasts_their_timeout(ranks: Pools) -> No
     """Rank 0 meets the others often enough, and they take none of these meetings for the answer."""
     first, second = ranks(2).run(choose_slowly, 2)
     assert first[:2] == ("a plan", 1) and second[:2] == ("a plan", 0)
-    assert first[2] == second[2] > 3 * planned.BEATS
+    assert first[2] == second[2] > MEETINGS
 
 
 def test_what_stops_a_decision_is_raised_everywhere(ranks: Pools) -> None:
@@ -70,11 +65,11 @@ def test_what_stops_a_decision_is_raised_everywhere(ranks: Pools) -> None:
 
 
 def test_a_rank_alone_decides_for_itself() -> None:
-    assert decided(Control(0, 1), lambda: 7, "nothing") == 7
-    assert decided_slowly(Control(0, 1), lambda: 8, "nothing", 0.001) == 8
+    assert Control(0, 1).decided(lambda: 7, "nothing") == 7
+    assert Control(0, 1).decided(lambda: 8, "nothing", slowly=True) == 8
     assert "no plan fits" in refuse(0, 1)
 
 
 def test_a_defect_of_a_decision_is_raised_where_it_is_waited_for() -> None:
     with pytest.raises(ZeroDivisionError):
-        decided_slowly(Control(0, 1), lambda: 1 // 0, "nothing", TIMEOUT_S)
+        Control(0, 1).decided(lambda: 1 // 0, "nothing", slowly=True)

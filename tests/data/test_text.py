@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.config import ConfigError
 from penstock.data.files import MOST_OPEN
-from penstock.data.text import BLOCK_BYTES, SAMPLED_BLOCKS, Scan, Text, TextError, entropy_nats, scan
+from penstock.data.text import BLOCK_BYTES, SAMPLED_BLOCKS, Text, TextError, entropy_nats, scan
 
 
 def text_of(*contents: bytes) -> Text:
@@ -118,13 +118,3 @@ def test_another_size_or_sampled_byte_is_another_text() -> None:
     contents = [b"a" * 9000, b"a" * 9001, b"b" + b"a" * 8999]
     digests = {scan(text_of(content), whole_bytes=small).digest for content in contents}
     assert len(digests) == len(contents)
-
-
-def test_a_scan_can_be_interrupted() -> None:
-    content = os.urandom(3 * BLOCK_BYTES)
-    going, turns = Scan(text_of(content)), 0
-    while not going.work(1e-9):
-        turns += 1
-    whole = scan(text_of(content))
-    assert turns > 0 and going.result is not None
-    assert going.result.digest == whole.digest and going.result.counts.tolist() == whole.counts.tolist()

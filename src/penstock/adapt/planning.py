@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from penstock.autotune.choose.start import find
-from penstock.autotune.planned import Order, decided_slowly
+from penstock.autotune.planned import Order
 from penstock.autotune.problem import possible_dispatches
 from penstock.autotune.profile.measure import profile_run
 from penstock.config import ConfigError
@@ -131,7 +131,7 @@ class Planner:
             solved = find(problem, file, 1.0, REMEDY).warned()
             return Order.of(solved.found.best.choice, solved.found.best.plan), solved.lines
 
-        order, lines = decided_slowly(machinery.control, decide, "choosing a plan", self.parallel.timeout_s)
+        order, lines = machinery.control.decided(decide, "choosing a plan", slowly=True)
         stack.send_by(order.choice.dispatch)
         if self.layout.rank == 0:
             logger.info("\n".join(lines))

@@ -333,15 +333,14 @@ def check_names(model: Any, plain: Any, control: Control, given: Mapping[str, Te
         ShareError: `given` has the experts of another rank.
         ValueError: Names are missing or unexpected.
     """
-    refusal: Exception | None = None
     own = model.state_dict()  # ranks join adapters in it, even where one of them is given a state
-    if not _has_own_adapters(model):
-        try:
-            _check_names(model, plain, own, own if given is None else given)
-        except (ValueError, ShareError) as error:
-            refusal = error
-    if control.any(refusal is not None, "comparing names of what is saved"):
-        raise refusal or ValueError("another rank has refused to save the model: see its error")
+    saved = own if given is None else given
+
+    def check() -> None:
+        if not _has_own_adapters(model):
+            _check_names(model, plain, own, saved)
+
+    control.agreed(check, "comparing names of what is saved", raises=(ValueError, ShareError))
 
 
 def _check_names(model: Any, plain: Any, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

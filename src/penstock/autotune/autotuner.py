@@ -23,7 +23,7 @@ from pathlib import Path
 from penstock.autotune.choose.layouts import settled_layout
 from penstock.autotune.choose.moves import Weighing, is_open
 from penstock.autotune.choose.start import continued_plan, remembering, start
-from penstock.autotune.planned import Planned, decided, with_choice
+from penstock.autotune.planned import Planned, with_choice
 from penstock.autotune.problem import settled as of_optimizer
 from penstock.autotune.refine import Tuning, refine
 from penstock.autotune.trial import Records, Trial, Trials, TriedMoves, worth_trying, worth_while
@@ -303,7 +303,7 @@ class Autotuner:
         steps_before, steps_now = ([rank[i] for rank in everyone] for i in (0, 1))
         plan = self._config.plan
         find = partial(diagnose, steps_before, steps_now, plan.drift_threshold, silent)
-        diagnosis = decided(control, find, "finding what has changed")
+        diagnosis = control.decided(find, "finding what has changed")
         self._tuned = plan.tuner is None  # else a later step begins the search for a size
         if diagnosis.text and plan.mode == AUTO:
             # Moving is weighed after that, by what is measured then.

@@ -1,15 +1,11 @@
-"""A plan in use, what is remembered of others, and how plans and decisions get from rank 0 to all."""
+"""A plan in use, what is remembered of others, and how plans get from rank 0 to all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import Generic, TypeVar
 
-from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost
 from penstock.cost.cluster_file import MoveModel
 from penstock.cost.devices import Computing
@@ -25,7 +21,6 @@ from penstock.plan.predict import bound, closing_s, interval_s, predicted_timeli
 from penstock.runtime.features.expert_replicas.manager import ExpertMoving
 from penstock.schedule import Schedule, StepPlan
 from penstock.step import StepShape
-from penstock.topology import Control
 from penstock.train.assemble import expert_moving
 from penstock.train.config import RunConfig
 from penstock.train.output import CLUSTER_FILE, PLAN_FILE
@@ -240,78 +235,3 @@ def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
         moe=replace(config.moe, dispatch=choice.dispatch, comm_dtype=rounded or config.moe.comm_dtype),
         plan=replace(config.plan, comm_dtype="given", recompute=choice.recompute),
     )
-
-
-# ---- decisions of rank 0 for all: two ranks with different decisions would deadlock ------------------------
-
-
-T = TypeVar("T")
-
-BEATS = 4
-"""How often within the timeout rank 0 signals the others that it is still working."""
-
-LONGEST_BEAT_S = 5.0
-
-
-@dataclass(frozen=True)
-class _Answer(Generic[T]):
-    """The decision, or the error that prevented it."""
-
-    value: T | ConfigError
-
-
-def decided(control: Control, decide: Callable[[], T], purpose: str) -> T:
-    """Return what rank 0 decides, on all ranks; a ConfigError that prevents it is raised on all of them."""
-    return _taken(control.gather(_answer(decide) if control.rank == 0 else None, purpose)[0])
-
-
-def decided_slowly(control: Control, decide: Callable[[], T], purpose: str, timeout_s: float) -> T:
-    """Return what rank 0 decides, on all ranks, also if that takes longer than `timeout_s`.
-
-    A thread of rank 0 decides, so that the others hear of it however long a single thought takes.
-
-    Args:
-        control: The control of all ranks, which call this together.
-        decide: Called on rank 0 alone.
-        purpose: What the decision is for, in words, for errors.
-        timeout_s: How long ranks wait for each other.
-
-    Raises:
-        ConfigError: On all ranks, if `decide` raises it.
-    """
-    if control.rank > 0:
-        while (heard := control.gather(None, purpose)[0]) is None:
-            pass
-        return _taken(heard)
-    answers: SimpleQueue[_Answer[T] | BaseException] = SimpleQueue()
-
-    def think() -> None:
-        try:
-            answers.put(_answer(decide))
-        except BaseException as error:  # of any kind: it is raised where the caller waits
-            answers.put(error)
-
-    Thread(target=think, name="penstock-decision", daemon=True).start()
-    answer = None
-    while answer is None:
-        try:
-            answer = answers.get(timeout=min(timeout_s / BEATS, LONGEST_BEAT_S))
-        except Empty:
-            control.gather(None, purpose)
-    if isinstance(answer, BaseException):
-        raise answer
-    return _taken(control.gather(answer, purpose)[0])
-
-
-def _answer(decide: Callable[[], T]) -> _Answer[T]:
-    try:
-        return _Answer(decide())
-    except ConfigError as error:
-        return _Answer(error)
-
-
-def _taken(answer: _Answer[T] | None) -> T:
-    assert answer is not None, "rank 0 has decided"
-    if isinstance(answer.value, ConfigError):
-        raise answer.value
-    return answer.value

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 from statistics import median
 
-from penstock.autotune.planned import Order, Planned, decided
+from penstock.autotune.planned import Order, Planned
 from penstock.cost import MeasuredCost
 from penstock.cost.measured import Kind
 from penstock.decision import Decision
@@ -140,7 +140,7 @@ class Tuning:
             seconds = median(self._times[DROPPED_STEPS:])
             self._samples.append(Sample(size_bytes=self._size_bytes, seconds=seconds))
             self._times.clear()
-        order, self.best = decided(self._control, self._decide, PURPOSE)
+        order, self.best = self._control.decided(self._decide, PURPOSE)
         self._size_bytes = order.choice.all_reduce_chunk_bytes
         return replace(self._planned, choice=order.choice, plan=order.plan)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from penstock.autotune.planned import Planned, decided
+from penstock.autotune.planned import Planned
 from penstock.cost import MeasuredCost
 from penstock.cost.cluster_file import MoveModel
 from penstock.graph import Task
@@ -256,7 +256,7 @@ class TriedMoves(Trial):
         own = [record for step in slower.records[DROPPED_STEPS:] for record in step]
         everyone = control.gather(own, "exchanging durations of the slower plan")
         records = [record for rank in everyone for record in rank]
-        moves, trial = decided(control, lambda: _correction(slower, faster, records), "learning from a trial")
+        moves, trial = control.decided(lambda: _correction(slower, faster, records), "learning from a trial")
         return planned.learning(moves, (*lost, trial))
 
     def _observed(self, turn: Turn) -> Turn:

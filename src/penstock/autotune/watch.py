@@ -13,7 +13,7 @@ from itertools import chain
 from statistics import median, median_high, median_low
 
 from penstock.autotune.choose.start import find
-from penstock.autotune.planned import Order, Planned, decided_slowly
+from penstock.autotune.planned import Order, Planned
 from penstock.autotune.problem import hierarchical_among, run_problem
 from penstock.autotune.profile.links import measure_links
 from penstock.autotune.profile.measure import rates_with_links
@@ -259,11 +259,8 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
     problem = run_problem(config, machinery.layout, file)
     problem = replace(problem, slowness=slowness, observed=planned.problem.observed)
     now = replace(planned, problem=problem, file=file).seeing(planned.problem.evidence)
-    verdict = decided_slowly(
-        machinery.control,
-        lambda: _decide(config, now, file, diagnosis),
-        "choosing another plan",
-        config.parallel.timeout_s,
+    verdict = machinery.control.decided(
+        lambda: _decide(config, now, file, diagnosis), "choosing another plan", slowly=True
     )
     logger.info(verdict.line)
     if verdict.order.choice != now.choice:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,6 +41,8 @@ from torch.distributed.checkpoint._hf_utils import (
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
+    _check_box_bounds,
+    _check_box_overlap,
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -107,25 +109,21 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
         DamagedCheckpointError: It has failed with a DamagedError.
         ConfigError: It has failed with this.
     """
-    result: T | None = None
-    failure: tuple[bool, str] | ConfigError | None = None
-    if rank in (None, control.rank):
+
+    def told() -> T:
         try:
-            result = work()
-        except ConfigError as error:
-            failure = error
+            return work()
+        except ConfigError:
+            raise
         except Exception as error:  # of any kind: the others wait, and must be told
             damaged = isinstance(error, DamagedError)
             kind = "" if damaged else f"{type(error).__name__}: "
             where = f" on rank {control.rank}" if control.world_size > 1 else ""
-            failure = damaged, f"{purpose} failed{where}: {kind}{reason(error)}"
-    for each in control.gather(failure, purpose):
-        if isinstance(each, ConfigError):
-            raise each
-        if each is not None:
-            damaged, text = each
-            raise (DamagedCheckpointError if damaged else CheckpointError)(text)
-    return result  # type: ignore[return-value]  # only the rank that has worked reads it
+            text = f"{purpose} failed{where}: {kind}{reason(error)}"
+            raise (DamagedCheckpointError if damaged else CheckpointError)(text) from error
+
+    result = control.agreed(told, purpose, by=rank, raises=(ConfigError, CheckpointError))
+    return cast(T, result)  # only the rank that has worked reads it
 
 
 # ---- parts -------------------------------------------------------------------------------------------------
@@ -387,9 +385,7 @@ def _checked(name: str, found: Any) -> tuple[torch.Size, torch.dtype]:
 def fills(shape: Sequence[int], boxes: Sequence[ChunkStorageMetadata]) -> bool:
     """Return whether every number of a tensor is in one of these boxes, and none in two."""
     inside = all(
-        len(box.offsets) == len(shape)
-        and all(0 <= at <= n - m for at, m, n in zip(box.offsets, box.sizes, shape, strict=True))
-        for box in boxes
+        len(box.offsets) == len(shape) and _check_box_bounds(torch.Size(shape), box) for box in boxes
     )
     return inside and sum(prod(box.sizes) for box in boxes) == prod(shape) and not _overlap(boxes)
 
@@ -406,13 +402,7 @@ def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
         open_boxes = [
             each for each in open_boxes if not each.offsets or each.offsets[0] + each.sizes[0] > first
         ]
-        if any(
-            all(
-                a < b + n and b < a + m
-                for a, m, b, n in zip(each.offsets, each.sizes, box.offsets, box.sizes, strict=True)
-            )
-            for each in open_boxes
-        ):
+        if any(_check_box_overlap(each, box) for each in open_boxes):
             return True
         open_boxes.append(box)
     return False

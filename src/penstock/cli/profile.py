@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 
-from penstock.autotune.planned import decided
 from penstock.autotune.problem import check_compatible, possible_dispatches
 from penstock.autotune.profile.measure import profile_run
 from penstock.autotune.profile.sample import Limits
@@ -92,7 +91,7 @@ def _measure(
     config: RunConfig, options: argparse.Namespace, layout: Layout, device: torch.device
 ) -> ClusterFile:
     control = Control(layout.rank, layout.world_size)
-    decided(control, partial(_check_places, options), "looking where the cluster file is to be")
+    control.decided(partial(_check_places, options), "looking where the cluster file is to be")
     config = on_device(config, device)
     fits = partial(check_run, config, layout, there_bytes=device_bytes(device, control))
     control.agreed(fits, "comparing memory with the model")

@@ -2,7 +2,7 @@
 
 Every byte of a text is a token, so a text of any size needs no tokenizer and no preparation.
 
-One pass over a text (`Scan`) says what identifies it, and how often each token occurs. A text of at most
+One pass over a text (`scan`) says what identifies it, and how often each token occurs. A text of at most
 `WHOLE_BYTES` is read completely. Of a longer one `SAMPLED_BLOCKS` blocks are read, evenly spread from the
 first to the last, so that a start takes seconds whatever the size; its identity then consists of its size and
 those blocks.
@@ -11,8 +11,7 @@ those blocks.
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -137,44 +136,18 @@ def entropy_nats(parts: Sequence[Scanned], weights: Sequence[float]) -> float:
     return float(np.log(share) @ -share)
 
 
-class Scan:
-    """A scan in portions, between which ranks that wait for it can hear from this one."""
-
-    def __init__(self, text: Readable, whole_bytes: int = WHOLE_BYTES) -> None:
-        self._text, self._hash, self._seen = text, hashlib.sha256(), 0
-        self._counts = np.zeros(text.vocabulary, np.int64)
-        starts: range | list[int] = range(0, text.size, BLOCK_BYTES)
-        if text.size > whole_bytes:
-            self._hash.update(f"{text.size} bytes, {SAMPLED_BLOCKS} blocks\n".encode())
-            last = max(0, text.size - BLOCK_BYTES)
-            starts = [last * block // (SAMPLED_BLOCKS - 1) for block in range(SAMPLED_BLOCKS)]
-        self._blocks: Iterator[Numbers] = (
-            text.tokens(start, min(start + BLOCK_BYTES, text.size)) for start in starts
-        )
-        self.result: Scanned | None = None
-
-    def work(self, seconds: float) -> bool:
-        """Scan for about `seconds`, at least one block; return whether the scan has ended, with `result`."""
-        until_s = time.monotonic() + seconds
-        while self.result is None:
-            block = next(self._blocks, None)
-            if block is None:
-                digest = self._text.digest or self._hash.hexdigest()
-                self.result = Scanned(digest=digest, counts=self._counts, seen=self._seen)
-                break
-            if self._text.digest is None:
-                self._hash.update(block.tobytes())
-            self._counts += np.bincount(block, minlength=self._text.vocabulary)
-            self._seen += block.size
-            if time.monotonic() >= until_s:
-                break
-        return self.result is not None
-
-
 def scan(text: Readable, whole_bytes: int = WHOLE_BYTES) -> Scanned:
-    """Scan a text to its end at once."""
-    going = Scan(text, whole_bytes)
-    while not going.work(60):
-        pass
-    assert going.result is not None
-    return going.result
+    """Scan a text, or of one longer than `whole_bytes` a sample."""
+    found, seen, counts = hashlib.sha256(), 0, np.zeros(text.vocabulary, np.int64)
+    starts: range | list[int] = range(0, text.size, BLOCK_BYTES)
+    if text.size > whole_bytes:
+        found.update(f"{text.size} bytes, {SAMPLED_BLOCKS} blocks\n".encode())
+        last = max(0, text.size - BLOCK_BYTES)
+        starts = [last * block // (SAMPLED_BLOCKS - 1) for block in range(SAMPLED_BLOCKS)]
+    for start in starts:
+        block = text.tokens(start, min(start + BLOCK_BYTES, text.size))
+        if text.digest is None:
+            found.update(block.tobytes())
+        counts += np.bincount(block, minlength=text.vocabulary)
+        seen += block.size
+    return Scanned(digest=text.digest or found.hexdigest(), counts=counts, seen=seen)

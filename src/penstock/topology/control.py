@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
-from typing import Final, TypeVar, overload
+from typing import Final, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,9 +19,21 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from penstock.config import ConfigError
 from penstock.topology.faults import ACTIVITY, ANSWER_S, explain, named, reason, unless_lost
-from penstock.topology.meeting_point import SPARE_S, VARIABLE, check_interface, in_use, listed, within
+from penstock.topology.meeting_point import (
+    SPARE_S,
+    VARIABLE,
+    check_interface,
+    in_thread,
+    in_use,
+    listed,
+    within,
+)
 
 T = TypeVar("T")
+Raises = tuple[type[Exception], ...]
+
+BEAT_S: Final = 0.2
+"""How often ranks meet that wait for slow work of others, so that they know that these still run."""
 
 HOST_GROUP_S: Final = 60.0
 """How long ranks wait for each other to make a group for tensors of the CPU, where nothing else is said."""
@@ -92,12 +105,24 @@ class Control:
         return self.exchange(purpose, collect)
 
     @overload
-    def agreed(self, work: Callable[[], T], purpose: str) -> T: ...
+    def agreed(
+        self, work: Callable[[], T], purpose: str, *, raises: Raises = ..., slowly: bool = ...
+    ) -> T: ...
 
     @overload
-    def agreed(self, work: Callable[[], T], purpose: str, *, by: int | None) -> T | None: ...
+    def agreed(
+        self, work: Callable[[], T], purpose: str, *, by: int | None, raises: Raises = ..., slowly: bool = ...
+    ) -> T | None: ...
 
-    def agreed(self, work: Callable[[], T], purpose: str, *, by: int | None = None) -> T | None:
+    def agreed(
+        self,
+        work: Callable[[], T],
+        purpose: str,
+        *,
+        by: int | None = None,
+        raises: Raises = (ValueError,),
+        slowly: bool = False,
+    ) -> T | None:
         """Return what `work` returns on this rank, which every rank does, or rank `by` alone; all call it.
 
         An error that not all ranks found names the first rank that did, since machines may differ.
@@ -105,27 +130,42 @@ class Control:
         Args:
             purpose: What the message of a failed exchange says was done.
             by: The only rank that works, others get None; None = all work.
+            raises: Errors of the work that all ranks raise, whichever rank found them.
+            slowly: Whether the work may last longer than ranks wait for each other. It then has a thread, and
+                ranks meet until all have done it.
 
         Raises:
             ConfigError: The work has raised it on any rank; all ranks raise it.
             ValueError: Likewise.
         """
         result: T | None = None
-        problem: ValueError | None = None
-        if by in (None, self.rank):
+        problem: Exception | None = None
+        works = by in (None, self.rank)
+        if slowly:
+            outcome = in_thread(work) if works else Future[T]()
+            while self.any(works and not wait((outcome,), BEAT_S).done, purpose):
+                pass
+            work = outcome.result
+        if works:
             try:
                 result = work()
-            except ValueError as error:
+            except raises as error:
                 problem = error
         everyone = self.gather(problem, purpose)
         for rank, refusal in enumerate(everyone):
-            if isinstance(refusal, ConfigError) and by is None and None in everyone:
-                raise ConfigError(refusal.key, refusal.value, f"on rank {rank}, {refusal.why}", refusal.hint)
-            if refusal is not None and by is None and None in everyone:
-                raise ValueError(f"on rank {rank}, {refusal}")
-            if refusal is not None:
+            if refusal is None:
+                continue
+            if by is not None or None not in everyone or not isinstance(refusal, ValueError):
                 raise refusal
+            if isinstance(refusal, ConfigError):
+                raise ConfigError(refusal.key, refusal.value, f"on rank {rank}, {refusal.why}", refusal.hint)
+            raise ValueError(f"on rank {rank}, {refusal}")
         return result
+
+    def decided(self, work: Callable[[], T], purpose: str, *, slowly: bool = False) -> T:
+        """Return on all ranks what `work` returns on rank 0, which alone does it: see `agreed`."""
+        own = self.agreed(work, purpose, by=0, slowly=slowly)
+        return cast(T, self.gather(own, purpose)[0])
 
     def collect(self, part: Tensor, ranks: Sequence[int], at: int, purpose: str) -> list[Tensor]:
         """Return the tensors of these ranks, in this order, at one of them; [] elsewhere.

@@ -20,11 +20,10 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from itertools import chain
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -37,7 +36,7 @@ from penstock.data import DataConfig
 from penstock.data.corpus import Corpus, ToPrepare, check_apart, check_one_source, load_corpora, to_prepare
 from penstock.data.files import HINT
 from penstock.data.order import Dealer, Indices, Shuffled
-from penstock.data.text import Readable, Scan, Scanned, TextError, entropy_nats
+from penstock.data.text import Readable, Scanned, TextError, entropy_nats, scan
 from penstock.device import device_of
 from penstock.runtime.batch import NO_LABEL
 from penstock.topology import Control, Layout
@@ -304,9 +303,6 @@ HELD_OUT_BLOCKS: Final = "data.held_out_fraction (blocks held out of so many)"
 T = TypeVar("T")
 
 PAGE, GLIMPSED_PAGES = 4096, 64
-TURN_S = 2.0
-"""How long a rank works before it lets the others know that it is still there."""
-
 TOLD_EVERY_S = 10.0
 
 
@@ -352,7 +348,7 @@ class Source:
 
 def check_source(config: RunConfig) -> None:
     """Raise ConfigError about problems with the texts that show without reading or preparing them."""
-    try:
+    with _as_settings(config):
         check_one_source(config.data)
         check_apart(config.data)
         waiting = to_prepare(config.data)
@@ -360,8 +356,6 @@ def check_source(config: RunConfig) -> None:
             _check_waiting(config, text)
         if all(text.is_done for text in waiting):
             _checked_corpora(config)
-    except ConfigError as error:
-        raise _located(error) from None
 
 
 def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: bool = True) -> Source:
@@ -375,34 +369,15 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
     Raises:
         ConfigError: On all ranks alike, for a problem of one of them.
     """
-    _take_turns(config, control, _prepare(config) if scans else iter(()), "preparing the training text")
-    problem, glimpse = None, None
-    try:
-        corpora = _checked_corpora(config)
-        stream = BatchStream(
-            corpora,
-            seq_len=config.model.seq_len,
-            batch_per_device=config.data.batch_per_device,
-            dp_rank=layout.dp_rank,
-            dp_size=layout.dp_size,
-            seed=config.train.seed,
-            held_out_fraction=config.data.held_out_fraction,
-            separate_documents=config.data.separate_documents,
-        )
-        glimpse = [_glimpse(corpus.text) for corpus in corpora]
-    except (ConfigError, TextError) as error:
-        problem = _as_config_error(config, error)
-    _agree(config, control, problem, glimpse)
-    scanning = [Scan(corpus.text) for corpus in corpora] if scans else []
-    turns = chain.from_iterable(
-        iter(partial(scan.work, TURN_S), True) for scan in scanning
-    )  # each to its end
-    _take_turns(config, control, turns, "reading the training text")
-    results = [result for scan in scanning if (result := scan.result) is not None]
-    digests = _agree(config, control, None, [scan.digest for scan in results] or None)
-    counts = control.gather(results if control.rank == 0 else None, "sharing what was found")
-    scanned = counts[0]
-    assert scanned is not None, "rank 0 has read the text"
+    purpose = "preparing the training text"
+    control.agreed(lambda: _prepare(config) if scans else None, purpose, slowly=True)
+    corpora, stream, glimpses = control.agreed(partial(_opened, config, layout), "opening the training text")
+    _check_same(config, control, glimpses)
+    purpose = "reading the training text"
+    found = control.agreed(lambda: _scanned(config, corpora) if scans else None, purpose, slowly=True)
+    digests = _check_same(config, control, None if found is None else [each.digest for each in found])
+    scanned = control.gather(found if control.rank == 0 else None, "sharing what was found")[0]
+    assert scanned is not None and digests is not None, "rank 0 has read the text"
     share = held_out_share(config.data.held_out_fraction)
     identity: dict[str, object] = {
         "train.seed": config.train.seed,
@@ -424,37 +399,42 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
     return Source(corpora=corpora, stream=stream, scanned=scanned, identity=identity)
 
 
-def _prepare(config: RunConfig) -> Iterator[None]:
+def _prepare(config: RunConfig) -> None:
     """Prepare the texts that are not yet prepared; report progress from time to time."""
-    for text in to_prepare(config.data):
-        if text.is_done:
-            continue
-        _check_waiting(config, text)
-        logger.info(f"preparing {text.work.source} in {text.folder}; the next run finds it there")
-        reported_s = time.monotonic()
-        for progress in text.work.run(text.folder, waits=True):
-            if time.monotonic() - reported_s > TOLD_EVERY_S:
-                reported_s = time.monotonic()
-                done = 100 * progress.read_bytes // max(1, progress.total_bytes)
-                logger.info(f"prepared {done} %: {progress.tokens:,} tokens")
-            yield
+    with _as_settings(config):
+        for text in to_prepare(config.data):
+            if text.is_done:
+                continue
+            _check_waiting(config, text)
+            logger.info(f"preparing {text.work.source} in {text.folder}; the next run finds it there")
+            reported_s = time.monotonic()
+            for progress in text.work.run(text.folder, waits=True):
+                if time.monotonic() - reported_s > TOLD_EVERY_S:
+                    reported_s = time.monotonic()
+                    done = 100 * progress.read_bytes // max(1, progress.total_bytes)
+                    logger.info(f"prepared {done} %: {progress.tokens:,} tokens")
 
 
-def _take_turns(config: RunConfig, control: Control, work: Iterator[object], purpose: str) -> None:
-    """Do the work, while the ranks that wait for it keep hearing that this one is still there."""
-    ended = False
-    while not ended:
-        problem, done, until_s = None, False, time.monotonic() + TURN_S
-        try:
-            while not done and time.monotonic() < until_s:
-                done = next((False for _ in work), True)
-        except (ConfigError, TextError, OSError) as error:
-            problem = _as_config_error(config, error)
-        turns = control.gather((problem, done), purpose)
-        for failure, _ in turns:
-            if failure is not None:
-                raise failure
-        ended = all(done for _, done in turns)
+def _opened(config: RunConfig, layout: Layout) -> tuple[list[Corpus], BatchStream, list[tuple[int, str]]]:
+    """Return the texts, this rank's batches of them, and what ranks compare of each text."""
+    with _as_settings(config):
+        corpora = _checked_corpora(config)
+        stream = BatchStream(
+            corpora,
+            seq_len=config.model.seq_len,
+            batch_per_device=config.data.batch_per_device,
+            dp_rank=layout.dp_rank,
+            dp_size=layout.dp_size,
+            seed=config.train.seed,
+            held_out_fraction=config.data.held_out_fraction,
+            separate_documents=config.data.separate_documents,
+        )
+        return corpora, stream, [_glimpse(corpus.text) for corpus in corpora]
+
+
+def _scanned(config: RunConfig, corpora: Sequence[Corpus]) -> list[Scanned]:
+    with _as_settings(config):
+        return [scan(corpus.text) for corpus in corpora]
 
 
 def _glimpse(text: Readable) -> tuple[int, str]:
@@ -466,39 +446,33 @@ def _glimpse(text: Readable) -> tuple[int, str]:
     return text.size, digest.hexdigest()
 
 
-def _agree(config: RunConfig, control: Control, problem: ConfigError | None, mine: T | None) -> T:
-    """Return rank 0's value if all ranks that have one agree. Raises on all ranks what is wrong on one."""
-    everyone = control.gather((problem, mine), "comparing the training text")
-    for failure, _ in everyone:
-        if failure is not None:
-            raise failure
-    for rank, (_, other) in enumerate(everyone):
-        if other is not None and other != everyone[0][1]:
+def _check_same(config: RunConfig, control: Control, own: T) -> T:
+    """Return rank 0's value. Raises ConfigError on all ranks unless it is that of all that have one."""
+    everyone = control.gather(own, "comparing the training text")
+    for rank, other in enumerate(everyone):
+        if other is not None and other != everyone[0]:
             why = f"rank {rank} reads another text than rank 0"
             hint = "Copy the same text to all machines and name it; Python versions differ in theirs."
             raise ConfigError("data.path", config.data.path, why, hint)
-    agreed = everyone[0][1]
-    assert agreed is not None, "rank 0 has opened and read the text"
-    return agreed
+    return everyone[0]
 
 
-def _as_config_error(config: RunConfig, error: ConfigError | TextError | OSError) -> ConfigError:
-    """Return the error as a ConfigError about a setting of the run."""
-    if isinstance(error, ConfigError):
-        return _located(error)
-    if isinstance(error, OSError):
+@contextmanager
+def _as_settings(config: RunConfig) -> Iterator[None]:
+    """Turn an error about the texts into one about a setting of the run, under its full key."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.key == "--out":
+            error = ConfigError("cache", error.value, error.why, error.hint)
+        raise error.under("data" if error.key in types_of(DataConfig) else "") from None
+    except TextError as error:
+        raise ConfigError("data.path", config.data.path, str(error), HINT) from error
+    except OSError as error:
         why = f"tokens cannot be written there ({error.strerror}: {error.filename})"
         hint = "Name a folder with room in data.cache; what is there already is continued."
         cache = config.data.cache
-        return ConfigError("data.cache", None if cache is None else str(cache), why, hint)
-    return ConfigError("data.path", config.data.path, str(error), HINT)
-
-
-def _located(error: ConfigError) -> ConfigError:
-    """Return the error about a field with the field's full key."""
-    if error.key == "--out":
-        error = ConfigError("cache", error.value, error.why, error.hint)
-    return error.under("data" if error.key in types_of(DataConfig) else "")
+        raise ConfigError("data.cache", None if cache is None else str(cache), why, hint) from error
 
 
 def _check_waiting(config: RunConfig, waiting: ToPrepare) -> None:

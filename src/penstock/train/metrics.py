@@ -109,6 +109,9 @@ class StepMetrics:
 BY_LAYER = tuple(field.name for field in fields(StepMetrics) if "tuple" in str(field.type))
 """Fields with a number for every MoE layer."""
 
+MARKS = ("skipped", "resumed")
+"""Fields that are true or false."""
+
 OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.default is None)
 """Fields that a step may lack."""
 

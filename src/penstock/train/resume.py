@@ -168,7 +168,7 @@ def find_resumption(config: RunConfig, control: Control) -> Resumption | None:
         return None
     # What rank 0 sees counts: another rank may see a folder a moment earlier or later.
     purpose = "looking for checkpoints"
-    paths = control.gather(control.agreed(lambda: _saved(config), purpose, by=0), purpose)[0]
+    paths = control.decided(lambda: _saved(config), purpose)
     if not paths:
         require_checkpoint(config)
         logger.info(f"{checkpoints_folder(config)} contains no checkpoint: starting from the beginning")

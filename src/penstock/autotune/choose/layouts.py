@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.autotune.planned import decided, decided_slowly
 from penstock.autotune.problem import check_shared, open_runs, possible_dispatches, run_problem
 from penstock.autotune.profile.measure import profile_layout
 from penstock.config import ConfigError, IndivisibleError, asked, load, read_json, to_dict
@@ -133,7 +132,7 @@ def _kept(config: RunConfig, ranks: Ranks, resumption: Resumption) -> LayoutSize
     """Return the layout of the resumed run; None, with the reason printed, if it must be chosen again."""
     path = resumption.path
     try:
-        sizes = decided(ranks.control, partial(_saved, config, ranks, resumption), f"reading {path.name}")
+        sizes = ranks.control.decided(partial(_saved, config, ranks, resumption), f"reading {path.name}")
     except ConfigError as error:
         logger.info(CHOOSING_AGAIN.format(path=path, why=error.why))
         return None
@@ -174,7 +173,7 @@ def _chosen(config: RunConfig, ranks: Ranks) -> LayoutSizes:
         files = _measured(config, possible, ranks)
     else:
         find = partial(find_cluster, name, "plan.cluster")
-        files = (decided(control, find, "reading the cluster file"),) * 2
+        files = (control.decided(find, "reading the cluster file"),) * 2
 
     def decide() -> tuple[LayoutSizes, tuple[str, ...]]:
         def file_of(sizes: LayoutSizes) -> ClusterFile:
@@ -183,7 +182,7 @@ def _chosen(config: RunConfig, ranks: Ranks) -> LayoutSizes:
         ranked = _ranked(config, control.world_size, ranks.node_size, file_of, files[0].memory_bytes)
         return ranked.best.sizes, ranked.lines
 
-    sizes, lines = decided_slowly(control, decide, "choosing a layout", config.parallel.timeout_s)
+    sizes, lines = control.decided(decide, "choosing a layout", slowly=True)
     logger.info("\n".join(lines))
     return sizes
 

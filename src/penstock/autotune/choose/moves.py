@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.apportion import Counts
-from penstock.autotune.planned import Order, Planned, decided_slowly
+from penstock.autotune.planned import Order, Planned
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision
 from penstock.features.field import NOTHING_MOVES, Movable
@@ -93,11 +93,10 @@ class Weighing:
         if evidence is None or evidence.now_DBYE.shape[1] != problem.batch:
             return planned
         problem = replace(problem, evidence=evidence, movable=_movable(self._config, planned))
-        lines, order = decided_slowly(
-            self._stack.machinery.control,
+        lines, order = self._stack.machinery.control.decided(
             lambda: _weighed(replace(planned, problem=problem), adopts),
             "weighing what moving samples and experts would bring",
-            self._config.parallel.timeout_s,
+            slowly=True,
         )
         planned = planned.noting(*lines)
         if order is not None:

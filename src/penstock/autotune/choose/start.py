@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.autotune.planned import Learnt, Order, Planned, decided, decided_slowly
+from penstock.autotune.planned import Learnt, Order, Planned
 from penstock.autotune.problem import (
     assumed_problem,
     check_shared,
@@ -130,8 +130,8 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
         others = OtherPlan.among(problem, result.others)
         return number, orders, others, result.searched, solved.lines, solved.said
 
-    decided_by = machinery.control, decide, "choosing a plan", config.parallel.timeout_s
-    number, promising, others, searched, lines, said = decided_slowly(*decided_by)
+    decided = machinery.control.decided(decide, "choosing a plan", slowly=True)
+    number, promising, others, searched, lines, said = decided
     logger.info("\n".join(said))
     logger.debug("\n".join(lines))
     (best, _), *to_try = promising
@@ -181,7 +181,7 @@ def _to_try(found: FoundPlan, most: int) -> list[Candidate]:
 
 def replay(config: RunConfig, machinery: Machinery, path: Path) -> Planned:
     """Return the plan in a file, unchanged, priced by `plan.cluster`, or by what its run measured here."""
-    paper, file = decided(machinery.control, lambda: _papers(path), f"reading {path}")
+    paper, file = machinery.control.decided(lambda: _papers(path), f"reading {path}")
     config = settled_as(config, paper)
     if config.plan.cluster is not None:
         file = cluster_of(config, machinery)
@@ -218,7 +218,7 @@ def cluster_of(config: RunConfig, machinery: Machinery) -> ClusterFile:
         logger.info(f"Cluster  {_measured(file)}")
         return file
     name = plan.cluster
-    file = decided(machinery.control, lambda: find_cluster(name, "plan.cluster"), "reading the cluster file")
+    file = machinery.control.decided(lambda: find_cluster(name, "plan.cluster"), "reading the cluster file")
     if (warning := _elsewhere(file, machinery)) is not None:
         logger.warning(warning)
     return file
@@ -369,7 +369,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         if to_dict(type(requested)()) | settings.get(section, {}) != to_dict(requested):
             raise ConfigError(section, UNSET, f"settings of [{section}] have changed")
     path /= PLAN_FILE
-    paper, file = decided(machinery.control, lambda: _papers(path), f"reading {path}")
+    paper, file = machinery.control.decided(lambda: _papers(path), f"reading {path}")
     if file is not None:
         other = _elsewhere(file, machinery) is not None
         if machinery.control.any(other, "comparing machines with those of the plan"):
@@ -384,7 +384,7 @@ def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Pl
     """
     control, path = machinery.control, from_.path / PLAN_FILE
     try:
-        paper, file = decided(control, lambda: _papers(path), f"reading {path}")
+        paper, file = control.decided(lambda: _papers(path), f"reading {path}")
     except ConfigError as error:
         logger.info(f"what the run has learnt from trials of moving cannot be read: {error}")
         return planned

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from penstock.autotune.planned import decided_slowly
 from penstock.autotune.problem import run_problem
 from penstock.autotune.profile.measure import profile_run, profile_schedules
 from penstock.autotune.profile.sample import ignore
@@ -170,7 +169,7 @@ def schedules_field(config: BenchConfig, layout: Layout, say: Callable[[str], No
         # All predicted from one profile: the schedules, and the plan that the joint search chooses.
         problem = _profiled(stacks)
         say(SEARCHING)
-        result = chosen(problem, stacks.machinery.control, stacks.config.parallel.timeout_s)
+        result = chosen(problem, stacks.machinery.control)
         tried = predicted(stacks, problem)
         best = {
             name: fastest(tried[name]) if name in tried else Iteration(problem=problem, candidate=result.best)
@@ -191,17 +190,13 @@ def _profiled(stacks: Stacks) -> Problem:
     return run_problem(stacks.run_config, stacks.layout, file)
 
 
-def chosen(problem: Problem, control: Control, timeout_s: float) -> FoundPlan:
-    """Return the result of the joint search on rank 0, on all ranks, which must call this together.
-
-    Args:
-        timeout_s: How long ranks wait for each other; a search may take longer.
-    """
+def chosen(problem: Problem, control: Control) -> FoundPlan:
+    """Return the result of the joint search on rank 0, on all ranks, which must call this together."""
 
     def search() -> FoundPlan:
         return find_plan(problem, ends=time_limit(time.monotonic))
 
-    return decided_slowly(control, search, "choosing a plan", timeout_s)
+    return control.decided(search, "choosing a plan", slowly=True)
 
 
 def _doubts(problem: Problem) -> tuple[str, ...]:
@@ -258,7 +253,7 @@ def planned_field(config: BenchConfig, layout: Layout, say: Callable[[str], None
     stacks = Stacks(config, layout)
     problem = _profiled(stacks)
     say(SEARCHING)
-    result = chosen(problem, stacks.machinery.control, config.parallel.timeout_s)
+    result = chosen(problem, stacks.machinery.control)
     published = planners(problem)
     plans = {name: evaluate(problem, published[name](problem)) for name in BESIDE} | {PLANNED: result.best}
     iterations = {name: Iteration(problem=problem, candidate=plan) for name, plan in plans.items()}

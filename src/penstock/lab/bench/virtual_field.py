@@ -131,7 +131,7 @@ class VirtualField:
             # The joint search, of all dispatches, on links as measured and devices as imitated; it assumes
             # even routing, except for memory.
             problem = self._problem(self._open)
-            result = chosen(problem, self.control, self._bench.parallel.timeout_s)
+            result = chosen(problem, self.control)
             self.notes += reasons(problem, result).lines
             self._memory_bytes[AUTO] = result.best.memory_bytes
             return self._predicted(AUTO, self._stack.adopt(result.best.plan, self._placement(AUTO)))
