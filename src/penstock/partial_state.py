@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.copies import Mark
 from penstock.device import is_dtensor
 from penstock.mesh import Axes, Group
 from penstock.sharding import Sharding
@@ -212,7 +212,7 @@ NAMES: dict[Axes, str] = {Group.TENSOR: "tp", Group.EXPERT: "ep", Group.SHARDS: 
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Part(Mark):
     """Which part of a whole tensor a rank holds, and who holds the others.
 
     Attributes:
@@ -275,15 +275,6 @@ class Part:
 
     def _refuse(self, found: str) -> None:
         raise ShareError(f"{found}; this rank holds {self.sharding.in_words}. {REMEDY}")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
-        """Return this very object: a copy of a parameter is the same part."""
-        del memo
-        return self
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Pickle a mark as an empty OrderedDict, a type that torch.load always accepts."""
-        return OrderedDict, ()
 
 
 def part_of(parameter: Tensor) -> Part | None:

@@ -6,15 +6,15 @@ know no other form. A rank's part is cut from it by `Sharding.part` and put back
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from penstock.copies import Mark, Shared
 from penstock.mesh import Axes, Group, Mesh
 from penstock.topology import Control
 
@@ -26,7 +26,7 @@ Box = tuple[Place, Place]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharding:
+class Sharding(Shared):
     """One of `count` equal parts of a whole tensor.
 
     For experts, a Sharding describes one expert's tensor, without the dimension that counts experts;
@@ -133,11 +133,6 @@ class Sharding:
         shape = (*self.view[: self.dim], width, *self.view[self.dim + 1 :])
         return torch.cat([part.reshape(shape) for part in parts], dim=self.dim).reshape(self.shape)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        """Return this very object: a copy of a parameter is the same part."""
-        del memo
-        return self
-
 
 @dataclass(frozen=True, kw_only=True)
 class StackedSharding(Sharding):
@@ -235,7 +230,7 @@ def _in_row(shape: Place, row: int, start: int, stop: int) -> Iterator[Box]:
 
 
 @dataclass(frozen=True, eq=False)
-class PartMark:
+class PartMark(Mark):
     """The mark that is set on a parameter.
 
     Attributes:
@@ -245,10 +240,6 @@ class PartMark:
 
     sharding: Sharding
     ranks: object = None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Pickle the mark as an empty OrderedDict, a type that torch.load always accepts."""
-        return OrderedDict, ()
 
 
 @dataclass(frozen=True)

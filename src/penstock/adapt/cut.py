@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from penstock.copies import Shared
 from penstock.families.adapters import check_adapters, core_of, settle
 from penstock.families.experts import ModelExperts, RouterCall
 from penstock.families.known import Family
@@ -58,8 +59,8 @@ class Caught:
     routers: RouterUse = "unused"
 
 
-class Inside:
-    """Whether a step is running modules of the model now. Copies of a model share it with the model."""
+class Inside(Shared):
+    """Whether a step is running modules of the model now."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -72,9 +73,6 @@ class Inside:
             yield
         finally:
             self.depth -= 1
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
 
 
 class Cut:

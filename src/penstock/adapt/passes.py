@@ -8,10 +8,9 @@ Shapes: T tokens, M hidden size, k choices per token.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +46,6 @@ class Passes:
         self.meetings: list[Spread] = []
         self._next: int | None = None  # the meeting that comes next in the running pass; None: there is none
         self._generates = self._broken = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the passes of a copied model, between the same ranks."""
-        twin = memo[id(self)] = type(self)(self._control, copy.deepcopy(self._turns, memo))
-        twin.meetings = copy.deepcopy(self.meetings, memo)
-        return twin
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -206,13 +199,6 @@ class Spread:
         self._maker = RouteMaker(find_dispatch("flat"), machinery.layout.place, False)
         passes.meetings.append(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the spread for a copy of the layer, on the same machinery."""
-        twin = memo[id(self)] = copy.copy(self)
-        twin._moe = copy.deepcopy(self._moe, memo)
-        twin._passes = copy.deepcopy(self._passes, memo)
-        return twin
-
     def __call__(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         with self._passes.at(self), torch.no_grad():
             return self._exchanged(x_TM.to(self._dtype), experts_Tk, weights_Tk).to(x_TM.dtype)
@@ -272,10 +258,6 @@ class _Hook:
 
     def __init__(self, cut: Cut, machinery: Machinery) -> None:
         self.cut, self.machinery = cut, machinery
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the hook for a copy of the block, whose hooks are copied with it, on the same machinery."""
-        return type(self)(copy.deepcopy(self.cut, memo), self.machinery)
 
     def adapters(self, prefix: str) -> Iterator[tuple[str, nn.Parameter, ExpertAxis]]:
         """Yield the adapters' names in a state dictionary, the parameters, and how experts lie in them."""

@@ -9,11 +9,10 @@ attention.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.adapt.cut import Inside, is_foreign
 from penstock.config import ConfigError
+from penstock.copies import Shared
 from penstock.families.adapters import core_of
 from penstock.families.experts import KeptWhole
 from penstock.families.inspection import Found
@@ -38,7 +38,7 @@ from penstock.topology import Layout
 KEY = "tp_size"
 
 
-class TensorRanks:
+class TensorRanks(Shared):
     """The ranks that share attention, where a model runs outside of steps. They run the same passes.
 
     Attributes:
@@ -55,11 +55,6 @@ class TensorRanks:
         """Connect these ranks; all ranks call it."""
         machinery.transports.open([(Lane.INTRA, Group.TENSOR)])
         self.transport = machinery.transports.of(Lane.INTRA, Group.TENSOR)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the same ranks, for a copy of the model."""
-        twin = memo[id(self)] = copy.copy(self)
-        return twin
 
     def added(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts; this rank's part where a step adds them up itself."""

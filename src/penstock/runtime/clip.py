@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from penstock.copies import Mark
 from penstock.device import device_of, is_dtensor
 from penstock.mesh import Group
 from penstock.moe import MoELayer
@@ -40,7 +41,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertRanks:
+class ExpertRanks(Mark):
     """The ranks that train together and how their experts are spread.
 
     Attributes:
@@ -69,15 +70,6 @@ class ExpertRanks:
         table[self.layout.rank] = row
         self.transport.all_reduce(table, Group.WORLD)
         return table
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRanks:
-        """Return this very object: a copy of a parameter lives on the same ranks."""
-        del memo
-        return self
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Pickle the mark as an empty OrderedDict, a type that torch.load always accepts."""
-        return OrderedDict, ()
 
 
 def mark_all(model: nn.Module) -> None:

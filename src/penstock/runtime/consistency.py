@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Self
 from zlib import crc32
 
 import torch
@@ -375,12 +374,6 @@ class Turns:
     def __init__(self, control: Control) -> None:
         self._control, self._last = control, 0
         self._open: list[int] = []  # steps whose backward pass may come
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the turns of a copied model, between the same ranks."""
-        twin = memo[id(self)] = type(self)(self._control)
-        twin._last, twin._open = self._last, [*self._open]
-        return twin
 
     def forward(self) -> None:
         """Begin the forward pass of a step without labels.

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import nn
 
+from penstock.copies import Shared
 from penstock.device import device_of
 from penstock.graph import Graph
 from penstock.moe import MoELayer
@@ -33,7 +34,7 @@ from penstock.topology.device_mesh import RankMeshes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machinery:
+class Machinery(Shared):
     """Everything that a stack runs on.
 
     Attributes:

@@ -470,16 +470,7 @@ class PipelinedStack(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a stack with a copy of the model, on the same machinery: for averages of weights, say."""
         refuse_stale(self)
-        machinery = self.machinery
-        shared = (
-            machinery,
-            machinery.control,
-            self._make_plan,
-            self.plan,
-            self._expert_ranks,
-            self._programs,
-        )
-        for kept in shared:
+        for kept in (self._make_plan, self.plan, self._programs):
             memo[id(kept)] = kept
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -490,7 +481,8 @@ class PipelinedStack(nn.Module):
             copy.deepcopy({**self.__dict__, **of_a_step}, memo),
             features={kind: feature.copy() for kind, feature in self.features.items()},
         )
-        layout, device = self.machinery.layout, self.machinery.device
+        machinery = self.machinery
+        layout, device = machinery.layout, machinery.device
         copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
         copied.consistency = Consistency(copied.gradients, machinery)
         copied.outside = OutsideGradients(copied.gradients, machinery)

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from penstock.config import ConfigError
+from penstock.copies import Shared
 from penstock.topology.faults import ACTIVITY, ANSWER_S, explain, named, reason, unless_lost
 from penstock.topology.meeting_point import (
     SPARE_S,
@@ -48,7 +49,7 @@ class CommunicationError(RuntimeError):
     """An exchange between ranks outside a step failed: a rank died, was cut off, or did not come in time."""
 
 
-class Control:
+class Control(Shared):
     """Exchanges between all ranks of the run. With one rank nothing is sent."""
 
     def __init__(self, rank: int, world_size: int) -> None:

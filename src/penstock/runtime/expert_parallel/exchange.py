@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.copies import Shared
 from penstock.device import device_of, device_of_backend
 from penstock.features.dispatch import Dispatch
 from penstock.mesh import Group
@@ -34,7 +35,7 @@ from penstock.topology.local import staging_device
 COUNTS = "exchanging counts of rows of an MoE layer"
 
 
-class ExpertParallel:
+class ExpertParallel(Shared):
     """Ranks of the default process group share experts: `ep_size` consecutive ranks hold each expert once.
 
     Gradients follow the convention of data-parallel loops (`DistributedDataParallel`): the loss of a rank is
@@ -227,11 +228,6 @@ class ExpertParallel:
         if experts not in self._guards:
             self._guards[experts] = ExpertGuard(experts, self._ranks, self._control)
         return self._guards[experts]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
-        """Return this very object: a copied layer talks to the same ranks through the same groups."""
-        del memo
-        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return refuse_pickle("an MoELayer with ExpertParallel")
