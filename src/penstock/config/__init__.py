@@ -18,10 +18,11 @@ from penstock.config.files import (
     read_text,
 )
 from penstock.config.load import from_dict, load, to_dict, to_toml
-from penstock.config.validate import HintWarning, OtherNameWarning, check_bounds, check_value
+from penstock.config.validate import Checked, HintWarning, OtherNameWarning, check_bounds, check_value
 
 __all__ = [
     "UNSET",
+    "Checked",
     "ConfigError",
     "HintWarning",
     "IndivisibleError",

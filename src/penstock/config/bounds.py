@@ -4,8 +4,9 @@ Bounds are declared with the field that holds them.
 
     num_layers: Annotated[int, Within(1, 1024, "every layer adds dozens of tasks to a step's plan")] = 4
 
-pydantic checks them where a file is read, and where code makes a section, `check_bounds(self)` does, first in
-its `__post_init__`. `tests/config/test_bounds.py` finds every number without bounds.
+pydantic checks them where a file is read. Where code makes a section, its base `Checked` does, or
+`check_bounds(self)`, first in its `__post_init__`. `tests/config/test_bounds.py` finds every number without
+bounds.
 """
 
 from __future__ import annotations

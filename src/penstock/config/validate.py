@@ -129,6 +129,13 @@ def check_bounds(section: Any) -> None:
         raise _first(cls, found, "") from found
 
 
+class Checked:
+    """Base of a section whose fields are checked wherever one is made."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
 @cache  # made when first needed: making one takes milliseconds
 def adapter(tp: Any) -> TypeAdapter[Any]:
     """Return pydantic's reader of a type."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self, get_args
 
-from penstock.config import Within, check_bounds
+from penstock.config import Checked, Within
 from penstock.config.bounds import types_of
 from penstock.cost.span import Span, even_leg
 from penstock.features.dispatch import DISPATCHES
@@ -46,7 +46,7 @@ Inside = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(Checked):
     """Section `[cluster]`: what is assumed of the machines until durations have been measured.
 
     The defaults describe one core of a server and Gloo over a loopback link.
@@ -72,9 +72,6 @@ class ClusterConfig:
     """What the thread that hands tasks to a GPU takes for each; 0 on CPUs."""
     issue_kernel_s: HostTime = 0.0
     """What it takes for each operation in a task; 0 on CPUs."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @property
     def issuing(self) -> Issuing | None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from penstock.config import (
     UNSET,
+    Checked,
     ConfigError,
     Items,
     Within,
@@ -83,7 +84,7 @@ DOCTOR: Final = "doctor"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class Fit(Checked):
     """Quality of a line through measured points.
 
     Attributes:
@@ -95,9 +96,6 @@ class Fit:
     r2: Quality
     residual: Residual
     points: Points = ()
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +176,7 @@ class MoveModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelModel:
+class KernelModel(Checked):
     """Model `t = alpha + beta * work` of one kind of computation alone, on all ranks at once: for the reader.
 
     Attributes:
@@ -190,9 +188,6 @@ class KernelModel:
     alpha_s: Seconds
     beta_s_per_unit: SecondsPerUnit
     fit: Fit | None = None
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @property
     def points(self) -> Points:

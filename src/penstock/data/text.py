@@ -138,16 +138,16 @@ def entropy_nats(parts: Sequence[Scanned], weights: Sequence[float]) -> float:
 
 def scan(text: Readable, whole_bytes: int = WHOLE_BYTES) -> Scanned:
     """Scan a text, or of one longer than `whole_bytes` a sample."""
-    found, seen, counts = hashlib.sha256(), 0, np.zeros(text.vocabulary, np.int64)
+    digest, seen, counts = hashlib.sha256(), 0, np.zeros(text.vocabulary, np.int64)
     starts: range | list[int] = range(0, text.size, BLOCK_BYTES)
     if text.size > whole_bytes:
-        found.update(f"{text.size} bytes, {SAMPLED_BLOCKS} blocks\n".encode())
+        digest.update(f"{text.size} bytes, {SAMPLED_BLOCKS} blocks\n".encode())
         last = max(0, text.size - BLOCK_BYTES)
         starts = [last * block // (SAMPLED_BLOCKS - 1) for block in range(SAMPLED_BLOCKS)]
     for start in starts:
         block = text.tokens(start, min(start + BLOCK_BYTES, text.size))
         if text.digest is None:
-            found.update(block.tobytes())
+            digest.update(block.tobytes())
         counts += np.bincount(block, minlength=text.vocabulary)
         seen += block.size
-    return Scanned(digest=text.digest or found.hexdigest(), counts=counts, seen=seen)
+    return Scanned(digest=text.digest or digest.hexdigest(), counts=counts, seen=seen)

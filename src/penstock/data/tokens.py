@@ -21,7 +21,7 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from penstock.config import UNSET, ConfigError, Items, Within, check_bounds, from_dict, read_json, to_dict
+from penstock.config import UNSET, Checked, ConfigError, Items, Within, from_dict, read_json, to_dict
 from penstock.data.files import Files, TextError
 from penstock.data.text import Numbers, Offsets
 from penstock.data.tokenizer import Bytes
@@ -44,7 +44,7 @@ Symbol = Annotated[int, Within(0, 2**32 - 1, "tokens have at most four bytes")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class Shard(Checked):
     """One file of tokens.
 
     Attributes:
@@ -55,23 +55,17 @@ class Shard:
     tokens: Count
     sha256: str
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
+class Position(Checked):
     """Where reading continues: in file number `file`, at this byte, or at this row of a Parquet file."""
 
     file: Count = 0
     at: Count = 0
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(Checked):
     """The description of a folder of prepared tokens.
 
     Attributes:
@@ -93,9 +87,6 @@ class Record:
     documents: Count = 0
     shards: Annotated[tuple[Shard, ...], Items(MOST_SHARDS, "use larger shards")] = ()
     position: Position = Position()
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:

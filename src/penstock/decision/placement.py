@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from penstock.config import Within, check_bounds
+from penstock.config import Checked, Within
 from penstock.config.bounds import MOST_STEPS
 from penstock.features.expert_replicas.feature import MOST_REPLICA_SLOTS, ExpertMoves, ReplicaSlots, Split
 from penstock.features.field import Movable
@@ -15,7 +15,7 @@ EverySteps = Annotated[int, Within(1, MOST_STEPS, "steps are numbered with eight
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementConfig:
+class PlacementConfig(Checked):
     """Section `[placement]`: what moves, and how its destination is decided."""
 
     samples: Literal["auto", "none", "netmoe"] = "auto"
@@ -36,9 +36,6 @@ class PlacementConfig:
     prediction: Prediction = "next_gate"
     """What samples are expected to need in the next layer: that layer's gate on the present input
     ("next_gate"), "conditional" (a table of which experts follow which), or "none"."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @property
     def movable(self) -> Movable:

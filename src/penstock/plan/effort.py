@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from penstock.config import ConfigError, Items, Within, check_bounds
+from penstock.config import Checked, ConfigError, Items, Within
 from penstock.decision import Decision
 from penstock.plan.predict import timelines
 from penstock.plan.problem import Problem
@@ -34,7 +34,7 @@ Count = Annotated[int, Within(0, 2**62, "no search looks at more")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Searched:
+class Searched(Checked):
     """What a search examined and what it left out. Counts of choices, except for placements.
 
     Attributes:
@@ -57,9 +57,6 @@ class Searched:
     late: bool = False
     skipped: Annotated[tuple[str, ...], Items(64, "there are no more published planners")] = ()
     impossible: Annotated[tuple[str, ...], Items(1000, "one per schedule")] = ()
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @property
     def complete(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from penstock.config import (
     UNSET,
+    Checked,
     ConfigError,
     Items,
     Within,
@@ -102,7 +103,7 @@ MOST_OTHERS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherPlan:
+class OtherPlan(Checked):
     """A plan that was not chosen, in words.
 
     Attributes:
@@ -113,9 +114,6 @@ class OtherPlan:
     words: str
     predicted_s: Seconds
     measured_s: Seconds | None = None
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @staticmethod
     def among(problem: Problem, found: Sequence[Candidate]) -> tuple[OtherPlan, ...]:
@@ -347,7 +345,7 @@ Ratio = Annotated[float, Within(0, 1e9, "it is one step's duration over another'
 
 
 @dataclass(frozen=True, kw_only=True)
-class LostTrial:
+class LostTrial(Checked):
     """A plan that ran in turns with another, and took longer. Both are told by what moves.
 
     Attributes:
@@ -363,9 +361,6 @@ class LostTrial:
     against_experts: ExpertMoves
     predicted: Ratio
     measured: Ratio
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @staticmethod
     def of(slower: Decision, faster: Decision, *, predicted: float, measured: float) -> LostTrial:

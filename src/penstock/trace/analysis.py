@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Annotated, Final
 
-from penstock.config import Within, check_bounds
+from penstock.config import Checked, Within
 from penstock.config.bounds import MOST_RANKS
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Axes, Mesh
@@ -213,7 +213,7 @@ Factor = Annotated[float, Within(1, 1e9, "a straggler takes longer than others")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Straggler:
+class Straggler(Checked):
     """A rank that computes slowly.
 
     Attributes:
@@ -222,9 +222,6 @@ class Straggler:
 
     rank: Rank
     factor: Factor
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @property
     def words(self) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from penstock.config import (
+    Checked,
     ConfigError,
     Items,
     Within,
@@ -36,18 +37,15 @@ Rows = Annotated[tuple[Row, ...], Items(2 * MOST_SHOWN, "one per rank")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spans:
+class Spans(Checked):
     """When every task ran, on every rank that is shown. Seconds from the start of the step."""
 
     start_s: Rows
     end_s: Rows
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class PathLink:
+class PathLink(Checked):
     """A task of the critical path; see `trace.analysis.Link`."""
 
     task: str
@@ -56,9 +54,6 @@ class PathLink:
     start_s: Seconds
     end_s: Seconds
     gap_s: Seconds
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)

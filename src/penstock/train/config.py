@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from penstock.config import ConfigError, Within, check_bounds, check_name, to_dict
+from penstock.config import Checked, ConfigError, Within, check_bounds, check_name, to_dict
 from penstock.config.bounds import MOST_STEPS, FilePath, Items, Name, Seed, Steps, by_key
 from penstock.config.error import shown
 from penstock.cost import ClusterConfig
@@ -37,7 +37,7 @@ TracedSteps = Annotated[int, Within(0, 10_000, "every task of a traced step is i
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """Section `[train]`: how long a run is, and what it does beside training."""
 
     steps: AtLeastOne = 200
@@ -64,9 +64,6 @@ class TrainConfig:
     max_skipped_steps: Steps = 4
     """Consecutive steps that may be skipped because the loss or gradients are not finite; one more ends the
     run."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +94,7 @@ class OutputConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
+class MetricsConfig(Checked):
     """Section `[metrics]`: where metrics go beside the run's own files."""
 
     wandb: Literal[True, False, "offline"] = False
@@ -111,9 +108,6 @@ class MetricsConfig:
     """Name of the run; none = that of its folder."""
     wandb_tags: Annotated[tuple[Name, ...], Items(100, "more tags find nothing")] = ()
     """The run's labels."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from penstock.config import Within, check_bounds
+from penstock.config import Checked, Within
 from penstock.config.bounds import Steps
 from penstock.runtime import PipelinedStack, ShardedAdamW, clip_grad_norm_
 
@@ -34,7 +34,7 @@ WeightDecay = Annotated[float, Within(0, 1e6, "times lr it is a fraction of the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """How parameters are updated: AdamW, with linear warm-up and cosine decay."""
 
     lr: Positive = 3e-3
@@ -58,9 +58,6 @@ class OptimizerConfig:
     tasks of the step ([more](training.md#a-sharded-optimiser)); "auto" = 1 if a whole iteration is predicted
     to be shorter so, or does not fit into memory otherwise; 2 = gradients, too
     ([more](training.md#shares-of-gradients))."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @property
     def is_sharded(self) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Final, NoReturn, Self, TypeVar
 
-from penstock.config import ConfigError, Items, Within, check_bounds, from_dict, read_json
+from penstock.config import Checked, ConfigError, Items, Within, from_dict, read_json
 from penstock.lab.emulate import links
 from penstock.lab.emulate.links import (
     BRIDGE,
@@ -55,14 +55,11 @@ FOLDER: Final = Path("/run/penstock")  # emptied by a restart, which also ends c
 
 
 @dataclass(frozen=True, kw_only=True)
-class Owner:
+class Owner(Checked):
     """The process with which a cluster ends. Its start time distinguishes it from later ones with its id."""
 
     pid: Number
     started_ticks: Number
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @classmethod
     def current(cls) -> Owner:
