@@ -326,20 +326,14 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     if checkpoint is not None:
         of_decoder = not (checkpoint / CONFIG).is_file() or model_type_of(checkpoint) == QWEN3_MOE
         model = from_checkpoint(checkpoint) if of_decoder else read_whole(checkpoint)
+    elif (path / ADAPTERS).is_file():
+        raise ValueError(
+            f"{path} holds adapters of peft ({ADAPTERS}), without which their model is another one: put them "
+            "into it with PeftModel.from_pretrained(model, folder), and save what merge_and_unload() returns"
+        )
     elif (path / CONFIG).is_file():
-        if (path / ADAPTERS).is_file():
-            raise ValueError(
-                f"{path} holds adapters of peft ({ADAPTERS}) beside a model, which would be left out: put "
-                "them into the model with PeftModel.from_pretrained(model, folder), and save what "
-                "merge_and_unload() returns"
-            )
         model = read_whole(path)
     else:
-        if (path / ADAPTERS).is_file():
-            raise ValueError(
-                f"{path} holds adapters of peft, and not the model that they belong to: read them into it "
-                "with PeftModel.from_pretrained(model, folder), and save what merge_and_unload() returns"
-            )
         raise ValueError(
             f"{path} is neither a Hugging Face model folder (config.json), nor a checkpoint or an output "
             "folder of penstock train"

@@ -6,7 +6,7 @@ The one spreads a model that all ranks have whole; of what the other reads, a ra
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -57,8 +57,8 @@ from penstock.topology import (
     ParallelConfig,
     find_node_size,
 )
-from penstock.topology.device_mesh import GroupSizes, Meshes, sizes_of
-from penstock.topology.groups import TransportName
+from penstock.topology.device_mesh import Meshes, sizes_of
+from penstock.topology.groups import TransportName, with_variable
 from penstock.topology.join import joined
 from penstock.train.assemble import build_machinery
 
@@ -123,7 +123,7 @@ def parallelize(
     found = replace(_found(inner, ep_plan), bound_factor=bound_factor, choice=choice_of(plan))
     device = next(inner.parameters()).device
     settings = ParallelConfig(ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport)
-    sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, etp_size=etp_size)
+    sizes = {"ep_size": ep_size, "tp_size": tp_size, "etp_size": etp_size}
     parallel = shared_as(settings, sizes, mesh, found, device)
     with machinery_for(parallel, found.num_experts, device) as machinery, sharing(found, machinery) as tensor:
         scheduled(found, machinery, parallel, plan, tensor, updating)
@@ -242,28 +242,34 @@ def _checked(found: Found, changed: Sequence[str] = ()) -> Found:
 
 
 def shared_as(
-    settings: ParallelConfig, sizes: GroupSizes, mesh: Meshes | None, found: Found, device: torch.device
+    settings: ParallelConfig,
+    sizes: Mapping[str, int | None],
+    mesh: Meshes | None,
+    found: Found,
+    device: torch.device,
 ) -> ParallelConfig:
     """Return the settings with the sizes of groups that share a model, as they or a mesh say.
 
     All ranks call it.
 
     Args:
-        sizes: Sizes that were given besides a mesh.
+        sizes: Sizes that were given besides a mesh; None = not said.
         mesh: See `parallelize`.
         device: The model's device.
 
     Raises:
         ConfigError: For sizes by which the model cannot be shared.
     """
+    said: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    parallel = replace(settings, **said)
     if mesh is not None:
         info = joined(settings.timeout_s, device, settings.transport)
-        sizes = sizes_of(mesh, sizes, Control(info.rank, info.world_size), device.type)
-    tp_size, etp_size = (1 if each is None else each for each in (sizes.tp_size, sizes.etp_size))
-    if tp_size > 1:
-        check_can_share(found, tp_size)
-    check_can_narrow(found, etp_size)
-    return replace(settings, ep_size=sizes.ep_size, tp_size=tp_size, etp_size=etp_size)
+        said |= sizes_of(mesh, said, Control(info.rank, info.world_size), device.type)
+        parallel = replace(settings, **said)
+    if parallel.tp_size > 1:
+        check_can_share(found, parallel.tp_size)
+    check_can_narrow(found, parallel.etp_size)
+    return parallel
 
 
 @contextmanager
@@ -416,7 +422,7 @@ def load_pretrained(
     opened = ModelFolder.open(folder_of(folder))
     found = replace(skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
     settings = ParallelConfig(ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport)
-    sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, etp_size=etp_size)
+    sizes = {"ep_size": ep_size, "tp_size": tp_size, "etp_size": etp_size}
     parallel = shared_as(settings, sizes, mesh, found, torch.device(device))
     with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
         layout, kind = machinery.layout, dtype or opened.config.dtype or torch.float32
@@ -455,7 +461,7 @@ def read_share(
         Shares(look(self, found.family).experts, held, found.num_experts).settle()
 
     own = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__init__": begin}
-    with _one_after_the_other():
+    with with_variable(os.environ, ASYNC, "1"):
         model = opened.read(type(plain.__name__, (plain,), own), tensors, dtype)
     model.__class__ = plain
     for name, parameter in found.model.named_parameters():  # transformers unfreezes what it reads
@@ -501,17 +507,3 @@ def skeleton(opened: ModelFolder) -> Found:
             "from_pretrained, and call parallelize"
         )
     return found
-
-
-@contextmanager
-def _one_after_the_other() -> Iterator[None]:
-    """Let transformers read only what it needs next, inside this context, and not ahead with threads."""
-    before = os.environ.get(ASYNC)
-    os.environ[ASYNC] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ASYNC]
-        else:
-            os.environ[ASYNC] = before

@@ -421,14 +421,9 @@ class Decoder:
         return list(self.base.get_submodule(self.family.layers))
 
     @property
-    def coefficient(self) -> float:
-        """Weight of the balance loss, read where the model's own code reads it; 0 where it has none."""
-        return coefficient_of(self.model, self.family) or 0.0
-
-    @property
-    def has_balance_loss(self) -> bool:
-        """Whether the model weighs a balance loss at all: some have none."""
-        return coefficient_of(self.model, self.family) is not None
+    def coefficient(self) -> float | None:
+        """Weight of the balance loss, read where the model's own code reads it; None where it has none."""
+        return coefficient_of(self.model, self.family)
 
     @property
     def hidden_size(self) -> int:

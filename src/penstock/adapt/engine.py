@@ -67,16 +67,18 @@ class BalanceOverLayers(GlobalBalance):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepInputs(Inputs):
+class StepInputs:
     """Arguments of a call of the model, as a step needs them.
 
     Attributes:
+        inputs: Those besides tokens and labels.
         labels_BL: Labels as transformers takes them, at the places of the tokens; None where others are
             given, or the caller makes a loss.
         shift_labels_BL: Labels at the places of the tokens before them.
         valid: Divisor of the sum of token losses, over all ranks; None = the number of these tokens.
     """
 
+    inputs: Inputs
     tokens_BL: Tensor
     labels_BL: Tensor | None
     shift_labels_BL: Tensor | None
@@ -94,9 +96,10 @@ class StepInputs(Inputs):
     @property
     def valid_tokens(self) -> Tensor | None:
         """Tokens that are not padding, [B, L]; a token with a label is none, whatever the mask says."""
-        if self.mask_BL is None or self.mask_BL.dim() != 2:
+        mask_BL = self.inputs.mask_BL
+        if mask_BL is None or mask_BL.dim() != 2:
             return None
-        return self.mask_BL.bool() | (self.targets != NO_LABEL)
+        return mask_BL.bool() | (self.targets != NO_LABEL)
 
 
 @dataclass
@@ -149,8 +152,8 @@ class Engine:
     def step(self, given: StepInputs) -> tuple[Tensor, Tensor | None]:
         """Return the loss of the labels, and the balance loss, which is part of it."""
         self.stack.turns.labelled()
-        balances = given.routers == "balanced"
-        weight = self.decoder.coefficient if balances else 0.0
+        balances = given.inputs.routers == "balanced"
+        weight = (self.decoder.coefficient or 0.0) if balances else 0.0
         if self.averages:
             self._prepare(given, weight, None, partial(RankLoss, given.valid, self.layout.dp_size))
         else:
@@ -170,7 +173,7 @@ class Engine:
         Padding goes to experts, too, as in transformers: the loss may use any token.
         """
         self.stack.turns.forward()
-        self._prepare(given, float(given.routers == "balanced"), None, TokenLoss)
+        self._prepare(given, float(given.inputs.routers == "balanced"), None, TokenLoss)
         states = self.stack.hidden_states(given.tokens_BL, self._begin(given), averaged=self.averages_own)
         self.decoder.calls.end_with(states.balance)
         self._first += len(given.tokens_BL)
@@ -193,14 +196,7 @@ class Engine:
 
     def _begin(self, given: StepInputs) -> Tensor:
         """Begin the forward pass of a step on these samples; return their numbers."""
-        inputs = Inputs(  # the decoder would hold all of `given`, tokens and labels, until the next step
-            first=self._first,
-            mask_BL=given.mask_BL,
-            positions_BL=given.positions_BL,
-            routers=given.routers,
-            packed=given.packed,
-        )
-        self.decoder.begin(inputs)
+        self.decoder.begin(replace(given.inputs, first=self._first))
         return torch.arange(self._first, self._first + len(given.tokens_BL))
 
     def warn_if_different(self) -> None:
@@ -252,7 +248,7 @@ class Engine:
         """Make ready for a training step. weight: of the balance loss."""
         stack = self.stack
         stack.training = True
-        check_unchanged(self.decoder, balances=given.routers != "unused")
+        check_unchanged(self.decoder, balances=given.inputs.routers != "unused")
         trains = torch.is_grad_enabled()
         if trains:
             self.watch_outside()

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from penstock.adapt.cut import RouterUse
-from penstock.adapt.decoder import Decoder
+from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.engine import Engine, StepInputs, refuse_sharing
 from penstock.adapt.passes import TOGETHER
 from penstock.adapt.saving import expert_axes, save_model
 from penstock.checkpoint.storage import together
+from penstock.copies import Shared
 from penstock.partial_state import refuse_pickle
 from penstock.runtime import PipelinedStack
 from penstock.runtime.parts import refuse_data_parallel
@@ -76,7 +77,7 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
     _tell_libraries()
     base = engine.decoder.base
     if base is not model:
-        _change(base, {"forward": _decode, "__reduce_ex__": _part_reduced})
+        _change(base, {"forward": _decode, "__reduce_ex__": _reduced})
         base.__dict__["_penstock_model"] = Whole(model)
     model.__dict__["_penstock"] = engine
     return engine
@@ -218,7 +219,7 @@ def _with_logits(model: Any, plain: Any, engine: Engine, named: dict[str, Any]) 
     if balances and isinstance(out, dict):
         out["aux_loss"] = request.balance
         if out.get("loss") is not None and request.balance is not None:
-            out["loss"] = out["loss"] + engine.decoder.coefficient * request.balance
+            out["loss"] = out["loss"] + (engine.decoder.coefficient or 0.0) * request.balance
     return out
 
 
@@ -339,14 +340,16 @@ def _inputs_of(named: dict[str, Any], valid: float | None, routers: RouterUse) -
             f"{list(named['input_ids'].shape)}, of which a step makes microbatches: give one row"
         )
     return StepInputs(
+        inputs=Inputs(
+            mask_BL=named.get("attention_mask"),
+            positions_BL=named.get("position_ids"),
+            routers=routers,
+            packed=packed,
+        ),
         tokens_BL=named["input_ids"],
         labels_BL=named.get("labels"),
         shift_labels_BL=named.get("shift_labels"),
-        mask_BL=named.get("attention_mask"),
-        positions_BL=named.get("position_ids"),
-        packed=packed,
         valid=valid,
-        routers=routers,
     )
 
 
@@ -361,7 +364,7 @@ def _balances(model: Any, named: dict[str, Any], decoder: Decoder) -> bool:
             "understood, since its family is not known or its code was changed: leave it off, or describe "
             "the family, see docs/extending.md"
         )
-    return bool(balances) and decoder.has_balance_loss
+    return bool(balances) and decoder.coefficient is not None
 
 
 def _save_pretrained(plain: Any, model: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
@@ -426,29 +429,20 @@ class _State(dict[str, Any]):
 
 
 def _reduced(plain: Any, model: Any, protocol: Any) -> Any:
-    """Return the reduction of a model for copies.
+    """Return the reduction of a model, or of its decoder, for copies.
 
     A `__deepcopy__` would also be found by a model of peft around it, which passes on names.
     """
     del plain, protocol
-    return _empty, (_Copied(type(model)),), _State(model)
-
-
-def _part_reduced(plain: Any, base: Any, protocol: Any) -> Any:
-    """Return the reduction of a model's decoder for copies."""
-    del plain, protocol
-    return _empty, (_Copied(type(base)),), base.__dict__
+    attributes = model.__dict__
+    return _empty, (_Copied(type(model)),), _State(model) if "_penstock" in attributes else attributes
 
 
 @dataclass(frozen=True)
-class _Copied:
+class _Copied(Shared):
     """The class of a model that is copied; what pickles a model comes here first, and is refused."""
 
     kind: type
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Copied:
-        del memo
-        return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_pickle(f"a scheduled {self.kind.__name__}")

@@ -110,7 +110,7 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
         ConfigError: It has failed with this.
     """
 
-    def told() -> T:
+    def attempt() -> T:
         try:
             return work()
         except ConfigError:
@@ -122,7 +122,7 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
             text = f"{purpose} failed{where}: {kind}{reason(error)}"
             raise (DamagedCheckpointError if damaged else CheckpointError)(text) from error
 
-    result = control.agreed(told, purpose, by=rank, raises=(ConfigError, CheckpointError))
+    result = control.agreed(attempt, purpose, by=rank, raises=(ConfigError, CheckpointError))
     return cast(T, result)  # only the rank that has worked reads it
 
 

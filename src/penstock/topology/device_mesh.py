@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Self
 from weakref import WeakKeyDictionary
 
@@ -66,13 +65,8 @@ RULES: Final = {
 FITTING: Final = 'mesh_dim_names=("dp", "ep"), or ("dp", "tp") and an ep_size'
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupSizes:
-    """The sizes of `parallelize`; None: not said."""
-
-    ep_size: int | None = None
-    tp_size: int | None = None
-    etp_size: int | None = None
+GroupSizes = dict[str, int]
+"""Those of `ep_size`, `tp_size` and `etp_size` that are said."""
 
 
 def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: str) -> GroupSizes:
@@ -96,7 +90,7 @@ def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: st
             why = f"rank {rank} has dimensions {_listed(other)}, and rank 0 has {_listed(every[0])}"
             raise ConfigError(KEY, _shape(own), why, "Give all ranks the same mesh.")
     shape = _shape(every[0])
-    sizes = {name: size for name in vars(asked) if (size := getattr(asked, name)) is not None}
+    sizes = dict(asked)
     for name, ranks in every[0].items():
         if name not in (*SIZES, *DATA, *ONE):
             dimensions = _listed((*SIZES, *DATA))
@@ -108,15 +102,14 @@ def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: st
             if sizes.setdefault(key, size) != size:
                 why = f"the mesh has {size} ranks along {name}"
                 raise ConfigError(key, sizes[key], why, f"Leave {key} out, or make the mesh so.")
-    group_sizes = GroupSizes(**sizes)
-    problem = _unlike(every, group_sizes)
+    problem = _unlike(every, sizes)
     # Ranks between two of `ep` that are one of `tp` share experts, too.
-    if problem and group_sizes.etp_size is None:
-        narrow = replace(group_sizes, etp_size=group_sizes.tp_size)
-        group_sizes, problem = (narrow, None) if not _unlike(every, narrow) else (group_sizes, problem)
+    if problem and "etp_size" not in sizes:
+        narrow = {**sizes, "etp_size": sizes.get("tp_size", 1)}
+        sizes, problem = (narrow, None) if not _unlike(every, narrow) else (sizes, problem)
     if problem:
         raise ConfigError(KEY, shape, *problem)
-    return group_sizes
+    return sizes
 
 
 class RankMeshes(Mapping[str, DeviceMesh]):
@@ -218,10 +211,10 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 def _unlike(every: Sequence[Mapping[str, tuple[int, ...]]], sizes: GroupSizes) -> tuple[str, str] | None:
     """Return which group is none of the layout with these sizes, and what to do; None: all are."""
-    etp_size, world_size = sizes.etp_size or 1, len(every)
-    ep_size = sizes.ep_size or holders(world_size, etp_size)
+    world_size = len(every)
+    ep_size = holders(world_size, sizes.get("etp_size", 1))
     try:
-        mesh = Mesh(world_size=world_size, tp_size=sizes.tp_size or 1, ep_size=ep_size, etp_size=etp_size)
+        mesh = Mesh(**{"world_size": world_size, "ep_size": ep_size, **sizes})
     except MeshError:
         return None  # what does not divide is refused with the nearest size, mesh or not
     for rank, own in enumerate(every):

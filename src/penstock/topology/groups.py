@@ -69,14 +69,22 @@ def left_to_the_watch(device: torch.device, environ: MutableMapping[str, str]) -
     if not name or not is_watched() or not (given is None or by_agent):
         yield
         return
-    environ[name] = "0"
+    with with_variable(environ, name, "0"):
+        yield
+
+
+@contextmanager
+def with_variable(environ: MutableMapping[str, str], name: str, value: str) -> Iterator[None]:
+    """Give a variable this value inside this context."""
+    before = environ.get(name)
+    environ[name] = value
     try:
         yield
     finally:
-        if given is None:
+        if before is None:
             del environ[name]
         else:
-            environ[name] = given
+            environ[name] = before
 
 
 def first_exchange(

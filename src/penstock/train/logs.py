@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from logging.handlers import RotatingFileHandler
+from logging.handlers import MemoryHandler, RotatingFileHandler
 from pathlib import Path
 from typing import Final, Self, TextIO
 
@@ -77,7 +77,7 @@ def show_unless_told(stream: TextIO, *, shown: bool, width: Callable[[str], str]
         show(lambda line: print(width(line), file=stream, flush=True))
 
 
-class RankLog(logging.Handler):
+class RankLog(MemoryHandler):
     """A rank's file in the folder of its run. Lines from before the folder is there are kept until `open`.
 
     The file is made again where its name is gone. After an error of the system no more lines are kept: no
@@ -85,9 +85,8 @@ class RankLog(logging.Handler):
     """
 
     def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._name, self._early = f"rank-{rank:05}.log", list[logging.LogRecord]()
-        self._file: _LogFile | None = None
+        super().__init__(capacity=1)  # a line goes on at once, if there is a file
+        self._name = f"rank-{rank:05}.log"
 
     def __enter__(self) -> Self:
         PACKAGE.addHandler(self)
@@ -98,23 +97,15 @@ class RankLog(logging.Handler):
     def __exit__(self, *failure: object) -> None:
         PACKAGE.removeHandler(self)
         PACKAGE.propagate = True
+        file = self.target
         self.close()
-        if self._file is not None:
-            self._file.close()
+        if file is not None:
+            file.close()
 
     def open(self, folder: Path) -> None:
         """Write to the file in the folder of a run from now on, with all lines that came before."""
-        self._file = file = _LogFile(folder / FOLDER / self._name)
-        for record in self._early:
-            file.handle(record)
-        self._early.clear()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write the line, or keep it for a file to come."""
-        if self._file is None:
-            self._early.append(record)
-        else:
-            self._file.handle(record)
+        self.setTarget(_LogFile(folder / FOLDER / self._name))
+        self.flush()
 
 
 class _LogFile(RotatingFileHandler):
