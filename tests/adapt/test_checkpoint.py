@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import penstock
+from penstock.adapt.checkpoint import save_optimizer
 from penstock.adapt.saving import AsWhole, close_model
 from penstock.adapt.scheduled import stack_of
 from penstock.checkpoint.storage import CheckpointError
@@ -275,3 +276,21 @@ def test_a_disk_without_room_for_the_state_ends_the_save_on_all_ranks(
         assert "File too large" in said
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_a_state_that_cannot_be_written_leaves_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = penstock.parallelize(small("mixtral"))
+    optimizer = optimizer_of(model)
+    losses_of(model, optimizer, 0, 1, range(1))
+    save_optimizer(model, optimizer, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="saving the optimizer"):
+        patch.delattr("penstock.checkpoint.storage.write_shard")
+        save_optimizer(model, optimizer, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    losses_of(model, optimizer, 0, 1, range(1))
+    save_optimizer(model, optimizer, tmp_path)
+    assert before != {path.name: path.read_bytes() for path in tmp_path.iterdir()}

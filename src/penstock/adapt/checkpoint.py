@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.adapt.engine import Engine
-from penstock.adapt.saving import AsWhole, ModelNaming, check_names, close_model, model_state, numbered
+from penstock.adapt.saving import (
+    AsWhole,
+    InPlace,
+    ModelNaming,
+    check_names,
+    close_model,
+    model_state,
+    numbered,
+)
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, plain_class, saved_together
 from penstock.checkpoint.folder import DamagedError
 from penstock.checkpoint.storage import (
@@ -40,7 +49,7 @@ from penstock.runtime.expert_parallel.optimizers import watch_optimizer
 from penstock.topology import Control
 from penstock.train.run_state import OPTIMIZER, of_model, state_part, updated
 from penstock.words import some_of
-from penstock.writing import make_durable, remove_tree, write_whole
+from penstock.writing import write_whole
 
 STATE, GROUPS = "optimizer", "optimizer.json"
 OF_STATE = re.compile(rf"{STATE}(-\d+)+\.safetensors|optimizer\.json")
@@ -113,13 +122,11 @@ def save_checkpoint(
         engine.warn_if_different()
         return model_state(model, plain, engine, work, purpose) | states.held()
 
-    def close(work: Path, names: Collection[str]) -> None:
-        close_model(work, names)
-        write_whole(work / GROUPS, groups, durable=True)
-
     # A whole model beside adapters stays: adapters are saved without it, and possibly where it lies.
     files = AsWhole(
-        path, close, lambda name, new: bool((OF_ADAPTERS if ADAPTERS in new else OWN).fullmatch(name))
+        path,
+        partial(_close, groups),
+        lambda name, new: bool((OF_ADAPTERS if ADAPTERS in new else OWN).fullmatch(name)),
     )
     begun = Saving(files, control, purpose, state_in, divide=_divide, copies=not wait)
     if wait:
@@ -127,6 +134,12 @@ def save_checkpoint(
     else:
         _BEGUN[engine] = begun
     return begun
+
+
+def _close(groups: str, work: Path, names: Collection[str]) -> None:
+    """Write what names the files of ranks: the index of a model's, and whose the optimiser's state is."""
+    close_model(work, names)
+    write_whole(work / GROUPS, groups, durable=True)
 
 
 def _divide(tensors: list[Outgoing], control: Control) -> Files:
@@ -143,29 +156,8 @@ def save_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
     engine, purpose = engine_of(model), f"saving the optimizer's state in {folder}"
     states, control = _States.of(model, engine, optimizer), engine.stack.machinery.control
     states.check()
-    files = _Beside(Path(folder), states.text)
+    files = InPlace(Path(folder), partial(_close, states.text), OF_STATE, (GROUPS,))
     Saving(files, control, purpose, lambda _: states.held(), divide=_divide, copies=False).finish()
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """An optimiser's state beside a model. text: says whose it is; without it there is none."""
-
-    work: Path
-    text: str
-
-    def begin(self) -> None:
-        for path in sorted(self.work.iterdir(), key=lambda path: path.name != GROUPS):
-            if OF_STATE.fullmatch(path.name):
-                remove_tree(path)
-        make_durable(self.work)
-
-    def finish(self, digests: Mapping[str, str]) -> None:
-        del digests
-        write_whole(self.work / GROUPS, self.text, durable=True)
-
-    def give_up(self) -> None:
-        """Leave files that say nothing; the next save removes them."""
 
 
 def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:

@@ -371,24 +371,27 @@ UNFINISHED_MODEL = ".unfinished-model"
 """Subfolder for files that are being written."""
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-ENTRANCES = (INDEX, ONE)
-"""Files without which a folder holds no model: when they are there, so are the files that they name."""
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """Files of a model that are moved into its folder. Others in there stay, as does the folder itself.
+    """Files that are moved into a folder, those of a model for example. Others in there stay, as does the
+    folder itself.
 
     If a process ends meanwhile, the former files are in their place or in the hidden folder `FORMER`, from
     where the next save takes them back.
 
     Attributes:
-        path: The model's folder.
+        path: The folder.
         close: Writes into a folder what names the files of ranks, given their names.
+        own: The names of former files that go.
+        entrances: Files without which there is nothing: when they are there, so are the files that they name.
     """
 
     path: Path
     close: Callable[[Path, Collection[str]], None]
+    own: re.Pattern[str] = WEIGHTS
+    entrances: Collection[str] = (INDEX, ONE)
 
     @property
     def work(self) -> Path:
@@ -410,28 +413,26 @@ class InPlace:
         for entry in (*files, self.work):
             make_durable(entry)
         new = {path.name for path in files}
-        _move(self.path, self.former, lambda name: name in new or bool(WEIGHTS.fullmatch(name)))
+        self._move(self.path, self.former, lambda name: name in new or bool(self.own.fullmatch(name)))
         for entry in (self.former, self.path):
             make_durable(entry)
-        _move(self.work, self.path)
+        self._move(self.work, self.path)
         make_durable(self.path)
         with suppress(OSError):  # all is in place; the next save removes the rest
             self.give_up()
 
     def give_up(self) -> None:
-        cut_off = not any((self.path / name).exists() for name in ENTRANCES)
+        cut_off = not any((self.path / name).exists() for name in self.entrances)
         if cut_off and self.former.is_dir() and not self.former.is_symlink():
-            _move(self.former, self.path)
+            self._move(self.former, self.path)
         for left in (self.work, self.former):
             remove_tree(left)
 
-
-def _move(source: Path, target: Path, chosen: Callable[[str], bool] = lambda name: True) -> None:
-    """Move files; those without which a folder holds no model leave first and arrive last."""
-    files = [path for path in source.iterdir() if chosen(path.name)]
-    out_of_use = target.name in (FORMER, UNFINISHED_MODEL)
-    for path in sorted(files, key=lambda path: (path.name in ENTRANCES) != out_of_use):
-        path.rename(target / path.name)
+    def _move(self, source: Path, target: Path, chosen: Callable[[str], bool] = lambda name: True) -> None:
+        """Move files; entrances leave first and arrive last."""
+        files = [path for path in source.iterdir() if chosen(path.name)]
+        for path in sorted(files, key=lambda path: (path.name in self.entrances) == (target == self.path)):
+            path.rename(target / path.name)
 
 
 @dataclass(frozen=True)
