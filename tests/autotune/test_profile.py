@@ -323,7 +323,7 @@ def test_for_given_schedules_only_what_they_need_is_measured(ranks: Pools) -> No
 
 def test_the_sample_has_one_layer_of_each_kind_and_something_to_cut() -> None:
     sample = sample_of(tiny("model.moe_layers=[1]", "data.batch_per_device=1", "schedule.microbatches=1"))
-    assert [sample.model.is_moe(layer) for layer in range(sample.model.num_layers)] == [True, False]
+    assert sample.model.has_experts == (True, False)
     assert sample.data.batch_per_device == 2
     assert (sample.moe.capacity_factor, sample.moe.permutation_name) == (1.0, "index"), "was dropless"
     assert {cut.microbatches for cut in cuts(sample)} == {1, 2}
@@ -331,7 +331,7 @@ def test_the_sample_has_one_layer_of_each_kind_and_something_to_cut() -> None:
         assert sample_of(tiny(option)).moe.capacity_factor == 1.0
     kept = sample_of(tiny("moe.capacity_factor=1.25", "data.batch_per_device=4"))
     assert (kept.moe.capacity_factor, kept.data.batch_per_device) == (1.25, 4)
-    assert [kept.model.is_moe(layer) for layer in range(2)] == [True, True]
+    assert kept.model.has_experts == (True, True)
 
 
 # ---- exchanges: as many bytes as the model is told ---------------------------------------------------------

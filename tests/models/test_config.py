@@ -56,9 +56,9 @@ def test_the_nearest_number_of_heads_is_valid_and_near(hidden_size: int, num_hea
 
 
 def test_all_layers_are_moe_unless_some_are_named() -> None:
-    assert [ModelConfig(num_layers=3).is_moe(layer) for layer in range(3)] == [True] * 3
+    assert ModelConfig(num_layers=3).has_experts == (True,) * 3
     some = ModelConfig(num_layers=3, moe_layers=(1,))
-    assert [some.is_moe(layer) for layer in range(3)] == [False, True, False]
+    assert some.has_experts == (False, True, False)
 
 
 def test_dense_layers_are_four_times_as_wide_by_default() -> None:

@@ -27,7 +27,7 @@ def settings_of(case: Case) -> Settings:
         head_size=case.model.head_size,
         theta=case.model.rope_theta,
         eps=case.model.rms_norm_eps,
-        moe_layers=frozenset(layer for layer in layers if case.model.is_moe(layer)),
+        moe_layers=frozenset(layer for layer in layers if case.model.has_experts[layer]),
         num_experts=case.moe.num_experts,
         top_k=case.moe.top_k,
         swiglu=case.moe.expert == "swiglu",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 from penstock.config import ConfigError, Items, Within, check_bounds
 from penstock.config.bounds import FilePath, Name
+from penstock.moe import MoEConfig
 from penstock.plan.models import MODELS, PublishedModel
 
 QWEN3_MOE = "qwen3_moe"
@@ -118,13 +120,29 @@ class ModelConfig:
         """Width of all keys together, and of all values."""
         return self.key_value_heads * self.head_size
 
-    def is_moe(self, layer: int) -> bool:
-        """Return whether a layer's feed-forward part is an MoE layer."""
-        return self.moe_layers is None or layer in self.moe_layers
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Whether the feed-forward part of each layer is an MoE layer."""
+        return tuple(self.moe_layers is None or layer in self.moe_layers for layer in range(self.num_layers))
 
     @property
     def dense_hidden_size(self) -> int:
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+
+STANDS_FOR: Final[Mapping[str, str]] = {
+    "moe_layers": "has_experts",
+    "num_key_value_heads": "key_value_heads",
+    "head_dim": "head_size",
+    "ffn_hidden_size": "dense_hidden_size",
+    "norm_topk_prob": "renormalise",
+}
+"""Settings of [model] and [moe] whose `none` stands for a value that can also be given, and that value."""
+
+
+def value_of(section: ModelConfig | MoEConfig, name: str) -> Any:
+    """Return the value of a setting, or what it stands for."""
+    return getattr(section, STANDS_FOR.get(name, name))
 
 
 HEAD_SIZE = 64

@@ -290,7 +290,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp_dropout = CounterDropout(config.dropout, place=2 * layer + 2)
         self.mlp: MoELayer | FeedForward
-        self.mlp = make_moe(layer) if config.is_moe(layer) else FeedForward(config, shard)
+        self.mlp = make_moe(layer) if config.has_experts[layer] else FeedForward(config, shard)
 
     @property
     def moe(self) -> MoELayer | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.config import UNSET, ConfigError, asked, from_dict, read_json
-from penstock.models.config import QWEN3_MOE, ModelConfig
+from penstock.models.config import QWEN3_MOE, ModelConfig, value_of
 from penstock.moe import MoEConfig
 
 CONFIG: Final = "config.json"
@@ -44,6 +44,38 @@ def lack_of(moe: MoEConfig) -> ConfigError | None:
     return None
 
 
+REQUIRED: Final = {
+    "hidden_size": "model.hidden_size",
+    "num_hidden_layers": "model.num_layers",
+    "num_attention_heads": "model.num_heads",
+    "num_key_value_heads": "model.num_key_value_heads",
+    "vocab_size": "model.vocab_size",
+    "moe_intermediate_size": "moe.moe_ffn_hidden_size",
+    "num_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.top_k",
+}
+"""Keys of `config.json` without which the model is not known, and the settings that they are here."""
+
+ALSO: Final = {"num_experts": "num_local_experts"}
+"""Other names of keys: transformers 5.24 writes them."""
+
+OPTIONAL: Final = {
+    "head_dim": "model.head_dim",
+    "intermediate_size": "model.ffn_hidden_size",
+    "rms_norm_eps": "model.rms_norm_eps",
+    "tie_word_embeddings": "model.tie_word_embeddings",
+    "norm_topk_prob": "moe.norm_topk_prob",
+}
+
+ONLY: Final[Mapping[str, object]] = {
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+}
+"""Keys that may have these values alone: the decoder has nothing else."""
+
+
 def config_json(
     model: ModelConfig, moe: MoEConfig, *, tokenizer_digest: str | None = None, like: Path | None = None
 ) -> dict[str, Any]:
@@ -63,33 +95,19 @@ def config_json(
         raise error
     given = {} if like is None else _table(like)[1]
     positions = given.get("max_position_embeddings")
-    dense = [layer for layer in range(model.num_layers) if not model.is_moe(layer)]
+    sections: dict[str, ModelConfig | MoEConfig] = {"model": model, "moe": moe}
+    places = {key: setting.partition(".") for key, setting in (REQUIRED | OPTIONAL).items()}
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": QWEN3_MOE,
         "dtype": "float32",
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.key_value_heads,
-        "head_dim": model.head_size,
-        "intermediate_size": model.dense_hidden_size,
-        "moe_intermediate_size": moe.moe_ffn_hidden_size,
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "norm_topk_prob": moe.renormalise,
+        **{key: value_of(sections[section], name) for key, (section, _, name) in places.items()},
         "decoder_sparse_step": 1,
-        "mlp_only_layers": dense,
-        "vocab_size": model.vocab_size,
+        "mlp_only_layers": [layer for layer, is_moe in enumerate(model.has_experts) if not is_moe],
         "max_position_embeddings": max(model.seq_len, positions if isinstance(positions, int) else 0),
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
         "rope_theta": model.rope_theta,
-        "rms_norm_eps": model.rms_norm_eps,
-        "tie_word_embeddings": model.tie_word_embeddings,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "use_sliding_window": False,
+        **ONLY,
         "router_aux_loss_coef": moe.aux_loss_coeff,
         **{f"{name}_token_id": given.get(f"{name}_token_id") for name in ("bos", "eos", "pad")},
         "tokenizer_digest": tokenizer_digest,
@@ -115,37 +133,6 @@ def in_files(name: str) -> tuple[str, bool]:
 
 # ---- from a configuration of transformers ------------------------------------------------------------------
 
-REQUIRED: Final = {
-    "hidden_size": "model.hidden_size",
-    "num_hidden_layers": "model.num_layers",
-    "num_attention_heads": "model.num_heads",
-    "num_key_value_heads": "model.num_key_value_heads",
-    "vocab_size": "model.vocab_size",
-    "moe_intermediate_size": "moe.moe_ffn_hidden_size",
-    "num_experts": "moe.num_experts",
-    "num_experts_per_tok": "moe.top_k",
-}
-"""Keys of `config.json` without which the model is not known, and the settings that they are here."""
-
-ALSO: Final = {"num_experts": "num_local_experts"}
-"""Other names of keys: transformers 5.24 writes them."""
-
-OPTIONAL: Final = {
-    "head_dim": "model.head_dim",
-    "intermediate_size": "model.ffn_hidden_size",
-    "rms_norm_eps": "model.rms_norm_eps",
-    "tie_word_embeddings": "model.tie_word_embeddings",
-    "norm_topk_prob": "moe.norm_topk_prob",
-}
-
-ONLY: Final[Mapping[str, tuple[object, ...]]] = {
-    "attention_bias": (False,),
-    "use_sliding_window": (False,),
-    "attention_dropout": (0, 0.0),
-    "hidden_act": ("silu",),
-}
-"""Keys that may have these values alone: the decoder has nothing else."""
-
 
 def sections_of(path: Path) -> dict[str, dict[str, Any]]:
     """Return the settings of sections `[model]` and `[moe]` that a `config.json` stands for.
@@ -157,11 +144,9 @@ def sections_of(path: Path) -> dict[str, dict[str, Any]]:
         ConfigError: The file is of another model, or says what the decoder cannot do.
     """
     file, table = _table(path)
-    for key, allowed in ONLY.items():
-        if table.get(key, allowed[0]) not in allowed:
-            raise ConfigError(
-                f"{file}: {key}", table[key], "the decoder does not have it", f"Use {allowed[0]}."
-            )
+    for key, only in ONLY.items():
+        if table.get(key, only) != only:
+            raise ConfigError(f"{file}: {key}", table[key], "the decoder does not have it", f"Use {only}.")
     sections: dict[str, dict[str, Any]] = {"model": {}, "moe": {}}
     for key, setting in (REQUIRED | OPTIONAL).items():
         section, _, name = setting.partition(".")

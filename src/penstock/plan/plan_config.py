@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from penstock.config import ConfigError, Within, check_bounds, check_name, expanded
+from penstock.config import ConfigError, Within, check_bounds, expanded
 from penstock.config.bounds import MOST_STEPS, Name
 from penstock.extras import install, is_there, needs
 from penstock.plan.effort import MOST_BUDGET
@@ -93,7 +93,6 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_name("mode", self.mode, get_args(Mode), "way to decide on a plan")
         if self.file == "" or (self.file is None) == (self.mode == REPLAY):
             key, value = ("mode", self.mode) if self.file is None else ("file", self.file)
             why = f"a plan file and plan.mode = {REPLAY} belong together"

@@ -13,13 +13,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Annotated, Any, ClassVar, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from penstock.config import ConfigError, IndivisibleError, Within, check_bounds, check_name
+from penstock.config import Checked, ConfigError, IndivisibleError, Within
 from penstock.config.bounds import Ranks
 from penstock.device import device_of, gpu_of
 from penstock.features.dispatch import Place
@@ -158,7 +158,7 @@ Summation = Literal["native", "in_order"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Checked):
     """Section `[parallel]`: which ranks there are and what they share."""
 
     ALSO_CALLED: ClassVar[Mapping[str, str]] = {
@@ -199,11 +199,6 @@ class ParallelConfig:
     """How GPUs sum what each rank keeps a part of (shards and tensor parallelism): "native" = by NCCL where
     all parts have one size, "in_order" = in the order of ranks, in float32 at least: the same bits on every
     machine, but slower. CPUs always add in order."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
-        for name, literal in (("transport", TransportName), ("reduce_scatter", Summation)):
-            check_name(f"parallel.{name}", getattr(self, name), get_args(literal))  # parallelize gives it
 
     @property
     def start_s(self) -> float:

@@ -270,7 +270,7 @@ def _named(record: object, *names: str) -> dict[str, Any]:
 
 def base_shape(config: RunConfig, layout: Layout) -> StepShape:
     """Return the uncut shape of a step, before a system transforms it."""
-    moe_layers = tuple(config.model.is_moe(layer) for layer in range(config.model.num_layers))
+    moe_layers = config.model.has_experts
     # Rows carry the residual stream where they are as exact, and are added to it unchanged.
     exact = config.train.precision != "bfloat16" and config.moe.comm_dtype is None
     return StepShape(
@@ -328,12 +328,11 @@ def gradient_bytes(
     if model.config is not None and model.of_transformers:
         from penstock.families.sections import gradient_bytes_of  # transformers takes seconds to load
 
-        moe_layers = tuple(model.is_moe(layer) for layer in range(model.num_layers))
-        shape = StepShape(moe_layers=moe_layers, sharing=sharing)
+        shape = StepShape(moe_layers=model.has_experts, sharing=sharing)
         return gradient_bytes_of(model.config, layout, shape, edp=edp)
     # The last layers that are alike, but for the very last one, are counted by one of them.
-    last = model.num_layers - 1
-    first = next(i for i in range(last, -1, -1) if i == 0 or model.is_moe(i - 1) is not model.is_moe(last))
+    is_moe, last = model.has_experts, model.num_layers - 1
+    first = next(i for i in range(last, -1, -1) if i == 0 or is_moe[i - 1] is not is_moe[last])
     count = min(max(first, 1) + 2, model.num_layers)
     experts_in = model.moe_layers and tuple(layer for layer in model.moe_layers if layer < count)
     few = replace(model, num_layers=count, moe_layers=experts_in)

@@ -354,7 +354,7 @@ class RoutingFile:
         self.records: list[LineFile] = []
         if layout.rank == 0:
             model = RecordedModel(
-                moe_layers=sum(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
+                moe_layers=sum(config.model.has_experts),
                 num_experts=config.moe.num_experts,
                 top_k=config.moe.top_k,
                 experts_choose=config.moe.kind == "expert",

@@ -57,7 +57,7 @@ def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, r
         "model.num_key_value_heads": model.key_value_heads,
         "model.vocab_size": model.vocab_size,
     }
-    if not all(model.is_moe(layer) for layer in range(model.num_layers)):
+    if not all(model.has_experts):
         shared["model.ffn_hidden_size"] = model.dense_hidden_size
     valid = [size for size in _common(shared, ranks) if size <= model.seq_len]
     _check("parallel.tp_size", parallel.tp_size, shared, valid, heads_of=model.hidden_size)

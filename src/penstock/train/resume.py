@@ -7,7 +7,7 @@ change settings that train the model, but not those that make it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from penstock.checkpoint.storage import DamagedCheckpointError
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.config.bounds import by_key
 from penstock.models import ModelConfig
+from penstock.models.config import value_of
 from penstock.models.qwen3_moe import CONFIG
 from penstock.moe import MoEConfig
 from penstock.topology import Control
@@ -40,15 +41,6 @@ MAY_CHANGE: Final[Mapping[str, str]] = {
 }
 """Fields of sections [model] and [moe] that do not change what the trained parameters compute, and why. All
 others, including those that are added later, must be as they were."""
-
-MEANING: Final[Mapping[str, Callable[[Any], object]]] = {
-    "model.moe_layers": lambda model: [model.is_moe(layer) for layer in range(model.num_layers)],
-    "model.num_key_value_heads": lambda model: model.key_value_heads,
-    "model.head_dim": lambda model: model.head_size,
-    "model.ffn_hidden_size": lambda model: model.dense_hidden_size,
-    "moe.norm_topk_prob": lambda moe: moe.renormalise,
-}
-"""Values compared instead of fields whose `none` stands for a value that can also be given."""
 
 SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size"),
@@ -84,7 +76,7 @@ def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> N
                 hint = f"Give the file with which the run began, or a copy of {path / CONFIG} outside of "
                 hint += "output.dir."
                 raise ConfigError("model.config", UNSET if file is None else str(file), why, hint)
-            if key not in MAY_CHANGE and _meaning(key, then) != _meaning(key, now):
+            if key not in MAY_CHANGE and value_of(then, field.name) != value_of(now, field.name):
                 was, value = _shown(getattr(then, field.name)), getattr(now, field.name)
                 why = f"{path} was trained with {was}; its parameters would compute something else"
                 hint = f"Use {key}={was.replace(' ', '')}, or start a new run in another output.dir."
@@ -114,11 +106,6 @@ def changes(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
         for key, value in now.items()
         if not key.startswith(UNSAID) and key in before and before[key] != value
     ]
-
-
-def _meaning(key: str, section: object) -> object:
-    meaning = MEANING.get(key)
-    return getattr(section, key.partition(".")[2]) if meaning is None else meaning(section)
 
 
 def _shown(value: object) -> str:

@@ -140,7 +140,7 @@ def sample_of(config: RunConfig) -> RunConfig:
 
 def two_layers(model: ModelConfig) -> ModelConfig:
     """Return a decoder of the model's sizes with two layers, one of each kind that it has."""
-    dense = any(not model.is_moe(layer) for layer in range(model.num_layers))
+    dense = not all(model.has_experts)
     whole = replace(model, preset=None, config=None, model_type=QWEN3_MOE)
     return replace(whole, num_layers=2, moe_layers=(0,) if dense else None)
 
