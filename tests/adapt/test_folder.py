@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import penstock
+from penstock.adapt.checkpoint import GROUPS, optimizer_files
 from penstock.adapt.saving import UNFINISHED_MODEL, InPlace, check_names, close_model
+from penstock.checkpoint.folder import ONE as WEIGHTS
 from penstock.checkpoint.storage import CheckpointError
 from penstock.families.described import FORMER
 from penstock.families.weights import stored_tensors
@@ -101,6 +103,19 @@ def test_a_kill_at_any_moment_leaves_a_model_or_says_where_it_is(
         InPlace(copy, close_model).begin()
         assert contents(copy) >= old or contents(copy) >= new, copy
     assert told > 2
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_save_takes_back_what_one_of_its_own_kind_has_left(tmp_path: Path, model_first: bool) -> None:
+    """Not what one of the other kind has: that may be all that there is of it."""
+    kinds = {WEIGHTS: InPlace(tmp_path, close_model), GROUPS: optimizer_files(tmp_path, "")}
+    for name, files in kinds.items():
+        files.former.mkdir()
+        (files.former / name).touch()
+    for name in kinds if model_first else reversed(kinds):
+        kinds[name].begin()
+        assert (tmp_path / name).exists()
+    assert {WEIGHTS, GROUPS} <= names_in(tmp_path)
 
 
 @pytest.mark.slow

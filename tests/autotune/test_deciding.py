@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import Event
 
 import pytest
@@ -21,8 +22,8 @@ class CountingControl(Control):
         super().__init__(rank, world_size)
         self.met, self.often = 0, Event()
 
-    def any(self, flag: bool, purpose: str) -> bool:
-        found = super().any(flag, purpose)
+    def largest(self, mine: Sequence[float], purpose: str) -> list[float]:
+        found = super().largest(mine, purpose)
         self.met += 1
         if self.met == MEETINGS:
             self.often.set()
@@ -39,7 +40,7 @@ def choose_slowly(rank: int, world_size: int) -> tuple[str, int, int]:
         assert control.often.wait(60), "ranks do not hear of a decision that is still being made"
         return "a plan"
 
-    return control.decided(decide, "choosing a plan", slowly=True), asked, control.met
+    return control.decided(decide, "choosing a plan", slowly=Event()), asked, control.met
 
 
 def refuse(rank: int, world_size: int) -> str:
@@ -47,7 +48,7 @@ def refuse(rank: int, world_size: int) -> str:
         raise ConfigError("memory", 1, "no plan fits", "Use more.")
 
     try:
-        return Control(rank, world_size).decided(decide, "choosing a plan", slowly=True)
+        return Control(rank, world_size).decided(decide, "choosing a plan", slowly=Event())
     except ConfigError as error:
         return str(error)
 
@@ -64,12 +65,32 @@ def test_what_stops_a_decision_is_raised_everywhere(ranks: Pools) -> None:
     assert first == second and "no plan fits" in first
 
 
+def fail_first(rank: int, world_size: int) -> str:
+    """What a rank hears whose work would go on, after another one's has failed."""
+    given_up = Event()
+
+    def work() -> None:
+        if rank == 1:
+            raise ConfigError("data.path", "a.txt", "line 7 is no JSON", "Mend it.")
+        assert given_up.wait(60), "it is still wanted"
+
+    try:
+        Control(rank, world_size).agreed(work, "preparing", slowly=given_up)
+    except ConfigError as error:
+        return error.why
+    return ""
+
+
+def test_slow_work_ends_where_that_of_another_rank_has_failed(ranks: Pools) -> None:
+    assert ranks(2).run(fail_first, 2) == ["on rank 1, line 7 is no JSON"] * 2
+
+
 def test_a_rank_alone_decides_for_itself() -> None:
     assert Control(0, 1).decided(lambda: 7, "nothing") == 7
-    assert Control(0, 1).decided(lambda: 8, "nothing", slowly=True) == 8
+    assert Control(0, 1).decided(lambda: 8, "nothing", slowly=Event()) == 8
     assert "no plan fits" in refuse(0, 1)
 
 
 def test_a_defect_of_a_decision_is_raised_where_it_is_waited_for() -> None:
     with pytest.raises(ZeroDivisionError):
-        Control(0, 1).decided(lambda: 1 // 0, "nothing", slowly=True)
+        Control(0, 1).decided(lambda: 1 // 0, "nothing", slowly=Event())

@@ -87,6 +87,9 @@ def test_the_plan_and_the_cluster_serve_again(
     searched, said = trained(ranks, folder, "plan.mode=auto", f"plan.cluster={kept / 'cluster.json'}")
     assert "measuring the cluster" not in said and "warning" not in said
     assert searched.cluster is not None
+    (kept / "cluster.json").write_text("{")
+    blind, said = trained(ranks, folder, "plan.mode=replay", f"plan.file={kept / 'plan.json'}")
+    assert blind.cluster is None and "cluster.json" in said, "a plan needs no prediction"
 
 
 def test_a_plan_file_that_is_not_there(ranks: Pools, tmp_path: Path) -> None:

@@ -166,13 +166,15 @@ def test_planners_that_would_drop_a_setting_are_left_out() -> None:
 
 
 class Picky(FlowMoE):
-    """A schedule of one's own for ranks that share no attention."""
+    """A schedule of one's own for ranks that share no attention, and flat dispatches."""
 
     name = "picky"
 
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
         if shape.sharing.tp_size > 1:
             raise ScheduleError("it has no cut for shared attention")
+        if len(shape.dispatch) > 1:
+            raise ScheduleError("it knows one leg")
         return super().shape(shape, choice, gradients)
 
 
@@ -180,6 +182,10 @@ def test_a_schedule_that_cannot_cut_a_step_is_left_out_of_its_search(monkeypatch
     monkeypatch.setitem(SCHEDULES, Picky.name, Picky())
     alone, shared = small(), with_sharing(small(), 2, 2)
     assert "picky" in {choice.schedule for choice in space(alone)}
+    nodes = small(dispatches=("flat", "hierarchical_2d"))
+    assert {each.dispatch for each in space(nodes) if each.schedule == "picky"} == {"flat"}
+    (left_out,) = find_plan(nodes, effort="quick").searched.impossible
+    assert left_out == "picky with dispatch hierarchical_2d: it knows one leg"
     found = find_plan(shared, effort="quick")
     assert found.searched.impossible == ("picky: it has no cut for shared attention",)
     sizes = [LayoutSizes(tp_size=size, ep_size=4, etp_size=size) for size in (1, 2)]

@@ -38,6 +38,8 @@ info = detect(os.environ)
 torch.set_num_threads(3)
 before = dict(os.environ)
 join(info, 200.0, torch.device("cpu"))
+others = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]  # what accelerate asks for
+assert others == [str(info.rank), "2", str(info.local_rank)], others
 total = torch.tensor([info.rank + 1.0])
 dist.all_reduce(total)
 line = f"{info.launcher} {info.rank} {info.local_rank} {int(total)} {torch.get_num_threads()}\\n"

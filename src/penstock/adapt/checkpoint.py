@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from penstock.adapt.engine import Engine
 from penstock.adapt.saving import (
+    UNFINISHED_STATE,
     AsWhole,
     InPlace,
     ModelNaming,
@@ -42,7 +43,7 @@ from penstock.checkpoint.storage import (
     of_rank,
 )
 from penstock.config import UNSET, ConfigError, read_json
-from penstock.families.described import refuse_cut_off
+from penstock.families.described import FORMER_STATE, refuse_cut_off
 from penstock.partial_state import part_of
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizers import watch_optimizer
@@ -149,15 +150,27 @@ def _divide(tensors: list[Outgoing], control: Control) -> Files:
 
 
 def save_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Save the state of a scheduled model's optimiser in an existing folder; all ranks call it together.
+    """Save the state of a scheduled model's optimiser in a folder; all ranks call it together.
 
     Raises the errors of `save_checkpoint`.
     """
     engine, purpose = engine_of(model), f"saving the optimizer's state in {folder}"
     states, control = _States.of(model, engine, optimizer), engine.stack.machinery.control
     states.check()
-    files = InPlace(Path(folder), partial(_close, states.text), OF_STATE, (GROUPS,))
+    files = optimizer_files(Path(folder), states.text)
     Saving(files, control, purpose, lambda _: states.held(), divide=_divide, copies=False).finish()
+
+
+def optimizer_files(folder: Path, groups: str) -> InPlace:
+    """Return what moves the files of an optimiser's state, with the text on its groups, into a folder."""
+    return InPlace(
+        folder,
+        partial(_close, groups),
+        own=OF_STATE,
+        entrances=(GROUPS,),
+        unfinished=UNFINISHED_STATE,
+        kept=FORMER_STATE,
+    )
 
 
 def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -174,7 +187,7 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
     """
     path = Path(folder)
     if not (path / GROUPS).is_file():
-        refuse_cut_off(path)
+        refuse_cut_off(path, FORMER_STATE)
         raise ValueError(f"{path} holds no {GROUPS}: save_checkpoint has not written it")
     states = _States.of(model, engine_of(model), optimizer)
     hint = "Copy it again, or go on from another checkpoint."

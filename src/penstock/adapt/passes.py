@@ -8,9 +8,10 @@ Shapes: T tokens, M hidden size, k choices per token.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,12 @@ class Passes:
         self.meetings: list[Spread] = []
         self._next: int | None = None  # the meeting that comes next in the running pass; None: there is none
         self._generates = self._broken = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the passes of a copied model, of which none has begun or failed."""
+        twin = memo[id(self)] = type(self)(self._control, copy.deepcopy(self._turns, memo))
+        twin.meetings = copy.deepcopy(self.meetings, memo)
+        return twin
 
     @contextmanager
     def one(self) -> Iterator[None]:

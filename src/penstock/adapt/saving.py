@@ -38,7 +38,7 @@ from penstock.checkpoint.storage import (
     together,
 )
 from penstock.families.adapters import ExpertAxis, axes_of
-from penstock.families.described import FORMER, FORMER_CHECKPOINT, quiet
+from penstock.families.described import FORMER, FORMER_CHECKPOINT, FORMER_STATE, quiet
 from penstock.families.experts import sharding_of_experts
 from penstock.families.weights import EXPERT, Place, places_of, saved_tensors
 from penstock.mesh import Group
@@ -353,7 +353,7 @@ def _check_names(model: Any, plain: Any, own: Mapping[str, Tensor], saved: Mappi
         warnings.warn(
             f"names of what is saved were not compared: no {plain.__name__} can be built from its "
             f"configuration alone ({type(error).__name__}: {error})",
-            stacklevel=3,
+            stacklevel=5,
         )
         return
     names = without_marks(saved).keys()
@@ -367,8 +367,8 @@ def _check_names(model: Any, plain: Any, own: Mapping[str, Tensor], saved: Mappi
         )
 
 
-UNFINISHED_MODEL = ".unfinished-model"
-"""Subfolder for files that are being written."""
+UNFINISHED_MODEL, UNFINISHED_STATE = ".unfinished-model", ".unfinished-optimizer"
+"""Subfolders for files that are being written."""
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
@@ -378,28 +378,31 @@ class InPlace:
     """Files that are moved into a folder, those of a model for example. Others in there stay, as does the
     folder itself.
 
-    If a process ends meanwhile, the former files are in their place or in the hidden folder `FORMER`, from
-    where the next save takes them back.
+    If a process ends meanwhile, the former files are in their place or in the hidden folder `kept`, from
+    where the next save of the same files takes them back.
 
     Attributes:
         path: The folder.
         close: Writes into a folder what names the files of ranks, given their names.
         own: The names of former files that go.
         entrances: Files without which there is nothing: when they are there, so are the files that they name.
+        unfinished, kept: Names of the hidden folders for new files and former ones, others for every kind.
     """
 
     path: Path
     close: Callable[[Path, Collection[str]], None]
     own: re.Pattern[str] = WEIGHTS
     entrances: Collection[str] = (INDEX, ONE)
+    unfinished: str = UNFINISHED_MODEL
+    kept: str = FORMER
 
     @property
     def work(self) -> Path:
-        return self.path / UNFINISHED_MODEL
+        return self.path / self.unfinished
 
     @property
     def former(self) -> Path:
-        return self.path / FORMER
+        return self.path / self.kept
 
     def begin(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -503,6 +506,6 @@ class AsWhole:
     def _others(self, older: Path, newer: Path) -> list[Path]:
         """Return the files of the older folder that belong to no checkpoint and are not in the newer one."""
         new = {each.name for each in newer.iterdir()}
-        left = (UNFINISHED_MODEL, FORMER)  # by a save that ended early
+        left = (UNFINISHED_MODEL, UNFINISHED_STATE, FORMER, FORMER_STATE)  # by a save that ended early
         names = [each.name for each in older.iterdir() if each.name not in new and each.name not in left]
         return [older / name for name in names if not self.own(name, new)]

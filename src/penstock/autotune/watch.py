@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median, median_high, median_low
+from threading import Event
 
 from penstock.autotune.choose.start import find
 from penstock.autotune.planned import Order, Planned
@@ -260,7 +261,7 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
     problem = replace(problem, slowness=slowness, observed=planned.problem.observed)
     now = replace(planned, problem=problem, file=file).seeing(planned.problem.evidence)
     verdict = machinery.control.decided(
-        lambda: _decide(config, now, file, diagnosis), "choosing another plan", slowly=True
+        lambda: _decide(config, now, file, diagnosis), "choosing another plan", slowly=Event()
     )
     logger.info(verdict.line)
     if verdict.order.choice != now.choice:

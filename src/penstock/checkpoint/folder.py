@@ -296,7 +296,10 @@ def complete(work: Path, final: Path, record: Record, digests: Mapping[str, str]
     else:
         old = [p for p in checkpoints if p in checkpoints[:-keep] or step_of(p) == record.step]
         failures = _failures(_hide, (p for p in old if p != final))  # the only one that is known to be whole
-        failures += _failures(remove_tree, final.parent.glob(f"{UNFINISHED}*"))
+        try:
+            failures += _failures(remove_tree, final.parent.glob(f"{UNFINISHED}*"))
+        except OSError as error:  # of listing them
+            failures.append(error)
     if failures:
         logger.warning(f"{final} is saved, and then removing older ones failed: {failures[0]}")
 

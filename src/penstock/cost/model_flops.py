@@ -65,9 +65,5 @@ class ModelFlops:
         return ModelFlops(per_token=per_token, peak_per_s=work.world_size * peak_per_s, peak_words=text)
 
     def utilisation(self, tokens_per_s: float) -> float | None:
-        """Return the share of the peak that the model's own products use; None where no peak is known.
-
-        One that these products exceed is none: other programs disturbed its measurement.
-        """
-        share = None if self.peak_per_s is None else self.per_token * tokens_per_s / self.peak_per_s
-        return share if share is None or share <= 1 else None
+        """Return the share of the peak that the model's own products use; None where no peak is known."""
+        return None if self.peak_per_s is None else self.per_token * tokens_per_s / self.peak_per_s

@@ -185,7 +185,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k")
 """Names in configurations for the number of experts, and for the number that a token chooses."""
 
-FORMER, FORMER_CHECKPOINT = ".former-model", ".unfinished-former-"
+FORMER, FORMER_STATE, FORMER_CHECKPOINT = ".former-model", ".former-optimizer", ".unfinished-former-"
 """Folders for the files that a save replaces, until the new ones are in their place: inside of the folder of
 a model, and beside the folder of a checkpoint, whose name follows."""
 
@@ -236,14 +236,18 @@ def config_of(file: Path, table: Mapping[str, Any], held: Held) -> Any:
     return config
 
 
-def refuse_cut_off(folder: Path) -> None:
-    """Raise ValueError where a save was killed before the new files had the place of the former ones."""
-    for former in (folder / FORMER, folder.with_name(f"{FORMER_CHECKPOINT}{folder.name}")):
+def refuse_cut_off(folder: Path, inside: str = FORMER) -> None:
+    """Raise ValueError where a save was killed before the new files had the place of the former ones.
+
+    Args:
+        inside: The subfolder of former files, where the folder itself stays.
+    """
+    for former in (folder / inside, folder.with_name(f"{FORMER_CHECKPOINT}{folder.name}")):
         if former.is_dir() and any(former.iterdir()):
             what = f"its files to {folder}" if former.parent == folder else f"it to {folder}"
             raise ValueError(
                 f"{folder} is not whole: a save was cut off, and what it was to replace is in {former}. Move "
-                f"{what}, or save the model there once more"
+                f"{what}, or save there once more"
             )
 
 

@@ -14,6 +14,7 @@ from penstock.config import ConfigError, Table
 from penstock.cost import ClusterConfig, RoutedCost, StepCost, UnevenRanks, Workload, slowed
 from penstock.cost.placed import Evidence, rank_loads, received_rows
 from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
+from penstock.decision.record import FIELDS
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
 from penstock.features.expert_replicas.prices import (
@@ -23,7 +24,7 @@ from penstock.features.expert_replicas.prices import (
     splits_exactly,
 )
 from penstock.features.expert_replicas.problem import Slack
-from penstock.features.field import NOTHING_MOVES, READERS
+from penstock.features.field import NOTHING_MOVES
 from penstock.features.sample_placement.prices import SampleMover
 from penstock.graph import Lane, Phase, ScheduleError, Task
 from penstock.mesh import Group, Mesh
@@ -117,20 +118,22 @@ class Problem:
         return list(zip(self.shape.moe_layers, *self.gradients.by_kind.values(), *by_form, strict=True))
 
     @cached_property
-    def impossible(self) -> Mapping[str, str]:
-        """Why a schedule cannot cut this step, by its name: one of your own may not know every layout."""
+    def impossible(self) -> Mapping[tuple[str, str], str]:
+        """Why a schedule cannot cut this step with a dispatch: one of your own may not know every layout."""
         few = self.only(tuple(map(self.layer_kinds.index, dict.fromkeys(self.layer_kinds))))
-        found: dict[str, str] = {}
-        for name in READERS:
+        found: dict[tuple[str, str], str] = {}
+        for name in FIELDS["schedule"].values(self, Decision(dispatch=self.dispatches[0])):
             for dispatch in self.dispatches:
                 try:
                     build_graph(few.cut(Decision(schedule=name, dispatch=dispatch)))
                 except (ConfigError, ScheduleError) as error:
-                    found.setdefault(name, str(error))
-                else:
-                    found.pop(name, None)
-                    break
+                    found[name, dispatch] = str(error)
         return found
+
+    def refusal(self, schedule: str) -> str:
+        """Return why a schedule cannot cut this step, whatever the dispatch; "" if it can with one."""
+        reasons = [self.impossible.get((schedule, dispatch), "") for dispatch in self.dispatches]
+        return reasons[0] if all(reasons) else ""
 
     @property
     def paces(self) -> tuple[float, ...]:

@@ -376,7 +376,7 @@ class _Search:
                 stopped=stopped,
                 late=late,
                 skipped=tuple(self._unplanned),
-                impossible=tuple(f"{name}: {why}" for name, why in self._problem.impossible.items()),
+                impossible=_left_out(self._problem),
             ),
             effort=self._effort,
         )
@@ -524,3 +524,12 @@ def sketch(problem: Problem) -> Problem:
         if len(middle) > keep and all(a == b for a, b in zip(middle, middle[period:], strict=False)):
             return problem.only((0, *range(1, 1 + keep), len(kinds) - 1))
     return problem
+
+
+def _left_out(problem: Problem) -> tuple[str, ...]:
+    """Return the schedules that cannot cut the step, or not with every dispatch, and why."""
+    lines = (
+        f"{name}: {why}" if (why := problem.refusal(name)) else f"{name} with dispatch {way}: {each}"
+        for (name, way), each in problem.impossible.items()
+    )
+    return tuple(dict.fromkeys(lines))

@@ -31,7 +31,9 @@ def values(problem: Problem, choice: Decision, field: Field) -> Sequence[Any]:
         return (forced[field.name],)
     tried = field.values(problem, choice)
     if field.name == "schedule":  # a schedule that does not read what is set would drop it
-        return [name for name in tried if _reads_all(name, forced) and name not in problem.impossible]
+        return [name for name in tried if _reads_all(name, forced) and not problem.refusal(name)]
+    if field.name == "dispatch":
+        return [way for way in tried if (choice.schedule, way) not in problem.impossible]
     if field.name == "chunks" and "backward_chunks" in forced:
         return [n for n in tried if lcm(n, forced["backward_chunks"]) <= MOST_SLICES] or tried[:1]
     return tried or (choice.value(field.name),)  # of forced chunks, backward ones may all be too many slices
@@ -50,8 +52,9 @@ def forced(problem: Problem, given: Mapping[str, Any]) -> Problem:
     first = Decision(dispatch=problem.dispatches[0])
     able, name = list(values(problem, first, FIELDS["schedule"])), given.get("schedule")
     if name is not None and name not in able:
-        usual = "is not a schedule for these ranks, which share attention or experts otherwise"
-        why = f"cannot cut this step: {problem.impossible[name]}" if name in problem.impossible else usual
+        refusal = problem.refusal(name)
+        why = "is not a schedule for these ranks, which share attention or experts otherwise"
+        why = f"cannot cut this step: {refusal}" if refusal else why
         raise ConfigError("schedule.name", name, why, f"Use one of {', '.join(able)}.")
     readers = [each for each in able if name in (None, each)]
     for key, value in given.items():

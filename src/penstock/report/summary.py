@@ -158,8 +158,9 @@ class RunSummary:
             yield "skipped", f"{steps} not finite and had no effect (listed in metrics.jsonl)"
         yield "held out", self._held_out()
         speed = f"{self.tokens_per_s:,.0f} tokens/s; a step takes {duration_text(self.iteration_s_median)}"
-        if self.model_flops_utilisation is not None:
-            speed += f"; model FLOPs: {100 * self.model_flops_utilisation:.0f} % of the peak"
+        used = self.model_flops_utilisation
+        if used is not None and used <= 1:  # what steps exceed is no peak: its measurement was disturbed
+            speed += f"; model FLOPs: {100 * used:.0f} % of the peak"
         yield "speed", speed
         if self.communication_s > 0:
             total, exposed = duration_text(self.communication_s), duration_text(self.exposed_communication_s)

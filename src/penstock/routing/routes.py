@@ -168,11 +168,6 @@ class RouteMaker:
     shards: ShardPlace | None = None
     split: ExactSplit | None = None
 
-    @cached_property
-    def leg_numbers(self) -> Mapping[str, int]:
-        """The place of every leg in the dispatch, by its op."""
-        return {hop.op: number for number, hop in enumerate(self.dispatch.hops)}
-
     @property
     def joins(self) -> bool:
         """Whether blocks of rows are for a node and a set of places in it."""

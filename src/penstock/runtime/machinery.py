@@ -224,8 +224,8 @@ def without_collections() -> Iterator[None]:
     now and then at all objects of the process: 0.1 s and more, for which the other ranks wait.
     """
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
+from threading import Event
 from typing import Final, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
@@ -107,12 +108,18 @@ class Control(Shared):
 
     @overload
     def agreed(
-        self, work: Callable[[], T], purpose: str, *, raises: Raises = ..., slowly: bool = ...
+        self, work: Callable[[], T], purpose: str, *, raises: Raises = ..., slowly: Event | None = ...
     ) -> T: ...
 
     @overload
     def agreed(
-        self, work: Callable[[], T], purpose: str, *, by: int | None, raises: Raises = ..., slowly: bool = ...
+        self,
+        work: Callable[[], T],
+        purpose: str,
+        *,
+        by: int | None,
+        raises: Raises = ...,
+        slowly: Event | None = ...,
     ) -> T | None: ...
 
     def agreed(
@@ -122,18 +129,19 @@ class Control(Shared):
         *,
         by: int | None = None,
         raises: Raises = (ValueError,),
-        slowly: bool = False,
+        slowly: Event | None = None,
     ) -> T | None:
         """Return what `work` returns on this rank, which every rank does, or rank `by` alone; all call it.
 
-        An error that not all ranks found names the first rank that did, since machines may differ.
+        A ValueError that not all ranks found names the first rank that did, since machines may differ.
 
         Args:
             purpose: What the message of a failed exchange says was done.
             by: The only rank that works, others get None; None = all work.
             raises: Errors of the work that all ranks raise, whichever rank found them.
-            slowly: Whether the work may last longer than ranks wait for each other. It then has a thread, and
-                ranks meet until all have done it.
+            slowly: Says that the work may last longer than ranks wait for each other. It then has a thread,
+                and ranks meet until all have done it or one has failed. Set where nobody waits for the work
+                any more, so that it can end.
 
         Raises:
             ConfigError: The work has raised it on any rank; all ranks raise it.
@@ -142,11 +150,11 @@ class Control(Shared):
         result: T | None = None
         problem: Exception | None = None
         works = by in (None, self.rank)
-        if slowly:
-            outcome = in_thread(work) if works else Future[T]()
-            while self.any(works and not wait((outcome,), BEAT_S).done, purpose):
-                pass
-            work = outcome.result
+        if slowly is not None and works:
+            outcome = in_thread(work)
+            works, work = self._done(outcome, slowly, purpose), outcome.result
+        elif slowly is not None:
+            self._done(None, slowly, purpose)
         if works:
             try:
                 result = work()
@@ -163,7 +171,20 @@ class Control(Shared):
             raise ValueError(f"on rank {rank}, {refusal}")
         return result
 
-    def decided(self, work: Callable[[], T], purpose: str, *, slowly: bool = False) -> T:
+    def _done(self, outcome: Future[T] | None, given_up: Event, purpose: str) -> bool:
+        """Meet until all ranks have done their work or one has failed; tell whether this one has done its."""
+        beat_s = BEAT_S if self._limit is None else min(BEAT_S, self._limit.total_seconds() / 4)
+        try:
+            while True:
+                done = outcome is None or bool(wait((outcome,), beat_s).done)
+                failed = outcome is not None and done and outcome.exception() is not None
+                some_work, some_failed = self.largest((not done, failed), purpose)
+                if some_failed or not some_work:
+                    return done
+        finally:
+            given_up.set()
+
+    def decided(self, work: Callable[[], T], purpose: str, *, slowly: Event | None = None) -> T:
         """Return on all ranks what `work` returns on rank 0, which alone does it: see `agreed`."""
         own = self.agreed(work, purpose, by=0, slowly=slowly)
         return cast(T, self.gather(own, purpose)[0])

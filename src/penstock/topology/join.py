@@ -145,6 +145,13 @@ def rendezvous_env(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         "MASTER_ADDR": host,
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + _whole(environ, "SLURM_JOB_ID") % 20000),
+        **_numbers(info),
+    }
+
+
+def _numbers(info: ProcessInfo) -> dict[str, str]:
+    """Return what other libraries ask for that know torchrun's variables alone."""
+    return {
         "RANK": str(info.rank),
         "WORLD_SIZE": str(info.world_size),
         "LOCAL_RANK": str(info.local_rank),
@@ -191,6 +198,8 @@ def join(
     host, port = ("localhost", 0) if info == ALONE else meeting_place(info, os.environ)
     if info.launcher == "slurm":
         os.environ.update(rendezvous_env(os.environ))
+    elif info.launcher == "mpirun":
+        os.environ.update(_numbers(info))
     prepare(device, os.environ)
     device_of(device).make_current(device)
     check_interface(os.environ)

@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from threading import Event
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -370,11 +371,12 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
         ConfigError: On all ranks alike, for a problem of one of them.
     """
     purpose = "preparing the training text"
-    control.agreed(lambda: _prepare(config) if scans else None, purpose, slowly=True)
+    given_up = Event()
+    control.agreed(lambda: _prepare(config, given_up) if scans else None, purpose, slowly=given_up)
     corpora, stream, glimpses = control.agreed(partial(_opened, config, layout), "opening the training text")
     _check_same(config, control, glimpses)
     purpose = "reading the training text"
-    found = control.agreed(lambda: _scanned(config, corpora) if scans else None, purpose, slowly=True)
+    found = control.agreed(lambda: _scanned(config, corpora) if scans else None, purpose, slowly=Event())
     digests = _check_same(config, control, None if found is None else [each.digest for each in found])
     scanned = control.gather(found if control.rank == 0 else None, "sharing what was found")[0]
     assert scanned is not None and digests is not None, "rank 0 has read the text"
@@ -399,9 +401,12 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
     return Source(corpora=corpora, stream=stream, scanned=scanned, identity=identity)
 
 
-def _prepare(config: RunConfig) -> None:
-    """Prepare the texts that are not yet prepared; report progress from time to time."""
-    with _as_settings(config):
+def _prepare(config: RunConfig, given_up: Event) -> None:
+    """Prepare the texts that are not yet prepared; report progress from time to time.
+
+    given_up: Once it is set nobody waits for them, and what is done by then is continued by the next run.
+    """
+    with _as_settings(config, writes=True):
         for text in to_prepare(config.data):
             if text.is_done:
                 continue
@@ -409,6 +414,8 @@ def _prepare(config: RunConfig) -> None:
             logger.info(f"preparing {text.work.source} in {text.folder}; the next run finds it there")
             reported_s = time.monotonic()
             for progress in text.work.run(text.folder, waits=True):
+                if given_up.is_set():
+                    return
                 if time.monotonic() - reported_s > TOLD_EVERY_S:
                     reported_s = time.monotonic()
                     done = 100 * progress.read_bytes // max(1, progress.total_bytes)
@@ -458,8 +465,11 @@ def _check_same(config: RunConfig, control: Control, own: T) -> T:
 
 
 @contextmanager
-def _as_settings(config: RunConfig) -> Iterator[None]:
-    """Turn an error about the texts into one about a setting of the run, under its full key."""
+def _as_settings(config: RunConfig, *, writes: bool = False) -> Iterator[None]:
+    """Turn an error about the texts into one about a setting of the run, under its full key.
+
+    writes: Whether tokens are written inside: an error of the system is about these then.
+    """
     try:
         yield
     except ConfigError as error:
@@ -469,6 +479,9 @@ def _as_settings(config: RunConfig) -> Iterator[None]:
     except TextError as error:
         raise ConfigError("data.path", config.data.path, str(error), HINT) from error
     except OSError as error:
+        if not writes:
+            why = f"cannot be read ({error.strerror}: {error.filename})"
+            raise ConfigError("data.path", config.data.path, why, HINT) from error
         why = f"tokens cannot be written there ({error.strerror}: {error.filename})"
         hint = "Name a folder with room in data.cache; what is there already is continued."
         cache = config.data.cache

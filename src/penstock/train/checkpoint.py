@@ -389,8 +389,9 @@ def _check_sums(path: Path, files: list[str]) -> None:
         try:
             digests = read_sums(path)
             compare(path, digests, filter(digests.__contains__, files))
-        except DamagedError as error:
-            raise ConfigError("model.config", str(path), f"its weights are damaged: {error}", COPY) from error
+        except (DamagedError, OSError) as error:
+            why = f"its weights are damaged, or cannot be read: {error}"
+            raise ConfigError("model.config", str(path), why, COPY) from error
 
 
 def read_weights(decoder: MoEDecoder, folder: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, Final
 
 from penstock.autotune.problem import check_shared, open_runs, possible_dispatches, run_problem
@@ -182,7 +183,7 @@ def _chosen(config: RunConfig, ranks: Ranks) -> LayoutSizes:
         ranked = _ranked(config, control.world_size, ranks.node_size, file_of, files[0].memory_bytes)
         return ranked.best.sizes, ranked.lines
 
-    sizes, lines = control.decided(decide, "choosing a layout", slowly=True)
+    sizes, lines = control.decided(decide, "choosing a layout", slowly=Event())
     logger.info("\n".join(lines))
     return sizes
 

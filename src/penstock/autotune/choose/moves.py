@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from penstock.moe.routers import RouterSums, Tokens
 from penstock.plan import estimate_memory, evaluate
 from penstock.plan.effort import time_limit
 from penstock.plan.moving import WORTH, Weighed, weigh
+from penstock.plan.plan_config import AUTO
 from penstock.plan.plan_file import corrected, miss
 from penstock.runtime import PipelinedStack
 from penstock.train.config import RunConfig
@@ -41,8 +43,8 @@ LayerCounts = Mapping[int, Counts]
 
 
 def is_open(config: RunConfig, planned: Planned) -> bool:
-    """Tell whether it is open what moves, in a step in which something may, and costs were measured."""
-    long = config.train.steps >= LEAST_STEPS
+    """Tell whether a run that plans leaves it open what moves, in a step in which something may."""
+    long = config.plan.mode == AUTO and config.train.steps >= LEAST_STEPS
     return planned.file is not None and long and _movable(config, planned) != NOTHING_MOVES
 
 
@@ -96,7 +98,7 @@ class Weighing:
         lines, order = self._stack.machinery.control.decided(
             lambda: _weighed(replace(planned, problem=problem), adopts),
             "weighing what moving samples and experts would bring",
-            slowly=True,
+            slowly=Event(),
         )
         planned = planned.noting(*lines)
         if order is not None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 
 from penstock.autotune.planned import Learnt, Order, Planned
 from penstock.autotune.problem import (
@@ -130,7 +131,7 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
         others = OtherPlan.among(problem, result.others)
         return number, orders, others, result.searched, solved.lines, solved.said
 
-    decided = machinery.control.decided(decide, "choosing a plan", slowly=True)
+    decided = machinery.control.decided(decide, "choosing a plan", slowly=Event())
     number, promising, others, searched, lines, said = decided
     logger.info("\n".join(said))
     logger.debug("\n".join(lines))
@@ -181,14 +182,17 @@ def _to_try(found: FoundPlan, most: int) -> list[Candidate]:
 
 def replay(config: RunConfig, machinery: Machinery, path: Path) -> Planned:
     """Return the plan in a file, unchanged, priced by `plan.cluster`, or by what its run measured here."""
-    paper, file = machinery.control.decided(lambda: _papers(path), f"reading {path}")
+    control = machinery.control
+    paper = control.decided(lambda: PlanFile.read(path), f"reading {path}")
     config = settled_as(config, paper)
+    file: ClusterFile | None
     if config.plan.cluster is not None:
         file = cluster_of(config, machinery)
-    elif file is not None and machinery.control.any(
-        _elsewhere(file, machinery) is not None, "comparing machines with those of the plan"
-    ):
-        file = None
+    else:
+        file = control.decided(lambda: _measured_beside(path), f"reading what was measured beside {path}")
+        other = file is not None and _elsewhere(file, machinery) is not None
+        if control.any(other, "comparing machines with those of the plan"):
+            file = None
     problem = _priced(config, machinery, file)
     for line in overruled(config.placement, paper.choice, path):
         logger.warning(line)
@@ -370,7 +374,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
             raise ConfigError(section, UNSET, f"settings of [{section}] have changed")
     path /= PLAN_FILE
     paper, file = machinery.control.decided(lambda: _papers(path), f"reading {path}")
-    if file is not None:
+    if file is not None and config.plan.cluster is None:  # one that settings name is as it was
         other = _elsewhere(file, machinery) is not None
         if machinery.control.any(other, "comparing machines with those of the plan"):
             raise ConfigError("plan", UNSET, "it was measured on other machines")
@@ -400,3 +404,14 @@ def _papers(path: Path) -> tuple[PlanFile, ClusterFile | None]:
     """Return a plan, and the cluster that its run left beside it, if there is one."""
     cluster = path.parent / CLUSTER_FILE
     return PlanFile.read(path), ClusterFile.read(cluster) if cluster.exists() else None
+
+
+def _measured_beside(path: Path) -> ClusterFile | None:
+    """Return the cluster that a plan's run has measured; None if it did not, or that cannot be read."""
+    cluster = path.parent / CLUSTER_FILE
+    try:
+        file = ClusterFile.read(cluster) if cluster.exists() else None
+    except ConfigError as error:
+        logger.warning(f"steps have no prediction: {error}")
+        return None
+    return file if file is not None and file.measured is not None else None

@@ -148,7 +148,8 @@ def _cards(run: FinishedRun) -> Iterator[tuple[str, str]]:
     total, exposed = _typical(course.communication_s), _typical(course.exposed_communication_s)
     if total and exposed is not None:
         yield (percent(1 - exposed / total), "of the communication hidden under computation")
-    if (used := _typical(course.model_flops_utilisation)) is not None:
+    used = _typical(course.model_flops_utilisation)
+    if used is not None and used <= 1:  # what steps exceed is no peak: its measurement was disturbed
         peak = run.summary and run.summary.peak_flops
         of = f"model FLOPs utilisation: of {peak or 'the peak of the devices'}"
         yield (f"{100 * used:.1f} %", of)
@@ -156,7 +157,7 @@ def _cards(run: FinishedRun) -> Iterator[tuple[str, str]]:
         yield (gib(max(memory)), "held by rank 0 at most")
     if losses := [loss for loss in run.course.loss if loss is not None]:
         yield (f"{losses[-1]:.3f}", f"loss of the last step; {losses[0]:.3f} at the start")
-    if held := [loss for loss in course.eval_loss if loss is not None]:
+    if held := [loss for loss in run.course.eval_loss if loss is not None]:
         yield (f"{held[-1]:.3f}", "loss on held-out text")
 
 
