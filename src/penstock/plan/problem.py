@@ -34,6 +34,7 @@ from penstock.placement import Replication
 from penstock.routing.rows import Placed
 from penstock.routing.sizes import Floats
 from penstock.schedule import StepPlan, cut, plan_step
+from penstock.schedule.catalogue import SHIPPED
 from penstock.schedule.system import least_chunk_bytes
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS, Recompute
@@ -122,7 +123,8 @@ class Problem:
         """Why a schedule cannot cut this step with a dispatch: one of your own may not know every layout."""
         few = self.only(tuple(map(self.layer_kinds.index, dict.fromkeys(self.layer_kinds))))
         found: dict[tuple[str, str], str] = {}
-        for name in FIELDS["schedule"].values(self, Decision(dispatch=self.dispatches[0])):
+        offered = FIELDS["schedule"].values(self, Decision(dispatch=self.dispatches[0]))
+        for name in (each for each in offered if each not in SHIPPED):
             for dispatch in self.dispatches:
                 try:
                     build_graph(few.cut(Decision(schedule=name, dispatch=dispatch)))

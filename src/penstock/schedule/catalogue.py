@@ -41,6 +41,8 @@ register_schedule(BaselineESP())
 register_schedule(ParmS1())
 register_schedule(ParmS2())
 register_schedule(Penstock())
+SHIPPED = frozenset(SCHEDULES)
+"""Names of these schedules, which cut every step that they are offered for."""
 
 
 @dataclass(frozen=True)
