@@ -117,7 +117,7 @@ class Autotuner:
         return self.planned.flops(self._device, self._precision)
 
     def forecast(self) -> Forecast | None:
-        """Return what is expected of a step under the plan in use; None where nobody knows the cluster."""
+        """Return the prediction of a step under the plan in use; None if the cluster's rates are unknown."""
         return self.planned.forecast()
 
     def save(self, folder: Path) -> None:

@@ -99,7 +99,7 @@ def _searched(options: argparse.Namespace) -> Callable[[Searching], Side]:
     memory, budget = memory_of(options.memory_gib, subject.memory_bytes), budget_of(options, subject)
 
     def found(search: Searching) -> Side:
-        own = search.anew(memory, budget)
+        own = search.with_budget(memory, budget)
         best, plan, _ = find_best(subject, own.find, own.quick)
         return Side.of(best, plan, reasons(best.problem, plan, memory))
 

@@ -52,7 +52,7 @@ class Searching:
     over: Callable[[], bool]
     bases: list[Basis] = field(default_factory=list)
 
-    def anew(self, memory_bytes: int | None, budget: float) -> Searching:
+    def with_budget(self, memory_bytes: int | None, budget: float) -> Searching:
         """Return the same for another plan of the command, with time of its own."""
         over = time_limit(time.process_time, budget, COMMAND_S)
         return replace(self, memory_bytes=memory_bytes, budget=budget, over=over)

@@ -1,7 +1,7 @@
 """Routers: what a gate knows of tokens, and which tokens meet which experts, with what weight.
 
-Who chooses is tokens, experts, or nobody (SoftMoE). A new gate defines `logits` (where tokens choose) or
-`choose` (anything else); `gates` has more of them.
+Tokens choose experts, experts choose tokens, or all are mixed (SoftMoE). A new gate defines `logits` (where
+tokens choose) or `choose` (anything else); `gates` has more of them.
 
 Shapes: T tokens, M hidden size, B samples of L tokens, E experts (total), k choices per token, S slots per
 expert.

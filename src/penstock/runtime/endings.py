@@ -1,4 +1,4 @@
-"""What a step ends with: a loss of its labels, or hidden states for any other loss.
+"""What a step ends with beside the usual `TokenLoss` (`ops.py`): other losses of labels, and hidden states.
 
 Shapes: B samples, L tokens per sample, M hidden size.
 """

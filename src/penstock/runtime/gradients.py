@@ -219,7 +219,7 @@ class Gradients:
         self._known: dict[int, _Known] = {}
         self.taken_up: tuple[str, ...] = ()
         self._in_place = InPlace()
-        # Worked out when asked for: which parameters are parts is marked after this object is made.
+        # Filled when first asked for, since parameters are marked as parts only after this object is made.
         self._alike: dict[Axes, dict[str, nn.Parameter]] | None = None
         self.prepare()
 

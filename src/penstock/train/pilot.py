@@ -80,7 +80,7 @@ class Pilot(Protocol):
         """Floating-point operations that the model requires, and the peak of the devices."""
 
     def forecast(self) -> Forecast | None:
-        """Return what is expected of a step under the plan in use; None where nobody knows the cluster."""
+        """Return the prediction of a step under the plan in use; None if the cluster's rates are unknown."""
 
     def take_over(self, stack: PipelinedStack) -> None:
         """Steer this stack, which was built with `plan`, from now on."""

@@ -155,7 +155,7 @@ def _rate(text: str, value: str) -> tuple[int, float]:
 
 @contextmanager
 def _refusing(text: str) -> Iterator[None]:
-    """Let what a line says be refused as a line, and not as a rate that nobody has written."""
+    """Turn the refusal of a rate that was derived from a line into one of the line itself."""
     try:
         yield
     except ConfigError as error:
