@@ -40,7 +40,7 @@ def choose_slowly(rank: int, world_size: int) -> tuple[str, int, int]:
         assert control.often.wait(60), "ranks do not hear of a decision that is still being made"
         return "a plan"
 
-    return control.decided(decide, "choosing a plan", slowly=Event()), asked, control.met
+    return control.decided(decide, "choosing a plan", slowly=True), asked, control.met
 
 
 def refuse(rank: int, world_size: int) -> str:
@@ -48,7 +48,7 @@ def refuse(rank: int, world_size: int) -> str:
         raise ConfigError("memory", 1, "no plan fits", "Use more.")
 
     try:
-        return Control(rank, world_size).decided(decide, "choosing a plan", slowly=Event())
+        return Control(rank, world_size).decided(decide, "choosing a plan", slowly=True)
     except ConfigError as error:
         return str(error)
 
@@ -75,7 +75,7 @@ def fail_first(rank: int, world_size: int) -> str:
         assert given_up.wait(60), "it is still wanted"
 
     try:
-        Control(rank, world_size).agreed(work, "preparing", slowly=given_up)
+        Control(rank, world_size).agreed(work, "preparing", slowly=True, given_up=given_up)
     except ConfigError as error:
         return error.why
     return ""
@@ -87,10 +87,10 @@ def test_slow_work_ends_where_that_of_another_rank_has_failed(ranks: Pools) -> N
 
 def test_a_rank_alone_decides_for_itself() -> None:
     assert Control(0, 1).decided(lambda: 7, "nothing") == 7
-    assert Control(0, 1).decided(lambda: 8, "nothing", slowly=Event()) == 8
+    assert Control(0, 1).decided(lambda: 8, "nothing", slowly=True) == 8
     assert "no plan fits" in refuse(0, 1)
 
 
 def test_a_defect_of_a_decision_is_raised_where_it_is_waited_for() -> None:
     with pytest.raises(ZeroDivisionError):
-        Control(0, 1).decided(lambda: 1 // 0, "nothing", slowly=Event())
+        Control(0, 1).decided(lambda: 1 // 0, "nothing", slowly=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass, field, replace
-from threading import Event
 from typing import get_args
 
 from penstock.autotune.choose.start import find
@@ -132,7 +131,7 @@ class Planner:
             solved = find(problem, file, 1.0, REMEDY).warned()
             return Order.of(solved.found.best.choice, solved.found.best.plan), solved.lines
 
-        order, lines = machinery.control.decided(decide, "choosing a plan", slowly=Event())
+        order, lines = machinery.control.decided(decide, "choosing a plan", slowly=True)
         stack.send_by(order.choice.dispatch)
         if self.layout.rank == 0:
             logger.info("\n".join(lines))

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median, median_high, median_low
-from threading import Event
 
 from penstock.autotune.choose.start import find
 from penstock.autotune.planned import Order, Planned
@@ -261,7 +260,7 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
     problem = replace(problem, slowness=slowness, observed=planned.problem.observed)
     now = replace(planned, problem=problem, file=file).seeing(planned.problem.evidence)
     verdict = machinery.control.decided(
-        lambda: _decide(config, now, file, diagnosis), "choosing another plan", slowly=Event()
+        lambda: _decide(config, now, file, diagnosis), "choosing another plan", slowly=True
     )
     logger.info(verdict.line)
     if verdict.order.choice != now.choice:

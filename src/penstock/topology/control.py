@@ -108,7 +108,13 @@ class Control(Shared):
 
     @overload
     def agreed(
-        self, work: Callable[[], T], purpose: str, *, raises: Raises = ..., slowly: Event | None = ...
+        self,
+        work: Callable[[], T],
+        purpose: str,
+        *,
+        raises: Raises = ...,
+        slowly: bool = ...,
+        given_up: Event | None = ...,
     ) -> T: ...
 
     @overload
@@ -119,7 +125,8 @@ class Control(Shared):
         *,
         by: int | None,
         raises: Raises = ...,
-        slowly: Event | None = ...,
+        slowly: bool = ...,
+        given_up: Event | None = ...,
     ) -> T | None: ...
 
     def agreed(
@@ -129,7 +136,8 @@ class Control(Shared):
         *,
         by: int | None = None,
         raises: Raises = (ValueError,),
-        slowly: Event | None = None,
+        slowly: bool = False,
+        given_up: Event | None = None,
     ) -> T | None:
         """Return what `work` returns on this rank, which every rank does, or rank `by` alone; all call it.
 
@@ -139,25 +147,24 @@ class Control(Shared):
             purpose: What the message of a failed exchange says was done.
             by: The only rank that works, others get None; None = all work.
             raises: Errors of the work that all ranks raise, whichever rank found them.
-            slowly: Says that the work may last longer than ranks wait for each other. It then has a thread,
-                and ranks meet until all have done it or one has failed. Set where nobody waits for the work
-                any more, so that it can end.
+            slowly: Whether the work may last longer than ranks wait for each other. It then has a thread, and
+                ranks meet until all have done it or one has failed.
+            given_up: Set once nobody waits for slow work any more, so that it can end.
 
         Raises:
             ConfigError: The work has raised it on any rank; all ranks raise it.
             ValueError: Likewise.
         """
+        own: Callable[[], T | None] = work if by in (None, self.rank) else lambda: None
         result: T | None = None
         problem: Exception | None = None
-        works = by in (None, self.rank)
-        if slowly is not None and works:
-            outcome = in_thread(work)
-            works, work = self._done(outcome, slowly, purpose), outcome.result
-        elif slowly is not None:
-            self._done(None, slowly, purpose)
-        if works:
+        is_done = True
+        if slowly:
+            outcome = in_thread(own)
+            is_done, own = self._done(outcome, given_up or Event(), purpose), outcome.result
+        if is_done:
             try:
-                result = work()
+                result = own()
             except raises as error:
                 problem = error
         everyone = self.gather(problem, purpose)
@@ -171,20 +178,20 @@ class Control(Shared):
             raise ValueError(f"on rank {rank}, {refusal}")
         return result
 
-    def _done(self, outcome: Future[T] | None, given_up: Event, purpose: str) -> bool:
+    def _done(self, outcome: Future[T], given_up: Event, purpose: str) -> bool:
         """Meet until all ranks have done their work or one has failed; tell whether this one has done its."""
         beat_s = BEAT_S if self._limit is None else min(BEAT_S, self._limit.total_seconds() / 4)
         try:
             while True:
-                done = outcome is None or bool(wait((outcome,), beat_s).done)
-                failed = outcome is not None and done and outcome.exception() is not None
+                done = bool(wait((outcome,), beat_s).done)
+                failed = done and outcome.exception() is not None
                 some_work, some_failed = self.largest((not done, failed), purpose)
                 if some_failed or not some_work:
                     return done
         finally:
             given_up.set()
 
-    def decided(self, work: Callable[[], T], purpose: str, *, slowly: Event | None = None) -> T:
+    def decided(self, work: Callable[[], T], purpose: str, *, slowly: bool = False) -> T:
         """Return on all ranks what `work` returns on rank 0, which alone does it: see `agreed`."""
         own = self.agreed(work, purpose, by=0, slowly=slowly)
         return cast(T, self.gather(own, purpose)[0])

@@ -145,12 +145,12 @@ def rendezvous_env(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         "MASTER_ADDR": host,
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + _whole(environ, "SLURM_JOB_ID") % 20000),
-        **_numbers(info),
+        **_torchrun_env(info),
     }
 
 
-def _numbers(info: ProcessInfo) -> dict[str, str]:
-    """Return what other libraries ask for that know torchrun's variables alone."""
+def _torchrun_env(info: ProcessInfo) -> dict[str, str]:
+    """Return the variables of torchrun, the only ones that libraries such as accelerate read."""
     return {
         "RANK": str(info.rank),
         "WORLD_SIZE": str(info.world_size),
@@ -199,7 +199,7 @@ def join(
     if info.launcher == "slurm":
         os.environ.update(rendezvous_env(os.environ))
     elif info.launcher == "mpirun":
-        os.environ.update(_numbers(info))
+        os.environ.update(_torchrun_env(info))
     prepare(device, os.environ)
     device_of(device).make_current(device)
     check_interface(os.environ)

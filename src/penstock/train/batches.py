@@ -372,11 +372,13 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
     """
     purpose = "preparing the training text"
     given_up = Event()
-    control.agreed(lambda: _prepare(config, given_up) if scans else None, purpose, slowly=given_up)
+    control.agreed(
+        lambda: _prepare(config, given_up) if scans else None, purpose, slowly=True, given_up=given_up
+    )
     corpora, stream, glimpses = control.agreed(partial(_opened, config, layout), "opening the training text")
     _check_same(config, control, glimpses)
     purpose = "reading the training text"
-    found = control.agreed(lambda: _scanned(config, corpora) if scans else None, purpose, slowly=Event())
+    found = control.agreed(lambda: _scanned(config, corpora) if scans else None, purpose, slowly=True)
     digests = _check_same(config, control, None if found is None else [each.digest for each in found])
     scanned = control.gather(found if control.rank == 0 else None, "sharing what was found")[0]
     assert scanned is not None and digests is not None, "rank 0 has read the text"

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any, Final
 
 from penstock.autotune.problem import check_shared, open_runs, possible_dispatches, run_problem
@@ -183,7 +182,7 @@ def _chosen(config: RunConfig, ranks: Ranks) -> LayoutSizes:
         ranked = _ranked(config, control.world_size, ranks.node_size, file_of, files[0].memory_bytes)
         return ranked.best.sizes, ranked.lines
 
-    sizes, lines = control.decided(decide, "choosing a layout", slowly=Event())
+    sizes, lines = control.decided(decide, "choosing a layout", slowly=True)
     logger.info("\n".join(lines))
     return sizes
 

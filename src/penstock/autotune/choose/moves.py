@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -98,7 +97,7 @@ class Weighing:
         lines, order = self._stack.machinery.control.decided(
             lambda: _weighed(replace(planned, problem=problem), adopts),
             "weighing what moving samples and experts would bring",
-            slowly=Event(),
+            slowly=True,
         )
         planned = planned.noting(*lines)
         if order is not None:

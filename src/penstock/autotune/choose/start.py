@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event
 
 from penstock.autotune.planned import Learnt, Order, Planned
 from penstock.autotune.problem import (
@@ -131,7 +130,7 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
         others = OtherPlan.among(problem, result.others)
         return number, orders, others, result.searched, solved.lines, solved.said
 
-    decided = machinery.control.decided(decide, "choosing a plan", slowly=Event())
+    decided = machinery.control.decided(decide, "choosing a plan", slowly=True)
     number, promising, others, searched, lines, said = decided
     logger.info("\n".join(said))
     logger.debug("\n".join(lines))
@@ -400,17 +399,21 @@ def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Pl
     return planned.learning(file.moves, paper.lost)
 
 
+def _beside(path: Path) -> ClusterFile | None:
+    """Return the cluster file in the folder of a plan, if there is one."""
+    cluster = path.parent / CLUSTER_FILE
+    return ClusterFile.read(cluster) if cluster.exists() else None
+
+
 def _papers(path: Path) -> tuple[PlanFile, ClusterFile | None]:
     """Return a plan, and the cluster that its run left beside it, if there is one."""
-    cluster = path.parent / CLUSTER_FILE
-    return PlanFile.read(path), ClusterFile.read(cluster) if cluster.exists() else None
+    return PlanFile.read(path), _beside(path)
 
 
 def _measured_beside(path: Path) -> ClusterFile | None:
     """Return the cluster that a plan's run has measured; None if it did not, or that cannot be read."""
-    cluster = path.parent / CLUSTER_FILE
     try:
-        file = ClusterFile.read(cluster) if cluster.exists() else None
+        file = _beside(path)
     except ConfigError as error:
         logger.warning(f"steps have no prediction: {error}")
         return None

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Event
 from typing import Final, Protocol
 
 from penstock.autotune.problem import run_problem
@@ -197,7 +196,7 @@ def chosen(problem: Problem, control: Control) -> FoundPlan:
     def search() -> FoundPlan:
         return find_plan(problem, ends=time_limit(time.monotonic))
 
-    return control.decided(search, "choosing a plan", slowly=Event())
+    return control.decided(search, "choosing a plan", slowly=True)
 
 
 def _doubts(problem: Problem) -> tuple[str, ...]:
