@@ -227,6 +227,7 @@ def _sources() -> tuple[tuple[str, ast.AST], ...]:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_only_the_mesh_computes_with_ranks() -> None:
     found = {name: list(arithmetic(tree)) for name, tree in _sources()}
     strangers = {name: lines for name, lines in found.items() if lines and name not in COMPUTES_WITH_RANKS}
@@ -256,6 +257,7 @@ def test_one_file_opens_files_for_writing() -> None:
     assert list(found) == [*OPENS_FOR_WRITING], "write by penstock.writing, which follows no links"
 
 
+@pytest.mark.slow
 def test_no_test_gives_up_soon() -> None:
     here = Path(__file__).parent
     texts = {path.relative_to(here).as_posix(): path.read_text() for path in here.rglob("*.py")}

@@ -23,6 +23,8 @@ from tests.support.killed import left_by_kills
 from tests.support.patience import HANG_S
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 SAVED_AT, STEPS = 2, 5
 
 
@@ -129,7 +131,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [True, False], ids=["exchanged", "without exchange"])
 def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
@@ -162,7 +163,6 @@ def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
         assert contents(copy / "saved") == old and names_in(copy) == {"saved", ".unfinished-saved"}
 
 
-@pytest.mark.slow
 def test_a_checkpoint_takes_the_place_of_no_file_and_goes_through_no_link(tmp_path: Path) -> None:
     model = penstock.parallelize(small("mixtral"))
     optimizer, other = optimizer_of(model), tmp_path / "other"
@@ -180,7 +180,6 @@ def test_a_checkpoint_takes_the_place_of_no_file_and_goes_through_no_link(tmp_pa
     assert contents(tmp_path / "saved") == contents(tmp_path / "next")
 
 
-@pytest.mark.slow
 def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path) -> None:
     model = penstock.parallelize(small("mixtral"))
     optimizer = optimizer_of(model)
@@ -206,7 +205,6 @@ def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.slow
 def test_a_state_that_lacks_parameters_is_refused(tmp_path: Path) -> None:
     """Those that never had a gradient have none, and are no others than those that the groups say."""
     model = penstock.parallelize(small("mixtral"))
@@ -231,7 +229,6 @@ def test_a_state_that_lacks_parameters_is_refused(tmp_path: Path) -> None:
         penstock.load_optimizer(model, optimizer, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["{", "{}", "[3]", "[{}]", '[{"parameters": 3}]', '[{"parameters": [3]}]', "[" * 100_000]
 )
@@ -278,7 +275,6 @@ def test_a_disk_without_room_for_the_state_ends_the_save_on_all_ranks(
     AutoModelForCausalLM.from_pretrained(folder)
 
 
-@pytest.mark.slow
 def test_a_state_that_cannot_be_written_leaves_the_former_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

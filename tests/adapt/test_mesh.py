@@ -18,6 +18,8 @@ from tests.adapt.test_parity import LIMITS, agreement
 from tests.support.adapted import DIVISIBLE, Batch, small
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 Dims = Mapping[str, int]
 
 
@@ -113,7 +115,6 @@ def test_a_model_hands_out_meshes(ranks: Pools, tmp_path: Path) -> None:
     ranks(4).run(ask, str(tmp_path))
 
 
-@pytest.mark.slow
 def test_on_one_rank() -> None:
     model = penstock.parallelize(small("mixtral"), plan="flowmoe")
     assert all(mesh.size() == 1 for mesh in model.device_mesh.values())

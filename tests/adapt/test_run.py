@@ -33,6 +33,8 @@ from tests.support.adapted import DIVISIBLE, DrawnFromScores, exactly, small
 from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 SAMPLES, LENGTH = 8, 12
 LIMIT = 1e-10
 """In float64."""
@@ -184,7 +186,6 @@ def written(model: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", OTHERS)
-@pytest.mark.slow
 def test_tensors_of_files_are_views_of_every_family(family: str, tmp_path: Path) -> None:
     """What a rank saves is what transformers would write, and is read in place."""
     trained = Trained(0, Case(family), folder_of(family, tmp_path / "start"), tmp_path / "out")
@@ -208,7 +209,6 @@ def one_half_twice(written: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: written[name.replace(".w3.", ".w1.")] for name in written}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("changed", [doubled, one_half_twice])
 def test_what_is_no_view_keeps_its_own_name(
     monkeypatch: pytest.MonkeyPatch,

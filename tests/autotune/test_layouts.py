@@ -53,6 +53,7 @@ def test_layouts_of_a_run_have_its_samples(tmp_path: Path) -> None:
     assert {each.sizes.ep_size for each in found_by(twice).ranked} == {1}
 
 
+@pytest.mark.slow
 def test_a_layout_fits_by_what_is_assumed_and_with_any_optimizer_that_is_open(tmp_path: Path) -> None:
     plain, sharded = (found_by(config_of(tmp_path, f"optimizer.zero_stage={n}")) for n in (0, 1))
     fewest = min(least_memory(each.problem).total_bytes for each in plain.ranked)

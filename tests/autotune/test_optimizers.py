@@ -24,6 +24,8 @@ from penstock.train.optimizer import OptimizerConfig
 from tests.support.ranks import Pools
 from tests.support.training import folder_of, train_on
 
+pytestmark = pytest.mark.slow
+
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=2, hidden_size=256, num_heads=4, seq_len=64),
     moe=MoEConfig(num_experts=4, top_k=1, moe_ffn_hidden_size=64),
@@ -49,7 +51,6 @@ def chosen(file: ClusterFile) -> tuple[int, list[str]]:
     return number, said
 
 
-@pytest.mark.slow
 def test_slow_memory_wants_shares_and_a_slow_start_of_transfers_does_not() -> None:
     rates = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e9, link_latency_s=1e-5)
     file = ClusterFile(name="four", nodes=4, ranks_per_node=1, rates=rates)
@@ -58,7 +59,6 @@ def test_slow_memory_wants_shares_and_a_slow_start_of_transfers_does_not() -> No
     assert chosen(replace(file, rates=late)) == (0, [])
 
 
-@pytest.mark.slow
 def test_what_fits_only_in_shares_is_sharded() -> None:
     late = ClusterConfig(memory_bytes_per_s=1e12, link_latency_s=1e-2)
     file = ClusterFile(name="four", nodes=4, ranks_per_node=1, rates=late)
@@ -73,7 +73,6 @@ def least_memory(problem: Problem) -> int:
     return min(estimate_memory(problem, choice).total_bytes for choice in choices)
 
 
-@pytest.mark.slow
 def test_a_run_keeps_what_was_chosen(ranks: Pools, tmp_path: Path) -> None:
     """The plan file says which optimiser its step has, and a run from it has that one."""
     folder = folder_of(tmp_path, "auto", 2)

@@ -38,6 +38,7 @@ def test_other_files_have_no_translations(tmp_path: Path, data: bytes) -> None:
     assert list(_catalogue(path)) == []
 
 
+@pytest.mark.slow
 def test_every_machine_has_some_kinds_of_text(tmp_path: Path) -> None:
     """Python and headers come with what Penstock needs."""
     assert {"python", "headers"} <= set(write_texts(tmp_path)) == {path.stem for path in tmp_path.iterdir()}

@@ -42,6 +42,7 @@ def test_ranks_train_by_a_schedule_of_a_module_of_this_folder(tmp_path: Path) ->
     assert json.loads(done.stdout)["schedule"] == "mine"
 
 
+@pytest.mark.slow
 def test_commands_without_torch_know_it_too(tmp_path: Path) -> None:
     (tmp_path / "my_schedules.py").write_text(SCHEDULES)
     script = Path(sys.executable).with_name("penstock")  # which, unlike `python -m`, does not look here

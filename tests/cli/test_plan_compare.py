@@ -107,6 +107,7 @@ def test_what_is_wrong_is_said_before_the_first_plan(
 
 
 @pytest.mark.usefixtures("stopped_search")
+@pytest.mark.slow
 def test_a_stop_ends_all_searches_and_prints_what_they_have(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*STUDY, "--json", "--sweep", "seq_len=96,160"]) == 130
     rows = json.loads(capsys.readouterr().out)["rows"]

@@ -153,6 +153,7 @@ def test_a_terminal_without_a_character_is_shown_another(encoding: str) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is full")
 @pytest.mark.parametrize("words", [("list", "models"), ("schedule", "flowmoe", "--json")])
+@pytest.mark.slow
 def test_a_full_disk_under_the_output_is_said_in_one_line(words: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -13,6 +13,7 @@ from penstock.schedule.schedule import parse_orders
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.slow
 def test_prints_grid_and_timeline(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", name, "--layers", "2", "--microbatches", "2", "--chunks", "2"]) == 0
     text = capsys.readouterr().out

@@ -152,6 +152,7 @@ def test_a_file_that_is_too_large_is_not_read_to_its_end(tmp_path: Path, name: s
     assert f"is larger than {most}" in str(refusal(READERS[name], path))
 
 
+@pytest.mark.slow
 def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "routing.jsonl"
     with path.open("wb") as file:

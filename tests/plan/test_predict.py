@@ -46,6 +46,7 @@ def test_without_a_profile_the_prediction_is_the_simulation(each: Problem) -> No
     assert predict_s(each, SEQUENTIAL, plan) == each.simulate(SEQUENTIAL, plan).iteration_s
 
 
+@pytest.mark.slow
 def test_no_plan_is_said_to_take_less_than_the_one_that_was_found_will() -> None:
     """Bounds are of tasks' means, and what is drawn for a prediction may be shorter."""
     each = replace(profiled(jitter=0.1, alpha_s=1e-2), slowness=(1.0, 1.0, 1.0, 100.0))

@@ -111,6 +111,7 @@ def test_a_sample_of_everything_prices_what_the_whole_step_does() -> None:
         assert by_sample.memory_bytes == in_full.memory_bytes
 
 
+@pytest.mark.slow
 def test_a_planner_ends_between_layers_when_the_time_is_over() -> None:
     moments = count()
     each = replace(step(8, 4, 4, 2), ends=lambda: next(moments) > 1)

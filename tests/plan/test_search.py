@@ -114,6 +114,7 @@ def test_the_same_problem_has_the_same_plan(usual: tuple[FoundPlan, list[Progres
     assert [each.choice for each in first.others] == [each.choice for each in second.others]
 
 
+@pytest.mark.slow
 def test_the_plan_is_what_it_says(usual: tuple[FoundPlan, list[Progress]]) -> None:
     each, (found, _) = problem(), usual
     best = found.best

@@ -40,6 +40,7 @@ def test_gaps_between_transfers_are_counted_once_each_for_the_layer_that_is_next
 
 
 @pytest.mark.parametrize("name", ["flowmoe", "penstock"])
+@pytest.mark.slow
 def test_where_transfers_are_hidden_less_is_left(name: str) -> None:
     """All gaps together are no longer than the lane is idle in all."""
     each = replace(CHOICE, schedule=name, microbatches=2)

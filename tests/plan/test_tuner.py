@@ -94,6 +94,7 @@ def test_another_seed_asks_for_other_random_sizes() -> None:
     assert tuned("random", bumpy, seed=3)[1] != tuned("random", bumpy, seed=4)[1]
 
 
+@pytest.mark.slow
 def test_one_sample_is_the_best_there_is() -> None:
     for name in NAMES:
         tuner = build_tuner(name, start_bytes=1 << 20, sizes=SIZES, samples=SAMPLES)

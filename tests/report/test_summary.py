@@ -195,6 +195,7 @@ def test_one_plan_is_marked_also_where_another_takes_as_long() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 20])
+@pytest.mark.slow
 def test_a_picture_is_written_however_many_layers_there_are(tmp_path: Path, layers: int) -> None:
     loads = np.random.default_rng(0).integers(0, 9, (3, layers, 4))
     loads[0] = 0

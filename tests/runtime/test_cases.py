@@ -43,6 +43,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 CUTS = [name for name in sorted(PLAIN) if name not in ("dense_overlap", "lina")]
 """Every way to cut a step: those two order what others cut likewise."""
 
@@ -52,13 +54,11 @@ def named(values: Mapping[str, Any]) -> str:
     return "-".join(str(value) for axis, value in values.items() if value != AXES[axis][0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("values", [*covering(AXES, fits)], ids=named)
 def test_pairs(ranks: Pools, values: Mapping[str, Any]) -> None:
     step_of(values).check(ranks)
 
 
-@pytest.mark.slow
 def test_any_case(ranks: Pools) -> None:
     @draws(64)
     @given(step=steps())
@@ -149,7 +149,6 @@ NAMED: dict[str, dict[str, Any]] = {
 """Values of axes, and of settings that are no axis."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 def test_named(ranks: Pools, name: str) -> None:
     case = NAMED[name]
@@ -174,9 +173,8 @@ def plain(world_size: int, schedule: str, **moe: object) -> Case:
 
 
 @pytest.mark.every_value
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", CUTS)
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.quick) for n in (1, 2)] + [4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_float32_within_rounding(
     ranks: Pools, world_size: int, schedule: str, capacity_factor: float | None
@@ -184,7 +182,6 @@ def test_float32_within_rounding(
     check_parity(ranks, plain(world_size, schedule, capacity_factor=capacity_factor))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["flowmoe", "penstock"])
 def test_experts_have_a_gradient_where_they_have_tokens_and_zeros_else(ranks: Pools, schedule: str) -> None:
     idle = replace(plain(4, schedule, num_experts=8), idle_expert=3, double=True)
@@ -197,7 +194,6 @@ def test_experts_have_a_gradient_where_they_have_tokens_and_zeros_else(ranks: Po
     assert used == [expert in (4, 5) for expert in range(8)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -217,7 +213,6 @@ def test_same_seed_same_bits(ranks: Pools, case: Case) -> None:
     assert digest(other.parameters) != digest(first.parameters)
 
 
-@pytest.mark.slow
 def test_dropout_does_not_depend_on_schedule_or_layout(ranks: Pools) -> None:
     """Masks are keyed by sample and place: all schedules and two layouts, on which ranks whatever samples
     are, draw the same ones."""
@@ -234,7 +229,6 @@ def test_dropout_does_not_depend_on_schedule_or_layout(ranks: Pools) -> None:
 
 
 @pytest.mark.every_value
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_dropout_does_not_depend_on_what_ranks_share(ranks: Pools, form: ExpertForm, tokens: str) -> None:
@@ -274,7 +268,6 @@ ALONE: Layout = (1, 1, 1, 1)
 
 
 @pytest.mark.every_value
-@pytest.mark.slow
 @pytest.mark.parametrize("way", [*DISPATCHES, *FORMS])
 @pytest.mark.parametrize("comm_dtype", ["bfloat16", "int8"])
 def test_compression_is_the_same_on_any_layout_and_in_any_cut(
@@ -309,7 +302,6 @@ def flat(result: StepResult) -> Tensor:
     return torch.cat([result.gradients[name].flatten() for name in sorted(result.gradients)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_on_ranks_that_share_is_bfloat16_on_one(ranks: Pools, form: ExpertForm) -> None:
     """Sums over shards are of rounded parts, so ranks that share are as far from float32 as one rank is."""
@@ -346,7 +338,6 @@ def step_with_partition(rank: int, step: Case, seed: int) -> Any:
     return result_of(stack, rank, step)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 40))]
 )
@@ -372,7 +363,6 @@ WHOLE = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "attention", "experts"), [((4, 2, 1, 4), 2, 4), ((4, 4, 2, 2), 4, 2)])
 def test_ranks_hold_their_part_and_no_more(
     ranks: Pools, layout: Layout, attention: int, experts: int

@@ -147,6 +147,7 @@ def test_the_launcher_learns_who_is_silent_and_what_was_waited_for(three: Ranks)
     assert silent_ranks(three.root) == [2]
 
 
+@pytest.mark.slow
 def test_ranks_are_told_by_the_launcher_which_of_them_was_killed(
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +249,7 @@ def test_a_rank_that_watches_ends_its_exchanges_when_another_does_not_go_on(
     assert ended.is_set() == (end != "leaves")
 
 
+@pytest.mark.slow
 def test_an_exchange_to_which_nobody_comes_any_more_ends(
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +261,7 @@ def test_an_exchange_to_which_nobody_comes_any_more_ends(
         waiting.result(HANG_S)
 
 
+@pytest.mark.slow
 def test_an_exchange_to_which_a_rank_had_come_before_it_ended_ends_well(three: Ranks) -> None:
     watch(three.start(0))
     arrives = threading.Event()
@@ -268,6 +271,7 @@ def test_an_exchange_to_which_a_rank_had_come_before_it_ended_ends_well(three: R
     assert waiting.result(HANG_S) == "arrived"
 
 
+@pytest.mark.slow
 def test_ranks_that_have_survived_a_failure_are_given_time_to_meet_again(
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

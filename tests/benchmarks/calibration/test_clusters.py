@@ -23,6 +23,7 @@ FARTHEST = {"flowmoe-cluster-1": 0.37, "fsmoe-testbed-a": 0.105, "fsmoe-testbed-
 
 
 @pytest.mark.parametrize("name", names())
+@pytest.mark.slow
 def test_the_shipped_file_is_what_is_fitted(name: str) -> None:
     shipped, found = find_cluster(name), fitted(name).file
     for each, value in vars(found.rates).items():

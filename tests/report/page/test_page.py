@@ -133,6 +133,7 @@ def test_cards_say_of_which_steps_they_are() -> None:
     assert (reached, traced.partition(":")[0]) == ("0.67", "overlap efficiency of the last steps (traced)")
 
 
+@pytest.mark.slow
 def test_tiles_of_a_resumed_run_are_of_its_last_start() -> None:
     """Other machines, another number of ranks or another plan may have run the steps before."""
     whole, since = course(), 20

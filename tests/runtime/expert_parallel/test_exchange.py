@@ -39,6 +39,8 @@ from tests.support.exchange import (
 from tests.support.pairwise import covering
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 LEARNING_RATE, LIMIT = 0.1, 0.02
 TOLERANCE = 1e-10
 JOINED = "node_once"
@@ -252,7 +254,6 @@ def named(values: Mapping[str, Any]) -> str:
 
 
 @pytest.mark.few(21)
-@pytest.mark.slow
 @pytest.mark.parametrize("values", [*covering(AXES, fits)], ids=named)
 def test_training_is_that_of_one_process(ranks: Pools, values: Mapping[str, Any]) -> None:
     check(ranks, case_of(values))

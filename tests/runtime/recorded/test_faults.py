@@ -21,6 +21,8 @@ from tests.support.recording.hazards import Issued, calls_of, find_disorder, fin
 from tests.support.recording.recorder import Actor, Block, Entry, Free, Keep, Launch, Record, Wait
 from tests.support.replicas import RandomReplicas
 
+pytestmark = pytest.mark.slow
+
 CASES: Mapping[str, Mapping[str, Any]] = {
     "two streams": {"layout": "two ranks"},
     "a thread of the host": {

@@ -21,6 +21,8 @@ from tests.support.recording.hazards import find_disorder
 from tests.support.replicas import RandomReplicas
 from tests.support.waits import PLANS, check_waits
 
+pytestmark = pytest.mark.slow
+
 AXES: dict[str, Any] = {
     **cases.AXES,
     "layout": [name for name in cases.LAYOUTS if name != "one rank"],  # which sends nothing
@@ -93,7 +95,6 @@ def named(values: Mapping[str, Any]) -> str:
 
 
 @pytest.mark.few(8)
-@pytest.mark.slow
 @pytest.mark.parametrize("values", [*each_value({**AXES, "layout": FEW_LAYOUTS}, fits)], ids=named)
 def test_every_value(cards: Pools, values: Mapping[str, Any]) -> None:
     check(cards, values)

@@ -25,6 +25,8 @@ from tests.support.pairwise import valuewise
 from tests.support.parity import Case
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: tuple[Layout, ...] = ((2, 1, 1, 1), (2, 2, 1, 2), (4, 1, 2, 1), (4, 2, 2, 1))
 RULES = ("sequential", "dense_overlap", "fsmoe", "parm_s2", "penstock")
 """Schedules of which each orders updates by a rule of its own."""
@@ -64,7 +66,6 @@ def _fits(known: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.few(3)
-@pytest.mark.slow
 @valuewise(
     _fits,
     layout=LAYOUTS,
@@ -103,7 +104,6 @@ def test_a_rank_that_freezes_for_an_evaluation_exchanges_nothing_alone(ranks: Po
         assert (mine.losses, mine.norms) == (theirs.losses, theirs.norms)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(4, 1, 2, 1), (4, 2, 1, 2)], ids=str)
 def test_moments_take_what_theory_says(ranks: Pools, layout: Layout) -> None:
     """Of what is replicated a part for each data-parallel rank, of experts one for each replica."""
