@@ -26,12 +26,13 @@ from benchmarks.uplinks import Uplinks, cluster_text, size_text
 from penstock.config import ConfigError
 from penstock.lab.bench import BenchConfig
 from penstock.lab.bench.compare import busiest_uplink_bytes
-from penstock.lab.bench.result import Spread, markdown_table
+from penstock.lab.bench.result import Spread
 from penstock.lab.emulate import EmulateConfig
 from penstock.mesh import Group
 from penstock.runtime.transport import Transport
 from penstock.topology import Control, Layout, lane_groups
 from penstock.train.assemble import build_machinery
+from penstock.words import markdown_table
 
 SIZES_BYTES: Final = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 ROW_BYTES: Final = 1024

@@ -19,7 +19,6 @@ from benchmarks.command import run_on_ranks
 from benchmarks.layer.measure import Band, in_turns, quiet_process, timed
 from penstock.decision import ScheduleConfig
 from penstock.lab.bench import BenchConfig
-from penstock.lab.bench.result import markdown_table
 from penstock.lab.emulate import EmulateConfig
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig, SampleKeys
@@ -27,6 +26,7 @@ from penstock.runtime import PipelinedStack
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.config import RunConfig
+from penstock.words import markdown_table
 
 MICROBATCHES: Final = 4
 ROUNDS: Final = 60

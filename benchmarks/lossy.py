@@ -22,7 +22,7 @@ from typing import Any, Final
 from benchmarks.command import parser_of, run_alone
 from benchmarks.launching import ProgramFailedError
 from benchmarks.progress import in_rows
-from penstock.lab.bench.result import markdown_table
+from penstock.words import markdown_table
 
 STEPS: Final = 300
 LAST: Final = 50

@@ -20,7 +20,7 @@ from benchmarks.command import parser_of, run_alone
 from benchmarks.layer.measure import Band, in_turns
 from penstock import session
 from penstock.device import device_of, pick_device
-from penstock.lab.bench.result import markdown_table
+from penstock.words import markdown_table
 
 ROUNDS: Final = 12
 SCHEDULES: Final = ("sequential", "flowmoe")

@@ -202,10 +202,11 @@ def prediction_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Fi
     diagonal |= {"line": {"color": QUIET, "width": 1.5, "dash": "dot"}, "hoverinfo": "skip"}
     names = dict.fromkeys(case.schedule for _, case in points)
     clouds = [_cloud(name, [p for p in points if p[1].schedule == name], palette[name]) for name in names]
+    hollow = "hollow points: virtual devices" if any(run.virtual for run, _ in points) else ""
     axis = {"type": "log", "nticks": 8}
     layout = _layout(
         height=520,
-        title=_title("Predicted against measured iteration", "hollow points: virtual devices"),
+        title=_title("Predicted against measured iteration", hollow),
         xaxis=axis | {"title": {"text": "measured in ms (logarithmic)"}},
         yaxis=axis | {"title": {"text": "predicted in ms"}},
     )

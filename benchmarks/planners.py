@@ -22,8 +22,8 @@ from benchmarks.progress import in_rows
 from benchmarks.skewed import DRIFT, ROWS, costs, drifting_loads, expert_problem
 from penstock.features.expert_replicas.planners import PLANNERS, overlap, pays
 from penstock.features.expert_replicas.problem import ExpertProblem, LayerLoad, LayerSeconds, seconds_of
-from penstock.lab.bench.result import markdown_table
 from penstock.placement import Replication
+from penstock.words import markdown_table
 
 RANKS: Final = 16
 STEPS: Final = 12

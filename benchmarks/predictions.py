@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from benchmarks.command import parser_of, run_alone
 from benchmarks.launching import ProgramFailedError
-from penstock.lab.bench.result import markdown_table
 from penstock.lab.emulate.links import parse_rate
+from penstock.words import markdown_table
 
 RATES: Final = ("300mbit", "400mbit", "700mbit", "2gbit")
 SCHEDULES: Final = "sequential,moe_pipeline,flowmoe,penstock"

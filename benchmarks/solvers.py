@@ -28,9 +28,8 @@ from penstock.features.sample_placement.assign import (
     prepare,
     sample_problem,
 )
-from penstock.lab.bench.result import markdown_table
 from penstock.placement import ExpertPlacement, Replication
-from penstock.words import counted
+from penstock.words import counted, markdown_table
 
 TOKENS: Final = 2048
 """Of a sample, each of which goes to two experts."""

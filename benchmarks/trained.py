@@ -21,8 +21,9 @@ from benchmarks.command import parser_of, run_alone
 from benchmarks.launching import launch_quietly
 from benchmarks.mixed_text import write_texts
 from penstock.lab.bench.config import Named
-from penstock.lab.bench.result import Spread, markdown_table
+from penstock.lab.bench.result import Spread
 from penstock.lab.emulate import Cluster, EmulateConfig
+from penstock.words import markdown_table
 
 CONTENDERS: Final = (
     "flowmoe",

@@ -13,7 +13,7 @@ from benchmarks.calibration.hardware import HARDWARE
 from benchmarks.calibration.held_out import Result
 from benchmarks.calibration.tasks import Row, rows
 from penstock.cost.clusters import find_cluster
-from penstock.lab.bench.result import markdown_table
+from penstock.words import markdown_table
 
 HEAD: Final = """# Calibration
 

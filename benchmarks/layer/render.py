@@ -8,7 +8,7 @@ from typing import Final
 from benchmarks.layer.contenders import EAGER, GROUPED, PENSTOCK
 from benchmarks.layer.layers import FEW, HOPELESS, LayerCase, LayerResult
 from benchmarks.layer.measure import Band
-from penstock.lab.bench.result import markdown_table
+from penstock.words import markdown_table
 
 WIDTH: Final = 100
 TITLES: Final = {EAGER: "Mixtral eager", GROUPED: "Mixtral grouped"}

@@ -8,7 +8,7 @@ from typing import Final
 from benchmarks.published.parm_study import PUBLISHED_RANGE, ParmResult, Spread
 from benchmarks.published.result import PublishedResult
 from benchmarks.published.study import Gain, GridResult
-from penstock.lab.bench.result import markdown_table
+from penstock.words import markdown_table
 
 NOTES: Final = (
     "simulated from rates that single tasks of the studies were fitted to; a number is how many times as "

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.sft.prepared import Size
-from penstock.lab.bench.result import markdown_table
+from penstock.words import markdown_table
 
 BASE: Final = "transformers"
 CORES: Final = 2

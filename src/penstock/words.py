@@ -136,6 +136,23 @@ def folded(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
+def markdown_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+    """Return the lines of a table whose first row is the head.
+
+    Args:
+        left: How many leading columns are words, aligned on the left; the others are numbers.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<" if i < left else ">" for i in range(len(widths))]
+    lines = [
+        " | ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
+        for row in rows
+    ]
+    rule = "|".join("-" * (w + 1) + ("-" if s == "<" else ":") for s, w in zip(sides, widths, strict=True))
+    head, *body = (f"| {line} |" for line in lines)
+    return [head, f"|{rule}|", *body]
+
+
 def stacked(rows: Sequence[Sequence[str]], width: int, *, keep: int = 1) -> Iterator[list[list[str]]]:
     """Yield the table in parts that are at most `width` wide in Markdown, each with the first `keep` columns.
 

@@ -132,7 +132,7 @@ def test_the_table_is_markdown() -> None:
     )
     first, limit, empty, head, rule, *rows = text.splitlines()
     assert first == "2 ranks on 2 nodes, 400 Mbit/s between nodes"
-    assert limit.endswith("headers not counted") and empty == "" and set(rule) == set("|- ")
+    assert limit.endswith("headers not counted") and empty == "" and set(rule) == set("|-:")
     assert len({line.count("|") for line in (head, rule, *rows)}) == 1
     timed = ["1 MiB", "512 KiB", "10.49", "12.50 [12.50, 12.50]", "0.84", "25.00 [25.00, 25.00]", "0.42"]
     assert [[cell.strip() for cell in row.strip("|").split("|")] for row in rows] == [

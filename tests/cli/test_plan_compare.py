@@ -58,6 +58,12 @@ def test_a_value_with_which_nothing_fits_says_so(capsys: pytest.CaptureFixture[s
     assert "step_s" in rows[0] and "no plan fits" in rows[1]["refused"]
 
 
+@pytest.mark.slow
+def test_a_plan_beside_which_nothing_fits_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused([*STUDY, "--memory-gib", "2", "--against", "seq_len=65536"], capsys)
+    assert said.startswith('penstock: --against = "seq_len=65536": ') and "2.00 GiB" in said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -51,7 +51,9 @@ def test_commands_fit(words: list[str], capsys: pytest.CaptureFixture[str]) -> N
 def test_help_fits(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    assert fits(capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert fits(text)
+    assert not [line for line in text.splitlines() if line.endswith("-")], "a command cannot be copied"
 
 
 def test_messages_of_a_run_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from penstock import __version__
 from penstock.cli.config import HelpSettings, add_config
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
-from penstock.cli.out import add, add_overrides, user_path
+from penstock.cli.out import Parser, add, add_overrides, user_path
 from penstock.cli.own import import_own, own_modules
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="penstock",
         description="Trains mixture-of-experts transformers and overlaps communication with computation.",
         epilog="penstock help COMMAND prints the help of a command.",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -91,6 +92,24 @@ def user_path(text: str) -> Path:
         return expanded(text, "path")
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"{text!r} {error.why}") from error
+
+
+class _Help(argparse.HelpFormatter):
+    """Breaks lines between words alone: a command that is cut at a hyphen cannot be copied."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = self._split_lines(text, width - len(indent))
+        return "\n".join(f"{indent}{line}" for line in lines)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a command, or of all."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **how})
 
 
 def add(parser: argparse._ActionsContainer, usage: str, what: str, **how: Any) -> None:

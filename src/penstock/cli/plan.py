@@ -179,7 +179,8 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
     add(
         plan,
         "--imbalance X",
-        "the busiest rank's experts get X times the mean number of tokens (default: 1, even routing)",
+        "the busiest rank's experts get X times the mean number of tokens; not with --routing (default: 1, "
+        "even routing)",
         type=float,
     )
     add(

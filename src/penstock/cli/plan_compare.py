@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -43,9 +44,13 @@ ALONE: Final = ("out", "show", "routing", "price")
 def compared(options: argparse.Namespace, width: int) -> int:
     """Print two plans beside each other; return the exit code."""
     _check_alone("--against", options)
-    one, other = _own(options), _other(options, options.against)
+    one = _own(options)
+    with _named(options.against):
+        other = _other(options, options.against)
     with searching() as search:
-        found = TwoPlans(one=one(search), other=other(search))
+        found_one = one(search)
+        with _named(options.against):
+            found = TwoPlans(one=found_one, other=other(search))
     return _printed(found, search, options, width)
 
 
@@ -74,6 +79,16 @@ def _fitting(options: argparse.Namespace) -> Callable[[Searching], Side | str]:
 
     side = tried(lambda: _searched(options))
     return lambda search: side if isinstance(side, str) else tried(lambda: side(search))
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say of which plan it is that nothing fits: the other one."""
+    try:
+        yield
+    except NothingFitsError as error:
+        why = f"{error.key} is {error.value}, and {error.why}"
+        raise NothingFitsError("--against", what, why, error.hint) from error
 
 
 def _printed(found: TwoPlans | Sweep, search: Searching, options: argparse.Namespace, width: int) -> int:

@@ -44,13 +44,13 @@ MOST_PASSES = 1 << 16
 """The most passes for an update."""
 
 SIZES = {
-    "layers": "number of layers, instead of the model's",
+    "layers": "layers, instead of those of a study's model",
     "batch": "samples per rank, instead of the model's",
     "seq_len": "tokens per sample, instead of the model's",
-    "top_k": "experts per token, instead of the model's",
-    "num_experts": "number of experts, instead of the model's",
-    "nodes": "number of nodes, instead of the cluster's",
-    "ranks_per_node": "ranks per node, instead of the cluster's",
+    "top_k": "experts per token, instead of those of a study's model",
+    "num_experts": "experts, instead of those of a study's model",
+    "nodes": "nodes, instead of those of a study's cluster",
+    "ranks_per_node": "ranks per node, instead of those of a study's cluster",
     "ep_size": "ranks over which the experts are spread, instead of the model's",
     "tp_size": "ranks of a node that share attention and samples, instead of the model's",
     "etp_size": "ranks of a node that share every expert, instead of the model's",

@@ -47,7 +47,8 @@ def train(
         ranks, wanted = emulate.ranks, config.parallel.processes
         if wanted not in (None, ranks):
             print(
-                f"penstock: {emulate.shape} is {ranks} ranks, not parallel.processes = {wanted}",
+                f"penstock: parallel.processes = {wanted} is not used: --emulate {emulate.shape} starts "
+                f"{ranks} ranks",
                 file=sys.stderr,
             )
         with emulate.cluster() as cluster:

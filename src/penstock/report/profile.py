@@ -14,7 +14,7 @@ from penstock.cost.measured import listed
 from penstock.cost.span import even_leg
 from penstock.mesh import num_nodes
 from penstock.report.loads import QUIET, TEXT, sheet
-from penstock.words import counted, folded, stacked
+from penstock.words import counted, folded, markdown_table, stacked
 
 MEGA, GIGA, MICRO = 1e6, 1e9, 1e-6
 FIT_HEAD = ("R2", "residual", "points")
@@ -186,20 +186,7 @@ def _percent(share: float) -> str:
 
 def _tables(rows: Sequence[Sequence[str]], width: int | None, *, left: int) -> list[str]:
     parts = [rows] if width is None else stacked(rows, width, keep=left)
-    return [line for part in parts for line in ("", *_table(part, left=left))][1:]
-
-
-def _table(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Return a table in Markdown; the first row is the head. left: the number of leading columns of words."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<" if i < left else ">" for i in range(len(widths))]
-    lines = [
-        " | ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
-        for row in rows
-    ]
-    rule = "|".join("-" * (w + 1) + ("-" if s == "<" else ":") for s, w in zip(sides, widths, strict=True))
-    head, *body = (f"| {line} |" for line in lines)
-    return [head, f"|{rule}|", *body]
+    return [line for part in parts for line in ("", *markdown_table(part, left=left))][1:]
 
 
 if TYPE_CHECKING:  # planning does without matplotlib

@@ -55,7 +55,7 @@ def test_up_says_what_there_is(made: dict[str, Any]) -> None:
 def test_list(made: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["emulate", "list"]) == 0
     assert (
-        f"{made['id']}: 2x2 (2 nodes of 2), uplinks 700mbit, inside 8gbit, until `down`"
+        f"{made['id']}: 2x2 (2 nodes of 2), made with uplinks 700mbit, inside 8gbit, until `down`"
         in capsys.readouterr().out
     )
     assert main(["emulate", "list", "--json"]) == 0
@@ -162,7 +162,7 @@ def test_train_in_a_cluster_of_its_own(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["steps"] == 2
-    assert "2x1 is 2 ranks, not parallel.processes = 4" in result.stderr
+    assert "parallel.processes = 4 is not used" in result.stderr
     assert not [state for state in clusters() if state.owner and state.is_stale]
 
 

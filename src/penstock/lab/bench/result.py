@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.words import folded, stacked
+from penstock.words import folded, markdown_table, stacked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,14 +218,6 @@ def render(result: BenchResult, width: int | None = None) -> str:
     legend = [] if width is None else [LEGEND]
     text = "\n".join([*_limits(result), *tables, *legend, *([""] if result.notes else []), *result.notes])
     return text if width is None else folded(text, width)
-
-
-def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose first row is the head, with right-aligned cells."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [" | ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
-    rule = "-|-".join("-" * width for width in widths)
-    return [f"| {line} |" for line in (lines[0], rule, *lines[1:])]
 
 
 def _limits(result: BenchResult) -> list[str]:

@@ -265,7 +265,7 @@ def _print(options: argparse.Namespace, found: dict[str, Any], lines: Iterable[s
 def _print_uplinks(options: argparse.Namespace, cluster: Cluster) -> int:
     uplinks = cluster.uplinks()
     entry = {"id": cluster.name, "uplinks": list(map(asdict, uplinks))}
-    return _print(options, entry, [f"{cluster.name}:", *_uplink_lines(uplinks)])
+    return _print(options, entry, [f"{cluster.name}: {cluster.config.shape}", *_uplink_lines(uplinks)])
 
 
 def _uplink_lines(uplinks: Iterable[Uplink]) -> list[str]:
@@ -280,4 +280,5 @@ def _uplink_lines(uplinks: Iterable[Uplink]) -> list[str]:
 
 def _describe(config: EmulateConfig) -> str:
     inter, intra = format_rate(config.inter_rate_bit_per_s), format_rate(config.intra_rate_bit_per_s)
-    return f"{config.shape} ({config.nodes} nodes of {config.devices}), uplinks {inter}, inside {intra}"
+    shape = f"{config.shape} ({config.nodes} nodes of {config.devices})"
+    return f"{shape}, made with uplinks {inter}, inside {intra}"
