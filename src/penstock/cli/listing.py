@@ -113,14 +113,12 @@ def _device(device: Device) -> dict[str, str]:
 def _model(name: str) -> dict[str, str]:
     model = MODELS[name]
     experts = (
-        f"{model.experts_per_device} per rank"
-        if model.experts_per_device
-        else f"{model.experts_per_node} per node"
+        f"{model.experts_per_device}/rank" if model.experts_per_device else f"{model.experts_per_node}/node"
     )
     return {
         "name": name,
         "layers": str(model.num_layers),
-        "tokens per rank": f"{model.batch} x {model.seq_len}",
+        "tokens per rank": f"{model.batch}x{model.seq_len}",
         "hidden / expert hidden": f"{model.hidden_size} / {model.ffn_hidden_size}",
         "experts": f"{experts}, top-{model.top_k}",
     }
@@ -135,7 +133,8 @@ def _cluster(name: str) -> dict[str, str]:
 def _table(rows: Rows, width: int) -> Table:
     """Make a table of at most `width` columns, wrapped between words; what does not fit so is left out."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    cells = {head: [head, *(row[head] for row in rows)] for head in rows[0]}
+    # A head may take two lines, rows had better not.
+    cells = {head: [*head.split(), *(row[head] for row in rows)] for head in rows[0]}
     # Every head that fits has columns for its longest word at least; the rest goes where most lacks.
     width -= SIDES
     wanted = {head: max(map(len, column)) for head, column in cells.items()}
