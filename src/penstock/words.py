@@ -74,7 +74,7 @@ def milliseconds(seconds: float) -> str:
     """Format seconds as milliseconds, with at least four digits."""
     value = 1000 * seconds
     places = 0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 10 else 3
-    return f"{value:{',' if value >= 10_000 else ''}.{places}f} ms"
+    return f"{value:,.{places}f} ms"
 
 
 def within(seconds: float, interval_s: tuple[float, float] | None) -> str:

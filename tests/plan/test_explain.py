@@ -150,8 +150,7 @@ def test_only_one_thing_is_faster() -> None:
 @pytest.mark.parametrize(
     ("shown", "text"),
     [
-        (milliseconds(74.9101), "74,910 ms"),
-        (milliseconds(2.2917), "2292 ms"),
+        (milliseconds(2.2917), "2,292 ms"),
         (milliseconds(0.10477), "104.8 ms"),
         (milliseconds(0.00123), "1.230 ms"),
         (change(0.69, 1.0), "-31 %"),
