@@ -28,6 +28,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
+PALS = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1"}
 OTHERS = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "PENSTOCK_LAUNCHED", "SLURM_STEP_NUM_TASKS")
 CPU = torch.device("cpu")
 
@@ -129,6 +130,12 @@ def free_port() -> int:
         (MPICH, ProcessInfo(rank=1, world_size=2, local_rank=0, launcher="mpirun")),
         (MPICH | TORCHRUN, ProcessInfo(rank=1, world_size=4, local_rank=0, launcher="torchrun")),
         (MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+        (PALS, ProcessInfo(rank=1, world_size=2, local_rank=1, launcher="mpirun")),
+        # srun --mpi=pmi2 leaves a part of these names.
+        (
+            SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"},
+            ProcessInfo(rank=3, world_size=4, local_rank=1, launcher="slurm"),
+        ),
         # salloc without srun describes a job but starts nothing.
         ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, None),
     ],
@@ -152,6 +159,8 @@ def test_who_started_us(environ: dict[str, str], info: ProcessInfo | None) -> No
         (SLURM | {"SLURM_NTASKS": "many"}, 'SLURM_NTASKS = "many": must be a whole number'),
         (SLURM | {"SLURM_PROCID": "4"}, r"SLURM_PROCID = 4: must be below SLURM_NTASKS \(4\)"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_LOCALID: is not set"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MPI_LOCALRANKID: is not set"),
+        ({"PMI_RANK": "1"}, "PMI_SIZE: is not set"),
     ],
 )
 def test_contradictions_name_the_variable(environ: dict[str, str], message: str) -> None:

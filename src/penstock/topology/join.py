@@ -70,8 +70,9 @@ Launcher = Literal["alone", "torchrun", "mpirun", "slurm", "penstock"]
 MPIRUN: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),
 )
-"""What Open MPI, and MPICH and Intel MPI, call a process's rank, the number of ranks, its rank in a node."""
+"""What Open MPI, MPICH (and Intel MPI), and Cray's PALS call a rank, the number of ranks, the rank in a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,9 @@ def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
     numbered = environ.get("SLURM_PROCID") and environ.get(size_name)
     if not is_script and numbered and _whole(environ, size_name) > 1:
         return _identity(environ, "SLURM_PROCID", size_name, "SLURM_LOCALID", "slurm")
+    for rank_name, size_name, local_name in MPIRUN:  # a part of the names: not alone, and nobody knows where
+        if environ.get(rank_name) and _whole(environ, size_name) > 1:
+            return _identity(environ, rank_name, size_name, local_name, "mpirun")
     return None
 
 
