@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from penstock.config import ConfigError
 from penstock.topology import CommunicationError, Layout, lane_groups
 from penstock.topology.join import ProcessInfo, join, leave, name_of_attempt
 from penstock.topology.meeting_point import look_at, open_store, within
@@ -190,6 +191,18 @@ def test_every_start_has_a_name_of_its_own() -> None:
     found = [start(store), start(store, late=2), start(store, late=0)]
     assert [len(set(names)) for names in found] == [1, 1, 1]
     assert len({names[0] for names in found}) == 3
+
+
+def test_a_rank_that_was_started_as_one_of_another_number_is_named() -> None:
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def refused(rank: int) -> None:
+        mine = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
+        with pytest.raises(ConfigError, match=r"WORLD_SIZE = 4.* rank 1 .* rank 0 as one of 2"):
+            name_of_attempt(mine, rank, (2, 4)[rank], SOON)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(refused, range(2)))
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ MPIRUN: Final = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),
 )
-"""What Open MPI, MPICH (and Intel MPI), and Cray's PALS call a rank, the number of ranks, the rank in a node."""
+"""What Open MPI, MPICH and Intel MPI, and Cray PALS call a rank, the number of ranks, a rank in its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,19 +378,28 @@ def name_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelta
     does not help, since the agents of several machines count differently.
 
     Rank 0 makes the name up and tells every rank that greets it. A greeting says under which key its answer
-    is expected, so no greeting or answer of an earlier start is mistaken.
+    is expected, so no greeting or answer of an earlier start is mistaken. With the name both say how many
+    ranks there are.
 
     Raises:
         RuntimeError: A rank has not come within the timeout.
+        ConfigError: This rank and rank 0, or one that has come, were not started as one of as many.
     """
     if rank == 0:
         return _told(store, world_size, time.monotonic() + timeout.total_seconds())
     greeting = secrets.token_hex(8)
     store.set(f"greeting/{rank}", greeting)
     store.wait([f"answer/{greeting}"], timeout)
-    name: str = store.get(f"answer/{greeting}").decode()
-    store.set(f"heard/{name}/{rank}", "")
+    name, size = store.get(f"answer/{greeting}").decode().split()
+    store.set(f"heard/{name}/{rank}", str(world_size))
+    _check_size(rank, world_size, int(size))
     return name
+
+
+def _check_size(rank: int, size: int, size_of_0: int) -> None:
+    if size != size_of_0:
+        why = f"rank {rank} was started as one of {size} processes, and rank 0 as one of {size_of_0}"
+        raise ConfigError("WORLD_SIZE", size, why, "Start all ranks with the same number.")
 
 
 def _told(store: Store, world_size: int, until_s: float) -> str:
@@ -401,10 +410,11 @@ def _told(store: Store, world_size: int, until_s: float) -> str:
         for rank in sorted(waiting):
             if store.check([f"heard/{name}/{rank}"]):
                 waiting.remove(rank)
+                _check_size(rank, int(store.get(f"heard/{name}/{rank}")), world_size)
             elif store.check([f"greeting/{rank}"]):
                 greeting = store.get(f"greeting/{rank}")
                 if answered.get(rank) != greeting:
-                    store.set(f"answer/{greeting.decode()}", name)
+                    store.set(f"answer/{greeting.decode()}", f"{name} {world_size}")
                     answered[rank] = greeting
         if time.monotonic() > until_s:
             verb = "has" if len(waiting) == 1 else "have"
