@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -122,8 +122,7 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
             text = f"{purpose} failed{where}: {kind}{reason(error)}"
             raise (DamagedCheckpointError if damaged else CheckpointError)(text) from error
 
-    result = control.agreed(attempt, purpose, by=rank, raises=(ConfigError, CheckpointError))
-    return cast(T, result)  # only the rank that has worked reads it
+    return control.agreed(attempt, purpose, by=rank, raises=(ConfigError, CheckpointError))
 
 
 # ---- parts -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from threading import Event
-from typing import Final, TypeVar, cast, overload
+from typing import Final, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -106,29 +106,6 @@ class Control(Shared):
 
         return self.exchange(purpose, collect)
 
-    @overload
-    def agreed(
-        self,
-        work: Callable[[], T],
-        purpose: str,
-        *,
-        raises: Raises = ...,
-        slowly: bool = ...,
-        given_up: Event | None = ...,
-    ) -> T: ...
-
-    @overload
-    def agreed(
-        self,
-        work: Callable[[], T],
-        purpose: str,
-        *,
-        by: int | None,
-        raises: Raises = ...,
-        slowly: bool = ...,
-        given_up: Event | None = ...,
-    ) -> T | None: ...
-
     def agreed(
         self,
         work: Callable[[], T],
@@ -138,14 +115,14 @@ class Control(Shared):
         raises: Raises = (ValueError,),
         slowly: bool = False,
         given_up: Event | None = None,
-    ) -> T | None:
+    ) -> T:
         """Return what `work` returns on this rank, which every rank does, or rank `by` alone; all call it.
 
         A ValueError that not all ranks found names the first rank that did, since machines may differ.
 
         Args:
             purpose: What the message of a failed exchange says was done.
-            by: The only rank that works, others get None; None = all work.
+            by: The only rank that works, others get None and do not read it; None = all work.
             raises: Errors of the work that all ranks raise, whichever rank found them.
             slowly: Whether the work may last longer than ranks wait for each other. It then has a thread, and
                 ranks meet until all have done it or one has failed.
@@ -155,8 +132,8 @@ class Control(Shared):
             ConfigError: The work has raised it on any rank; all ranks raise it.
             ValueError: Likewise.
         """
-        own: Callable[[], T | None] = work if by in (None, self.rank) else lambda: None
-        result: T | None = None
+        own = work if by in (None, self.rank) else lambda: cast(T, None)
+        result = cast(T, None)
         problem: Exception | None = None
         is_done = True
         if slowly:
@@ -193,8 +170,7 @@ class Control(Shared):
 
     def decided(self, work: Callable[[], T], purpose: str, *, slowly: bool = False) -> T:
         """Return on all ranks what `work` returns on rank 0, which alone does it: see `agreed`."""
-        own = self.agreed(work, purpose, by=0, slowly=slowly)
-        return cast(T, self.gather(own, purpose)[0])
+        return self.gather(self.agreed(work, purpose, by=0, slowly=slowly), purpose)[0]
 
     def collect(self, part: Tensor, ranks: Sequence[int], at: int, purpose: str) -> list[Tensor]:
         """Return the tensors of these ranks, in this order, at one of them; [] elsewhere.
