@@ -34,8 +34,6 @@ from penstock.doctor.checks import why_unreachable
 from penstock.doctor.gpu.outcome import Verdict
 from penstock.doctor.gpu.run import (
     Crew,
-    Met,
-    OneRank,
     Result,
     last_line,
     report_of,
@@ -230,10 +228,10 @@ def _gpu_doctor(
         config = load(RunConfig, None, [*usual, f"moe.num_experts={max(2, ranks)}", *overrides])
     config.resolved(ranks)
 
-    def report(info: ProcessInfo, meeting: Meeting | None) -> int:
+    def report(info: ProcessInfo, meeting: Meeting) -> int:
         """Run the stages; the first rank prints each when it ends, and saves all. Return the exit code."""
         results: list[Result] = []
-        crew: Crew = OneRank() if meeting is None else Met(meeting)
+        crew = Crew(meeting)
         names, device = crew.names(), device_of(best_kind()).kind
         for result in run_stages(stages, config, crew, options.timeout):
             results.append(result)
@@ -247,13 +245,10 @@ def _gpu_doctor(
             code = code if saved else FAILED
             where = f"; saved as {options.out}" if saved else ""
             print(json.dumps(whole) if options.json else f"\n{last_line(whole)}{where}")
-        if meeting is not None:
-            meeting.close(range(info.world_size))
+        meeting.close(range(info.world_size))
         return code
 
     def work(info: ProcessInfo) -> int:
-        if info == ALONE:
-            return report(info, None)
         return _met(info, options.wait, lambda host, meeting: report(info, meeting))
 
     return on_ranks("penstock doctor", given, ranks, START_S, emulate, work, reports=True)

@@ -20,9 +20,11 @@ from penstock.doctor.gpu import facts, run
 from penstock.doctor.gpu.child import FOUND, Given, run_here
 from penstock.doctor.gpu.here import Here
 from penstock.doctor.gpu.outcome import Outcome, Verdict, together
-from penstock.doctor.gpu.run import OneRank, report_of, run_child, run_stages
+from penstock.doctor.gpu.run import Crew, report_of, run_child, run_stages
 from penstock.doctor.gpu.stages import Stage
+from penstock.doctor.meeting import Meeting
 from penstock.topology import ProcessInfo
+from penstock.topology.join import ALONE
 from penstock.train.config import RunConfig
 from tests.support.forked import run_forked
 from tests.support.patience import HANG_S
@@ -109,7 +111,8 @@ def test_what_a_failed_stage_should_have_brought_is_not_used(monkeypatch: pytest
 
     monkeypatch.setattr(run, "run_child", ran)
     stages = [stage("a"), stage("b", needs=("a",)), stage("c", needs=("b",)), stage("d", needs=("c",))]
-    results = [*run_stages(stages, CONFIG, OneRank())]
+    crew = Crew(Meeting(ALONE, "127.0.0.1", 0, serves=True, wait_s=HANG_S))
+    results = [*run_stages(stages, CONFIG, crew)]
     assert [r.outcome.verdict for r in results] == ["PASS", "FAIL", "SKIPPED", "SKIPPED"]
     assert [each.cluster for each in given] == [None, ClusterFile(name="here", nodes=1, ranks_per_node=2)]
 

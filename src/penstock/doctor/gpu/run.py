@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -53,31 +53,8 @@ class Result:
     outcome: Outcome
 
 
-class Crew(Protocol):
-    """The ranks that run the stages together."""
-
-    def collect(self, stage: Stage, mine: Outcome, until_s: float) -> Outcome:
-        """Return what all ranks have found in a stage; the same on all of them."""
-        ...
-
-    def names(self) -> Mapping[str, str]:
-        """Return the names of all hosts and users, and what stands for each."""
-        ...
-
-
-class OneRank:
-    """A rank without others."""
-
-    def collect(self, stage: Stage, mine: Outcome, until_s: float) -> Outcome:
-        del until_s
-        return stage.judge({0: mine})
-
-    def names(self) -> Mapping[str, str]:
-        return names_here()
-
-
-class Met:
-    """Ranks that have met at a store; the first one judges, and tells the others."""
+class Crew:
+    """The ranks that run the stages together, which have met; the first one judges, and tells the others."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting, self._ranks = meeting, range(meeting.size)
@@ -104,6 +81,7 @@ class Met:
         return from_dict(Outcome, plain, stage.name)
 
     def names(self) -> Mapping[str, str]:
+        """Return the names of all hosts and users, and what stands for each."""
         everyone = self._meeting.hear("names", self._ranks, time.monotonic() + SPARE_S)
         return {name: stands for each in everyone.values() for name, stands in each.items()}
 
