@@ -30,7 +30,6 @@ from penstock.cost.cluster_file import write_json
 from penstock.cost.clusters import find_cluster
 from penstock.device import best_kind, count_gpus, device_of
 from penstock.doctor import Check, Wanted, examine, judge
-from penstock.doctor.checks import why_unreachable
 from penstock.doctor.gpu.outcome import Verdict
 from penstock.doctor.gpu.run import (
     Crew,
@@ -45,7 +44,8 @@ from penstock.doctor.gpu.stages import STAGES, Stage
 from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.topology import Layout, ProcessInfo, detect
-from penstock.topology.join import ALONE, meeting_place
+from penstock.topology.join import ALONE, meeting_place, not_joined
+from penstock.topology.meeting_point import why_unreachable
 from penstock.train.assemble import memory_of
 from penstock.train.config import RunConfig
 from penstock.train.output import CLUSTER_FILE
@@ -108,11 +108,11 @@ def _met(info: ProcessInfo, wait_s: float, work: Callable[[str, Meeting], int]) 
     work: takes the host at which ranks meet, and the meeting.
     """
     host, port = ("127.0.0.1", 0) if info == ALONE else meeting_place(info, os.environ)
-    serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         meeting = Meeting(info, host, port, serves=serves, wait_s=wait_s)
     except MeetingError as error:
-        tell(why_unreachable(info, host, port, str(error)))
+        tell(not_joined(info, wait_s, host, port, why_unreachable(host, port, str(error), serves=serves)))
         return FAILED
     try:
         return work(host, meeting)

@@ -1,15 +1,9 @@
-"""Judges what was found: one line per check, and a sentence for everything that needs to be fixed.
-
-Also why a rank does not reach the others at all, in the order in which it can go wrong.
-"""
+"""Judges what was found: one line per check, and a sentence for everything that needs to be fixed."""
 
 from __future__ import annotations
 
-import ipaddress
-import platform
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Final, TypeVar
@@ -18,9 +12,8 @@ from penstock.cost import ClusterFile
 from penstock.doctor.examine import Examination, Link
 from penstock.doctor.facts import ABSENT
 from penstock.doctor.wire import Clock
-from penstock.topology import ProcessInfo
 from penstock.topology.faults import named
-from penstock.topology.meeting_point import look_at
+from penstock.topology.meeting_point import is_loopback
 from penstock.words import counted, gib, milliseconds
 
 S = TypeVar("S")
@@ -113,44 +106,6 @@ def capital(text: str) -> str:
 def several_machines(found: Examination) -> bool:
     """Tell whether some ranks reach each other only over a network."""
     return len({each.machine for each in found.facts.values()}) > 1
-
-
-def is_loopback(address: str) -> bool:
-    """Tell whether an address reaches only the machine itself."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return False
-
-
-def why_unreachable(info: ProcessInfo, host: str, port: int, error: str) -> str:
-    """Return one sentence for a rank that could not reach the store at `host` and `port`: what to fix."""
-    who = f"rank {info.rank} of {info.world_size} ({platform.node()})"
-    look = look_at(host, port)
-    if look.kind == "unresolved":
-        return (
-            f"{who} cannot resolve {host}, the host at which ranks meet ({look.why}): add it to /etc/hosts "
-            "or DNS, or give its IP address (torchrun --rdzv-endpoint with --local-addr, or MASTER_ADDR)."
-        )
-    if info.rank == 0:
-        return (
-            f"{who} cannot open the port {port} of {host} ({error}): choose a free port (MASTER_PORT, "
-            "torchrun --rdzv-endpoint)."
-        )
-    if is_loopback(look.ip) and look.kind != "accepts":
-        return (
-            f"{who} was told to meet the others at {host} ({look.ip}), which is this machine itself, and "
-            "nobody is there: give the network address of rank 0's machine (torchrun --rdzv-endpoint and "
-            "--local-addr, or MASTER_ADDR)."
-        )
-    if look.kind == "accepts":
-        return (
-            f"{who} reaches {host}:{port}, where something else than the ranks' store answers ({error}): "
-            "choose another port."
-        )
-    return (
-        f"{who} finds nobody at {host}:{port} ({look.ip}): look whether rank 0 was started there, and "
-        "whether a firewall lets the port through."
-    )
 
 
 SPARE_FILES: Final = 256

@@ -33,7 +33,7 @@ class Meeting:
     Args:
         info: Which rank this is.
         host, port: Where the store is.
-        serves: Whether rank 0 serves the store.
+        serves: Whether this rank serves the store.
         wait_s: Seconds to try to reach the store.
 
     Raises:
@@ -43,7 +43,7 @@ class Meeting:
     def __init__(self, info: ProcessInfo, host: str, port: int, *, serves: bool, wait_s: float) -> None:
         self.rank, self.size = info.rank, info.world_size
         try:
-            self._server: Store = open_store(host, port, wait_s, serves=serves and info.rank == 0)
+            self._server: Store = open_store(host, port, wait_s, serves=serves)
         except RuntimeError as error:
             raise MeetingError(str(error).splitlines()[0]) from error
         self._store = PrefixStore("penstock-doctor", self._server)

@@ -6,13 +6,13 @@ environment variables, which are read here and nowhere else.
 
 from __future__ import annotations
 
-import ipaddress
 import os
+import platform
 import re
 import secrets
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -46,9 +46,10 @@ from penstock.topology.meeting_point import (
     check_interface,
     in_use,
     interface_names,
+    is_loopback,
     listed,
-    look_at,
     open_store,
+    why_unreachable,
     within,
 )
 from penstock.topology.notes import JOB_KEY, MET_KEY, underlying
@@ -248,9 +249,7 @@ def _name_loopback(host: str) -> None:
 
     It would look up this host's name to choose an interface, and many hosts' names do not resolve.
     """
-    is_near = host == "localhost"
-    with suppress(ValueError):  # a host name is not an address
-        is_near = ipaddress.ip_address(host).is_loopback
+    is_near = host == "localhost" or is_loopback(host)
     for name in {"lo", "lo0"} & set(interface_names()) if is_near and VARIABLE not in os.environ else ():
         _CHANGES.callback(os.environ.pop, VARIABLE, None)
         os.environ[VARIABLE] = name
@@ -348,8 +347,8 @@ def _store(info: ProcessInfo, host: str, port: int, timeout_s: float) -> Store:
     try:
         store = open_store(host, port, timeout_s, serves=serves)
     except RuntimeError as error:
-        why = _found_there(host, port, error, serves=serves)
-        raise CommunicationError(_not_joined(info, timeout_s, host, port, why)) from error
+        why = why_unreachable(host, port, reason(error), serves=serves)
+        raise CommunicationError(not_joined(info, timeout_s, host, port, why)) from error
     prefix = f"penstock-{next(GROUPS)}"
     here = PrefixStore(prefix, store)
     left_s = max(0.0, until_s - time.monotonic())
@@ -364,7 +363,7 @@ def _store(info: ProcessInfo, host: str, port: int, timeout_s: float) -> Store:
             f"{others}. Check that all {info.world_size} processes were started and are still running, and "
             "that MASTER_ADDR and MASTER_PORT are the same on all of them"
         )
-        raise CommunicationError(_not_joined(info, timeout_s, host, port, why)) from error
+        raise CommunicationError(not_joined(info, timeout_s, host, port, why)) from error
     if info.rank == 0:
         store.set(JOB_KEY, f"{prefix}/{start}")
     return PrefixStore(start, here)
@@ -445,27 +444,15 @@ def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
     watch(FaultWatcher(store, info.rank, info.world_size, exchange_timeout_s=timeout_s))
 
 
-def _found_there(host: str, port: int, error: Exception, *, serves: bool) -> str:
-    """Return what is where the store should be, and what to do about it. error: why it was not opened."""
-    look = look_at(host, port)
-    if serves and look.kind != "unresolved":
-        what = "another program listens there" if look.kind == "accepts" else "this rank cannot listen there"
-        other = "Choose another MASTER_PORT, and check that MASTER_ADDR is this machine"
-        return f"{what} ({reason(error)}). {other}"
-    return {
-        "unresolved": f"the name {host} does not resolve on this machine ({look.why}). Add it to /etc/hosts "
-        "or DNS, or set MASTER_ADDR to an address",
-        "accepts": "a program accepts connections there, and does not answer as the store of these ranks "
-        "does. Choose another MASTER_PORT, or end that program",
-        "refused": "no program listens there. Check that MASTER_ADDR is the host of rank 0 as seen from this "
-        "one, and that rank 0 was started there and is still running",
-        "unreachable": f"nothing answers at {look.ip} ({look.why}). Check that MASTER_ADDR is the host of "
-        "rank 0 as seen from this one, and that no firewall closes the port",
-    }[look.kind]
+def not_joined(info: ProcessInfo, timeout_s: float, host: str, port: int, why: str) -> str:
+    """Return the message of a rank that has not met the others.
 
-
-def _not_joined(info: ProcessInfo, timeout_s: float, host: str, port: int, why: str) -> str:
+    Args:
+        timeout_s: How long it has tried, in seconds.
+        host, port: Where the ranks meet.
+        why: What was found there, and what to do about it.
+    """
     return (
         f"rank {info.rank} of {info.world_size} could not join the others at {host}:{port} within "
-        f"{timeout_s:g} s: {why}."
+        f"{timeout_s:g} s, from {platform.node()}: {why}."
     )

@@ -8,6 +8,7 @@ nothing, or a server that was stopped, would hold a rank for ever.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import platform
 import socket
 import struct
@@ -138,6 +139,43 @@ def look_at(host: str, port: int, most_s: float = LOOK_S) -> Look:
         return Look("refused", ip, str(error.strerror))
     except OSError as error:
         return Look("unreachable", ip, error.strerror or str(error))
+
+
+def why_unreachable(host: str, port: int, error: str, *, serves: bool) -> str:
+    """Return what is where the ranks' store should be, and what to do about it.
+
+    Args:
+        error: Why the store was not opened.
+        serves: Whether this process was to keep it.
+    """
+    look = look_at(host, port)
+    if serves and look.kind != "unresolved":
+        what = "another program listens there" if look.kind == "accepts" else "this rank cannot listen there"
+        other = "Choose another MASTER_PORT, and check that MASTER_ADDR is this machine"
+        return f"{what} ({error}). {other}"
+    if is_loopback(look.ip) and look.kind != "accepts":
+        return (
+            f"{look.ip} is this machine itself, and no program listens there. Give the network address of "
+            "rank 0's machine (MASTER_ADDR, or torchrun's --rdzv-endpoint and --local-addr), and check that "
+            "rank 0 is still running"
+        )
+    return {
+        "unresolved": f"the name {host} does not resolve on this machine ({look.why}). Add it to /etc/hosts "
+        "or DNS, or give an address (MASTER_ADDR, or torchrun's --rdzv-endpoint and --local-addr)",
+        "accepts": "a program accepts connections there, and does not answer as the store of these ranks "
+        f"does ({error}). Choose another MASTER_PORT, or end that program",
+        "refused": "no program listens there. Check that MASTER_ADDR is the host of rank 0 as seen from this "
+        "one, and that rank 0 was started there and is still running",
+        "unreachable": f"nothing answers at {look.ip} ({look.why}). Check that MASTER_ADDR is the host of "
+        "rank 0 as seen from this one, and that no firewall closes the port",
+    }[look.kind]
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address reaches only the machine itself; False for a name."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return False
 
 
 def interface_names() -> list[str]:
