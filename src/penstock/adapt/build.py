@@ -17,14 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.adapt.cut import Cut, CutGate
-from penstock.adapt.decoder import (
-    Calls,
-    CutLayer,
-    Decoder,
-    SharedCutLayer,
-    SharedDenseLayer,
-    WholeLayer,
-)
+from penstock.adapt.decoder import Calls, CutLayer, Decoder, DenseLayer, WholeLayer
 from penstock.adapt.engine import Engine
 from penstock.adapt.guess import EpPlan, brought_by, check, check_ep_plan, check_spread, coefficient_of, guess
 from penstock.adapt.passes import JoinAdapters, NarrowSpread, Passes, Spread, TakeAdapters
@@ -306,21 +299,14 @@ def pieces_of(found: Found, layout: Layout = ALONE, tensor: TensorShares | None 
         for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
             shared = None if tensor is None else tensor.layers[number]
             if block is None:
-                layers.append(
-                    WholeLayer(layer, number, calls)
-                    if shared is None
-                    else SharedDenseLayer(layer, number, calls, found.family, shared)
-                )
+                kind = WholeLayer if shared is None else DenseLayer
+                layers.append(kind(layer, number, calls, found.family, shared))
                 continue
             cut = Cut(block, found.family, shared=found.shared_of(block), top_k=found.top_k)
             cuts.append(cut)
             cut.ranks, cut.holds_share = layout.world_size, layout.ep_size * layout.etp_size > 1
             moe = _moe_layer(found, cut, layout)
-            layers.append(
-                CutLayer(layer, number, moe, cut, calls, found.family)
-                if shared is None
-                else SharedCutLayer(layer, number, moe, cut, calls, found.family, shared)
-            )
+            layers.append(CutLayer(layer, number, moe, cut, calls, found.family, shared))
         yield Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor)
     except BaseException:
         for cut in cuts:

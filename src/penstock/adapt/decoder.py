@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.adapt.cut import Caught, Cut, Inside, RouterUse
-from penstock.adapt.tensor import SharedLayer, TensorShares
+from penstock.adapt.tensor import SharedLayer, Skipped, TensorShares
 from penstock.families.inspection import code_of, in_parts
 from penstock.families.known import Family
 from penstock.families.sections import coefficient_of
@@ -167,43 +167,118 @@ class Calls:
         self._by_samples[keys.sample_ids_B] = weakref.ref(called)
 
 
-class _Apart:
-    """A layer whose attention no ranks share."""
+class _Layer:
+    """A layer, and what ranks share of it, if they share attention."""
+
+    moe: MoELayer | None = None
+    row_norm = None
+
+    def __init__(
+        self, layer: Any, index: int, calls: Calls, family: Family, shared: SharedLayer | None = None
+    ) -> None:
+        self.layer, self.index, self._calls, self._family = layer, index, calls, family
+        self._sharing = shared
+
+    @property
+    def _shared(self) -> SharedLayer:
+        assert self._sharing is not None, "ranks share attention"
+        return self._sharing
 
     def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
-        raise AssertionError(f"no ranks share attention here: {list(h_BLM.shape)}, {keys}")
+        """Return what this rank's heads add to the residual stream of all tokens."""
+        if not h_BLM.numel():
+            return h_BLM
+        call, norm = self._calls.of(keys).layers[self.index], self._shared.norm
+        assert not call.arguments, "families whose attention is cut name what they give a layer"
+        with self._calls.inside.step():
+            normed_BLM = h_BLM if norm is None else norm(h_BLM)
+            attended: Tensor = self._shared.attention.module(hidden_states=normed_BLM, **call.named)[0]
+        return attended
 
     def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
-        shapes = list(h_BLM.shape), list(attended_BLM.shape)
-        raise AssertionError(f"no ranks share attention here: {shapes}, {keys}")
+        raise AssertionError(f"no ranks share attention here: {h_BLM.shape}, {attended_BLM.shape}, {keys}")
+
+    def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
+        del keys
+        out_BLM = out_TM.unflatten(0, residual_BLM.shape[:2]).to(residual_BLM.dtype)
+        return self._family.finish(self.layer, residual_BLM, out_BLM)
 
     def partial_parameters(self) -> list[nn.Parameter]:
         """Return whole parameters that compute before shards of weights, see `ModelParts`."""
-        return []
+        if self._sharing is None:
+            return []
+        attention, norm = self._sharing.attention.module, self._sharing.norm
+        cut: dict[str, object] = getattr(attention, "shardings", {})
+        parameters = [p for name, p in attention.named_parameters() if name not in cut]
+        return parameters if norm is None else [*parameters, *norm.parameters()]
 
     def token_parameters(self) -> list[nn.Parameter]:
         """Return whole parameters that compute on tokens one by one after attention."""
         return []
 
+    def _beside(self, cut: nn.Module) -> list[nn.Parameter]:
+        """Return the layer's parameters outside of shared attention, its norm, and what else is cut."""
+        if self._sharing is None:
+            return []
+        norm = [] if self._sharing.norm is None else [self._sharing.norm]
+        ids = {id(p) for each in (self._sharing.attention.module, *norm, cut) for p in each.parameters()}
+        return [p for p in self.layer.parameters() if id(p) not in ids]
 
-class CutLayer(_Apart):
-    """A layer with experts: `attend` runs it up to their call, `add` applies their outputs."""
+    def _run(self, h_BLM: Tensor, call: LayerCall) -> Tensor:
+        """Run the layer as the decoder has called it; return hidden states."""
+        with self._calls.inside.step():
+            out: Any = self.layer(h_BLM, *call.arguments, **call.named)
+        out_BLM: Tensor = out[0] if isinstance(out, tuple) else out
+        return out_BLM
 
-    row_norm = None
+    @contextmanager
+    def _attended(self, attended_BLM: Tensor) -> Iterator[None]:
+        """Let the layer, inside this context, take this for what its attention returns."""
+        self._shared.attention.attended_BLM = attended_BLM
+        try:
+            yield
+        finally:
+            self._shared.attention.attended_BLM = None
 
-    def __init__(self, layer: Any, index: int, moe: MoELayer, cut: Cut, calls: Calls, family: Family) -> None:
-        self.layer, self.index, self.cut, self._calls, self._family = layer, index, cut, calls, family
-        self.moe: MoELayer | None = moe
-        self.experts = moe
+
+class CutLayer(_Layer):
+    """A layer with experts: `attend` runs it up to their call, `add` applies their outputs.
+
+    Where ranks share attention, shared experts, router and norms are whole, and work on this rank's tokens.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        index: int,
+        moe: MoELayer,
+        cut: Cut,
+        calls: Calls,
+        family: Family,
+        shared: SharedLayer | None = None,
+    ) -> None:
+        super().__init__(layer, index, calls, family, shared)
+        self.cut, self.moe, self.experts = cut, moe, moe
         self.code = {each: code_of(each) for each in in_parts(layer, cut.block, family)}
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         if not len(h_BLM):
-            return self.nothing(h_BLM)
+            return self._nothing(h_BLM)
         called = self._calls.of(keys)
-        return self.until_experts(h_BLM, called, called.attended_T)
+        return self._until_experts(h_BLM, called, called.attended_T)
 
-    def nothing(self, h_BLM: Tensor) -> tuple[Tensor, Tensor]:
+    def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        if not h_BLM.numel():
+            return self._nothing(h_BLM + attended_BLM)
+        called = self._calls.of(keys)
+        attended_T = called.attended_T
+        if attended_T is not None:
+            here = slice(keys.first_token, keys.first_token + h_BLM.shape[1])
+            attended_T = attended_T.view(len(h_BLM), -1)[:, here].flatten()
+        with self._attended(attended_BLM):
+            return self._until_experts(h_BLM, called, attended_T)
+
+    def _nothing(self, h_BLM: Tensor) -> tuple[Tensor, Tensor]:
         """Return what `attend` does where there are no tokens, on which the layer itself cannot run."""
         x_TM = h_BLM.flatten(0, 1)
         none_Tk = x_TM.new_empty(0, self.cut.top_k)
@@ -211,19 +286,15 @@ class CutLayer(_Apart):
         self.cut.put(replace(caught, routers=self._calls.routers))
         return h_BLM, x_TM
 
-    def until_experts(
+    def _until_experts(
         self, h_BLM: Tensor, called: Called, attended_T: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer up to its experts.
+        """Run the layer up to its experts; return the residual stream [B, L, M], and what they get [T, M].
 
-        Args:
-            attended_T: Whether the attention mask shows a token; None = it shows all.
-
-        Returns:
-            The residual stream [B, L, M], and what the experts get [T, M].
+        attended_T: whether the attention mask shows a token; None = it shows all.
         """
         with self.cut.open():
-            residual_BLM = run(self.layer, h_BLM, called.layers[self.index], self._calls.inside)
+            residual_BLM = self._run(h_BLM, called.layers[self.index])
         caught = self.cut.take()
         self.cut.put(replace(caught, attended_T=attended_T, routers=called.routers))
         return residual_BLM, caught.x_TM
@@ -234,29 +305,18 @@ class CutLayer(_Apart):
         out_TM, shared = self.cut.run(caught), self.experts.shared
         return out_TM if shared is None else out_TM + shared(caught.x_TM)
 
-    def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
-        del keys
-        out_BLM = out_TM.unflatten(0, residual_BLM.shape[:2]).to(residual_BLM.dtype)
-        return self._family.finish(self.layer, residual_BLM, out_BLM)
-
     def dense(self, x_TM: Tensor) -> Tensor:
         raise AssertionError(f"layer {self.index} has experts for {list(x_TM.shape)}")
 
+    def token_parameters(self) -> list[nn.Parameter]:
+        return self._beside(self.cut.experts)
 
-class WholeLayer(_Apart):
+
+class WholeLayer(_Layer):
     """A layer without experts, which is one task as a whole."""
 
-    moe: MoELayer | None = None
-    row_norm = None
-
-    def __init__(self, layer: Any, index: int, calls: Calls) -> None:
-        self.layer, self.index, self._calls = layer, index, calls
-
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
-        out_BLM = h_BLM
-        if len(h_BLM):
-            call = self._calls.of(keys).layers[self.index]
-            out_BLM = run(self.layer, h_BLM, call, self._calls.inside)
+        out_BLM = self._run(h_BLM, self._calls.of(keys).layers[self.index]) if len(h_BLM) else h_BLM
         return out_BLM, out_BLM.flatten(0, 1)
 
     def dense(self, x_TM: Tensor) -> Tensor:
@@ -267,12 +327,32 @@ class WholeLayer(_Apart):
         return residual_BLM
 
 
-def run(layer: Any, h_BLM: Tensor, call: LayerCall, inside: Inside) -> Tensor:
-    """Run a layer as the decoder has called it; return hidden states."""
-    with inside.step():
-        out: Any = layer(h_BLM, *call.arguments, **call.named)
-    out_BLM: Tensor = out[0] if isinstance(out, tuple) else out
-    return out_BLM
+class DenseLayer(WholeLayer):
+    """A layer without experts of which ranks share attention, and the feed-forward part by its width."""
+
+    add = _Layer.add
+
+    @property
+    def _dense(self) -> Skipped:
+        assert self._shared.dense is not None, "a layer without experts has a dense part"
+        return self._shared.dense
+
+    def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        if not h_BLM.numel():
+            residual_BLM = h_BLM + attended_BLM
+            return residual_BLM, residual_BLM.flatten(0, 1)
+        call = self._calls.of(keys).layers[self.index]
+        with self._attended(attended_BLM), self._dense.skipping() as entered:
+            residual_BLM = self._run(h_BLM, call)
+        return residual_BLM, entered[0].flatten(0, 1)
+
+    def dense(self, x_TM: Tensor) -> Tensor:
+        with self._calls.inside.step():
+            out_TM: Tensor = self._dense.plain(x_TM)
+        return out_TM
+
+    def token_parameters(self) -> list[nn.Parameter]:
+        return self._beside(self._dense.module)
 
 
 Layers = Sequence[CutLayer | WholeLayer]
@@ -486,106 +566,3 @@ def _instead(base: nn.Module, hidden_BLM: Tensor) -> Iterator[None]:
         yield
     finally:
         del base.forward
-
-
-class _Heads:
-    """A layer of which this rank has some heads: their attention, and the layer after attention."""
-
-    layer: Any
-    index: int
-    _calls: Calls
-    _shared: SharedLayer
-
-    def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
-        """Return what this rank's heads add to the residual stream of all tokens."""
-        if not h_BLM.numel():
-            return h_BLM
-        call, norm = self._calls.of(keys).layers[self.index], self._shared.norm
-        assert not call.arguments, "families whose attention is cut name what they give a layer"
-        with self._calls.inside.step():
-            normed_BLM = h_BLM if norm is None else norm(h_BLM)
-            attended: Tensor = self._shared.attention.module(hidden_states=normed_BLM, **call.named)[0]
-        return attended
-
-    @contextmanager
-    def _attended(self, attended_BLM: Tensor) -> Iterator[None]:
-        """Let the layer, inside this context, take this for what its attention returns."""
-        self._shared.attention.attended_BLM = attended_BLM
-        try:
-            yield
-        finally:
-            self._shared.attention.attended_BLM = None
-
-    def partial_parameters(self) -> list[nn.Parameter]:
-        attention, norm = self._shared.attention.module, self._shared.norm
-        cut: dict[str, object] = getattr(attention, "shardings", {})
-        parameters = [p for name, p in attention.named_parameters() if name not in cut]
-        return parameters if norm is None else [*parameters, *norm.parameters()]
-
-    def _others(self, *apart: nn.Module) -> list[nn.Parameter]:
-        """Return the layer's parameters outside of attention, the norm before it, and modules `apart`."""
-        norm = [] if self._shared.norm is None else [self._shared.norm]
-        ids = {id(p) for each in (self._shared.attention.module, *norm, *apart) for p in each.parameters()}
-        return [p for p in self.layer.parameters() if id(p) not in ids]
-
-
-class SharedCutLayer(_Heads, CutLayer):
-    """A layer with experts. Shared experts, router and norms are whole, and work on this rank's tokens."""
-
-    def __init__(
-        self,
-        layer: Any,
-        index: int,
-        moe: MoELayer,
-        cut: Cut,
-        calls: Calls,
-        family: Family,
-        shared: SharedLayer,
-    ) -> None:
-        super().__init__(layer, index, moe, cut, calls, family)
-        self._shared = shared
-
-    def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
-        if not h_BLM.numel():
-            return self.nothing(h_BLM + attended_BLM)
-        called = self._calls.of(keys)
-        attended_T = called.attended_T
-        if attended_T is not None:
-            here = slice(keys.first_token, keys.first_token + h_BLM.shape[1])
-            attended_T = attended_T.view(len(h_BLM), -1)[:, here].flatten()
-        with self._attended(attended_BLM):
-            return self.until_experts(h_BLM, called, attended_T)
-
-    def token_parameters(self) -> list[nn.Parameter]:
-        return self._others(self.cut.experts)
-
-
-class SharedDenseLayer(_Heads, WholeLayer):
-    """A layer without experts, whose feed-forward part is cut by its width."""
-
-    def __init__(self, layer: Any, index: int, calls: Calls, family: Family, shared: SharedLayer) -> None:
-        super().__init__(layer, index, calls)
-        assert shared.dense is not None, "a layer without experts has a dense part"
-        self._shared, self._dense, self._family = shared, shared.dense, family
-
-    def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
-        if not h_BLM.numel():
-            residual_BLM = h_BLM + attended_BLM
-            return residual_BLM, residual_BLM.flatten(0, 1)
-        call = self._calls.of(keys).layers[self.index]
-        with self._attended(attended_BLM), self._dense.skipping() as entered:
-            residual_BLM = run(self.layer, h_BLM, call, self._calls.inside)
-        return residual_BLM, entered[0].flatten(0, 1)
-
-    def dense(self, x_TM: Tensor) -> Tensor:
-        with self._calls.inside.step():
-            out_TM: Tensor = self._dense.plain(x_TM)
-        return out_TM
-
-    def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
-        del keys
-        out_BLM = out_TM.unflatten(0, residual_BLM.shape[:2]).to(residual_BLM.dtype)
-        return self._family.finish(self.layer, residual_BLM, out_BLM)
-
-    def token_parameters(self) -> list[nn.Parameter]:
-        return self._others(self._dense.module)
