@@ -288,34 +288,18 @@ def describe_schedule(
     choice = replace(choice, all_reduce_chunk_bytes=size)
     run = _run(choice, workload, cluster, sharing, updating)
     still = replace(choice, schedule=BASELINE, samples="none", experts="none")
-    baseline = _run(still, workload, cluster, sharing, updating)
-    notes = tuple(_notes(choice, run.plan.shape, given))
-    return _described(name, run, baseline, workload=workload, cluster=cluster, notes=notes, width=width)
-
-
-def _described(
-    name: str,
-    run: _Run,
-    baseline: _Run,
-    *,
-    workload: Workload,
-    cluster: ClusterConfig,
-    notes: tuple[str, ...],
-    width: int,
-) -> ScheduleDescription:
-    """Return the description of a simulated step, compared with the baseline."""
     return ScheduleDescription(
         name=name,
         about=" ".join((inspect.getdoc(type(SCHEDULES[name])) or "").partition("\n\n")[0].split()),
         shape=run.plan.shape,
         workload=workload,
         cluster=cluster,
-        notes=notes,
+        notes=tuple(_notes(choice, run.plan.shape, given)),
         grid=run.plan.schedule.grid(run.plan.graph, width=width),
         timeline=render_timeline(run.records, width=width),
         schedule_text=run.plan.schedule.text(),
         iteration_s=run.occupation.iteration_s,
-        sequential_iteration_s=baseline.occupation.iteration_s,
+        sequential_iteration_s=_run(still, workload, cluster, sharing, updating).occupation.iteration_s,
         bound=run.bound,
         communication_s=run.occupation.communication_s,
         exposed_communication_s=run.occupation.exposed_s,
