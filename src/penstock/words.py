@@ -26,6 +26,8 @@ MOST_DIGITS = 20
 
 HELD = "\N{NO-BREAK SPACE}%"
 LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
+NUMBER = re.compile(r"[<>+-]?\d|[-?]?$")
+"""How a cell begins that has a number, or in its place nothing."""
 
 
 def lane_words(lane: str, *, nodes: bool) -> str:
@@ -136,14 +138,11 @@ def folded(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def markdown_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Return the lines of a table whose first row is the head.
-
-    Args:
-        left: How many leading columns are words, aligned on the left; the others are numbers.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<" if i < left else ">" for i in range(len(widths))]
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table whose first row is the head; numbers stand on the right."""
+    columns = [*zip(*rows, strict=True)]
+    sides = [">" if all(map(NUMBER.match, column[1:])) else "<" for column in columns]
+    widths = [max(map(len, column)) for column in columns]
     lines = [
         " | ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
         for row in rows

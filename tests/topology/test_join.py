@@ -131,7 +131,11 @@ def free_port() -> int:
         (MPICH | TORCHRUN, ProcessInfo(rank=1, world_size=4, local_rank=0, launcher="torchrun")),
         (MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
         (PALS, ProcessInfo(rank=1, world_size=2, local_rank=1, launcher="mpirun")),
-        # srun --mpi=pmi2 leaves a part of these names.
+        # srun on a Cray leaves all of these, srun --mpi=pmi2 a part.
+        (
+            SLURM | PALS | {"PMI_RANK": "3", "PMI_SIZE": "4"},
+            ProcessInfo(rank=3, world_size=4, local_rank=1, launcher="slurm"),
+        ),
         (
             SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"},
             ProcessInfo(rank=3, world_size=4, local_rank=1, launcher="slurm"),
@@ -321,7 +325,7 @@ def test_when_the_others_do_not_come(clean: pytest.MonkeyPatch, rank: int) -> No
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         clean.setenv(name, value)
     info = ProcessInfo(rank=rank, world_size=2, local_rank=rank, launcher="torchrun")
-    with pytest.raises(RuntimeError, match=rf"rank {rank} of 2 could not .* 127\.0\.0\.1:{port} within 1 s"):
+    with pytest.raises(RuntimeError, match=rf"rank {rank} of 2 could not .* 127\.0\.0\.1:{port}, within 1 s"):
         join(info, 1.0, CPU)
     assert not dist.is_initialized()
 

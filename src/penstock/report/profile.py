@@ -44,11 +44,11 @@ def profile_text(file: ClusterFile, width: int | None = None) -> str:
     lines = [_headline(file)]
     if file.links:
         rows = [_link_row(file, links) for links in alike(file.links)]
-        lines += ["", *_tables([LINK_HEAD, *rows], width, left=3), EXPLANATION[0]]
+        lines += ["", *_tables([LINK_HEAD, *rows], width, keep=3), EXPLANATION[0]]
     if file.tasks:
-        lines += ["", *_tables([TASK_HEAD, *map(_task_row, file.tasks)], width, left=1), EXPLANATION[1]]
+        lines += ["", *_tables([TASK_HEAD, *map(_task_row, file.tasks)], width, keep=1), EXPLANATION[1]]
     if file.kernels:
-        lines += ["", *_tables([KERNEL_HEAD, *map(_kernel_row, file.kernels)], width, left=1)]
+        lines += ["", *_tables([KERNEL_HEAD, *map(_kernel_row, file.kernels)], width, keep=1)]
     text = "\n".join([*lines, "", *_rest(file)])
     return text if width is None else folded(text, width)
 
@@ -184,9 +184,9 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _tables(rows: Sequence[Sequence[str]], width: int | None, *, left: int) -> list[str]:
-    parts = [rows] if width is None else stacked(rows, width, keep=left)
-    return [line for part in parts for line in ("", *markdown_table(part, left=left))][1:]
+def _tables(rows: Sequence[Sequence[str]], width: int | None, *, keep: int) -> list[str]:
+    parts = [rows] if width is None else stacked(rows, width, keep=keep)
+    return [line for part in parts for line in ("", *markdown_table(part))][1:]
 
 
 if TYPE_CHECKING:  # planning does without matplotlib

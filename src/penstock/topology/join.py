@@ -71,9 +71,10 @@ Launcher = Literal["alone", "torchrun", "mpirun", "slurm", "penstock"]
 MPIRUN: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),
 )
-"""What Open MPI, MPICH and Intel MPI, and Cray PALS call a rank, the number of ranks, a rank in its node."""
+"""What Open MPI, and MPICH and Intel MPI, call a process's rank, the number of ranks, its rank in a node."""
+PALS: Final = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK")
+"""The same of Cray's PALS. Slurm's `srun` leaves them on a Cray, too, beside its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,10 @@ def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
     numbered = environ.get("SLURM_PROCID") and environ.get(size_name)
     if not is_script and numbered and _whole(environ, size_name) > 1:
         return _identity(environ, "SLURM_PROCID", size_name, "SLURM_LOCALID", "slurm")
-    for rank_name, size_name, local_name in MPIRUN:  # a part of the names: not alone, and nobody knows where
+    if all(map(environ.get, PALS)) and _whole(environ, PALS[1]) > 1:
+        return _identity(environ, *PALS, "mpirun")
+    # A part of what mpirun leaves: each would train alone. A program that has made its group knows better.
+    for rank_name, size_name, local_name in () if dist.is_initialized() else MPIRUN:
         if environ.get(rank_name) and _whole(environ, size_name) > 1:
             return _identity(environ, rank_name, size_name, local_name, "mpirun")
     return None
@@ -325,7 +329,7 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
     """Return the number in variable `name`, which must be set and not be negative."""
     text = environ.get(name, "")
     if not text:
-        hint = "Start with torchrun or srun, which set it, or unset the other variables to run alone."
+        hint = "Set it for every process (torchrun and srun do), or unset the other variables to run alone."
         raise ConfigError(name, UNSET, "is not set in the environment, though its companions are", hint)
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
         why = "must be a whole number of at most nine digits, 0 or more"
@@ -398,7 +402,7 @@ def name_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelta
 def _check_size(rank: int, size: int, size_of_0: int) -> None:
     if size != size_of_0:
         why = f"rank {rank} was started as one of {size} processes, and rank 0 as one of {size_of_0}"
-        raise ConfigError("WORLD_SIZE", size, why, "Start all ranks with the same number.")
+        raise ConfigError("WORLD_SIZE", size, why, "Give all ranks the same number of processes.")
 
 
 def _told(store: Store, world_size: int, until_s: float) -> str:
@@ -453,6 +457,6 @@ def not_joined(info: ProcessInfo, timeout_s: float, host: str, port: int, why: s
         why: What was found there, and what to do about it.
     """
     return (
-        f"rank {info.rank} of {info.world_size} could not join the others at {host}:{port} within "
-        f"{timeout_s:g} s, from {platform.node()}: {why}."
+        f"rank {info.rank} of {info.world_size} could not join the others (from {platform.node()}, at "
+        f"{host}:{port}, within {timeout_s:g} s): {why}."
     )

@@ -33,6 +33,10 @@ T = TypeVar("T")
 VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR: Final = 0x8915  # from <linux/sockios.h>
 
+GIVE_ADDRESS: Final = (
+    "give the network address of rank 0's machine (MASTER_ADDR, or torchrun's --rdzv-endpoint and "
+    "--local-addr)"
+)
 LOOK_S: Final = 2.0
 """Seconds that a connection may take, to find out what is at an address."""
 LOOK_AGAIN_S: Final = 0.1
@@ -151,23 +155,22 @@ def why_unreachable(host: str, port: int, error: str, *, serves: bool) -> str:
     look = look_at(host, port)
     if serves and look.kind != "unresolved":
         what = "another program listens there" if look.kind == "accepts" else "this rank cannot listen there"
-        other = "Choose another MASTER_PORT, and check that MASTER_ADDR is this machine"
+        other = "Choose another port (MASTER_PORT), and check that MASTER_ADDR is this machine"
         return f"{what} ({error}). {other}"
-    if is_loopback(look.ip) and look.kind != "accepts":
+    if is_loopback(look.ip) and look.kind == "refused":
         return (
-            f"{look.ip} is this machine itself, and no program listens there. Give the network address of "
-            "rank 0's machine (MASTER_ADDR, or torchrun's --rdzv-endpoint and --local-addr), and check that "
-            "rank 0 is still running"
+            f"{look.ip} is this machine itself, and no program listens there. Check that rank 0 is still "
+            f"running; if it is on another machine, {GIVE_ADDRESS}"
         )
     return {
         "unresolved": f"the name {host} does not resolve on this machine ({look.why}). Add it to /etc/hosts "
-        "or DNS, or give an address (MASTER_ADDR, or torchrun's --rdzv-endpoint and --local-addr)",
+        f"or DNS, or {GIVE_ADDRESS}",
         "accepts": "a program accepts connections there, and does not answer as the store of these ranks "
         f"does ({error}). Choose another MASTER_PORT, or end that program",
-        "refused": "no program listens there. Check that MASTER_ADDR is the host of rank 0 as seen from this "
-        "one, and that rank 0 was started there and is still running",
-        "unreachable": f"nothing answers at {look.ip} ({look.why}). Check that MASTER_ADDR is the host of "
-        "rank 0 as seen from this one, and that no firewall closes the port",
+        "refused": f"no program listens there ({look.ip}), or a firewall refuses the port. Check that rank 0 "
+        f"is still running, and that this is its machine, or {GIVE_ADDRESS}",
+        "unreachable": f"nothing answers at {look.ip} ({look.why}). Check that no firewall closes the port, "
+        f"and that this is rank 0's machine, or {GIVE_ADDRESS}",
     }[look.kind]
 
 

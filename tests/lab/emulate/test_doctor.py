@@ -57,4 +57,4 @@ def test_a_rank_behind_a_cut_link_has_not_come() -> None:
         told = doctor(2, "--wait", "2", cluster=cluster)
     assert told.codes == {0: 1, 1: 1}
     assert "Rank 1 has not come" in " ".join(told.out.split())
-    assert "rank 1 of 2" in told.errors and "at 198.18.0.1:29500" in told.errors
+    assert "rank 1 of 2" in told.errors and "nothing answers at 198.18.0.1" in told.errors
