@@ -64,6 +64,18 @@ def test_list(made: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert [uplink["rate_bit_per_s"] for uplink in listed[made["id"]]["uplinks"]] == [7e8, 7e8]
 
 
+def test_a_cluster_that_was_removed_in_part_is_listed(
+    made: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who made or removed it was killed; it is nobody's, so no other start removes the rest."""
+    subprocess.run(["ip", "netns", "delete", f"{made['id']}-core"], check=True)
+    assert main(["emulate", "list", "--json"]) == 0
+    listed = {each["id"]: each for each in json.loads(capsys.readouterr().out)["clusters"]}
+    assert listed[made["id"]]["uplinks"] == []
+    assert main(["emulate", "down", made["id"]]) == 0
+    assert not [name for name in namespaces() if name.startswith(made["id"])]
+
+
 def test_rate_cut_and_restore(made: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     def uplinks(*arguments: str) -> list[dict[str, Any]]:
         assert main(["emulate", *arguments, "--json"]) == 0

@@ -192,8 +192,8 @@ def _list(options: argparse.Namespace) -> int:
     entries, lines = [], []
     for state in clusters():
         cluster = open_cluster(state.name)
-        # The links of a stale cluster may be incomplete: there is nothing to ask the kernel.
-        uplinks = () if state.is_stale else cluster.uplinks()
+        whole = state.is_whole and not state.is_stale  # else links may be missing: the kernel knows nothing
+        uplinks = cluster.uplinks() if whole else ()
         entries.append(
             {
                 "id": cluster.name,
@@ -203,7 +203,7 @@ def _list(options: argparse.Namespace) -> int:
             }
         )
         entries[-1]["uplinks"] = list(map(asdict, uplinks))
-        belongs = "until `down`"
+        belongs = "until `down`" if whole else f"incomplete: `penstock emulate down {state.name}` removes it"
         if state.owner is not None:
             belongs = f"of process {state.owner.pid}{', which is gone' if state.is_stale else ''}"
         lines += [f"{state.name}: {_describe(state.config)}, {belongs}", *_uplink_lines(uplinks)]

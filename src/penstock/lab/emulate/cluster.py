@@ -88,6 +88,11 @@ class ClusterState:
         """Whether the owner ended without removing the cluster."""
         return self.owner is not None and not self.owner.is_alive
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its namespaces are there, unlike in one that is, or was, made or removed in part."""
+        return all((NAMESPACES / namespace).exists() for namespace in self.namespaces)
+
     def create(self) -> None:
         """Record a new cluster in one step; raise `EmulationError` if there is one of that name."""
         draft = folder() / f".{self.name}.{os.getpid()}"
