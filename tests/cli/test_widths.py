@@ -13,7 +13,7 @@ from penstock.lab.bench.result import render
 from penstock.report.profile import profile_text
 from penstock.schedule import SCHEDULES
 from penstock.train.progress import Progress
-from penstock.words import UNKNOWN, folded, stacked, terminal_width
+from penstock.words import UNKNOWN, folded, markdown_table, stacked, terminal_width
 from tests.autotune.test_trials import run as run_trials
 from tests.lab.bench.test_summarise import result
 from tests.report.test_summary import SUMMARY
@@ -82,6 +82,16 @@ def test_a_table_in_parts_has_every_column_once() -> None:
     parts = list(stacked(rows, 22))
     assert [part[1] for part in parts] == [["row1", "left1"], ["row1", "middle1"], ["row1", "right1"]]
     assert list(stacked(rows, 100)) == [rows]
+
+
+def test_words_stand_on_the_left_and_numbers_on_the_right() -> None:
+    rows = [("way", "ms", "ratio", "why"), ("a", "1,750", "+0.5 [0, 1]", "x"), ("long", "9", "-", "2 x")]
+    assert markdown_table(rows) == [
+        "| way  |    ms |       ratio | why |",
+        "|------|------:|------------:|-----|",
+        "| a    | 1,750 | +0.5 [0, 1] | x   |",
+        "| long |     9 |           - | 2 x |",
+    ]
 
 
 def test_columns_and_paths_stay_whole() -> None:
