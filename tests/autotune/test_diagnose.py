@@ -97,3 +97,9 @@ def test_words() -> None:
         "transfers over the network between nodes take 3.90x as long as before, "
         "computation on all ranks takes 2.05x as long as before"
     )
+
+
+def test_a_rank_that_became_faster_hides_none_that_became_slower() -> None:
+    found = Diagnosis(transfers={}, compute=(0.5, 2.0, 1.0), threshold=THRESHOLD)
+    slower, faster = found.text.split(", ")
+    assert "rank 1 takes 2.00x" in slower and "rank 0 takes 0.50x" in faster

@@ -149,9 +149,10 @@ class Diagnosis:
             if self.differs(ratio)
         ]
         changed = {rank: ratio for rank, ratio in enumerate(self.compute) if self.differs(ratio)}
-        if changed:
-            who = "all ranks" if len(changed) == len(self.compute) else _ranks(changed)
-            parts.append(f"computation on {who} takes {median(changed.values()):.2f}x as long as before")
+        for slower in (True, False):
+            if alike := {rank: ratio for rank, ratio in changed.items() if (ratio > 1) is slower}:
+                who = "all ranks" if len(alike) == len(self.compute) else _ranks(alike)
+                parts.append(f"computation on {who} takes {median(alike.values()):.2f}x as long as before")
         return ", ".join(parts)
 
     def differs(self, ratio: float) -> bool:
