@@ -13,6 +13,7 @@ from penstock.autotune.choose.start import find, overruled, start
 from penstock.autotune.problem import assumed_problem
 from penstock.cost import ClusterConfig
 from penstock.cost.clusters import find_cluster
+from penstock.cost.devices import Computing
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
@@ -97,3 +98,14 @@ def test_only_a_cluster_that_is_known_predicts_a_step() -> None:
     assert known.file == find_cluster("fsmoe-testbed-b") and named.plan.is_saved
     assert forecast is not None and "cluster.json" in forecast.source
     machinery.lanes.close()
+
+
+@pytest.mark.parametrize("precision, told", [("float32", 0), ("bfloat16", 1)])
+def test_a_run_is_told_that_a_file_has_rates_of_another_precision(precision: Computing, told: int) -> None:
+    said: list[str] = []
+    machinery = build_machinery(ALONE, torch.device("cpu"), CONFIG.parallel, precision)
+    config = replace(CONFIG.computing_in(precision), plan=PlanConfig(cluster="fsmoe-testbed-b"))
+    with telling(said.append):
+        start(config, machinery)
+    machinery.lanes.close()
+    assert sum("float32 rate" in line for line in said) == told

@@ -47,6 +47,7 @@ from penstock.plan.plan_config import AUTO, FIXED
 from penstock.plan.plan_file import OtherPlan, PlanSizes
 from penstock.plan.predict import closing_s, interval_s
 from penstock.plan.search import FoundPlan
+from penstock.plan.subject import rate_notes
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.output import CLUSTER_FILE, PLAN_FILE
@@ -212,9 +213,9 @@ def _priced(config: RunConfig, machinery: Machinery, file: ClusterFile | None) -
 def cluster_of(config: RunConfig, machinery: Machinery) -> ClusterFile:
     """Return the cluster file that section [plan] names, or else a new measurement.
 
-    A file that describes other machines causes a warning.
+    A file that describes other machines causes a warning; rates of another precision are told.
     """
-    plan = config.plan
+    plan, precision = config.plan, config.train.precision
     if plan.cluster is None:
         logger.info(f"measuring the cluster for about {plan.profile_s:.0f} s (plan.cluster=FILE skips this)")
         file = profile_run(config, machinery, budget_s=plan.profile_s)
@@ -224,6 +225,8 @@ def cluster_of(config: RunConfig, machinery: Machinery) -> ClusterFile:
     file = machinery.control.decided(lambda: find_cluster(name, "plan.cluster"), "reading the cluster file")
     if (warning := _elsewhere(file, machinery)) is not None:
         logger.warning(warning)
+    for note in () if precision == "auto" else rate_notes(file, precision):
+        logger.info(f"{name}: {note}")
     return file
 
 
