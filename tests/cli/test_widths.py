@@ -20,8 +20,15 @@ from tests.report.test_summary import SUMMARY
 from tests.support.metrics import step
 
 WIDTH = 80
+STAGES = (
+    "plan --model flowmoe/gpt2-tiny --cluster 4x2xA100-80GB,net=10gbit --layers 8 --batch 1 --budget 0.01 "
+    "--pipeline-parallel-size 4 --global-batch 32 --recompute experts"
+)
 PLAN = ["plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "flowmoe-cluster-2", "--layers", "1"]
-HELP = ("train", "plan", "profile", "schedule", "bench", "emulate", "list", "report", "doctor")
+HELP = (
+    *("train", "plan", "profile", "schedule", "bench", "emulate", "list", "report", "doctor"),
+    *("config show", "config validate", "config schema", "config docs"),
+)
 LONG = " ".join(["many words in a message"] * 20)
 
 
@@ -40,6 +47,7 @@ def fits(text: str) -> bool:
     [
         *(["schedule", name] for name in SCHEDULES),
         pytest.param([*PLAN, "--budget", "0.0001"], marks=pytest.mark.slow),
+        pytest.param(STAGES.split(), marks=pytest.mark.slow),
     ],
 )
 def test_commands_fit(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,9 +58,10 @@ def test_commands_fit(words: list[str], capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("command", HELP)
 def test_help_fits(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     text = capsys.readouterr().out
     assert fits(text)
+    assert text.split("\n\n")[1].endswith("."), "it says what the command does"
     assert not [line for line in text.splitlines() if line.endswith("-")], "a command cannot be copied"
 
 

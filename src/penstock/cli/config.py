@@ -30,12 +30,22 @@ def add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "penstock train --help-settings",
     )
     actions = config.add_subparsers(required=True, metavar="ACTION")
-    show = actions.add_parser("show", help="print every setting, its value, and where that comes from")
+    show = actions.add_parser(
+        "show",
+        help="print every setting, its value, and where that comes from",
+        description="Prints every setting as a run would read it: its value, and whether FILE, the command "
+        "line or the default says so.",
+    )
     add(show, "config FILE", "TOML, YAML or JSON (default: defaults alone)", nargs="?")
     add_overrides(show, "FILE")
     add(show, "--format", "(default: toml)", choices=("toml", "yaml", "json"), default="toml")
     show.set_defaults(run=_show)
-    validate = actions.add_parser("validate", help="print everything that is wrong with files; code 2 if so")
+    validate = actions.add_parser(
+        "validate",
+        help="print everything that is wrong with files; code 2 if so",
+        description="Prints everything that is wrong with files of settings; the exit code is 2 if "
+        "anything is.",
+    )
     validate.add_argument("files", nargs="+", type=user_path, metavar="FILE")
     validate.set_defaults(run=_validate)
     texts: dict[str, tuple[str, Callable[[type], str]]] = {
@@ -43,7 +53,8 @@ def add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "docs": ("print docs/settings.md", lambda cls: page(cls).rstrip("\n")),
     }
     for name, (what, make) in texts.items():
-        actions.add_parser(name, help=what).set_defaults(run=lambda options, given, make=make: _print(make))
+        action = actions.add_parser(name, help=what, description=f"Prints{what.removeprefix('print')}.")
+        action.set_defaults(run=lambda options, given, make=make: _print(make))
 
 
 class HelpSettings(argparse.Action):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
@@ -64,7 +64,7 @@ class PipelineReport:
         parts = [
             heading(self.subject, width, f"{stages * ranks} ranks, {self.node_size} per node; {of}"),
             "\n".join(folded(line, width) for line in self._lines()),
-            table([_HEAD, *(_row(plan, plans[0]) for plan in plans)], left=5),
+            _table(plans, width),
             f"Search   {self.seconds:.1f} s: {counted(len(plans), 'order')} of microbatches compared",
         ]
         return "\n\n".join(parts) + "\n"
@@ -176,6 +176,12 @@ def stages_dict(plan: PipelinePlan) -> dict[str, Any]:
         "memory_bytes_of_stages": [each.total_bytes for each in plan.memory],
         "microbatches_under_way": list(plan.held),
     }
+
+
+def _table(plans: Sequence[PipelinePlan], width: int) -> str:
+    """Return a row per plan; what does not fit is left out, first decisions in which all plans agree."""
+    rows = [_HEAD, *(_row(plan, plans[0]) for plan in plans)]
+    return table(rows, left=5, width=width, decisions=(2, 3, 4), then=(6, 4, 2, 3))
 
 
 _HEAD = ("", "order", "parts", "schedule", "recompute", "update", "", "bubble", "memory")

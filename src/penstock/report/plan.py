@@ -177,23 +177,39 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
     left = 1 + sum(not each.cuts for each in fields)
     head = ("", *(each.head for each in fields), "step", "", "bound", "memory")
     rows = [head, *(_row(candidate, candidates[0], fields) for candidate in candidates)]
-    columns = [padded(each, left=place < left) for place, each in enumerate(zip(*rows, strict=True))]
-    agreed = [place for place in range(2, len(fields) + 1) if len(set(columns[place][1:])) == 1]
-    last = len(columns) - 1
-    shown = list(range(len(columns)))
-    for place in dict.fromkeys((*agreed, last, last - 1, last - 2, *range(len(fields), 1, -1))):
-        if sum(2 + len(columns[each][0]) for each in shown) - 2 > width:
-            shown.remove(place)
-    lines = ("  ".join(cells).rstrip() for cells in zip(*(columns[each] for each in shown), strict=True))
-    heads = [head[place] for place in shown]
+    last = len(head) - 1
+    rest = last, last - 1, last - 2, *range(len(fields), 1, -1)
+    text = table(rows, left=left, width=width, decisions=range(2, len(fields) + 1), then=rest)
+    heads = text.split("\n", 1)[0].split()
     legend = "; ".join(f"{name}: {meaning}" for name, meaning in LEGEND.items() if name in heads)
-    return "\n".join([*lines, *([folded("   " + legend, width)] if legend else [])])
+    return "\n".join([text, *([folded("   " + legend, width)] if legend else [])])
 
 
-def table(rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Return rows as text, heads first; the first `left` columns have words, the others numbers."""
+def table(
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int,
+    width: int | None = None,
+    decisions: Sequence[int] = (),
+    then: Sequence[int] = (),
+) -> str:
+    """Return rows as text, heads first, with two spaces between columns.
+
+    Args:
+        rows: Cells by row; the first row has the heads.
+        left: How many leading columns have words; the others have numbers.
+        width: Most columns of a line; None = no limit.
+        decisions: The columns of which those with the same word in every row are left out, one by one, as
+            long as the table is wider than `width`.
+        then: The columns that are left out after these.
+    """
     columns = [padded(each, left=place < left) for place, each in enumerate(zip(*rows, strict=True))]
-    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
+    agreed = [place for place in decisions if len(set(columns[place][1:])) == 1]
+    shown = dict(enumerate(columns))
+    for place in dict.fromkeys((*agreed, *then)):
+        if width is not None and sum(2 + len(column[0]) for column in shown.values()) - 2 > width:
+            del shown[place]
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*shown.values(), strict=True))
 
 
 def padded(cells: Sequence[str], *, left: bool) -> list[str]:
