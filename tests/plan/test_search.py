@@ -169,6 +169,12 @@ def test_a_long_model_is_looked_at_through_a_short_one() -> None:
         assert found.best.predicted_s <= evaluate(long, planner(long)).predicted_s
 
 
+def test_no_more_work_is_reported_than_is_allowed() -> None:
+    told = list[Progress]()
+    find_plan(problem(), budget=0.001, progress=told.append)
+    assert told and all(step.done <= step.total for step in told)
+
+
 def test_a_period_is_kept_whole() -> None:
     short = module.sketch(problem((False, *(True, False, False) * 8, True)))
     assert short.shape.moe_layers == (False, *(True, False, False) * 2, True)

@@ -385,7 +385,8 @@ class _Search:
         return self._room.holds(choice)
 
     def _report_work(self) -> None:
-        self._report(self._meter.spent, self._meter.allowed)
+        allowed = self._meter.allowed  # the first plans are simulated whatever the budget
+        self._report(min(self._meter.spent, allowed), allowed)
 
     def _report(self, done: int, total: int) -> None:
         best_s = self._full.best_s  # never the best of a short model, whose steps are shorter, too
