@@ -72,6 +72,12 @@ def gib(size_bytes: float) -> str:
     return f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB"
 
 
+def bit_rate(bytes_per_s: float) -> str:
+    """Format the rate of a link in Mbit/s, from 10 Gbit/s in Gbit/s, as `--inter-rate` takes it."""
+    mega = 8 * bytes_per_s / 1e6
+    return f"{mega:,.0f} Mbit/s" if mega < 10_000 else f"{mega / 1000:,.0f} Gbit/s"
+
+
 def milliseconds(seconds: float) -> str:
     """Format seconds as milliseconds, with at least four digits."""
     value = 1000 * seconds

@@ -93,7 +93,7 @@ def test_what_scatters_too_much_is_left_as_it_was_and_said() -> None:
     other = replace(PLAIN, steps=StepFit(ratio=1.3, low=1.2, high=1.4))  # of another layout
     found = with_steps(other, late, problem_of)
     assert found.steps is None and found.tasks == PLAIN.tasks
-    assert any("all computation: predicted as measured by itself" in doubt for doubt in found.doubts)
+    assert any("all computation: not corrected by real steps" in doubt for doubt in found.doubts)
     assert found.doubts[-1].startswith("real steps ")
 
 

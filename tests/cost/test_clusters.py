@@ -57,7 +57,7 @@ MEASURED = ClusterFile(
     contended_transfers=1.2,
     jitter=0.05,
     steps=StepFit(ratio=1.05, low=1.0, high=1.1, steps=9),
-    doubts=("X F is predicted as measured by itself",),
+    doubts=("X F is not corrected by real steps",),
     slowness=(1.0, 1.5),
     memory_bytes=8 << 30,
     measured=HERE,

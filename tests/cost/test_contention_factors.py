@@ -103,7 +103,7 @@ def test_kinds_that_differ_from_step_to_step_share_a_line() -> None:
     ]
     far = scattered("X.B", Contention(solo=3.0).words)
     assert listed([*differing, far, STOPPED]) == (
-        "predicted as measured by themselves, since they differ from step to step: AT.F (58 %), U.F (73 %)",
+        "not corrected by real steps, in which durations scatter: AT.F (58 %), U.F (73 %)",
         far,
         STOPPED,
     )

@@ -306,13 +306,24 @@ def test_groups_that_were_measured_once_share_a_row() -> None:
     text = profile_text(replace(MEASURED, links=(*MEASURED.links, world, slower)))
     rows = [line for line in text.splitlines() if "| all_to_all" in line]
     assert len(rows) == 2 and "ep world" in rows[0] and "rail" in rows[1]
-    assert "100" in rows[0] and "50.0" in rows[0] and "0.990" in rows[0] and "2.0 %" in rows[0]
+    assert "world: all ranks" in text and "rail: those of them" in text
+    assert "100" in rows[0] and " 400 " in rows[0] and "0.990" in rows[0] and "2.0 %" in rows[0]
 
 
 def test_all_parts_are_shown() -> None:
     text = profile_text(MEASURED)
     assert text.startswith("measured: 2 ranks on 2 nodes, p, PyTorch 2, 2026-11-21")
-    for shown in ("AT.F", "1.50", "1.10", "copy", "10.0 GB/s", "5.0 %", "rank 1 1.50"):
+    for shown in (
+        "AT.F",
+        "AT: attention",
+        ".F: forward",
+        "1.50",
+        "1.10",
+        "copy",
+        "10.0 GB/s",
+        "5.0 %",
+        "rank 1 1.50",
+    ):
         assert shown in text
     for said in (
         "transfers take 1.30 times as long during computation as alone; in steps 1.10 times as long as above",

@@ -84,12 +84,12 @@ OVERRAN = "measuring took too long and was ended: what it has not reached is est
 IN_A_RUN = "Measure longer (plan.profile_s) or while it is idle; cluster.json lists them (doubts)"
 
 
-_DIFFERS = re.compile(r"(.+): predicted as measured by itself, since it differs by (\d+ %) from step to step")
+_DIFFERS = re.compile(r"(.+): not corrected by real steps, since it differs by (\d+ %) from step to step")
 
 
 def scattered(what: str, why: str) -> str:
-    """Return the doubt about work that is predicted as measured by itself: real steps tell nothing of it."""
-    return f"{what}: predicted as measured by itself, since {why}"
+    """Return the doubt about work of which real steps tell nothing."""
+    return f"{what}: not corrected by real steps, since {why}"
 
 
 def listed(doubts: Sequence[str]) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def listed(doubts: Sequence[str]) -> tuple[str, ...]:
     if len(differing) < 2:
         return tuple(doubts)
     works = ", ".join(f"{match[1]} ({match[2]})" for match in differing)
-    line = f"predicted as measured by themselves, since they differ from step to step: {works}"
+    line = f"not corrected by real steps, in which durations scatter: {works}"
     return (line, *(doubt for doubt in doubts if not _DIFFERS.fullmatch(doubt)))
 
 

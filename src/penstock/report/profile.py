@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Final
 
 from penstock.cost import ClusterFile
@@ -13,12 +14,13 @@ from penstock.cost.cluster_file import Fit, KernelModel, LinkModel, TaskModel
 from penstock.cost.measured import listed
 from penstock.cost.span import even_leg
 from penstock.mesh import num_nodes
+from penstock.ops import OPS
 from penstock.report.loads import QUIET, TEXT, sheet
 from penstock.words import counted, folded, markdown_table, stacked
 
 MEGA, GIGA, MICRO = 1e6, 1e9, 1e-6
 FIT_HEAD = ("R2", "residual", "points")
-LINK_HEAD = ("collective", "group", "lane", "ranks", "start us", "MB/s", *FIT_HEAD)
+LINK_HEAD = ("collective", "group", "lane", "ranks", "start us", "Mbit/s", *FIT_HEAD)
 TASK_HEAD = ("task", "fixed us", "factor", "contention", *FIT_HEAD)
 KERNEL_HEAD = ("kernel", "start us", "rate", *FIT_HEAD)
 LEAST_R2 = 0.5
@@ -33,6 +35,26 @@ EXPLANATION = (
     "fixed + factor x its time at the rates of matmul and copy; contention: slowdown during transfers",
 )
 
+GROUPS: Final = {
+    "ep": "ranks among which experts are spread",
+    "node": "those of them in one node",
+    "rail": "those of them at the same place in their nodes",
+    "edp": "ranks with the same experts",
+    "world": "all ranks",
+    "etp": "ranks that share every one of their experts",
+    "ep x etp": "ranks with a part of some expert of a layer",
+    "tp": "ranks that share attention",
+    "dp": "ranks with the same part of attention",
+}
+"""The meaning of the groups of `Group.NAMES`."""
+
+PHASES: Final = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, gradients of the input",
+    "W": "backward, gradients of the weights",
+}
+
 
 def profile_text(file: ClusterFile, width: int | None = None) -> str:
     """Return tables of links, tasks and kernels in Markdown.
@@ -44,9 +66,14 @@ def profile_text(file: ClusterFile, width: int | None = None) -> str:
     lines = [_headline(file)]
     if file.links:
         rows = [_link_row(file, links) for links in alike(file.links)]
-        lines += ["", *_tables([LINK_HEAD, *rows], width, keep=3), EXPLANATION[0]]
+        lines += ["", *_tables([LINK_HEAD, *rows], width, keep=3), EXPLANATION[0], _groups(file)]
     if file.tasks:
-        lines += ["", *_tables([TASK_HEAD, *map(_task_row, file.tasks)], width, keep=1), EXPLANATION[1]]
+        lines += [
+            "",
+            *_tables([TASK_HEAD, *map(_task_row, file.tasks)], width, keep=1),
+            EXPLANATION[1],
+            _ops(file),
+        ]
     if file.kernels:
         lines += ["", *_tables([KERNEL_HEAD, *map(_kernel_row, file.kernels)], width, keep=1)]
     text = "\n".join([*lines, "", *_rest(file)])
@@ -87,6 +114,20 @@ def _share(file: ClusterFile, link: LinkModel) -> float:
     if link.collective == "point_to_point":
         return 1
     return (2 if link.collective == "all_reduce" else 1) * others / ranks
+
+
+def _groups(file: ClusterFile) -> str:
+    """Return what the names of groups mean."""
+    names = dict.fromkeys(link.group for link in file.links)
+    return "; ".join(f"{name}: {GROUPS[name]}" for name in names if name in GROUPS)
+
+
+def _ops(file: ClusterFile) -> str:
+    """Return what the names of tasks mean."""
+    ops = dict.fromkeys(task.op for task in file.tasks)
+    phases = dict.fromkeys(task.phase for task in file.tasks)
+    meant = [f"{op}: {OPS[op].title}" for op in ops if op in OPS]
+    return "; ".join([*meant, *(f".{phase}: {PHASES[phase]}" for phase in phases if phase in PHASES)])
 
 
 def _headline(file: ClusterFile) -> str:
@@ -140,7 +181,7 @@ def _span(factors: Iterable[float]) -> str:
 def _link_row(file: ClusterFile, links: Sequence[LinkModel]) -> tuple[str, ...]:
     link, groups = links[0], " ".join(link.group for link in links)
     bandwidth = link_bandwidth(file, link)
-    shown = "-" if bandwidth is None else f"{bandwidth / MEGA:.1f}" if _is_line(link.fit) else UNKNOWN
+    shown = "-" if bandwidth is None else f"{8 * bandwidth / MEGA:,.0f}" if _is_line(link.fit) else UNKNOWN
     start = _micro(link.alpha_s)
     return link_name(link), groups, link.lane, str(link.ranks), start, shown, *_fit_cells(link.fit)
 
@@ -195,6 +236,8 @@ if TYPE_CHECKING:  # planning does without matplotlib
 
 COLUMNS: Final = 6
 MOST_TICKS: Final = 4
+TITLE: Final = 36
+"""The most characters of a line above a panel."""
 PANEL_IN: Final = (2.35, 1.66)
 HEAD_IN, ROW_TITLE_IN, FOOT_IN = 0.85, 0.3, 0.1
 GRID: Final = "#E4E7EB"
@@ -247,7 +290,7 @@ def draw_profile(file: ClusterFile, folder: Path) -> Path:
 def _parts(file: ClusterFile) -> list[Part]:
     links = [_link_panel(links, links[0].fit) for links in alike(file.links) if links[0].fit is not None]
     tasks = [
-        Panel(f"{task.op}.{task.phase}", "s", task.alpha_s, task.scale, task.fit)
+        Panel(_task_title(task), "s", task.alpha_s, task.scale, task.fit)
         for task in file.tasks
         if task.fit is not None
     ]
@@ -261,6 +304,12 @@ def _parts(file: ClusterFile) -> list[Part]:
         Part("tasks", "Tasks: measured seconds over nominal seconds (rates of matmul and copy)", tasks),
         Part("kernels", "Kernels: seconds over operations or bytes", kernels),
     ]
+
+
+def _task_title(task: TaskModel) -> str:
+    """Return a task's name, and below it what its op does, as far as that fits."""
+    what = OPS[task.op].title.split(",")[0] if task.op in OPS else ""
+    return f"{task.op}.{task.phase}\n{shorten(what, TITLE, placeholder=' ...')}".rstrip()
 
 
 def _link_panel(links: Sequence[LinkModel], fit: Fit) -> Panel:
