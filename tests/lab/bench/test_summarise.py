@@ -99,7 +99,7 @@ def test_the_table_is_markdown_with_a_row_for_every_case() -> None:
     lines = render(result()).splitlines()
     rows = [line for line in lines if line.startswith("|")]
     assert len(rows) == 4 and len({line.count("|") for line in rows}) == 1
-    assert "physical limit 1000 ms" in lines
+    assert "physical limit 1,000 ms" in lines
 
 
 @pytest.mark.parametrize("width", [60, 100])

@@ -208,10 +208,10 @@ def render(result: BenchResult, width: int | None = None) -> str:
         rows[0] += SHARED_HEAD
         for number, case in enumerate(result.cases, start=1):
             rows[number] += (
-                _or_dash(case.busy_s.get("intra"), lambda s: f"{1e3 * s:.0f}"),
+                _or_dash(case.busy_s.get("intra"), lambda s: f"{1e3 * s:,.0f}"),
                 f"{case.limit.wire_bytes / 1e6:.1f}",
                 f"{case.limit.device_bytes / 1e6:.1f}",
-                f"{1e3 * case.limit.seconds:.0f}",
+                f"{1e3 * case.limit.seconds:,.0f}",
             )
     parts = [rows] if width is None else stacked(rows, width)
     tables = [line for part in parts for line in ("", *markdown_table(part))]
@@ -230,22 +230,22 @@ def _limits(result: BenchResult) -> list[str]:
         rate = f"{result.inter_rate_bit_per_s / 1e6:.0f} Mbit/s between nodes"
         size = f"{result.limit.wire_bytes / 1e6:.1f} MB over the busiest uplink"
         lines.append(
-            f"{rate}: {size} take {1e3 * result.limit.wire_s:.0f} ms; computation alone {_compute(result)}"
+            f"{rate}: {size} take {1e3 * result.limit.wire_s:,.0f} ms; computation alone {_compute(result)}"
         )
     else:
         lines.append(f"link rate not known; computation alone {_compute(result)}")
     if result.layout and result.limit.device_s is not None and result.intra_rate_bit_per_s is not None:
         rate = f"{result.intra_rate_bit_per_s / 1e6:.0f} Mbit/s inside"
         size = f"{result.limit.device_bytes / 1e6:.1f} MB over the busiest device's link"
-        lines.append(f"{rate}: {size} take {1e3 * result.limit.device_s:.0f} ms")
+        lines.append(f"{rate}: {size} take {1e3 * result.limit.device_s:,.0f} ms")
     lines.append("an iteration: forward, backward, sums of gradients, clipping, update")
     whose = f" of {result.cases[0].label}" if result.works_differ else ""
-    lines.append(f"physical limit{whose} {1e3 * result.limit.seconds:.0f} ms")
+    lines.append(f"physical limit{whose} {1e3 * result.limit.seconds:,.0f} ms")
     return lines
 
 
 def _compute(result: BenchResult) -> str:
-    return f"{1e3 * result.limit.compute_s:.0f} ms"
+    return f"{1e3 * result.limit.compute_s:,.0f} ms"
 
 
 def _row(case: CaseResult) -> tuple[str, ...]:
@@ -254,17 +254,17 @@ def _row(case: CaseResult) -> tuple[str, ...]:
     return (
         case.label,
         f"R={case.microbatches} C={case.chunks}",
-        f"{1e3 * spread.median:.0f}"
-        + (f" [{1e3 * spread.low:.0f}, {1e3 * spread.high:.0f}]" if several else ""),
+        f"{1e3 * spread.median:,.0f}"
+        + (f" [{1e3 * spread.low:,.0f}, {1e3 * spread.high:,.0f}]" if several else ""),
         f"{speedup.median:.2f}" + (f" [{speedup.low:.2f}, {speedup.high:.2f}]" if several else ""),
         f"{case.overlap_efficiency:.2f}",
         _or_dash(
             case.exposed_communication_s,
-            lambda s: f"{1e3 * s:.0f} ({100 * s / spread.median:.1f} %)",
+            lambda s: f"{1e3 * s:,.0f} ({100 * s / spread.median:.1f} %)",
         ),
         f"{100 * case.beyond_share:.1f} %",
-        _or_dash(case.busy_s.get("compute"), lambda s: f"{1e3 * s:.0f}"),
-        _or_dash(case.busy_s.get("inter"), lambda s: f"{1e3 * s:.0f}"),
+        _or_dash(case.busy_s.get("compute"), lambda s: f"{1e3 * s:,.0f}"),
+        _or_dash(case.busy_s.get("inter"), lambda s: f"{1e3 * s:,.0f}"),
         _or_dash(case.overhead_share, lambda share: f"{100 * share:.1f} %"),
         f"{case.peak_memory_bytes / 2**20:.0f}",
         _or_dash(
@@ -275,8 +275,8 @@ def _row(case: CaseResult) -> tuple[str, ...]:
 
 def _simulated(case: CaseResult, seconds: float) -> str:
     """Return milliseconds, with the interval if there is one."""
-    text, ends = f"{1e3 * seconds:.0f}", case.simulated_interval_s
-    return text if ends is None else f"{text} [{1e3 * ends[0]:.0f}, {1e3 * ends[1]:.0f}]"
+    text, ends = f"{1e3 * seconds:,.0f}", case.simulated_interval_s
+    return text if ends is None else f"{text} [{1e3 * ends[0]:,.0f}, {1e3 * ends[1]:,.0f}]"
 
 
 def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
