@@ -46,11 +46,14 @@ def test_one_kind_fits_the_terminal(
     assert all(word in text for row in rows for word in " ".join(row.values()).split())
 
 
-def test_a_model_takes_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("what", "number"), [("models", len(MODELS)), ("devices", len(DEVICES))])
+def test_a_model_and_a_device_take_one_line_each(
+    what: str, number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["list", "models"]) == 0
+    assert main(["list", what]) == 0
     _, rows = capsys.readouterr().out.split("─ \n")
-    assert len(rows.strip().splitlines()) == len(MODELS)
+    assert len(rows.strip().splitlines()) == number
 
 
 def test_an_unknown_kind_is_refused_with_all_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,8 +105,8 @@ def _device(device: Device) -> dict[str, str]:
     return {
         "name": device.name,
         "TFLOP/s": f"{peak:g} {device.usual}",
-        "memory": f"{' or '.join(map(str, device.memory_gb))} GB, {device.memory_gb_per_s:g} GB/s",
-        "inside a node": f"{device.link}, {device.link_gb_per_s:g} GB/s",
+        "memory GB, GB/s": f"{' or '.join(map(str, device.memory_gb))}, {device.memory_gb_per_s:g}",
+        "GB/s inside a node": f"{device.link_gb_per_s:g} {device.link}",
     }
 
 
