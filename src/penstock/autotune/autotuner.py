@@ -235,7 +235,7 @@ class Autotuner:
         if planned.choice == before.choice:
             self.planned = planned
             return bool(new)  # so that the plan's file explains the choice
-        logger.info(f"changing to {planned.name}: {planned.choice.words}")
+        logger.info(f"changing to {planned.name}: {planned.choice.words}, by the loads of experts so far")
         self._untried = before if worth_trying(self._config) else None
         self._adopt(planned, settle=self._refines)
         self._try_moves()
