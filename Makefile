@@ -5,8 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
-# A third process works while the tests of two others wait for links, timeouts and processes.
-AT_ONCE := --no-loadscope-reorder --numprocesses
+TWO_AT_ONCE := --numprocesses 2 --no-loadscope-reorder
 # Python compiles what is imported when it is imported; pip would compile all of every package, for a minute.
 INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable
 
@@ -23,13 +22,13 @@ test: $(INSTALLED)  ## install, then lint, type-check and run every test
 	$(MAKE) --jobs 2 lint tests
 
 tests: $(PEERS)  ## every test
-	$(BIN)/python -m pytest $(AT_ONCE) 3
+	$(BIN)/python -m pytest $(TWO_AT_ONCE)
 
 quick: $(INSTALLED)  ## the tests to run while editing: under a minute
-	$(BIN)/python -m pytest $(AT_ONCE) 2 -m "not slow and not soak"
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "not slow and not soak"
 
 soak: $(INSTALLED) $(PEERS)  ## every test, with all combinations where `make test` takes pairs; an hour or two
-	$(BIN)/python -m pytest $(AT_ONCE) 3 -m "soak or not soak"
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "soak or not soak"
 
 lint: $(INSTALLED)  ## style, layers and strict types
 	$(BIN)/ruff check .

@@ -55,7 +55,7 @@ def test_the_text() -> None:
         "2 layers, hidden size 64, 4 experts of 64, top-2; 4 x 64 tokens, float32, AdamW; processor",
         "12 rounds, in turns; median, 10 % to 90 % of rounds",
         "",
-        "| family  |               way |           step ms | step / transformers |",
-        "|---------|------------------:|------------------:|--------------------:|",
+        "| family  | way               |           step ms | step / transformers |",
+        "|---------|-------------------|------------------:|--------------------:|",
         "| mixtral | penstock, flowmoe | 80.0 [70.0, 90.0] |   0.80 [0.70, 0.90] |",
     ]

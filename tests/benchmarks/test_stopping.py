@@ -341,4 +341,4 @@ def test_a_process_that_starts_others_prints_what_it_has(tmp_path: Path) -> None
     code, out, error = stopped(tmp_path, r"link . device", "benchmarks.planners")
     assert code == 130, error
     assert error.count("penstock: stopped; ") == 1 and "Traceback" not in error
-    assert "every planner, 1 of" in error and "planner |" in out
+    assert "every planner, 1 of" in error and "| planner " in out
