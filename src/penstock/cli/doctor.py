@@ -44,7 +44,7 @@ from penstock.doctor.gpu.stages import STAGES, Stage
 from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.topology import Layout, ProcessInfo, detect
-from penstock.topology.join import ALONE, meeting_place, not_joined
+from penstock.topology.join import ALONE, is_kept_by_launcher, meeting_place, not_joined
 from penstock.topology.meeting_point import why_unreachable
 from penstock.train.assemble import memory_of
 from penstock.train.config import RunConfig
@@ -108,7 +108,7 @@ def _met(info: ProcessInfo, wait_s: float, work: Callable[[str, Meeting], int]) 
     work: takes the host at which ranks meet, and the meeting.
     """
     host, port = ("127.0.0.1", 0) if info == ALONE else meeting_place(info, os.environ)
-    serves = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = info.rank == 0 and not is_kept_by_launcher()
     try:
         meeting = Meeting(info, host, port, serves=serves, wait_s=wait_s)
     except MeetingError as error:

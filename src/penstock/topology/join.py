@@ -238,7 +238,7 @@ def join(
         return
     if start_s != timeout_s:
         _set_pg_timeout(timedelta(seconds=timeout_s))
-    held_by = None if _is_kept_by_launcher() else 0
+    held_by = None if is_kept_by_launcher() else 0
     limit_s = timeout_s if device_of(device).is_gpu else None
     watch(FaultWatcher(store, info.rank, info.world_size, held_by=held_by, exchange_timeout_s=limit_s))
     underlying(store).add(MET_KEY, 1)
@@ -347,7 +347,7 @@ def _store(info: ProcessInfo, host: str, port: int, timeout_s: float) -> Store:
     own. Raises CommunicationError.
     """
     until_s = time.monotonic() + timeout_s
-    serves = info.rank == 0 and not _is_kept_by_launcher()
+    serves = info.rank == 0 and not is_kept_by_launcher()
     try:
         store = open_store(host, port, timeout_s, serves=serves)
     except RuntimeError as error:
@@ -426,8 +426,8 @@ def _told(store: Store, world_size: int, until_s: float) -> str:
     return name
 
 
-def _is_kept_by_launcher() -> bool:
-    """Tell whether a launcher, as torchrun, keeps the store at which ranks meet, and not rank 0."""
+def is_kept_by_launcher() -> bool:
+    """Return whether a launcher, as torchrun, keeps the store at which ranks meet, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -213,7 +213,7 @@ def _priced(config: RunConfig, machinery: Machinery, file: ClusterFile | None) -
 def cluster_of(config: RunConfig, machinery: Machinery) -> ClusterFile:
     """Return the cluster file that section [plan] names, or else a new measurement.
 
-    A file that describes other machines causes a warning; rates of another precision are told.
+    A file that describes other machines causes a warning; rates of another precision a line in the log.
     """
     plan, precision = config.plan, config.train.precision
     if plan.cluster is None:
