@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from penstock.graph import Phase
-from penstock.ops.work import Kernels, Product
+from penstock.ops.work import Kernels
 
 Computing = Literal["float32", "bfloat16"]
 """The precision of matrix products, and of activations in memory and on the wire."""
@@ -243,9 +243,12 @@ class Efficiency:
         ways = [forward, inputs, phase in (Phase.BACKWARD, Phase.WEIGHT)]
         total: Any = 0.0
         for product in kernels.products:
-            total = total + product.number * sum(
-                self._product_s(product, way, load) for way, wanted in enumerate(ways) if wanted
-            )
+            size, rows = (product.inner, product.columns, product.groups), product.rows * load
+            times_s = [
+                sum(self._one_s(n, *size, way) for way, wanted in enumerate(ways) if wanted)
+                for n in ([rows] if isinstance(rows, float | int) else rows)
+            ]
+            total = total + product.number * (times_s[0] if np.ndim(rows) == 0 else np.array(times_s))
         if phase is Phase.WEIGHT:
             return total
         shares, width = self.shares, min(1.0, NARROW + (1 - NARROW) * kernels.score_width / 128)
@@ -254,15 +257,9 @@ class Efficiency:
         moved = kernels.moved_bytes * (1.0 if forward else ONCE_MORE)
         return total + load * (scores_s + moved / self.memory_bytes_per_s)
 
-    def _product_s(self, product: Product, way: int, load: Any) -> Any:
-        """Return the seconds of a product: 0 forward, 1 of its inputs' gradients, 2 of its weights'."""
-        rows = product.rows * load
-        if isinstance(rows, float | int):
-            return self._one_s(rows, product.inner, product.columns, product.groups, way)
-        return np.array([self._one_s(n, product.inner, product.columns, product.groups, way) for n in rows])
-
     @lru_cache(maxsize=4096)  # noqa: B019  # of few devices, each of which many searches ask
     def _one_s(self, rows: float, inner: float, columns: float, groups: int, way: int) -> float:
+        """Return the seconds of a product: 0 forward, 1 of its inputs' gradients, 2 of its weights'."""
         sizes = ((rows, inner, columns), (rows, columns, inner), (inner, rows, columns))[way]
         m, k, n = sizes
         speed = self.shares.products * self.peak_flops_per_s * (GROUPED if groups > 1 else 1.0)

@@ -49,11 +49,8 @@ class StepCost:
 
     def __call__(self, task: Task) -> float:
         entry = self._seconds.get(id(task))  # quicker than by its name; kept, it keeps its id
-        if entry is None:
-            entry = self._seconds[id(task)] = self._of_alike(task), task
-        return entry[0]
-
-    def _of_alike(self, task: Task) -> float:
+        if entry is not None:
+            return entry[0]
         layer, op, phase, microbatch, chunk, piece = task.name
         samples = None if microbatch is None else self._samples[microbatch]
         kind: tuple[object, ...] = self._kinds[layer], op, phase, samples, chunk, piece
@@ -68,6 +65,7 @@ class StepCost:
                 computes = task.lane.computes
                 seconds = self.shared[key] = self.compute_s(task) if computes else self.communication_s(task)
             self._alike[kind] = seconds
+        self._seconds[id(task)] = seconds, task
         return seconds
 
     @cached_property

@@ -549,21 +549,21 @@ class _Links:
 
         ends_s, edges: of its cells.
         """
-        return max(0.0, *(self._needed_s(slot, edges, across) - max(ends_s) for across in (True, False)))
-
-    def _needed_s(self, slot: Slot, edges: Sequence[bool], across: bool) -> float:
-        """Return the seconds that cards, or links inside nodes, are busy in a slot; 0 if stages send
-        nothing over them."""
-        own_s = sent_s = 0.0
-        for cell, edge in zip(slot, edges or (False,) * len(slot), strict=True):
-            own_s += self.stages.network_s(
-                self.parts[cell.part], forward=cell.forward, edge=edge, across=across
-            )
-            neighbours = (part for part in (cell.part - 1, cell.part + 1) if 0 <= part < self.pipeline.parts)
-            pairs = ((self.pipeline.stage_of(cell.part), self.pipeline.stage_of(part)) for part in neighbours)
-            ways_s = (self.solo_s(*pair) for pair in pairs if self._across(*pair) is across)
-            sent_s += max(ways_s, default=0.0)
-        return own_s + sent_s if sent_s else 0.0
+        longer_s = 0.0
+        for across in (True, False):
+            # How long cards, or links inside nodes, are busy; what stages send nothing over is not counted.
+            own_s = sent_s = 0.0
+            for cell, edge in zip(slot, edges or (False,) * len(slot), strict=True):
+                forward, stage = cell.forward, self.pipeline.stage_of(cell.part)
+                own_s += self.stages.network_s(
+                    self.parts[cell.part], forward=forward, edge=edge, across=across
+                )
+                neighbours = (n for n in (cell.part - 1, cell.part + 1) if 0 <= n < self.pipeline.parts)
+                pairs = ((stage, self.pipeline.stage_of(part)) for part in neighbours)
+                ways_s = (self.solo_s(*pair) for pair in pairs if self._across(*pair) is across)
+                sent_s += max(ways_s, default=0.0)
+            longer_s = max(longer_s, own_s + sent_s - max(ends_s) if sent_s else 0.0)
+        return longer_s
 
     def _across(self, sender: int, receiver: int) -> bool:
         """Return whether transfers from one stage to another leave their node."""

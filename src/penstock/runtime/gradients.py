@@ -225,19 +225,19 @@ class Gradients:
 
     def holds(self, shape: StepShape) -> bool:
         """Return whether model and buckets still belong together, under a plan of this shape."""
-        if self.marks is None or not (shape is self._shape or self._serves(shape)):
+        if self.marks is None:
             return False
+        if shape is not self._shape:
+            # A plan serves that has the same partial gradients, and reduces them all.
+            splits = [(s.sharing, FORM_TOKENS[s.expert_form], s.copies_differ) for s in (shape, self._shape)]
+            if splits[0] != splits[1] or any(
+                bucket.flats and not pieces
+                for kind, numbers in shape.pieces.items()
+                for pieces, bucket in zip(numbers, self.buckets.of(kind), strict=True)
+            ):
+                return False
         self._shape = shape
         return self.snapshot.holds()
-
-    def _serves(self, shape: StepShape) -> bool:
-        """Return whether a plan of this shape has the same partial gradients, and reduces them all."""
-        splits = [(s.sharing, FORM_TOKENS[s.expert_form], s.copies_differ) for s in (shape, self._shape)]
-        return splits[0] == splits[1] and all(
-            pieces or not bucket.flats
-            for kind, numbers in shape.pieces.items()
-            for pieces, bucket in zip(numbers, self.buckets.of(kind), strict=True)
-        )
 
     def prepare(self) -> None:
         """Make buckets for the model as it is now, before there is a plan."""
@@ -308,25 +308,21 @@ class Gradients:
         held = self.snapshot.holds()
         alike = self._alike if held else None
         if alike is None:
-            alike = self._held_alike(assign(self._parts, self.model, self._shape))
+            assigned = assign(self._parts, self.model, self._shape)
+            dense = [p for layer in (*assigned.replicated, *assigned.partial) for p in layer]
+            experts = [p for layer in assigned.experts for p in layer]
+            names = names_of(self.model, (*dense, *experts))
+            alike = {Group.WORLD: {}, Group.DATA: {}}
+            for parameter in dense:
+                axes = Group.WORLD if sharding_of(parameter) is None else Group.DATA
+                alike[axes][names[id(parameter)]] = parameter
+            if self._has_edp:
+                alike[Group.EXPERT_DATA] = {names[id(p)]: p for p in experts}
             self._alike = alike if held else None
         buffers = buffers_of(self.model, self.experts_by_layer, self._device)
         return [
             Replicated(axes, named, buffers if axes == Group.WORLD else {}) for axes, named in alike.items()
         ]
-
-    def _held_alike(self, assigned: Assignment) -> dict[Axes, dict[str, nn.Parameter]]:
-        """Return by name the parameters that the ranks along some axes hold alike."""
-        dense = [p for layer in (*assigned.replicated, *assigned.partial) for p in layer]
-        experts = [p for layer in assigned.experts for p in layer]
-        names = names_of(self.model, (*dense, *experts))
-        alike: dict[Axes, dict[str, nn.Parameter]] = {Group.WORLD: {}, Group.DATA: {}}
-        for parameter in dense:
-            axes = Group.WORLD if sharding_of(parameter) is None else Group.DATA
-            alike[axes][names[id(parameter)]] = parameter
-        if self._has_edp:
-            alike[Group.EXPERT_DATA] = {names[id(p)]: p for p in experts}
-        return alike
 
     @property
     def experts_by_layer(self) -> list[Experts]:

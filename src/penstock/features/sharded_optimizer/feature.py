@@ -14,7 +14,7 @@ from penstock.features.feature import Feature
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.ops.base import Backward, Family, Kind, Op, OpSpec, parameters_of
-from penstock.ops.core import GRADIENT_KINDS, GradientKind
+from penstock.ops.core import GRADIENT_KINDS
 from penstock.ops.work import Sizes, Work, WorkOf
 from penstock.step.rewrite import Pass, Stage
 from penstock.step.shape import StepShape
@@ -57,17 +57,19 @@ def _spec(name: str, family: Family, title: str, work: WorkOf) -> OpSpec:
     )
 
 
-def _specs(kind: GradientKind) -> Iterator[OpSpec]:
-    """Yield the ops of one kind of gradients."""
-    of, shares = kind.name.removesuffix("s"), "a share to every rank"
-    yield _spec(kind.scatter, Family.GRADIENTS, f"sums of {of} gradients, {shares}", _scattered)
-    yield _spec(kind.update, Family.OPTIMIZER, f"AdamW on this rank's share of {of} parameters", _updated)
-    gathered = f"{of} parameters, the shares of all ranks gathered"
-    yield _spec(kind.gather, Family.OPTIMIZER, gathered, _gathered)
-
+# Of every kind of gradients.
+TITLES = {
+    "scatter": (Family.GRADIENTS, "sums of {} gradients, a share to every rank", _scattered),
+    "update": (Family.OPTIMIZER, "AdamW on this rank's share of {} parameters", _updated),
+    "gather": (Family.OPTIMIZER, "{} parameters, the shares of all ranks gathered", _gathered),
+}
 
 OPS = (
-    *(spec for kind in GRADIENT_KINDS.values() for spec in _specs(kind)),
+    *(
+        _spec(getattr(kind, op), family, title.format(kind.name.removesuffix("s")), work)
+        for kind in GRADIENT_KINDS.values()
+        for op, (family, title, work) in TITLES.items()
+    ),
     OpSpec(
         name=Op.NORM,
         once=True,

@@ -101,32 +101,23 @@ class Durations:
             downwards = range(first, last, -1)
             return tuple(Made(layer=layer, size_bytes=sizes[layer]) for layer in downwards if sizes[layer])
 
+        gaps = []
+        for layer, end in zip(layers, ends, strict=True):
+            # From this MoE part to the next below: computation, and exchanges inside nodes between ranks that
+            # share attention.
+            between = [*self._dense.get(("after", end), ())]
+            for each in range(layer, end, -1):
+                between += self._dense.get(("before", each), ())
+            dense_s = sum((seconds for _, seconds in sorted(between)), 0.0)
+            part = self.part(layer, Phase.BACKWARD)
+            gaps.append(GapLayer(layer=layer, part=part, dense_s=dense_s, made=made(layer, end)))
         return Backward(
             num_layers=problem.shape.num_layers,
-            gaps=tuple(
-                GapLayer(
-                    layer=layer,
-                    part=self.part(layer, Phase.BACKWARD),
-                    dense_s=self._dense_s(layer, end),
-                    made=made(layer, end),
-                )
-                for layer, end in zip(layers, ends, strict=True)
-            ),
+            gaps=tuple(gaps),
             all_reduce=problem.cluster.all_reduce(problem.workload.span(self._reduced_over)),
             above=made(problem.shape.last, layers[0]),
             degrees=self.degrees,
         )
-
-    def _dense_s(self, layer: int, end: int) -> float:
-        """Return the seconds from the MoE part of `layer` to that of `end`, the next below (-1: the start).
-
-        They include computation, and exchanges inside nodes between ranks that share attention.
-        """
-        timed = [*self._dense.get(("after", end), ())]
-        for each in range(layer, end, -1):
-            timed += self._dense.get(("before", each), ())
-        seconds: float = sum(each for _, each in sorted(timed))
-        return seconds
 
     @cached_property
     def _dense(self) -> dict[tuple[str, int], list[tuple[int, float]]]:
