@@ -31,12 +31,19 @@ LARGE = 1 << 26
 """Number of multiplications from which oneDNN takes less time than MKL although it generates code first: it
 does so for every new number of rows, hence in every step of dropless routing."""
 
+ROUND = 64
+"""Rows are filled up with zeros to a multiple of this number: oneDNN keeps the code of a thousand shapes."""
+
 
 def multiply(left_nK: Tensor, right_KH: Tensor, out_nH: Tensor, *, add: bool = False) -> None:
     """Write left times right into `out`, or add it. `out` may be of a wider type than the factors."""
     if is_for_onednn(left_nK.shape[0], right_KH):
-        made_nH: Tensor = torch.ops.mkldnn._linear_pointwise(left_nK, right_KH.t(), None, "none", [], "")
-        put(made_nH, out_nH, add=add)
+        (n, inner), right_HK = left_nK.shape, right_KH.t()
+        if n % ROUND or inner % ROUND:
+            left_nK = F.pad(left_nK, (0, -inner % ROUND, 0, -n % ROUND))
+            right_HK = F.pad(right_HK, (0, -inner % ROUND))
+        made_nH: Tensor = torch.ops.mkldnn._linear_pointwise(left_nK, right_HK, None, "none", [], "")
+        put(made_nH[:n], out_nH, add=add)
     elif out_nH.dtype != left_nK.dtype:
         put(torch.mm(left_nK, right_KH), out_nH, add=add)
     elif add:

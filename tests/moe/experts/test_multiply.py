@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from penstock.lab.bench.contender import start_peak
 from penstock.moe import products
 from tests.moe.experts.plain import TOLERANCE, WAYS, check_close, numbers, take
 
@@ -54,3 +55,16 @@ def test_only_large_float32_products_are_for_onednn(monkeypatch: pytest.MonkeyPa
     assert not products.is_for_onednn(1 << 5, matrix.double())
     monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
     assert not products.is_for_onednn(1 << 5, matrix)
+
+
+def test_numbers_of_rows_that_change_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropless routing each step has its own; oneDNN keeps code and a packed matrix for every shape."""
+    take("expert by expert", monkeypatch)
+    matrix, resident = numbers(256, 256, dtype=torch.float32), 0
+    for rows in range(200):
+        given = numbers(1 + rows % 64, 256, dtype=torch.float32)
+        products.multiply(given, matrix, torch.empty_like(given))
+        products.multiply(given.t(), given, torch.empty_like(matrix))
+        if rows == 8:
+            resident = start_peak()
+    assert start_peak() - resident < 16 << 20
