@@ -278,6 +278,8 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         func = torch.Tensor.double if func is torch.Tensor.float else func
+        if len(args) == 1 and not kwargs:  # most are attributes
+            return func(*args)
         args = [torch.float64 if each is torch.float32 else each for each in args]
         items = (kwargs or {}).items()
         return func(*args, **{key: torch.float64 if each is torch.float32 else each for key, each in items})

@@ -39,6 +39,7 @@ PRELOADED = [
     "tests.support.parity",
     "tests.support.adapted",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.mixtral.modeling_mixtral",
 ]
 """What every rank has imported from the start: a server does it once, and ranks are forked off it.
 
