@@ -75,7 +75,8 @@ def gib(size_bytes: float) -> str:
 def bit_rate(bytes_per_s: float) -> str:
     """Format the rate of a link in Mbit/s, from 10 Gbit/s in Gbit/s, as `--inter-rate` takes it."""
     mega = 8 * bytes_per_s / 1e6
-    return f"{mega:,.0f} Mbit/s" if mega < 10_000 else f"{mega / 1000:,.0f} Gbit/s"
+    rate, unit = (mega, "Mbit/s") if mega < 10_000 else (mega / 1000, "Gbit/s")
+    return f"{rate:,.0f} {unit}" if rate >= 100 else f"{round(rate, 1):g} {unit}"
 
 
 def milliseconds(seconds: float) -> str:

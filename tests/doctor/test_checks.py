@@ -88,7 +88,7 @@ def test_what_is_fine_needs_nothing() -> None:
         (
             replace(FINE, links=[link(0, 1, 50e6), link(0, 2, 5e6), link(1, 2, 50e6)]),
             "links",
-            r"node 0 to node 2 carries 5\.0 MB/s, half of the links 50\.0 MB/s or more",
+            r"node 0 to node 2 carries 40 Mbit/s, half of the links 400 Mbit/s or more",
         ),
     ],
 )  # fmt: skip
@@ -116,7 +116,7 @@ def test_a_faster_network_than_assumed_is_worth_knowing() -> None:
     quick = replace(FINE, links=[link(0, 1, 500e6)])
     checks = judge(quick, Wanted(assumed=ASSUMED, cluster_name="c.json"))
     (finding,) = next(check.findings for check in checks if check.name == "links")
-    assert not finding.mend and "c.json assumes 50.0 MB/s" in finding.text
+    assert not finding.mend and "c.json assumes 400 Mbit/s" in finding.text
 
 
 def test_nobody_is_in_two_measurements_at_once_and_all_nodes_meet() -> None:

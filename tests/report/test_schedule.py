@@ -17,7 +17,7 @@ from tests.steps import SHARED
 SETTING = """\
 model        1 MoE layer, hidden 512, 8 GELU experts of 1024, top-2, dropless, vocabulary 256
 step         batch 4 x 256 tokens per rank, float32, on 4 ranks with 2 experts each (ep 4)
-cluster      link 50 MB/s, latency 0.2 ms; per rank 30 GFLOP/s, memory 4 GB/s
+cluster      link 400 Mbit/s, latency 0.2 ms; per rank 30 GFLOP/s, memory 4 GB/s
 pieces       1 microbatch, 1 chunk per MoE layer, 1 all-reduce chunk per layer
 note         sequential ignores microbatches = 2 and runs with 1
 note         sequential ignores all_reduce_chunks = 3 and runs with 1
@@ -129,7 +129,7 @@ def test_speedup_is_over_sequential_on_the_same_cluster() -> None:
     assert slow.speedup > 1.2
     assert slow.speedup > fast.speedup
     assert slow.sequential_iteration_s == pytest.approx(describe("sequential").iteration_s)
-    assert "link 1e+06 MB/s" in fast.to_text()
+    assert "link 8,000 Gbit/s" in fast.to_text()
 
 
 def test_every_microbatch_has_a_sample() -> None:

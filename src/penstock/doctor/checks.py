@@ -14,7 +14,7 @@ from penstock.doctor.facts import ABSENT
 from penstock.doctor.wire import Clock
 from penstock.topology.faults import named
 from penstock.topology.meeting_point import is_loopback
-from penstock.words import counted, gib, milliseconds
+from penstock.words import bit_rate, counted, gib, milliseconds
 
 S = TypeVar("S")
 T = TypeVar("T", bound=Hashable)
@@ -351,19 +351,20 @@ def _rate_findings(here: Sequence[tuple[Link, float]], wanted: Wanted, *, inside
     for link, rate in here:
         if assumed is not None and rate < SLOW * assumed:
             yield Finding(
-                text=f"The link {link.pair.words} carries {_mb(rate)}, and {wanted.cluster_name} assumes "
-                f"{_mb(assumed)}: mend it, or measure again with penstock profile and plan for what there is."
+                text=f"The link {link.pair.words} carries {bit_rate(rate)}, and {wanted.cluster_name} "
+                f"assumes {bit_rate(assumed)}: mend it, or measure again with penstock profile and plan for "
+                "what there is."
             )
         elif assumed is None and rate < UNLIKE * usual:
             yield Finding(
-                text=f"The link {link.pair.words} carries {_mb(rate)}, half of the links {_mb(usual)} or "
-                "more: look at its cable, its port's speed and what else uses it."
+                text=f"The link {link.pair.words} carries {bit_rate(rate)}, half of the links "
+                f"{bit_rate(usual)} or more: look at its cable, its port's speed and what else uses it."
             )
     if assumed is not None and usual > FAST * assumed:
         where = "inside nodes" if inside else "between nodes"
         yield Finding(
-            text=f"Links {where} carry {_mb(usual)}, and {wanted.cluster_name} assumes {_mb(assumed)}: a "
-            "plan from a new penstock profile may be faster.",
+            text=f"Links {where} carry {bit_rate(usual)}, and {wanted.cluster_name} assumes "
+            f"{bit_rate(assumed)}: a plan from a new penstock profile may be faster.",
             mend=False,
         )
 
@@ -376,9 +377,9 @@ def _link_words(measured: Sequence[tuple[Link, float]], wanted: Wanted) -> Itera
         slowest, quickest = min(rate for _, rate in here), max(rate for _, rate in here)
         trips = max(link.rates.round_trip_s for link, _ in here if link.rates is not None)
         where = "inside nodes" if inside else "between nodes"
-        rates = _mb(slowest) if len(here) == 1 else f"{_mb(slowest)} to {_mb(quickest)}"
+        rates = bit_rate(slowest) if len(here) == 1 else f"{bit_rate(slowest)} to {bit_rate(quickest)}"
         assumed = _assumed(wanted, inside=inside)
-        wanted_rate = "" if assumed is None else f" ({_mb(assumed)} assumed)"
+        wanted_rate = "" if assumed is None else f" ({bit_rate(assumed)} assumed)"
         yield f"{where} {rates}{wanted_rate}, round trip up to {milliseconds(trips)}"
 
 
@@ -402,7 +403,3 @@ def _assumed(wanted: Wanted, *, inside: bool) -> float | None:
         return None
     rates, one_node = wanted.assumed.rates, wanted.assumed.nodes == 1
     return rates.intra_bytes_per_s if inside and not one_node else rates.link_bytes_per_s
-
-
-def _mb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e6:,.1f} MB/s" if bytes_per_s < 1e8 else f"{bytes_per_s / 1e6:,.0f} MB/s"

@@ -50,9 +50,9 @@ class Pair:
 
     @property
     def words(self) -> str:
-        """Nodes of the pair in words, such as `node 0 to node 2`."""
+        """Nodes of the pair in words, such as `from node 0 to node 2`."""
         first, second = self.nodes
-        return f"inside node {first}" if self.inside else f"node {first} to node {second}"
+        return f"inside node {first}" if self.inside else f"from node {first} to node {second}"
 
 
 def nodes_of(local_ranks: Mapping[int, int]) -> list[list[int]]:

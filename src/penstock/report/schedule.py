@@ -19,7 +19,7 @@ from penstock.step import Sharing, StepShape
 from penstock.step.shape import FORM_TOKENS, ExpertForm, Recompute, Updating
 from penstock.timing import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.trace import Occupation, TaskRecord, occupation
-from penstock.words import counted, lane_words
+from penstock.words import bit_rate, counted, lane_words
 
 
 def sharing_text(shape: StepShape) -> str:
@@ -33,9 +33,9 @@ def sharing_text(shape: StepShape) -> str:
 
 def cluster_text(cluster: ClusterConfig, *, nodes: bool) -> str:
     """Give the rates of a cluster."""
-    inside = f" between nodes, {cluster.intra_bytes_per_s / 1e6:g} MB/s inside" if nodes else ""
+    inside = f" between nodes, {bit_rate(cluster.intra_bytes_per_s)} inside" if nodes else ""
     return (
-        f"link {cluster.link_bytes_per_s / 1e6:g} MB/s{inside}, latency "
+        f"link {bit_rate(cluster.link_bytes_per_s)}{inside}, latency "
         f"{duration_text(cluster.link_latency_s)}; per rank {cluster.flops_per_s / 1e9:g} GFLOP/s, "
         f"memory {cluster.memory_bytes_per_s / 1e9:g} GB/s"
     )

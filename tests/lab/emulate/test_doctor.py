@@ -33,8 +33,8 @@ def test_a_link_slower_than_the_plan_assumes_is_named(tmp_path: Path) -> None:
     wrong = {check["name"]: check["findings"] for check in found["checks"] if not check["passed"]}
     assert list(wrong) == ["links"], wrong
     texts = [finding["text"] for finding in wrong["links"]]
-    assert [" ".join(text.split()[2:7]) for text in texts] == ["node 0 to node 2", "node 1 to node 2"]
-    assert all("three.json assumes 9.0 MB/s: mend it, or measure again" in text for text in texts)
+    assert [" ".join(text.split()[3:8]) for text in texts] == ["node 0 to node 2", "node 1 to node 2"]
+    assert all("three.json assumes 72 Mbit/s: mend it, or measure again" in text for text in texts)
     rates = {tuple(link["pair"]["nodes"]): link["rates"] for link in found["examination"]["links"]}
     assert rates[0, 2]["out_bytes_per_s"] < 4.5e6 < rates[0, 1]["out_bytes_per_s"]
     assert [check["found"] for check in found["checks"] if check["name"] == "ranks"] == [

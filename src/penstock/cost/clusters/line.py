@@ -11,7 +11,7 @@ from penstock.config import ConfigError
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.devices import DEVICES, FLOAT8, HAS_FLOAT8, SHARES, Device, find_device, usable_bytes
-from penstock.words import whole_number
+from penstock.words import bit_rate, whole_number
 
 EXAMPLE: Final = "4x8xA100-80GB,net=100gbit"
 FORM: Final = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][^,]*)((?:,[^,]*)*)", re.IGNORECASE)
@@ -68,7 +68,7 @@ def in_line(text: str) -> ClusterFile | None:
     peak, shares = device.peak_tflops(device.usual), SHARES[device.architecture]
     assert peak is not None, "its usual precision is one that it has"
     of_cards = f"{cards} x " if cards > 1 else ""
-    network = "" if nodes == 1 else f"{of_cards}{net / 1e9:g} GB/s per node at "  # as it is understood
+    network = "" if nodes == 1 else f"{of_cards}{bit_rate(net)} per node at "  # as it is understood
     with _refusing(text):
         rates = ClusterConfig(
             flops_per_s=shares.products * peak * 1e12,

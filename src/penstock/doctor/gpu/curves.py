@@ -19,7 +19,7 @@ from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.routing.sizes import split_sizes
 from penstock.runtime import Machinery
-from penstock.words import counted
+from penstock.words import bit_rate, counted
 
 NAME: Final = "gpu"
 LEAST_LARGE_BYTES: Final = 1 << 26
@@ -50,7 +50,7 @@ def outcome_of(file: ClusterFile, large: Sequence[dict[str, Any]], *, judged: bo
         judged: Whether doubts about the curves count.
     """
     lines = [
-        f"{name}: {1e6 * link.alpha_s:.0f} us, {1 / link.beta_s_per_byte / 1e9:.2f} GB/s of what a rank has"
+        f"{name}: {1e6 * link.alpha_s:.0f} us, {bit_rate(1 / link.beta_s_per_byte)} of what a rank has"
         for name in SHOWN
         if (link := next((each for each in file.links if each.collective == name), None)) is not None
     ]
@@ -61,8 +61,8 @@ def outcome_of(file: ClusterFile, large: Sequence[dict[str, Any]], *, judged: bo
         )
     if large:
         last = large[-1]
-        rate = last["bytes"] / last["seconds"] / 1e9
-        lines.append(f"{last['collective']} of {last['bytes'] >> 20} MiB: {rate:.2f} GB/s")
+        rate = bit_rate(last["bytes"] / last["seconds"])
+        lines.append(f"{last['collective']} of {last['bytes'] >> 20} MiB: {rate}")
     figures = {"cluster": to_dict(file), "large": list(large)}
     doubts = "; ".join([*file.doubts[:MOST_DOUBTS], *(["and more"] if file.doubts[MOST_DOUBTS:] else [])])
     if doubts and not judged:
