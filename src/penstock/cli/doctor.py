@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -49,7 +50,7 @@ from penstock.topology.meeting_point import why_unreachable
 from penstock.train.assemble import memory_of
 from penstock.train.config import RunConfig
 from penstock.train.output import CLUSTER_FILE
-from penstock.words import terminal_width
+from penstock.words import counted, terminal_width
 
 CHECKPOINT_SHARE: Final = 3 / 4
 """The saved part of weights, gradients and AdamW's moments: gradients are not saved."""
@@ -233,6 +234,8 @@ def _gpu_doctor(
         results: list[Result] = []
         crew = Crew(meeting)
         names, device = crew.names(), device_of(best_kind()).kind
+        if info.rank == 0 and not options.json:
+            print(_beginning(stages, on_cpu=on_cpu), file=sys.stderr, flush=True)
         for result in run_stages(stages, config, crew, options.timeout):
             results.append(result)
             if info.rank == 0 and not options.json:
@@ -252,6 +255,13 @@ def _gpu_doctor(
         return _met(info, options.wait, lambda host, meeting: report(info, meeting))
 
     return on_ranks("penstock doctor", given, ranks, START_S, emulate, work, reports=True)
+
+
+def _beginning(stages: Sequence[Stage], *, on_cpu: bool) -> str:
+    """Return what is said before the first stage, since the longest shows nothing for minutes."""
+    takes = "" if STAGES["numerics"] not in stages else ", minutes in all, most of them in numerics"
+    unlike = "; on processors, times count for nothing" if on_cpu else ""
+    return f"{counted(len(stages), 'stage')}, each printed when it has ended{takes}{unlike}"
 
 
 def stages_of(listed: str | None) -> tuple[Stage, ...]:

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from penstock.config import shorten
 from penstock.device import device_of
 from penstock.doctor.gpu.here import Case, Here, Running, small_machinery, small_run
 from penstock.doctor.gpu.outcome import Outcome, Verdict, together
 from penstock.runtime import TaskError
 from penstock.topology import CommunicationError
+from penstock.words import counted
 
-MOST_WORDS: Final = 200
+MOST_CHARACTERS: Final = 500
+"""Of an error; those of tasks are half as long."""
 
 
 class PlantedError(Exception):
@@ -32,7 +35,12 @@ def run(here: Here) -> Outcome:
     start_s = time.monotonic()
     said = _ending(ran, here)
     waited_s = time.monotonic() - start_s
-    figures = {"rank": here.info.rank, "failed": faulty, "seconds": waited_s, "said": said[:MOST_WORDS]}
+    figures = {
+        "rank": here.info.rank,
+        "failed": faulty,
+        "seconds": waited_s,
+        "said": shorten(said, MOST_CHARACTERS),
+    }
     wrong = why_wrong(
         said, waited_s, faulty=faulty, lost=here.world_size - 1, timeout_s=here.config.parallel.timeout_s
     )
@@ -68,7 +76,10 @@ def judge(outcomes: Mapping[int, Outcome]) -> Outcome:
     lines = []
     if others:
         last = max(others, key=lambda each: float(each["seconds"]))
-        lines = [f"{len(others)} learned of it, the last after {last['seconds']:.2f} s", f"{last['said']}"]
+        lines = [
+            f"{counted(len(others), 'other rank')} learned of it, the last after {last['seconds']:.2f} s:",
+            last["said"],
+        ]
     elif outcome.verdict is not Verdict.FAIL:
         lines = ["the rank's own error names its task; there is no other rank"]
     return replace(outcome, lines=tuple(lines), figures={"ranks": ranks})

@@ -55,7 +55,7 @@ def run(here: Here) -> Outcome:
     counts = (f"{one['schedule']} {one['waits']} of {one['allowed']}" for one in waits)
     line = f"waits of a step, and how many may be: {', '.join(counts)}"
     if any(one["waits"] is None for one in waits):
-        line = "waits: this device cannot count them"
+        line = "waits: not counted, since processors wait for no device"
     lines = [
         line,
         f"{settled(here).schedule.name}: {counted(tasks, 'task')} of {1e6 * issue_s / tasks:.0f} us on the "
