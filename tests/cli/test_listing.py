@@ -41,9 +41,19 @@ def test_one_kind_fits_the_terminal(
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     main(["list", what, "--json"])
-    rows = json.loads(capsys.readouterr().out)[what]
-    assert all(row["name"] in text for row in rows)
-    assert all(word in text for row in rows for word in " ".join(row.values()).split())
+    values = [each for row in json.loads(capsys.readouterr().out)[what] for each in row.values()]
+    plain = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    assert all(word in text for each in plain for word in str(each).removesuffix(".0").split())
+    assert not any(isinstance(each, str) and each[0].isdigit() for each in plain), "numbers are numbers"
+
+
+def test_heads_take_one_line_where_there_is_room(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    main(["list", "models"])
+    _, _, head, rule, *_ = capsys.readouterr().out.splitlines()
+    assert "hidden / expert hidden" in head and set(rule.strip()) == {"─"}
 
 
 @pytest.mark.parametrize(("what", "number"), [("models", len(MODELS)), ("devices", len(DEVICES))])
@@ -52,7 +62,7 @@ def test_a_model_and_a_device_take_one_line_each(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["list", what]) == 0
-    _, rows = capsys.readouterr().out.split("─ \n")
+    _, rows = capsys.readouterr().out.split("─\n")
     assert len(rows.strip().splitlines()) == number
 
 

@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -22,7 +22,7 @@ from penstock.schedule import SCHEDULES
 from penstock.words import terminal_width
 from penstock.workloads.catalogue import ABOUT, READ_BY
 
-Rows = Sequence[Mapping[str, str]]
+Rows = Sequence[Mapping[str, Any]]
 
 SIDES, GAP = 2, 3
 """Columns that a table takes on both sides together, and between two cells."""
@@ -35,7 +35,33 @@ TAKEN_BY: Final[Mapping[str, str]] = {
     "schedules": "penstock schedule NAME, schedule.name=NAME, penstock bench --schedules NAME,NAME",
     "workloads": "penstock plan --routing NAME, virtual.routing=NAME",
 }
-
+TITLES: Final = {"open": "Open models", "models": "Models of the papers"}
+CELLS: Final[Mapping[str, Mapping[str, str]]] = {
+    "open": {
+        "name": "{name}",
+        "family": "{family}",
+        "layers": "{layers}",
+        "hidden": "{hidden}",
+        "experts": "{experts}, top-{top_k}",
+    },
+    "devices": {
+        "name": "{name}",
+        "TFLOP/s": "{tflops:g} {precision}",
+        "memory GB, GB/s": "{memory_gb}, {memory_gb_per_s:g}",
+        "GB/s inside a node": "{link_gb_per_s:g} {link}",
+    },
+    "models": {
+        "name": "{name}",
+        "layers": "{layers}",
+        "batch": "{batch}x{seq_len}",
+        "hidden / expert hidden": "{hidden} / {expert_hidden}",
+        "experts": "{experts}/{experts_per}, top-{top_k}",
+    },
+    "clusters": {"name": "{name}", "ranks": "{nodes} x {ranks_per_node}", "what it is": "{about}"},
+    "schedules": {"name": "{name}", "what it does": "{about}"},
+    "workloads": {"name": "{name}", "what it does": "{about}", "settings": "{settings}"},
+}
+"""The columns of every table: what a cell makes of the values that `--json` prints."""
 
 COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts in configurations."""
@@ -63,10 +89,22 @@ def print_list(what: str | None, *, json_wanted: bool) -> int:
     console = Console(width=terminal_width(), highlight=False)
     with console.capture() as captured:  # it would end the command where a pipe has no reader
         for name, rows in tables.items():
-            console.print(f"{name.capitalize()}: {TAKEN_BY[name]}", style="bold")
-            console.print(_table(rows, console.width))
-    print(captured.get(), end="")
+            console.print(f"{TITLES.get(name, name.capitalize())}: {TAKEN_BY[name]}", style="bold")
+            cells = [
+                {head: text.format(**_joined(row)) for head, text in CELLS[name].items()} for row in rows
+            ]
+            console.print(_table(cells, console.width))
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0
+
+
+def _joined(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row with its lists, of sizes or names, as text."""
+    between = {int: " or ", str: ", "}
+    return {
+        key: between[type(value[0])].join(map(str, value)) if isinstance(value, list) and value else value
+        for key, value in (row | {"settings": row.get("settings") or ""}).items()
+    }
 
 
 def _listed() -> dict[str, Rows]:
@@ -78,77 +116,83 @@ def _listed() -> dict[str, Rows]:
         "models": [_model(name) for name in MODELS],
         "clusters": [_cluster(name) for name in cluster_names()],
         "schedules": [
-            {"name": name, "what it does": (text or "").partition("\n")[0]} for name, text in texts.items()
+            {"name": name, "about": (text or "").partition("\n")[0]} for name, text in texts.items()
         ],
         "workloads": [
-            {"name": name, "what it does": ABOUT[name], "settings": ", ".join(read)}
-            for name, read in READ_BY.items()
+            {"name": name, "about": ABOUT[name], "settings": list(read)} for name, read in READ_BY.items()
         ],
     }
 
 
-def _open_model(name: str, path: Path) -> dict[str, str]:
+def _open_model(name: str, path: Path) -> dict[str, Any]:
     table = json.loads(path.read_text(encoding="utf-8"))
-    experts = next(each for key, each in table.items() if key in COUNTS)
-    top_k = table.get("num_experts_per_tok", table.get("moe_k"))
     return {
         "name": name,
         "family": table["model_type"],
-        "layers": str(table["num_hidden_layers"]),
-        "hidden": str(table["hidden_size"]),
-        "experts": f"{experts}, top-{top_k}",
+        "layers": table["num_hidden_layers"],
+        "hidden": table["hidden_size"],
+        "experts": next(each for key, each in table.items() if key in COUNTS),
+        "top_k": table.get("num_experts_per_tok", table.get("moe_k")),
     }
 
 
-def _device(device: Device) -> dict[str, str]:
-    peak = device.peak_tflops(device.usual)
+def _device(device: Device) -> dict[str, Any]:
     return {
         "name": device.name,
-        "TFLOP/s": f"{peak:g} {device.usual}",
-        "memory GB, GB/s": f"{' or '.join(map(str, device.memory_gb))}, {device.memory_gb_per_s:g}",
-        "GB/s inside a node": f"{device.link_gb_per_s:g} {device.link}",
+        "tflops": device.peak_tflops(device.usual),
+        "precision": device.usual,
+        "memory_gb": list(device.memory_gb),
+        "memory_gb_per_s": device.memory_gb_per_s,
+        "link_gb_per_s": device.link_gb_per_s,
+        "link": device.link,
     }
 
 
-def _model(name: str) -> dict[str, str]:
+def _model(name: str) -> dict[str, Any]:
     model = MODELS[name]
-    experts = (
-        f"{model.experts_per_device}/rank" if model.experts_per_device else f"{model.experts_per_node}/node"
-    )
     return {
         "name": name,
-        "layers": str(model.num_layers),
-        "tokens per rank": f"{model.batch}x{model.seq_len}",
-        "hidden / expert hidden": f"{model.hidden_size} / {model.ffn_hidden_size}",
-        "experts": f"{experts}, top-{model.top_k}",
+        "layers": model.num_layers,
+        "batch": model.batch,
+        "seq_len": model.seq_len,
+        "hidden": model.hidden_size,
+        "expert_hidden": model.ffn_hidden_size,
+        "experts": model.experts_per_device or model.experts_per_node,
+        "experts_per": "rank" if model.experts_per_device else "node",
+        "top_k": model.top_k,
     }
 
 
-def _cluster(name: str) -> dict[str, str]:
+def _cluster(name: str) -> dict[str, Any]:
     cluster = find_cluster(name)
-    about = (cluster.source or "").split(". ")[0]
-    return {"name": name, "ranks": f"{cluster.nodes} x {cluster.ranks_per_node}", "what it is": about}
+    return {
+        "name": name,
+        "nodes": cluster.nodes,
+        "ranks_per_node": cluster.ranks_per_node,
+        "about": (cluster.source or "").split(". ")[0],
+    }
 
 
-def _table(rows: Rows, width: int) -> Table:
+def _table(rows: Sequence[Mapping[str, str]], width: int) -> Table:
     """Make a table of at most `width` columns, wrapped between words; what does not fit so is left out."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    # A head may take two lines, rows had better not.
-    cells = {head: [*head.split(), *(row[head] for row in rows)] for head in rows[0]}
-    # Every head that fits has columns for its longest word at least; the rest goes where most lacks.
-    width -= SIDES
-    wanted = {head: max(map(len, column)) for head, column in cells.items()}
-    widths = {
-        head: wanted[head] if head == "name" else max(len(word) for cell in column for word in cell.split())
-        for head, column in cells.items()
-    }
-    while sum(widths.values()) + GAP * (len(widths) - 1) > width and len(widths) > 1:
+    columns = {head: [row[head] for row in rows] for head in rows[0]}
+    # Columns have room for their longest word at least. What is left goes first where a row lacks most, then
+    # where a head does: rows had better not take two lines.
+    longest = {head: max(map(len, column)) for head, column in columns.items()}
+    wanted = [longest, {head: max(len(head), most) for head, most in longest.items()}]
+    words = {head: " ".join([head, *column]).split() for head, column in columns.items()}
+    widths = {head: longest[head] if head == "name" else max(map(len, words[head])) for head in columns}
+    room = width - SIDES + GAP
+    while sum(widths.values()) + GAP * len(widths) > room and len(widths) > 1:
         del widths[max((head for head in widths if head != "name"), key=lambda head: widths[head])]
-    for _ in range(width - sum(widths.values()) - GAP * (len(widths) - 1)):
-        neediest = max(widths, key=lambda head: wanted[head] / widths[head])
-        widths[neediest] += wanted[neediest] > widths[neediest]
-    for head, columns in widths.items():
-        table.add_column(head, no_wrap=head == "name", width=columns)
+    for want in wanted:
+        for _ in range(room - sum(widths.values()) - GAP * len(widths)):
+            neediest = max(widths, key=lambda head: want[head] / widths[head])
+            widths[neediest] += want[neediest] > widths[neediest]
+    for head, most in widths.items():
+        side = "right" if all(map(str.isdecimal, columns[head])) else "left"
+        table.add_column(head, no_wrap=head == "name", width=most, justify=side)
     for row in rows:
-        table.add_row(*(row[column.header] for column in table.columns if isinstance(column.header, str)))
+        table.add_row(*(row[head] for head in widths))
     return table
