@@ -14,7 +14,12 @@ NARROWEST, UNKNOWN, WIDEST = 60, 100, 130
 """Columns: lines are never wrapped to fewer than NARROWEST nor made longer than WIDEST; UNKNOWN is the width
 where there is no terminal."""
 
-LANE_WORDS = {"compute": "computation", "inter": "network", "intra": "network inside nodes", "host": "host"}
+LANE_WORDS = {
+    "compute": "computation",
+    "inter": "network",
+    "intra": "network inside nodes",
+    "host": "planning",
+}
 """What lanes are called for people. "network" is that between ranks, where there is one node."""
 BETWEEN_NODES = "network between nodes"
 
@@ -87,11 +92,12 @@ def milliseconds(seconds: float) -> str:
 
 
 def within(seconds: float, interval_s: tuple[float, float] | None) -> str:
-    """Format seconds as milliseconds, with the interval that is expected: `812.0 ms (780 to 845)`."""
-    if interval_s is None:
-        return milliseconds(seconds)
-    low, high = (milliseconds(end).removesuffix(" ms") for end in interval_s)
-    return f"{milliseconds(seconds)} ({low} to {high})"
+    """Format seconds as milliseconds, with the interval that is expected: `812.0 ms (780 to 845)`.
+
+    One that is narrower than these digits is left out.
+    """
+    low, high = (milliseconds(end).removesuffix(" ms") for end in interval_s or (seconds, seconds))
+    return milliseconds(seconds) + (f" ({low} to {high})" if low != high else "")
 
 
 def percent(share: float) -> str:

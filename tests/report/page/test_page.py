@@ -32,6 +32,7 @@ from penstock.report.page.findings import Course, FinishedRun, KindOfTask, bindi
 from penstock.report.page.html import write_page
 from penstock.report.page.render import BOX
 from penstock.trace.step_file import StepFile
+from penstock.words import lane_words
 from tests.plan.problems import problem
 from tests.report.page.examples import STEPS, course, finished, loads, step_file
 
@@ -213,7 +214,7 @@ def test_every_task_is_a_bar_in_both_runs(place: int) -> None:
         assert len(runs[run]) == len(step.tasks)
         for task, lane, start_s, end_s in expected:
             found, *span_ms = runs[run][task]
-            assert found == lane
+            assert found == lane_words(lane, nodes=False)
             assert span_ms == pytest.approx([1e3 * start_s, 1e3 * end_s], abs=1e-3)
     top, bottom = (max(row for row in rows if row < 3), min(row for row in rows if row > 3))
     assert top < bottom, "predicted stands above measured"

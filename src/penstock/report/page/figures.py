@@ -32,7 +32,7 @@ from penstock.report.page.render import (
     upright,
 )
 from penstock.trace.step_file import Spans, StepFile
-from penstock.words import milliseconds, percent
+from penstock.words import lane_words, milliseconds, percent
 
 MOST_POINTS = 2000
 """The most points of a curve: a screen has no more columns."""
@@ -332,7 +332,10 @@ def timeline_figure(step: StepFile, place: int) -> Figure:
             "yaxis": {
                 "range": [bottom - 0.4, -ROW - 0.25],
                 "tickvals": list(rows.values()),
-                "ticktext": [str(lane) for _, lane in rows],
+                "ticktext": [lane_words(lane, nodes=Lane.INTRA in lanes) for _, lane in rows],
+                "ticklen": 6,
+                "tickcolor": BOX,
+                "ticks": "outside",
                 "tickfont": {"color": TEXT, "size": 12},
                 "showgrid": False,
                 "zeroline": False,

@@ -47,22 +47,24 @@ MINUS = "\N{MINUS SIGN}"
 def kind_rows(kinds: Sequence[KindOfTask]) -> Iterator[Row]:
     """Yield measured times by kind, beside predicted ones if there are any, and by lane."""
     widest = max([abs(kind.difference_s) for kind in kinds], default=0.0) or 1.0
+    lanes = dict.fromkeys(kind.lane for kind in kinds)
+    names = {lane: lane_words(lane, nodes="intra" in lanes) for lane in lanes}
     for kind in kinds[:MOST_KINDS]:
         yield Row(
             title=kind.title,
             note=kind.op,
             colour=COLOURS[family_of(kind.op)],
-            cells=_times(kind.lane, kind.count, kind.predicted_s, kind.measured_s),
+            cells=_times(
+                names[kind.lane].removeprefix("network "), kind.count, kind.predicted_s, kind.measured_s
+            ),
             bar=kind.difference_s / widest,
         )
-    for lane in (lanes := dict.fromkeys(kind.lane for kind in kinds)):
+    for lane, words in names.items():
         own = [kind for kind in kinds if kind.lane == lane]
         predicted_s = [kind.predicted_s for kind in own if kind.predicted_s is not None]
         count, measured_s = sum(kind.count for kind in own), sum(kind.measured_s for kind in own)
-        cells = _times(lane, count, sum(predicted_s) if predicted_s else None, measured_s)
-        yield Row(
-            title=f"all of {lane_words(lane, nodes='intra' in lanes)}", cells=cells, bar=0.0, total=True
-        )
+        cells = _times("", count, sum(predicted_s) if predicted_s else None, measured_s)
+        yield Row(title=f"all of {words}", cells=cells, bar=0.0, total=True)
 
 
 def plan_rows(plan: PlanFile, *, tried: bool) -> Iterator[Row]:
