@@ -84,7 +84,7 @@ class Explanation:
         late = [f"{FASTER}x {what}" for what in self.late]
         what_if = [f"predicted change of the step time: {', '.join(changes)}"] if changes else []
         what_if += [f"not planned in the time there is: {', '.join(late)}"] if late else []
-        unknown = "`penstock plan` with this cluster's file predicts it for faster links and faster devices"
+        unknown = "`penstock plan` predicts it for faster links and devices, by a file of `penstock profile`"
         return (
             f"Plan     {best.choice.words}{self.rows}",
             f"Time     {best.predicted} predicted for {of}; lower bounds: "

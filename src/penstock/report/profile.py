@@ -29,7 +29,7 @@ LEAST_R2 = 0.5
 LEAST_POINTS = 3
 """A line goes through two points exactly, however wrong they are."""
 
-UNKNOWN = "unknown"
+UNKNOWN = "?"
 EXPLANATION = (
     "start-up + bytes / bandwidth; bytes: through the link of the busiest rank, in one direction",
     "fixed + factor x its time at the rates of matmul and copy; contention: slowdown during transfers",
