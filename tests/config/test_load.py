@@ -410,10 +410,16 @@ def test_a_folder_of_that_name_is_no_configuration(tmp_path: Path, monkeypatch: 
     assert load(RunConfig, Path("tiny")) == load(RunConfig, ROOT / "configs" / "tiny.toml")
 
 
-@pytest.mark.parametrize("name", ["small", "configs/tiny.toml", "elsewhere/tiny"])
-def test_nothing_else_is_guessed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("small", "Check the path"), ("configs/tiny.toml", "Write tiny,"), ("elsewhere/tiny", "Check the path")],
+)
+def test_nothing_else_is_guessed(
+    name: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The documentation's commands have the path that the file has in a copy of the repository."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="Check the path"):
+    with pytest.raises(ConfigError, match=hint):
         load(RunConfig, Path(name))
 
 
