@@ -137,6 +137,21 @@ def test_what_if_plans_the_step_that_is_shown_again(
 
 
 @pytest.mark.slow
+def test_a_plan_is_no_slower_than_the_quick_one_for_which_its_layout_was_chosen(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also by a search that ends before it has gone far."""
+    cluster = "4x4xA100-80GB,net=10gbit"
+    words = ["plan", "--model", "flowmoe/gpt2-tiny", "--layers", "2", "--cluster", cluster, "--ep-size", "16"]
+    said = " ".join(run([*words, "--layout", "auto", "--budget", "0.0001"], capsys).split())
+    quick_ms, planned_ms = (
+        float(re.findall(rf"{where} (\S+) ms", said)[0])
+        for where in ("layout, by quick plans: .*? etp 1:", "Time")
+    )
+    assert planned_ms <= quick_ms
+
+
+@pytest.mark.slow
 def test_the_given_layout_is_taken_where_its_own_plan_is_faster() -> None:
     def subject(each: Problem, given: Subject | None = None) -> Subject:
         return Subject(title="", cluster_name="", problem=each, given=given)

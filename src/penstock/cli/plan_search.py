@@ -169,7 +169,7 @@ def _in_full(planned: Planned, find: Find, all_quick: Sequence[Planned]) -> Plan
     subject, quick, lines = planned
     if _seconds(planned) > NEAR * min(map(_seconds, all_quick)):
         return planned
-    full = find(subject.problem)
+    full = find(subject.problem, subject.starts)
     # Of equal plans that of the full search, which knows more of the others.
     return subject, min(full, quick, key=lambda each: each.best.predicted_s), lines
 
@@ -177,8 +177,8 @@ def _in_full(planned: Planned, find: Find, all_quick: Sequence[Planned]) -> Plan
 def _updated(subject: Subject, find: Find, quick: Find | None) -> Planned:
     """Return the subject with the given or chosen optimiser, its plan, and a line on any choice."""
     if subject.sharded is None:
-        return subject, find(subject.problem), ()
-    problem, plans, line = find_updated(subject.problem, subject.sharded, find, quick)
+        return subject, find(subject.problem, subject.starts), ()
+    problem, plans, line = find_updated(subject.problem, subject.sharded, find, quick, subject.starts)
     return replace(subject, problem=problem), plans, (line,)
 
 

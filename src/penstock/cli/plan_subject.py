@@ -225,7 +225,7 @@ def _stepping(
             lambda subject: _shared(subject, options).changed(assumed),
         )
         subject = with_layout(options.model, file, sizes, layouts.best.sizes)
-        subject = replace(subject, notes=(*subject.notes, *layouts.lines))
+        subject = replace(subject, notes=(*subject.notes, *layouts.lines), starts=(layouts.best.best.choice,))
         model = options.model
         return _shared(subject, options).beside(
             lambda: _shared(published_problem(model, file, sizes), options)

@@ -76,7 +76,7 @@ class Explanation:
                 shares.append(f"{lane_words(lane, nodes=self.nodes)}{inside} {100 * share:.0f} %")
         budget = "" if self.budget_bytes is None else f" of {gib(self.budget_bytes)}"
         part, size = next(iter(self.memory.parts.items()))
-        following, next_best = "no other plan is possible", self.next_best
+        following, next_best = "no other plan was compared", self.next_best
         if next_best is not None:
             longer = change(next_best.predicted_s, best.predicted_s)
             following = f"{next_best.choice.words}; {next_best.predicted} ({longer})"

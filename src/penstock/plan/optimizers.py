@@ -83,13 +83,18 @@ def updating_experts(work: Workload, moe_layers: Sequence[bool]) -> Workload:
 
 
 def find_updated(
-    plain: Problem, sharded: Problem, find: Find, quick: Find | None = None
+    plain: Problem,
+    sharded: Problem,
+    find: Find,
+    quick: Find | None = None,
+    starts: tuple[Decision, ...] = (),
 ) -> tuple[Problem, FoundPlan, str]:
     """Return the plan with the optimiser whose whole iteration is shorter, or that fits.
 
     Args:
         find: Finds the plan of a problem.
         quick: Finds a plan that is nearly as good, by which the optimiser is chosen; None = no such way.
+        starts: Decisions from which the first searches start.
 
     Returns:
         The problem with that optimiser, its plan, and a line that compares both.
@@ -97,7 +102,7 @@ def find_updated(
     Raises:
         ConfigError: If neither fits: the error of the sharded problem.
     """
-    both = [_found(each, quick or find) for each in (plain, sharded)]
+    both = [_found(each, quick or find, starts) for each in (plain, sharded)]
     best = min(both, key=attrgetter("iteration_s"))
     if best.found is None:
         assert both[1].refusal is not None, "nothing was found"

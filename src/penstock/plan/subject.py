@@ -10,7 +10,7 @@ from penstock.config import ConfigError, IndivisibleError, Within, check_bounds,
 from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
 from penstock.cost.devices import Computing
-from penstock.decision import Movable, PlacementConfig
+from penstock.decision import Decision, Movable, PlacementConfig
 from penstock.features.dispatch import runnable
 from penstock.features.field import NOTHING_MOVES
 from penstock.mesh import group_sizes, holders, ranks_per_node
@@ -91,6 +91,7 @@ class Subject:
         device: The name of one device; "" = not known.
         memory_bytes: The memory of a rank; None = not known.
         budget: The budget of the search, if nothing else is said.
+        starts: Decisions from which a search starts: the quick plan for which a layout was chosen.
         sharded: The problem with a sharded optimiser, where the faster of the two is sought.
         given: The step in the given layout, where quick plans prefer the one of `problem`.
         movable: What may be moved, to be weighed against a known routing.
@@ -108,6 +109,7 @@ class Subject:
     notes: tuple[str, ...] = ()
     movable: Movable = NOTHING_MOVES
     budget: float = 1.0
+    starts: tuple[Decision, ...] = ()
 
     @property
     def problems(self) -> tuple[Problem, ...]:

@@ -336,7 +336,8 @@ def run_subject(
         return subject(of_user)
     ranked = run_layouts(config, file, memory_bytes, decided, assumed)
     best = with_layout(config, ranked.best.sizes)
-    return subject(best, *ranked.lines).beside(lambda: subject(of_user))
+    chosen = replace(subject(best, *ranked.lines), starts=(ranked.best.best.choice,))
+    return chosen.beside(lambda: subject(of_user))
 
 
 def has_settings(path: Path) -> bool:
