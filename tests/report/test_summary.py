@@ -18,7 +18,7 @@ from penstock.plan import evaluate
 from penstock.report import RunSummary
 from penstock.report.loads import CELL, COLD, EVEN, HOT, NUMBERS, LoadCourse, colours, draw_loads
 from penstock.report.plan import _table
-from penstock.report.profile import draw_profile, link_bandwidth, profile_text
+from penstock.report.profile import _task_title, _ticks, draw_profile, link_bandwidth, profile_text
 from penstock.trace.analysis import Straggler
 from tests.cost.test_clusters import MEASURED
 from tests.plan.problems import problem
@@ -358,6 +358,14 @@ def test_a_rate_that_explains_nothing_is_not_printed() -> None:
     assert "| ? | 0.100 |" in " ".join(text.split())
     assert "?: R2 is below 0.5" in text
     assert "?" not in profile_text(MEASURED)
+
+
+def test_labels_of_panels_do_not_touch() -> None:
+    """Neither on an axis of less than a decade, nor does what a task does leave the picture."""
+    assert _ticks(2.46e-4, 6.3e-4) == pytest.approx([3e-4, 4e-4])
+    assert 2 <= len(_ticks(1e3, 1e7)) <= 4
+    task = replace(MEASURED.tasks[0], op="OP", phase="B")
+    assert _task_title(task) == "OP.B\n... of partial parameters"
 
 
 @pytest.mark.parametrize("points", [1, 2, 3])

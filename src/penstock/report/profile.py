@@ -236,8 +236,10 @@ if TYPE_CHECKING:  # planning does without matplotlib
 
 COLUMNS: Final = 6
 MOST_TICKS: Final = 4
-TITLE: Final = 36
-"""The most characters of a line above a panel."""
+LEAST_APART: Final = 0.27
+"""The least distance of two labels, as a share of the axis: `400 us` takes nearly as much."""
+TITLE: Final = 26
+"""The most characters of what a task does, above a panel."""
 PANEL_IN: Final = (2.35, 1.66)
 HEAD_IN, ROW_TITLE_IN, FOOT_IN = 0.85, 0.3, 0.1
 GRID: Final = "#E4E7EB"
@@ -277,7 +279,7 @@ def draw_profile(file: ClusterFile, folder: Path) -> Path:
     parts = [part for part in _parts(file) if part.panels]
     rows = sum(_rows(part) for part in parts)
     size = COLUMNS * PANEL_IN[0], HEAD_IN + FOOT_IN + ROW_TITLE_IN * len(parts) + PANEL_IN[1] * rows
-    title = f"{file.name}: {file.ranks} ranks on {file.nodes} nodes"
+    title = f"{file.name}: {counted(file.ranks, 'rank')} on {counted(file.nodes, 'node')}"
     text = "points: medians; line: fit; hollow: more than 25 % from the line; both axes logarithmic"
     with sheet(folder / "profile.png", size, title, text) as figure:
         top_in = HEAD_IN
@@ -307,9 +309,10 @@ def _parts(file: ClusterFile) -> list[Part]:
 
 
 def _task_title(task: TaskModel) -> str:
-    """Return a task's name, and below it what its op does, as far as that fits."""
+    """Return a task's name, and below it what its op does: the last words that fit, which tell ops apart."""
     what = OPS[task.op].title.split(",")[0] if task.op in OPS else ""
-    return f"{task.op}.{task.phase}\n{shorten(what, TITLE, placeholder=' ...')}".rstrip()
+    backwards = shorten(" ".join(what.split()[::-1]), TITLE, placeholder=" ...")
+    return f"{task.op}.{task.phase}\n{' '.join(backwards.split()[::-1])}".rstrip()
 
 
 def _link_panel(links: Sequence[LinkModel], fit: Fit) -> Panel:
@@ -366,5 +369,8 @@ def _ticks(low: float, high: float) -> list[float]:
     for steps in ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,)):
         ticks = [n * 10.0**power for power in powers for n in steps if low <= n * 10.0**power <= high]
         if len(ticks) <= MOST_TICKS:
-            return ticks
-    return ticks[:: math.ceil(len(ticks) / MOST_TICKS)]
+            break
+    kept = ticks[:1]
+    for tick in ticks[1 :: math.ceil(len(ticks) / MOST_TICKS)]:
+        kept += [tick] if tick >= kept[-1] * (high / low) ** LEAST_APART else []
+    return kept
