@@ -102,8 +102,8 @@ def _joined(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row with its lists, of sizes or names, as text."""
     between = {int: " or ", str: ", "}
     return {
-        key: between[type(value[0])].join(map(str, value)) if isinstance(value, list) and value else value
-        for key, value in (row | {"settings": row.get("settings") or ""}).items()
+        key: between[type((value or [""])[0])].join(map(str, value)) if isinstance(value, list) else value
+        for key, value in row.items()
     }
 
 
@@ -191,8 +191,8 @@ def _table(rows: Sequence[Mapping[str, str]], width: int) -> Table:
             neediest = max(widths, key=lambda head: want[head] / widths[head])
             widths[neediest] += want[neediest] > widths[neediest]
     for head, most in widths.items():
-        side = "right" if all(map(str.isdecimal, columns[head])) else "left"
-        table.add_column(head, no_wrap=head == "name", width=most, justify=side)
+        counts = all(map(str.isdecimal, columns[head]))
+        table.add_column(head, no_wrap=head == "name", width=most, justify="right" if counts else "left")
     for row in rows:
         table.add_row(*(row[head] for head in widths))
     return table
