@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import penstock
 from tests.support.adapted import Batch, as_torchrun_starts_it, small, with_adapters
+from tests.support.pages import ROOT, blocks, run_block
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
@@ -131,6 +132,18 @@ def fit(module: Module, folder: Path, world: int, resume: Path | None = None, **
     )
     trainer.fit(module, loader(world), loader(world), ckpt_path=resume)
     return module.losses
+
+
+def test_the_module_of_the_page_trains(tmp_path: Path) -> None:
+    (text,) = blocks(ROOT / "docs/trainers.md", "Lightning")
+    small("mixtral").save_pretrained(tmp_path)
+    names = {"lightning": lightning, "penstock": penstock, "torch": torch, "path": tmp_path}
+    names["AutoModelForCausalLM"] = AutoModelForCausalLM
+    page = run_block(text.partition("\n\n\nlightning.Trainer")[0], **names)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_steps=1, **quiet)
+    trainer.fit(page["Module"](), loader(1))
+    assert trainer.global_step == 1
 
 
 def model_of(kind: type[Module]) -> Any:
