@@ -119,6 +119,7 @@ def test_on_one_rank() -> None:
     model = penstock.parallelize(small("mixtral"), plan="flowmoe")
     assert all(mesh.size() == 1 for mesh in model.device_mesh.values())
     assert "nowhere" not in model.device_mesh
+    assert repr(model.device_mesh) == "RankMeshes(dp=1, tp=1, edp=1, ep=1, etp=1)"
 
 
 def refuse(rank: int) -> list[str]:

@@ -123,6 +123,8 @@ class Planner:
             return self._given(choice, stack.base_shape, stack.gradients.sizes_bytes, batch, length)
         machinery, key = stack.machinery, (replace(stack.base_shape, dispatch=FLAT), batch, length)
         if key not in self.measured:
+            if self.layout.rank == 0:
+                logger.info(f"measuring the cluster for about {PROFILE_S:.0f} s (plan=SCHEDULE skips this)")
             self.measured[key] = profile_run(self._like(stack, batch, length), machinery, budget_s=PROFILE_S)
         file = self.measured[key]
         problem = self.problem(stack, file, batch, length, recompute)

@@ -159,6 +159,9 @@ class RankMeshes(Mapping[str, DeviceMesh]):
     def __len__(self) -> int:
         return len(self._views)
 
+    def __repr__(self) -> str:
+        return f"RankMeshes({', '.join(f'{name}={self[name].size()}' for name in self)})"
+
 
 # ---- reading -----------------------------------------------------------------------------------------------
 
