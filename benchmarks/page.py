@@ -23,6 +23,7 @@ from benchmarks.views import (
     view,
 )
 from penstock.report.page.render import BOX, LIMIT, QUIET, TEXT, Figure, Row, render
+from penstock.words import change
 
 SHIPPED_SHARE: Final = 0.45
 
@@ -98,7 +99,14 @@ def run_figure(run: RunView, palette: Mapping[str, str]) -> Figure:
             "title": {"text": "iteration in ms", "standoff": 8},
             "range": [0, 1040 * longest_s],
         },
-        yaxis={"autorange": "reversed", "tickfont": {"size": 13, "color": TEXT}, "automargin": True},
+        yaxis={
+            "autorange": "reversed",
+            "tickfont": {"size": 13, "color": TEXT},
+            "automargin": True,
+            "ticks": "outside",
+            "ticklen": 6,
+            "tickcolor": BOX,
+        },
         shapes=[_limit_line(x=1e3 * run.limit_s)],
         annotations=[
             {
@@ -284,16 +292,20 @@ def _section(name: str, run: RunView, palette: Mapping[str, str]) -> Section:
     return Section(name=name, title=run.title, facts=facts, rows=rows)
 
 
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1}f}"
+
+
 def _cells(case: CaseView) -> tuple[str, ...]:
     simulated_s = case.simulated_s
     return (
         case.title,
         case.pieces or "-",
-        f"{1e3 * case.iteration_s:.1f} [{1e3 * case.low_s:.1f}, {1e3 * case.high_s:.1f}]",
+        f"{_ms(case.iteration_s)} [{_ms(case.low_s)}, {_ms(case.high_s)}]",
         f"{case.speedup:.3f} [{case.speedup_low:.3f}, {case.speedup_high:.3f}]",
         f"{case.efficiency:.3f}",
-        "-" if case.exposed_s is None else f"{1e3 * case.exposed_s:.1f}",
+        "-" if case.exposed_s is None else _ms(case.exposed_s),
         "-" if case.overhead_share is None else f"{100 * case.overhead_share:.1f} %",
         f"{case.peak_bytes / 2**20:.0f}",
-        "-" if not simulated_s else f"{1e3 * simulated_s:.1f} ({case.iteration_s / simulated_s - 1:+.1%})",
+        "-" if not simulated_s else f"{_ms(simulated_s)} ({change(case.iteration_s, simulated_s)})",
     )

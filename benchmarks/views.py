@@ -205,10 +205,10 @@ def ink(colour: str) -> str:
 
 
 def milliseconds(time_s: float) -> str:
-    """Return a text such as `8.41 ms`, `842 ms`, `2055 ms`, `12.3 s`."""
+    """Return a text such as `8.41 ms`, `842 ms`, `2,055 ms`, `12.3 s`."""
     if time_s >= 10:
         return f"{time_s:.1f} s"
-    return f"{1e3 * time_s:.0f} ms" if time_s >= 0.1 else f"{1e3 * time_s:.3g} ms"
+    return f"{1e3 * time_s:,.0f} ms" if time_s >= 0.1 else f"{1e3 * time_s:.3g} ms"
 
 
 def rate_text(rate_bit_per_s: float) -> str:
