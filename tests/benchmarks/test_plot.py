@@ -99,7 +99,7 @@ def test_the_page_has_every_case_with_its_numbers() -> None:
         for each, bar in zip(view(plain).cases, figures[name]["data"], strict=True):
             assert each.title in bar["y"][0] and bar["x"] == [1e3 * each.iteration_s]
             for text in (
-                f"{1e3 * each.iteration_s:.1f} [",
+                f"{1e3 * each.iteration_s:,.{0 if each.iteration_s >= 0.1 else 1}f} [",
                 f"{each.speedup:.3f} [",
                 f"{each.efficiency:.3f}",
             ):
