@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,8 @@ def test_columns_are_explained_in_a_terminal_and_in_the_documentation(width: int
     text = render(result(), width)
     assert " ".join(LEGEND.split()) in " ".join(text.split()) and LEGEND not in render(result())
     assert max(map(len, text.splitlines())) <= width
+    own = replace(result(), cases=(replace(result().cases[0], label="deepspeed (gloo)"),))
+    assert "(gloo): without" in render(own, width) and "(gloo)" not in text
     page = (Path(__file__).parents[3] / "docs" / "emulation.md").read_text()
     for column in HEAD:
         name = column.partition(" [")[0]

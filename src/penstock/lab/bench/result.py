@@ -194,6 +194,8 @@ LEGEND = (
     "ready and had not begun; simulated: the prediction, and how much longer the iteration took (%)"
 )
 """Text below a table in a terminal; docs/emulation.md explains the columns to readers of documents."""
+AS_SHIPPED = "(gloo)"
+"""Ends the labels of systems on their own transport."""
 
 
 def render(result: BenchResult, width: int | None = None) -> str:
@@ -215,7 +217,8 @@ def render(result: BenchResult, width: int | None = None) -> str:
             )
     parts = [rows] if width is None else stacked(rows, width)
     tables = [line for part in parts for line in ("", *markdown_table(part))]
-    legend = [] if width is None else [LEGEND]
+    shipped = any(case.label.endswith(AS_SHIPPED) for case in result.cases)
+    legend = [] if width is None else [LEGEND + f"; {AS_SHIPPED}: without Penstock's transport" * shipped]
     text = "\n".join([*_limits(result), *tables, *legend, *([""] if result.notes else []), *result.notes])
     return text if width is None else folded(text, width)
 
