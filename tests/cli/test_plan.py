@@ -152,6 +152,14 @@ def test_a_plan_is_no_slower_than_the_quick_one_for_which_its_layout_was_chosen(
 
 
 @pytest.mark.slow
+def test_a_short_search_finds_how_rows_travel(capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy per node halves the step: one per row takes twice as long, however it is cut."""
+    words = ["plan", "--model", "qwen3-30b-a3b", "--cluster", "4x8xA100-80GB,net=100gbit"]
+    found = json.loads(run([*words, "--budget", "0.1", "--json"], capsys))
+    assert found["choice"]["dispatch"] == "node_once"
+
+
+@pytest.mark.slow
 def test_the_given_layout_is_taken_where_its_own_plan_is_faster() -> None:
     def subject(each: Problem, given: Subject | None = None) -> Subject:
         return Subject(title="", cluster_name="", problem=each, given=given)

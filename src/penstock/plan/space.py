@@ -98,8 +98,11 @@ def _spread(choices: Iterator[Decision], field: Field, problem: Problem) -> Iter
 
 
 def neighbours(problem: Problem, choice: Decision) -> Iterator[Decision]:
-    """Yield the decisions that differ in one field, and in others where these must change to stay valid."""
-    for field in FIELDS.values():
+    """Yield the decisions that differ in one field, and in others where these must change to stay valid.
+
+    How rows travel comes before cuts: it decides most, and short searches get no further.
+    """
+    for field in sorted(FIELDS.values(), key=lambda field: field.name in CUTS):
         for value in values(problem, choice, field):
             other = valid(problem, choice.deciding(field.name, value))
             if other != choice:
