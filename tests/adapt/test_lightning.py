@@ -140,7 +140,7 @@ def test_the_module_of_the_page_trains(tmp_path: Path) -> None:
     names = {"lightning": lightning, "penstock": penstock, "torch": torch, "path": tmp_path}
     names["AutoModelForCausalLM"] = AutoModelForCausalLM
     page = run_block(text.partition("\n\n\nlightning.Trainer")[0], **names)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     trainer = lightning.Trainer(accelerator="cpu", devices=1, max_steps=1, **quiet)
     trainer.fit(page["Module"](), loader(1))
     assert trainer.global_step == 1
