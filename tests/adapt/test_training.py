@@ -251,6 +251,18 @@ def test_a_loss_of_an_evaluation_trains_nothing() -> None:
     assert grads_of(model)
 
 
+@pytest.mark.parametrize("part", ["logits", "aux_loss"])
+def test_a_step_with_labels_drops_no_gradient_in_silence(part: str) -> None:
+    model = penstock.parallelize(small("mixtral", output_router_logits=True))
+    out = model(**Batch().inputs())
+    with pytest.raises(ValueError, match="without labels"):
+        (out.loss + out[part].mean()).backward()
+    out.loss.backward()
+    assert grads_of(model) and out[part].detach().isfinite().all()
+    with torch.no_grad():
+        assert not model(**Batch().inputs())[part].requires_grad
+
+
 def layer(model: Any, number: int = 1) -> Any:
     return model.model.layers[number]
 
@@ -340,13 +352,13 @@ def test_kept_logits_are_those_asked_for() -> None:
     given = {"input_ids": tokens_BL, "shift_labels": tokens_BL[:1].expand(4, -1)}
     for asked in (0, 3, torch.tensor([1, 4])):
         expected = wanted(tokens_BL, logits_to_keep=asked).logits.detach()
-        assert distance(model(**given, logits_to_keep=asked).logits, expected) < 1e-5
+        assert distance(model(**given, logits_to_keep=asked).logits.detach(), expected) < 1e-5
     out = model(**given)
     out.loss.backward()
     _, plain = model(**given, return_dict=False)
     for read in (plain, out[1], out[:2][1], out.get("logits")):
         assert read.equal(out.logits) and "logits" in out
-    assert distance(out.logits, wanted(tokens_BL).logits) < 1e-5 and not out.logits.requires_grad
+    assert distance(out.logits.detach(), wanted(tokens_BL).logits) < 1e-5
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
     with pytest.raises(ValueError, match="read them before"):

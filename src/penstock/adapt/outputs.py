@@ -6,8 +6,9 @@ Shapes: B samples, L tokens per sample, M hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -16,11 +17,42 @@ LOGITS: Any = WeakIdKeyDictionary()
 """By the loss of a step: what makes its logits, or None, and for which places they were asked."""
 
 
+EVALUATED = (
+    "this loss was computed in evaluation mode, where nothing runs by the schedule and ranks sum no "
+    "gradients: call model.train() before the forward pass (model.eval() and from_pretrained leave training "
+    "mode), or put torch.no_grad() around what only evaluates"
+)
+STEPPED = (
+    "logits and aux_loss of a training step with labels have no gradients, since the step has computed its "
+    "loss already: call the model without labels and make the loss of what it returns, or detach() what is "
+    "only looked at"
+)
+
+
+def refuse_backward(tensor: Tensor, why: str) -> Tensor:
+    """Return a tensor without a graph, whose backward raises ValueError with these words."""
+    return _RefuseBackward.apply(tensor, torch.zeros((), requires_grad=True), why)  # type: ignore[no-any-return]
+
+
+class _RefuseBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, asks: Tensor, why: str) -> Tensor:
+        del asks  # through it backward comes here
+        ctx.why = why
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        del grads
+        raise ValueError(ctx.why)
+
+
 class StepOutput(MoeCausalLMOutputWithPast):
     """The output of a step that computes the loss of its labels itself.
 
-    `logits` [B, L, V] have no gradients and are computed when they are read, from the hidden states that the
-    step has kept: most who train with labels never read them. None where ranks share attention.
+    `logits` [B, L, V] refuse to have gradients and are computed when they are read, from the hidden states
+    that the step has kept: most who train with labels never read them. None where ranks share attention.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -30,7 +62,7 @@ class StepOutput(MoeCausalLMOutputWithPast):
         make, places = LOGITS.get(super().__getattribute__("loss"), (None, None))
         if make is None:
             return None
-        logits_BLV: Tensor = make()
+        logits_BLV = refuse_backward(make(), STEPPED)
         if places is None:
             return logits_BLV
         return logits_BLV[:, -places:] if isinstance(places, int) else logits_BLV[:, places]

@@ -195,9 +195,9 @@ def _forward(plain: Any, model: Any, /, *arguments: Any, **named: Any) -> Any:
     trained = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     if named.get("labels") is None or not trained:
         return out
-    # The loss of an evaluation refuses backward where weights are trained. On several ranks it has no graph
-    # through which backward would come here, so a tensor asks for it.
-    loss = _RefuseBackward.apply(out[0], torch.zeros((), requires_grad=True))
+    from penstock.adapt.outputs import EVALUATED, refuse_backward
+
+    loss = refuse_backward(out[0].clone(), EVALUATED)
     if isinstance(out, tuple):
         return loss, *out[1:]
     out["loss"] = loss
@@ -272,27 +272,9 @@ def _hidden_states(base: Any, engine: Engine, named: dict[str, Any]) -> Any:
     return out.to_tuple() if named.get("return_dict") is False else out
 
 
-class _RefuseBackward(torch.autograd.Function):
-    """Returns the loss unchanged, but no gradient can be taken through it."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, asks: Tensor) -> Tensor:
-        del ctx, asks
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        del ctx, grads
-        raise ValueError(
-            "this loss was computed in evaluation mode, where nothing runs by the schedule and ranks sum no "
-            "gradients: call model.train() before the forward pass (model.eval() and from_pretrained leave "
-            "training mode), or put torch.no_grad() around what only evaluates"
-        )
-
-
 def _step(model: Any, engine: Engine, named: dict[str, Any]) -> Any:
     """Return the loss of labels, which the step computes itself."""
-    from penstock.adapt.outputs import LOGITS, StepOutput
+    from penstock.adapt.outputs import LOGITS, STEPPED, StepOutput, refuse_backward
 
     _check_known(named, (*KNOWN, *PACKED), "a training step")
     items = named.get("num_items_in_batch")
@@ -302,7 +284,8 @@ def _step(model: Any, engine: Engine, named: dict[str, Any]) -> Any:
         refuse_sharing(engine, "logits_to_keep in a training step")
     loss, aux = engine.step(given)
     precise = torch.promote_types(engine.decoder.dtype, torch.float32)
-    out = StepOutput(loss=loss.to(precise), aux_loss=None if aux is None else aux.to(precise))
+    aux = None if aux is None else refuse_backward(aux.to(precise, copy=True), STEPPED)
+    out = StepOutput(loss=loss.to(precise), aux_loss=aux)
     LOGITS[out.loss] = (engine.logits_of_step(), named.get("logits_to_keep"))
     as_dict = named.get("return_dict")
     return out if (model.config.return_dict if as_dict is None else as_dict) else out.to_tuple()
