@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,10 +14,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import penstock
 from tests.support.adapted import Batch, as_torchrun_starts_it, distance, small
+from tests.support.families import tiny
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow
@@ -136,6 +139,44 @@ def test_trainer_trains_as_on_one_process(ranks: Pools, tmp_path: Path, loss: st
         assert found[:-1] == pytest.approx(wanted[:-1], rel=1e-4)
         if loss != "router":  # in evaluation, that of a router is of one rank's samples
             assert found[-1] == pytest.approx(wanted[-1], rel=1e-4)
+
+
+class Lost(TrainerCallback):
+    """Loses the first checkpoint during training."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        del control, others
+        if state.global_step == SAVED_AT + 1 and args.should_save:
+            shutil.rmtree(f"{args.output_dir}/checkpoint-{SAVED_AT}")
+
+
+def end_with_the_worst(rank: int, world: int, folder: str) -> None:
+    """A family that is not described, whose losses fall: the worst model is that of the first checkpoint."""
+
+    def run(name: str, *callbacks: TrainerCallback, **more: Any) -> list[float]:
+        model = penstock.parallelize(tiny("mellum").float(), plan="flowmoe")
+        given = {"eval_dataset": Samples(), "callbacks": [*callbacks]}
+        return trained(model, f"{folder}/{name}", world, given=given, **more)
+
+    worst = {
+        "eval_strategy": "steps",
+        "eval_steps": SAVED_AT,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+    }
+    with as_torchrun_starts_it(rank, world):
+        *losses, found = run("kept", **worst)
+        again = run("again", resume=f"{folder}/kept/checkpoint-{SAVED_AT}")
+        assert again[:-1] == losses
+        state = json.loads(Path(f"{folder}/kept/checkpoint-{STEPS}/trainer_state.json").read_text())
+        assert found == state["best_metric"] > again[-1]
+        with pytest.warns(match="load_best_model_at_end") if rank == 0 else nullcontext():
+            assert run("lost", Lost(), **worst) == again
+
+
+def test_the_best_model_is_loaded_at_the_end_if_it_is_there(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(end_with_the_worst, 2, str(tmp_path))
 
 
 def test_mixed_precision_is_what_the_arguments_say(tmp_path: Path) -> None:

@@ -458,16 +458,28 @@ def read_share(
 
 
 def reload(model: Any, folder: str | Path) -> None:
-    """Give a scheduled model the weights in a folder; a rank holds its share twice while they are read.
+    """Give a scheduled model the weights in a folder.
+
+    A rank holds its share twice while they are read; of a family that is not described the whole model.
 
     Raises:
         ValueError: If the folder holds another model.
     """
-    opened, dtype = ModelFolder.open(Path(folder), plain_class(model)), next(model.parameters()).dtype
+    kind, dtype = plain_class(model), next(model.parameters()).dtype
+    opened, other = (
+        ModelFolder.open(Path(folder), kind),
+        f"{folder} holds another model than {kind.__name__} is here",
+    )
+    if family_of(opened.model) is None:
+        try:
+            model.load_state_dict(opened.read(kind, None, dtype).state_dict())
+        except RuntimeError as error:
+            raise ValueError(other) from error
+        return
     read = read_share(skeleton(opened), opened, engine_of(model).layout, dtype, "cpu").model.state_dict()
     own = local_state(model.state_dict())
     if {name: tensor.shape for name, tensor in own.items()} != {name: read[name].shape for name in read}:
-        raise ValueError(f"{folder} holds another model than {type(model).__name__} is here")
+        raise ValueError(other)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(read[name])

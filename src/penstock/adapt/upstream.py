@@ -8,6 +8,7 @@ deal with scheduled models, and pass on all others unchanged.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -285,8 +286,16 @@ def _load_model(
 
 
 def _load_best(engine: Engine, plain: Callable[..., Any], trainer: Any) -> None:
-    del engine, plain
-    trainer._load_from_checkpoint(trainer.state.best_model_checkpoint)
+    """Load the best model; where its folder is gone the run is not lost, and keeps the last one."""
+    del plain
+    best = trainer.state.best_model_checkpoint
+    if not engine.stack.machinery.control.any(not Path(best).is_dir(), "looking for the best model"):
+        trainer._load_from_checkpoint(best)
+    elif trainer.args.should_save:
+        warnings.warn(
+            f"load_best_model_at_end: not every rank sees {best}, so the model stays that of the last step",
+            stacklevel=2,
+        )
 
 
 @torch.no_grad()

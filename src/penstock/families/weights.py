@@ -325,11 +325,12 @@ class ModelFolder:
         dtype: torch.dtype | None = self.config.dtype or next(iter(self.tensors.values())).dtype
         return torch.float32 if dtype is None else dtype
 
-    def read(self, kind: Any, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> Any:
+    def read(self, kind: Any, tensors: Mapping[str, StoredTensor] | None, dtype: torch.dtype) -> Any:
         """Return a model of this class with values of these tensors.
 
         Args:
             kind: The class.
+            tensors: None = all of the files, under the names that they have there.
             dtype: Type of the model's weights.
 
         Raises:
@@ -339,9 +340,9 @@ class ModelFolder:
         try:
             with quiet():
                 model, loading = kind.from_pretrained(
-                    None,
+                    self.path if tensors is None else None,
                     config=self.config,
-                    state_dict=dict(tensors),
+                    state_dict=None if tensors is None else dict(tensors),
                     dtype=dtype,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # they are reported, and refused below
