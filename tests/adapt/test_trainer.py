@@ -198,6 +198,7 @@ def loop(rank: int, world: int, folder: str) -> list[float]:
     """Losses in a loop of accelerate that stops after two steps, and goes on in another process."""
     losses: list[float] = []
     for begins, ends in ((0, 2), (2, STEPS)):
+        shown: list[Any] = []
         with as_torchrun_starts_it(rank, world):
             torch.manual_seed(begins)
             accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -208,6 +209,10 @@ def loop(rank: int, world: int, folder: str) -> list[float]:
             samples = torch.utils.data.DataLoader(Samples(), batch_size=4 // world)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)  # accelerate steps it per rank
             model, optimizer, samples, scheduler = accelerator.prepare(model, optimizer, samples, scheduler)
+            for when in ("save", "load"):
+                getattr(accelerator, f"register_{when}_state_pre_hook")(
+                    lambda models, *others, shown=shown: shown.append(([*models], *others))
+                )
             if begins:
                 accelerator.load_state(folder)
             for number, given in enumerate(samples):
@@ -222,6 +227,10 @@ def loop(rank: int, world: int, folder: str) -> list[float]:
                         optimizer.zero_grad()
                     losses.append(accelerator.reduce(loss.detach(), "mean").item())
             accelerator.save_state(folder)
+            models, states, where = shown.pop()
+            plain = accelerator.unwrap_model(model)
+            assert models == [plain] and states[0].keys() == plain.state_dict().keys() and where == folder
+            assert shown == [([plain], folder)] * bool(begins)
             accelerator.save_model(model, f"{folder}/alone")
     return losses
 

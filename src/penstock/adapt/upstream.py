@@ -144,7 +144,7 @@ def _save_state(
 ) -> str:
     """Save models and optimisers as `save_checkpoint` does, and what else there is as accelerate does."""
     del engine
-    with _without_models(accelerator) as pairs:
+    with _without_models(accelerator, "_save_model_state_pre_hook") as (pairs, _):
         folder: str = plain(accelerator, output_dir, *given, **named)
     for place, (model, optimizer) in enumerate(pairs):
         save_checkpoint(model, optimizer, place_of(folder, place))
@@ -161,13 +161,8 @@ def _load_state(
 ) -> None:
     """Read what `save_state` has written, on any number of ranks."""
     del engine
-    folders: list[str] = []
-    hook = accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
-    try:
-        with _without_models(accelerator) as pairs:
-            plain(accelerator, input_dir, *given, **named)
-    finally:
-        hook.remove()
+    with _without_models(accelerator, "_load_model_state_pre_hook") as (pairs, folders):
+        plain(accelerator, input_dir, *given, **named)
     for place, (model, optimizer) in enumerate(pairs):
         load_weights(model, place_of(folders[0], place))
         load_optimizer(model, optimizer, place_of(folders[0], place))
@@ -199,20 +194,41 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 @contextmanager
-def _without_models(accelerator: Any) -> Iterator[list[tuple[Any, torch.optim.Optimizer]]]:
-    """Take models and optimisers away from accelerate inside this context; yields them in pairs."""
-    models, optimizers = accelerator._models, accelerator._optimizers
+def _without_models(
+    accelerator: Any, place: str
+) -> Iterator[tuple[list[tuple[Any, torch.optim.Optimizer]], list[str]]]:
+    """Take models and optimisers away from accelerate inside this context, but not from the user's hooks.
+
+    Args:
+        place: The attribute of accelerate that holds these hooks.
+
+    Yields:
+        The models and optimisers in pairs, and the folders that hooks were called with.
+    """
+    models, optimizers, hooks = accelerator._models, accelerator._optimizers, getattr(accelerator, place)
     if len(models) != len(optimizers) or any(engine_if_any(model) is None for model in models):
         raise ValueError(
             f"accelerate has prepared {len(models)} models and {len(optimizers)} optimizers: save_state and "
             "load_state of scheduled models need one optimizer for each, and no other models. Use "
             "penstock.save_checkpoint for these and save others by themselves"
         )
+    folders: list[str] = []
+
+    def show(_: Any, *given: Any) -> None:
+        *saved, folder = given  # where models are saved, a list of their states
+        folders.append(folder)
+        states = [[model.state_dict() for model in models if hooks] for _ in saved]
+        shown = list(models)  # hooks may take models out of it
+        for hook in hooks.values():
+            hook(shown, *states, folder)
+
     accelerator._models, accelerator._optimizers = [], []
+    setattr(accelerator, place, {0: show})
     try:
-        yield [(model, _plain(optimizer)) for model, optimizer in zip(models, optimizers, strict=True)]
+        yield [(model, _plain(each)) for model, each in zip(models, optimizers, strict=True)], folders
     finally:
         accelerator._models, accelerator._optimizers = models, optimizers
+        setattr(accelerator, place, hooks)
 
 
 def place_of(folder: str, number: int) -> Path:
