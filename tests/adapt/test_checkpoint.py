@@ -190,6 +190,9 @@ def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path) -> None:
     fewer = torch.optim.AdamW([model.lm_head.weight])
     with pytest.raises(ValueError, match=r"other parameters: model\.embed_tokens\.weight"):
         penstock.load_optimizer(model, fewer, tmp_path / "saved")
+    with pytest.raises(ValueError, match="another kind of optimizer than SGD"):
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        penstock.load_optimizer(model, torch.optim.SGD(groups), tmp_path / "saved")
     with pytest.raises(ValueError, match="1 parameters that are not the model's"):
         penstock.save_checkpoint(model, torch.optim.SGD([torch.zeros(1)]), tmp_path / "other")
     factored = torch.optim.Adafactor(model.parameters())

@@ -110,6 +110,9 @@ def refuse_on_ranks(rank: int, world: int, folder: str) -> None:
             trained(model, folder, world, average_tokens_across_devices=False)
         with pytest.raises(ValueError, match="Adafactor"):
             trained(model, folder, world, optim="adafactor")
+        trained(model, folder, world, save_only_model=True)
+        with pytest.raises(ValueError, match="save_only_model"):
+            trained(model, folder, world, resume=f"{folder}/checkpoint-{SAVED_AT}")
 
 
 def test_arguments_with_which_ranks_would_train_otherwise_are_refused(ranks: Pools, tmp_path: Path) -> None:

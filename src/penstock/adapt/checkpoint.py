@@ -203,6 +203,14 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
         differing = sorted(set(chain(*own)) ^ set(chain(*theirs)))[:3]
         names = ", ".join(differing) or "the same ones, in other groups or another order"
         raise ValueError(f"{path} has the state of an optimizer of other parameters: {names}")
+    here, there = (set(chain(*groups)) for groups in (states.groups, saved))
+    # Settings that versions of torch or schedulers of the rate have added stand on one side alone.
+    lacking, unknown = sorted(here - there), sorted(there - here - {WITHOUT, "initial_lr"})
+    if lacking and unknown:
+        raise ValueError(
+            f"{path} has the state of another kind of optimizer than {type(optimizer).__name__}: settings "
+            f"{some_of(unknown)}, and not {some_of(lacking)}. Make the kind that was saved, or begin anew"
+        )
     states.take(path, saved)
 
 

@@ -450,7 +450,10 @@ def _recompute(
     """
     del plain, gradient_checkpointing_kwargs  # torch's way of recomputing is decided here
     if every_n_layers != 1 or offload:
-        raise ValueError("a scheduled model computes all of its layers again, and moves nothing to the host")
+        raise ValueError(
+            f"every_n_layers = {every_n_layers}, offload = {offload}: a scheduled model computes all of its "
+            "layers again, and moves nothing to the host: leave both out"
+        )
     engine_of(model).recompute("blocks")
 
 

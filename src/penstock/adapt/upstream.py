@@ -285,9 +285,14 @@ def _save(engine: Engine, plain: Callable[..., Any], trainer: Any, output_dir: s
 def _load(engine: Engine, plain: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
     del engine, plain
     if checkpoint is not None:
+        if not (file := Path(checkpoint) / SCHEDULER).is_file():
+            raise ValueError(
+                f"resume_from_checkpoint = {checkpoint}: it has no {SCHEDULER}. A save that was cut off, or "
+                "with save_only_model = True, lacks what training goes on from: give another "
+                "checkpoint, or begin anew from its model (from_pretrained)"
+            )
         load_optimizer(trainer.model, _plain(trainer.optimizer), checkpoint)
-        scheduler = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
-        trainer.lr_scheduler.load_state_dict(scheduler)
+        trainer.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
 
 
 def _load_model(
