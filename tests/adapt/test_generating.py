@@ -166,3 +166,54 @@ def test_all_ranks_raise_where_one_fails_and_go_on_afterwards(ranks: Pools) -> N
     first, second = ranks(2).run(fail_on_the_second, 2)
     assert first == ["OtherRankError"] * len(FAILURES)
     assert second == ["IndexError", "KeyError", "KeyError", *["ValueError"] * 3]
+
+
+class Stopping(LogitsProcessor):
+    """Ctrl-C, or a call of `sys.exit`, at the second token."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] > prompts(0).shape[1]:
+            raise self.error
+        return scores
+
+
+def stop_while_writing(model: Any, rank: int, error: BaseException) -> None:
+    written(model, 0, logits_processor=[Stopping(error)] if rank else [])
+
+
+def stop_in_a_step(model: Any, rank: int, error: BaseException) -> None:
+    def stop(*_: Any) -> None:
+        if rank:
+            raise error
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(stop)
+    model(**Batch().inputs())
+
+
+def stop_in_a_pass(model: Any, rank: int, error: BaseException) -> None:
+    stop_in_a_step(model.eval(), rank, error)
+
+
+def stopped(rank: int, run: Callable[[Any, int, BaseException], None], error: BaseException) -> str:
+    """What a rank hears when the second one is stopped, and lives on."""
+    model = penstock.parallelize(small("mixtral"), ep_size=2, plan="flowmoe")
+    try:
+        run(model, rank, error)
+    except BaseException as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return ""
+
+
+@pytest.mark.parametrize("run", [stop_while_writing, stop_in_a_pass, stop_in_a_step])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_a_rank_that_is_stopped_is_named_on_the_others(
+    ranks: Pools, run: Callable[[Any, int, BaseException], None], error: BaseException
+) -> None:
+    pool = ranks(2)
+    first, second = pool.run(stopped, run, error)
+    pool.close()  # its exchanges were left behind
+    assert second == f"{type(error).__name__}: {error}"
+    assert "rank 1 had failed" in first and type(error).__name__ in first, first
