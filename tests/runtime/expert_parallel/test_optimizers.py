@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.runtime.clip import ExpertRanks, mark_experts
-from penstock.runtime.expert_parallel.optimizers import check_optimizer
+from penstock.runtime.expert_parallel.optimizers import check_optimizer, watch_optimizer
 from penstock.runtime.groups import LocalTransport
 from penstock.topology import Layout
 from tests.runtime.features.sharded_optimizer.steps import Habits, build, loss_of
@@ -45,8 +45,9 @@ NEED_TENSORS = [
     "StableAdamW",
     "NovoGrad",
     "SM3",
+    "AdamP",
 ]
-NEED_MODELS = ["LBFGS", "FullBatchLBFGS", "Prodigy", "DAdaptAdam"]
+NEED_MODELS = ["LBFGS", "FullBatchLBFGS", "Prodigy", "DAdaptAdam", "SAM"]
 NEED_NUMBERS = [
     "Adam",
     "AdamW",
@@ -100,6 +101,27 @@ def test_an_optimizer_is_known_by_its_name_and_that_of_its_base(name: str) -> No
     frozen = held(ep_size=2, stacked=True)
     frozen[0].requires_grad_(False)
     check_optimizer(kind(frozen))
+
+
+class Mine(torch.optim.Optimizer):
+    """An optimiser of one's own, of which nobody knows what it needs."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        del closure
+
+
+@pytest.mark.parametrize(("ep_size", "stacked", "warned"), [(2, True, 1), (2, False, 0), (1, True, 0)])
+def test_of_an_optimizer_that_nobody_knows_ranks_with_shares_warn_once(
+    recwarn: pytest.WarningsRecorder, ep_size: int, stacked: bool, warned: int
+) -> None:
+    for kind in (Mine, torch.optim.RMSprop, type("Schedulefree", (torch.optim.SGD,), {})):
+        optimizer = kind(held(ep_size=ep_size, stacked=stacked))
+        for _ in range(2):
+            watch_optimizer(optimizer)
+    assert ["Mine" in str(each.message) for each in recwarn] == [True] * warned
 
 
 # ---- real ranks --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -46,6 +47,7 @@ def watch_optimizer(optimizer: Optimizer) -> None:
                 f"{share}: an update would mix them. Use an ordinary optimizer, or for PipelinedStack "
                 "penstock.ShardedAdamW (optimizer.zero_stage=1)"
             )
+    _warn_if_unknown(optimizer)
     for group in optimizer.param_groups:
         if KEY in group:  # loaded before the optimiser was known
             check_share(marked_share(group[KEY]), _share(group["params"]))
@@ -128,16 +130,25 @@ ALL = "products of all gradients of the model"
 
 NEEDS: Mapping[Whole, Mapping[str, str]] = {
     "tensor": {
-        **dict.fromkeys(("lamb", "lars", "larc", "novograd", "stableadam", "apollo", "fromage"), NORM),
+        **dict.fromkeys(
+            ("lamb", "lars", "larc", "novograd", "stableadam", "apollo", "fromage", "adamp", "sgdp"), NORM
+        ),
         **dict.fromkeys(("adafactor", "came", "sm3"), FACTORS),
         **dict.fromkeys(("muon", "galore", "dion", "scion"), SPECTRUM),
         **dict.fromkeys(("shampoo", "soap", "psgd", "kron"), GRAMIAN),
         "adammini": "means over blocks of a tensor",
     },
-    "model": dict.fromkeys(("lbfgs", "prodigy", "dadapt"), ALL),
+    "model": dict.fromkeys(("lbfgs", "prodigy", "dadapt", "sam"), ALL),
 }
 """What updates need, by what must be whole for that and by words in an optimiser's name, joined, in lower
 case."""
+NUMBERWISE = frozenset(
+    (
+        *("adam", "adamw", "nadam", "radam", "adamax", "adagrad", "adadelta", "ademamix", "adan", "adopt"),
+        *("sgd", "asgd", "rmsprop", "rprop", "lion", "sophia", "madgrad", "tiger", "signum"),
+    )
+)
+"""Words in the names of optimisers that treat every number by itself."""
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
@@ -197,14 +208,34 @@ def _needs(names: Sequence[str]) -> tuple[tuple[str, Whole], ...]:
 
     names: of an optimiser's class and its base classes.
     """
-    found: dict[Whole, str] = {}
+    words = _words(names)
+    found = {whole: table[name] for whole, table in NEEDS.items() for name in table.keys() & words}
+    return tuple((what, whole) for whole, what in found.items())
+
+
+def _words(names: Iterable[str]) -> set[str]:
+    """Return the words of these names in lower case, also several that follow each other, as one."""
+    found = set[str]()
     for each in names:
         words = [word.lower() for word in WORDS.findall(each)]
-        joined = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
-        for whole, table in NEEDS.items():
-            for name in table.keys() & joined:
-                found[whole] = table[name]
-    return tuple((what, whole) for whole, what in found.items())
+        found |= {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    return found
+
+
+def _warn_if_unknown(optimizer: Optimizer) -> None:
+    """Warn of an optimiser that has shares, and whose name does not say what its updates need."""
+    kind = type(optimizer)
+    if NUMBERWISE & _words(each.__name__ for each in kind.__mro__):
+        return
+    for name, parameter in _trained(optimizer):
+        if share := share_of(parameter, whole="tensor"):
+            warnings.warn(
+                f"whether {kind.__name__} treats every number by itself is not known, and on this rank "
+                f"{name} {list(parameter.shape)} is only {share}: an update by the norm, sums or products of a "
+                "tensor would train something else than on one process, and nothing would tell",
+                stacklevel=2,
+            )
+            return
 
 
 def _trained(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
