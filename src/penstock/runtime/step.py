@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -230,8 +230,10 @@ class Step:
                     self._repeat(grads)
                     return
                 if replaced := gradients.finish():
-                    raise_replaced(self.stack.gradients.name_of(replaced[0]))
+                    raise RuntimeError(REPLACED.format(self.stack.gradients.name_of(replaced[0])))
             except BaseException as error:
+                if self.finished and (written := self.model_state.written) is not None:
+                    error.add_note(REPLACED.format(written))  # autograd, which refuses it, names no parameter
                 # Earlier gradients are restored; what cannot be restored is noted on the error.
                 doubts = [gradients.abandon()]
                 doubts += [feature.failed(begun=self.finished) for feature in self.taken.features]
@@ -330,13 +332,11 @@ def check_no_data_parallel(model: nn.Module) -> None:
             refuse_data_parallel()
 
 
-def raise_replaced(name: str) -> NoReturn:
-    """Raise RuntimeError: a hook used a gradient during a step, which was not synchronised yet."""
-    raise RuntimeError(
-        f"the gradient of {name} was replaced or removed while backward was running, or the parameter was "
-        "updated, before its gradient was summed over ranks and microbatches: the update is wrong. "
-        "Update parameters after loss.backward(), not in a hook (register_post_accumulate_grad_hook)."
-    )
+REPLACED = (
+    "the gradient of {} was replaced or removed while backward was running, or the parameter was updated, "
+    "before its gradient was summed over ranks and microbatches: the update is wrong. Update parameters "
+    "after loss.backward(), not in a hook (register_post_accumulate_grad_hook)."
+)
 
 
 def check_no_checkpoint() -> None:
@@ -415,6 +415,12 @@ class ForwardState:
             self._places = [p.data_ptr() for p in parameters]
             self._modes = [module.training for module in self._snapshot.modules]
             self._dtype = torch.get_default_dtype()
+
+    @property
+    def written(self) -> str | None:
+        """The name of a parameter that was written to since the end of the pass; None if there is none."""
+        pairs = zip(self._snapshot.parameters, self._versions, strict=True)
+        return next((self._snapshot.name_of(p) for p, version in pairs if p._version != version), None)
 
     def check(self) -> None:
         """Raise RuntimeError if values of parameters, or modules that run again, are not what they were.

@@ -230,9 +230,9 @@ def _warn_if_unknown(optimizer: Optimizer) -> None:
     for name, parameter in _trained(optimizer):
         if share := share_of(parameter, whole="tensor"):
             warnings.warn(
-                f"whether {kind.__name__} treats every number by itself is not known, and on this rank "
-                f"{name} {list(parameter.shape)} is only {share}: an update by the norm, sums or products of a "
-                "tensor would train something else than on one process, and nothing would tell",
+                f"whether {kind.__name__} treats every number by itself is not known, and {name} "
+                f"{list(parameter.shape)} of this rank is only {share}: an update by the norm, sums or "
+                "products of a tensor would train something else than on one process, and nothing would tell",
                 stacklevel=2,
             )
             return
