@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 from penstock.config import ConfigError
 from penstock.topology import CommunicationError, Layout, lane_groups
 from penstock.topology.join import ProcessInfo, join, leave, name_of_attempt
-from penstock.topology.meeting_point import look_at, open_store, within
+from penstock.topology.meeting_point import look_at, open_store, remedy, within
 from tests.support.patience import HANG_S, outcome_of
 from tests.support.ranks import forking
 
@@ -211,3 +211,12 @@ def test_ranks_that_do_not_come_end_the_wait() -> None:
     for rank in (0, 1):
         with pytest.raises(RuntimeError):
             name_of_attempt(store, rank, 2, timedelta(seconds=0.2))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [("rv != -1. -1 vs -1. socket: Too many open files", "ulimit -n"), ("timed out", "GLOO_SOCKET_IFNAME")],
+)
+def test_what_helps_ranks_that_gloo_does_not_connect(error: str, told: str) -> None:
+    said = remedy(RuntimeError(error), os.environ)
+    assert [each for each in ("ulimit -n", "GLOO_SOCKET_IFNAME") if each in said] == [told]

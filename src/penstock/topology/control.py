@@ -23,11 +23,9 @@ from penstock.copies import Shared
 from penstock.topology.faults import ACTIVITY, ANSWER_S, explain, named, reason, unless_lost
 from penstock.topology.meeting_point import (
     SPARE_S,
-    VARIABLE,
     check_interface,
     in_thread,
-    in_use,
-    listed,
+    remedy,
     within,
 )
 
@@ -301,9 +299,8 @@ def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:
             why = (
                 f"{named(missing)} did not come: every rank must call Penstock at the same point"
                 if missing
-                else f"all ranks came, and Gloo could not connect them ({reason(error)}). It uses "
-                f"{in_use(os.environ)}; there are {listed()}. Name in {VARIABLE} the interface that all "
-                "other ranks reach"
+                else f"all ranks came, and Gloo could not connect them ({reason(error)}). "
+                f"{remedy(error, os.environ)}"
             )
         raise CommunicationError(
             f"rank {default.rank()} of {default.size()}: the default process group takes no tensors of the "

@@ -44,11 +44,10 @@ from penstock.topology.meeting_point import (
     SPARE_S,
     VARIABLE,
     check_interface,
-    in_use,
     interface_names,
     is_loopback,
-    listed,
     open_store,
+    remedy,
     why_unreachable,
     within,
 )
@@ -230,9 +229,7 @@ def join(
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {info.rank} of {info.world_size} has met the others, and could not connect to them within "
-            f"{start_s:g} s ({reason(error)}). Gloo uses {in_use(os.environ)}; there are {listed()}. "
-            f"Name in {VARIABLE} the interface that all other ranks reach, and check that no firewall closes "
-            "ports between them."
+            f"{start_s:g} s ({reason(error)}). {remedy(error, os.environ)}."
         ) from error
     if info.world_size == 1:
         return

@@ -7,9 +7,12 @@ nothing, or a server that was stopped, would hold a rank for ever.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
+import os
 import platform
+import resource
 import socket
 import struct
 import threading
@@ -217,3 +220,14 @@ def in_use(environ: Mapping[str, str]) -> str:
     if given:
         return f"{VARIABLE}={given}"
     return f"the interface of this machine's name, {platform.node()}, since {VARIABLE} is not set"
+
+
+def remedy(error: BaseException, environ: Mapping[str, str]) -> str:
+    """Return in words what to do where ranks have met and Gloo has not connected them."""
+    if os.strerror(errno.EMFILE) in str(error):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"A rank may open {limit} files and connections here: raise that (ulimit -n)"
+    return (
+        f"Gloo uses {in_use(environ)}; there are {listed()}. Name in {VARIABLE} the interface that all other "
+        "ranks reach, and check that no firewall closes ports between them"
+    )
