@@ -172,6 +172,11 @@ class StackedSharding(Sharding):
         )
 
     @property
+    def in_words(self) -> str:
+        index, count = self.index * self.each.count + self.each.index, self.count * self.each.count
+        return f"part {index} of {count} along {' x '.join(self.axes)}"
+
+    @property
     def part_shape(self) -> tuple[int, ...]:
         return (self.shape[0] // self.count, *self.each.part_shape)
 
