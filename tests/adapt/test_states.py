@@ -119,7 +119,7 @@ def refusal(function: Callable[[], Any]) -> str:
 def fused(rank: int, folder: Path) -> list[str]:
     """What is said of parts of fused matrices: as `torch.distributed.checkpoint` is to write them, and as
     this rank's own state and another's are loaded."""
-    training, states = Training(rank, {"ep_size": 1, "etp_size": 2}, family="mixtral"), [{}, {}]
+    training, states = Training(rank, {"ep_size": 1, "etp_size": 2}, family="mixtral"), [dict[str, Any]()] * 2
     dist.all_gather_object(states, training.model.state_dict())
     alone = {name: each for name, each in states[1 - rank].items() if "down_proj" not in name}
     return [

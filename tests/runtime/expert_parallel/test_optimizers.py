@@ -109,9 +109,6 @@ class Mine(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: Any = None) -> None:
-        del closure
-
 
 @pytest.mark.parametrize(("ep_size", "stacked", "warned"), [(2, True, 1), (2, False, 0), (1, True, 0)])
 def test_of_an_optimizer_that_nobody_knows_ranks_with_shares_warn_once(
