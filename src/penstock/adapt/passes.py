@@ -233,8 +233,7 @@ class Spread:
         order, transport = self._moe.permutation, self._machinery.transports.of(Lane.INTER, Group.EXPERT)
         assert isinstance(order, SortPermutation)
         plan = order.arrange(experts_Tk, (len(x_TM),), masked=False)
-        counts_CN = plan.counts_CN
-        assert counts_CN is not None
+        assert (counts_CN := plan.counts_CN) is not None
         routes = self._exchange(lambda: Later.of(exchange_counts(counts_CN, self._maker, transport)))
         route = routes.slices[0]
         rows_RM = plan.rows.take(x_TM)
