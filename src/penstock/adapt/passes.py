@@ -27,7 +27,7 @@ from penstock.moe.permute.sort import SortPermutation
 from penstock.runtime import Machinery
 from penstock.runtime.consistency import Turns
 from penstock.runtime.transport import Later, exchange_counts, send_home, send_out
-from penstock.topology import CommunicationError, Control
+from penstock.topology import Control
 from penstock.topology.faults import together
 
 T = TypeVar("T")
@@ -246,12 +246,7 @@ class Spread:
 
     def _exchange(self, work: Callable[[], T]) -> T:
         """Return what an exchange with other ranks returns. Raises CommunicationError, which names them."""
-        control, purpose = self._machinery.control, "meeting at the experts in a pass without gradients"
-        try:
-            return control.exchange(purpose, work)
-        except CommunicationError:
-            self._machinery.transports.abort()  # a thread that still waits would end Python by an abort
-            raise
+        return self._machinery.control.exchange("meeting at the experts in a pass without gradients", work)
 
 
 class NarrowSpread(Spread):
