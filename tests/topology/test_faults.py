@@ -199,7 +199,6 @@ def test_who_takes_no_part_is_busy() -> None:
     ("error", "is_one"),
     [
         (RuntimeError(GLOO), True),
-        (RuntimeError("Application timeout caused pair closure"), True),
         (dist.DistBackendError("NCCL error"), True),
         (RuntimeError("shapes do not fit"), False),
         (OSError(28, "No space left on device"), False),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -28,7 +27,6 @@ from penstock.runtime import Machinery
 from penstock.runtime.consistency import Turns
 from penstock.runtime.transport import Later, exchange_counts, send_home, send_out
 from penstock.topology import Control
-from penstock.topology.faults import together
 
 T = TypeVar("T")
 
@@ -68,13 +66,12 @@ class Passes:
             self._turns.untrained()
         self._next = 0
         try:
-            with together("a pass without gradients"):
-                try:
-                    yield
-                except Exception:
-                    self._complete()
-                    raise
+            try:
+                yield
+            except Exception:
                 self._complete()
+                raise
+            self._complete()
         finally:
             self._next = None
 
@@ -102,19 +99,18 @@ class Passes:
         self._turns.untrained()
         self._generates, failure = True, None
         try:
-            with together("generating"):
-                try:
-                    result = run()
-                except OtherRankError:
+            try:
+                result = run()
+            except OtherRankError:
+                raise
+            except Exception as error:
+                if self._broken:
                     raise
-                except Exception as error:
-                    if self._broken:
-                        raise
-                    failure = error
-                while self._agree(runs=False, fails=failure is not None):
-                    self._next = 0
-                    self._complete()
-                    self._next = None
+                failure = error
+            while self._agree(runs=False, fails=failure is not None):
+                self._next = 0
+                self._complete()
+                self._next = None
         finally:
             self._generates, self._next = False, None
         if failure is not None:
@@ -233,20 +229,15 @@ class Spread:
         order, transport = self._moe.permutation, self._machinery.transports.of(Lane.INTER, Group.EXPERT)
         assert isinstance(order, SortPermutation)
         plan = order.arrange(experts_Tk, (len(x_TM),), masked=False)
-        assert (counts_CN := plan.counts_CN) is not None
-        routes = self._exchange(lambda: Later.of(exchange_counts(counts_CN, self._maker, transport)))
-        route = routes.slices[0]
+        assert plan.counts_CN is not None
+        route = Later.of(exchange_counts(plan.counts_CN, self._maker, transport)).slices[0]
         rows_RM = plan.rows.take(x_TM)
         for leg in route.legs:
-            rows_RM = self._exchange(partial(send_out, rows_RM, leg, transport))
+            rows_RM = send_out(rows_RM, leg, transport)
         rows_RM = self._moe.expert_rows(rows_RM, route)
         for leg in reversed(route.legs):
-            rows_RM = self._exchange(partial(send_home, rows_RM, leg, transport))
+            rows_RM = send_home(rows_RM, leg, transport)
         return order.unpermute(rows_RM, weights_Tk, plan)
-
-    def _exchange(self, work: Callable[[], T]) -> T:
-        """Return what an exchange with other ranks returns. Raises CommunicationError, which names them."""
-        return self._machinery.control.exchange("meeting at the experts in a pass without gradients", work)
 
 
 class NarrowSpread(Spread):
@@ -255,13 +246,12 @@ class NarrowSpread(Spread):
     def _exchanged(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         layout, transport = self._machinery.layout, self._machinery.transports.of(Lane.INTER, Group.SHARDS)
         size_12 = torch.tensor([experts_Tk.shape], device=x_TM.device)
-        gather = partial(transport.all_gather, group=Group.SHARDS)
-        sizes_S2 = self._exchange(lambda: gather(size_12, [1] * layout.etp_size))
+        sizes_S2 = transport.all_gather(size_12, [1] * layout.etp_size, Group.SHARDS)
         sizes, top_k = sizes_S2[:, 0].tolist(), int(sizes_S2[:, 1].max())
         given = (x_TM, *(each.reshape(len(x_TM), top_k) for each in (experts_Tk, weights_Tk)))
-        every = self._exchange(lambda: [gather(each.contiguous(), sizes) for each in given])
+        every = [transport.all_gather(each.contiguous(), sizes, Group.SHARDS) for each in given]
         sum_TM = super()._exchanged(*every)
-        self._exchange(partial(transport.all_reduce, sum_TM, Group.SHARDS))
+        transport.all_reduce(sum_TM, Group.SHARDS)
         own_TM: Tensor = sum_TM.split(sizes)[layout.etp_rank]
         return own_TM
 

@@ -580,8 +580,6 @@ class _ThreadRun:
         self.interrupt(next(going, Lane.COMPUTE), PeerLostError(told), ACTIVITY.waited_s)
 
     def _fail(self, task: Task, waited_s: float, error: BaseException) -> None:
-        if not isinstance(error, Exception):  # an interrupt may come between two tasks
-            ACTIVITY.fail(f"task {task}", error)
         with self._failing:
             first = self.failure is None
             if first:

@@ -420,15 +420,9 @@ class FaultWatcher:
 
 
 class _Process:
-    """What is known of this process.
-
-    Attributes:
-        watcher: Its watcher; None in a program that has not joined others.
-        needs_all: Whether it runs what began with all ranks and needs them to its end.
-    """
+    """The watcher of this process; None in a program that has not joined others."""
 
     watcher: FaultWatcher | None = None
-    needs_all = False
 
 
 def watch(watcher: FaultWatcher | None) -> None:
@@ -441,8 +435,8 @@ def watch(watcher: FaultWatcher | None) -> None:
 
 
 def is_watched() -> bool:
-    """Return whether the ranks watch each other; those on GPUs then end their exchanges themselves."""
-    return _Process.watcher is not None
+    """Return whether this rank ends its exchanges itself when others fail."""
+    return _Process.watcher is not None and _Process.watcher.watches
 
 
 def has_ended() -> bool:
@@ -472,27 +466,6 @@ def give_up(why: str) -> None:
         _ask_others()
 
 
-@contextmanager
-def together(what: str) -> Iterator[None]:
-    """Run inside this context what needs all ranks to its end.
-
-    An interrupt or `sys.exit` on this rank is told to the others at once, and exchanges inside do not outlast
-    the end of another rank, even those that begin after it.
-
-    Args:
-        what: What ranks run, in words.
-    """
-    outer, watcher = _Process.needs_all, _Process.watcher
-    _Process.needs_all = outer or (watcher is not None and not watcher.others_end.done())
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as error:
-        give_up(f"{what}: {type(error).__name__}")
-        raise
-    finally:
-        _Process.needs_all = outer
-
-
 def unless_lost(exchange: Callable[[], T]) -> T:
     """Return what an exchange of hosts returns, which does not outlast the end of another rank.
 
@@ -510,7 +483,7 @@ def unless_lost(exchange: Callable[[], T]) -> T:
     watcher = _Process.watcher
     if watcher is None or watcher.watches:
         return exchange()
-    late, begun_s = watcher.others_end.done() and not _Process.needs_all, time.monotonic()
+    late, begun_s = watcher.others_end.done(), time.monotonic()
     outcome = in_thread(exchange)
     either: tuple[Future[Any], ...] = (outcome, watcher.others_end)
     wait(either, return_when=FIRST_COMPLETED)
@@ -540,8 +513,7 @@ def is_first_to_say(text: str) -> bool:
 def is_transport_error(error: BaseException) -> bool:
     """Tell whether an exchange with other ranks broke, or others did not come to it."""
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
-        and re.match(r"\[[^\]]*\.cc:\d+\] |Application timeout caused pair closure", str(error)) is not None
+        isinstance(error, RuntimeError) and re.match(r"\[[^\]]*\.cc:\d+\] ", str(error)) is not None
     )
 
 

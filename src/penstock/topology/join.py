@@ -281,7 +281,8 @@ def joined(
         info = ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
         if info.world_size > 1:
             host_group(start_s or timeout_s)
-            _watch_in_group_of_others(info, timeout_s if device_of(device).is_gpu else None)
+            if device_of(device).is_gpu:
+                _watch_in_group_of_others(info, timeout_s)
         return info
     join(started, timeout_s, device, transport, start_s=start_s)
     return started
@@ -427,13 +428,10 @@ def is_kept_by_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float | None) -> None:
+def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
     """Let the ranks of a default group that others have made watch each other.
 
     That is once for every such group, and again after a failure that the program has survived.
-
-    Args:
-        timeout_s: See `exchange_timeout_s` of `FaultWatcher`.
     """
     default, control = dist.group.WORLD, Control(info.rank, info.world_size)
     assert default is not None, "ranks have joined"
