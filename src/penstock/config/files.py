@@ -187,7 +187,7 @@ settings."""
 def read_table(path: Path) -> dict[str, Any]:
     """Return what a file of settings says, which is YAML or JSON if its name ends so, and TOML otherwise."""
     path = found_or_shipped(path)
-    if not path.exists() and (SHIPPED / path.name).is_file():
+    if path.name in {each.name for each in SHIPPED.glob("*")} and not path.exists():
         hint = f"Write {path.stem}, the configuration of that name that comes with Penstock."
         raise ConfigError(str(path), UNSET, "there is no such file", hint)
     text = read_text(path, str(path), "Give the path of a readable TOML or YAML file.", MOST_TOML_BYTES)
