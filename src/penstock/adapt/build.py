@@ -466,10 +466,8 @@ def reload(model: Any, folder: str | Path) -> None:
         ValueError: If the folder holds another model.
     """
     kind, dtype = plain_class(model), next(model.parameters()).dtype
-    opened, other = (
-        ModelFolder.open(Path(folder), kind),
-        f"{folder} holds another model than {kind.__name__} is here",
-    )
+    opened = ModelFolder.open(Path(folder), kind)
+    other = f"{folder} holds another model than {kind.__name__} is here"
     if family_of(opened.model) is None:
         try:
             model.load_state_dict(opened.read(kind, None, dtype).state_dict())

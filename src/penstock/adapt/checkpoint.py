@@ -209,7 +209,7 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
     if lacking and unknown:
         raise ValueError(
             f"{path} has the state of another kind of optimizer than {type(optimizer).__name__}: settings "
-            f"{some_of(unknown)}, and not {some_of(lacking)}. Make the kind that was saved, or begin anew"
+            f"{some_of(unknown)}, and not {some_of(lacking)}. Make the saved kind, or start from scratch"
         )
     states.take(path, saved)
 

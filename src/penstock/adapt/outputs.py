@@ -30,7 +30,12 @@ STEPPED = (
 
 
 def refuse_backward(tensor: Tensor, why: str) -> Tensor:
-    """Return a tensor without a graph, whose backward raises ValueError with these words."""
+    """Return a tensor through which no gradient passes: its backward raises ValueError.
+
+    Args:
+        tensor: Of this caller alone, since it is not copied.
+        why: What is wrong and what to do, as the text of that error.
+    """
     return _RefuseBackward.apply(tensor, torch.zeros((), requires_grad=True), why)  # type: ignore[no-any-return]
 
 

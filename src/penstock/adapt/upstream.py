@@ -289,7 +289,7 @@ def _load(engine: Engine, plain: Callable[..., Any], trainer: Any, checkpoint: s
             raise ValueError(
                 f"resume_from_checkpoint = {checkpoint}: it has no {SCHEDULER}. A save that was cut off, or "
                 "with save_only_model = True, lacks what training goes on from: give another "
-                "checkpoint, or begin anew from its model (from_pretrained)"
+                "checkpoint, or start a new run from its model (from_pretrained)"
             )
         load_optimizer(trainer.model, _plain(trainer.optimizer), checkpoint)
         trainer.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))

@@ -244,11 +244,12 @@ class Efficiency:
         total: Any = 0.0
         for product in kernels.products:
             size, rows = (product.inner, product.columns, product.groups), product.rows * load
+            is_one = isinstance(rows, float | int)
             times_s = [
                 sum(self._one_s(n, *size, way) for way, wanted in enumerate(ways) if wanted)
-                for n in ([rows] if isinstance(rows, float | int) else rows)
+                for n in ([rows] if is_one else rows)
             ]
-            total = total + product.number * (times_s[0] if np.ndim(rows) == 0 else np.array(times_s))
+            total = total + product.number * (times_s[0] if is_one else np.array(times_s))
         if phase is Phase.WEIGHT:
             return total
         shares, width = self.shares, min(1.0, NARROW + (1 - NARROW) * kernels.score_width / 128)
