@@ -103,6 +103,11 @@ class Device(ABC):
     def synchronize(self, device: torch.device) -> None:
         """Make the host wait until the device has done everything."""
 
+    def issued(self, device: torch.device) -> Callable[[], bool]:
+        """Return what tells whether the device has done all that this thread has given it so far."""
+        del device
+        return lambda: True
+
     def check(self, holds: Tensor, message: str) -> None:
         """Raise ValueError with the message unless a truth on the device holds; a GPU does so later."""
         if not holds:
@@ -209,6 +214,9 @@ class Gpu(Device):
 
     is_gpu, loads_lazily = True, False
     collectives: ClassVar[str]
+
+    def issued(self, device: torch.device) -> Callable[[], bool]:
+        return self.current_stream(device).record_event(self.event(timed=False)).query
 
     def check(self, holds: Tensor, message: str) -> None:
         """Stop the device with the message unless a truth on it holds; the host does not wait to learn it.

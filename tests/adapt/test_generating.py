@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import penstock
+from tests.adapt.stopped import STOPS
 from tests.support.adapted import Batch, distance, grads_of, share_of, small
+from tests.support.forked import run_forked
 from tests.support.ranks import Pools
 
 LONG = 6
@@ -166,3 +169,12 @@ def test_all_ranks_raise_where_one_fails_and_go_on_afterwards(ranks: Pools) -> N
     first, second = ranks(2).run(fail_on_the_second, 2)
     assert first == ["OtherRankError"] * len(FAILURES)
     assert second == ["IndexError", "KeyError", "KeyError", *["ValueError"] * 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STOPS)
+def test_a_rank_that_is_stopped_is_named_by_the_other(kind: str) -> None:
+    program = Path(__file__).parent / "stopped.py"
+    found = run_forked(2, kind, program=str(program))
+    assert f"rank 1 had failed: a pass without gradients: {STOPS[kind].__name__}" in found.stderr
+    assert "CommunicationError" in found.stderr

@@ -153,6 +153,14 @@ class Lost(TrainerCallback):
             shutil.rmtree(f"{args.output_dir}/checkpoint-{SAVED_AT}")
 
 
+class Unseen(TrainerCallback):
+    """Does not see the folder of the best model, as on a node with disks of its own."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        del args, control, others
+        state.best_model_checkpoint = None
+
+
 def end_with_the_worst(rank: int, world: int, folder: str) -> None:
     """A family that is not described, whose losses fall: the worst model is that of the first checkpoint."""
 
@@ -174,6 +182,7 @@ def end_with_the_worst(rank: int, world: int, folder: str) -> None:
         assert again[:-1] == losses
         state = json.loads(Path(f"{folder}/kept/checkpoint-{STEPS}/trainer_state.json").read_text())
         assert found == state["best_metric"] > again[-1]
+        assert run("unseen", *[Unseen()] * rank, **worst)[-1] == found
         with pytest.warns(match="load_best_model_at_end") if rank == 0 else nullcontext():
             assert run("lost", Lost(), **worst) == again
 

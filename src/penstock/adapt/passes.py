@@ -11,12 +11,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from penstock.adapt.cut import Cut
+from penstock.device import device_of
 from penstock.families.adapters import ExpertAxis, axes_of, core_of
 from penstock.features.dispatch import find_dispatch
 from penstock.graph import Lane
@@ -26,7 +28,8 @@ from penstock.moe.permute.sort import SortPermutation
 from penstock.runtime import Machinery
 from penstock.runtime.consistency import Turns
 from penstock.runtime.transport import Later, exchange_counts, send_home, send_out
-from penstock.topology import Control
+from penstock.topology import CommunicationError, Control
+from penstock.topology.faults import ACTIVITY, give_up
 
 T = TypeVar("T")
 
@@ -71,6 +74,9 @@ class Passes:
             except Exception:
                 self._complete()
                 raise
+            except BaseException as error:
+                _tell(error)
+                raise
             self._complete()
         finally:
             self._next = None
@@ -107,6 +113,9 @@ class Passes:
                 if self._broken:
                     raise
                 failure = error
+            except BaseException as error:
+                _tell(error)
+                raise
             while self._agree(runs=False, fails=failure is not None):
                 self._next = 0
                 self._complete()
@@ -141,6 +150,11 @@ class Passes:
         except BaseException:
             self._broken = True
             raise
+
+
+def _tell(error: BaseException) -> None:
+    """Tell the other ranks that this one was interrupted or ends: it comes to no more meetings."""
+    give_up(f"a pass without gradients: {type(error).__name__}")
 
 
 def _init_continuous_batching(plain: Any, model: Any, *arguments: Any, **named: Any) -> Any:
@@ -229,15 +243,40 @@ class Spread:
         order, transport = self._moe.permutation, self._machinery.transports.of(Lane.INTER, Group.EXPERT)
         assert isinstance(order, SortPermutation)
         plan = order.arrange(experts_Tk, (len(x_TM),), masked=False)
-        assert plan.counts_CN is not None
-        route = Later.of(exchange_counts(plan.counts_CN, self._maker, transport)).slices[0]
+        counts_CN = plan.counts_CN
+        assert counts_CN is not None
+        routes = self._exchange(lambda: Later.of(exchange_counts(counts_CN, self._maker, transport)))
+        route = routes.slices[0]
         rows_RM = plan.rows.take(x_TM)
         for leg in route.legs:
-            rows_RM = send_out(rows_RM, leg, transport)
+            rows_RM = self._exchange(partial(send_out, rows_RM, leg, transport))
         rows_RM = self._moe.expert_rows(rows_RM, route)
         for leg in reversed(route.legs):
-            rows_RM = send_home(rows_RM, leg, transport)
+            rows_RM = self._exchange(partial(send_home, rows_RM, leg, transport))
         return order.unpermute(rows_RM, weights_Tk, plan)
+
+    def _exchange(self, work: Callable[[], T]) -> T:
+        """Return what an exchange with other ranks returns.
+
+        Raises:
+            CommunicationError: It failed; the message names the rank at fault.
+        """
+        inferring = torch.is_inference_mode_enabled()
+
+        def run() -> T:
+            with torch.inference_mode(inferring), torch.no_grad():  # modes belong to a thread
+                return work()
+
+        machinery, purpose = self._machinery, "meeting at the experts in a pass without gradients"
+        try:
+            result = machinery.control.exchange(purpose, run)
+        except CommunicationError:
+            machinery.transports.abort()  # a thread that still waits would end Python by an abort
+            raise
+        ACTIVITY.issued(
+            device_of(machinery.device).issued(machinery.device)
+        )  # the watch looks whether it ends
+        return result
 
 
 class NarrowSpread(Spread):
@@ -246,12 +285,13 @@ class NarrowSpread(Spread):
     def _exchanged(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         layout, transport = self._machinery.layout, self._machinery.transports.of(Lane.INTER, Group.SHARDS)
         size_12 = torch.tensor([experts_Tk.shape], device=x_TM.device)
-        sizes_S2 = transport.all_gather(size_12, [1] * layout.etp_size, Group.SHARDS)
+        gather = partial(transport.all_gather, group=Group.SHARDS)
+        sizes_S2 = self._exchange(lambda: gather(size_12, [1] * layout.etp_size))
         sizes, top_k = sizes_S2[:, 0].tolist(), int(sizes_S2[:, 1].max())
         given = (x_TM, *(each.reshape(len(x_TM), top_k) for each in (experts_Tk, weights_Tk)))
-        every = [transport.all_gather(each.contiguous(), sizes, Group.SHARDS) for each in given]
+        every = self._exchange(lambda: [gather(each.contiguous(), sizes) for each in given])
         sum_TM = super()._exchanged(*every)
-        transport.all_reduce(sum_TM, Group.SHARDS)
+        self._exchange(partial(transport.all_reduce, sum_TM, Group.SHARDS))
         own_TM: Tensor = sum_TM.split(sizes)[layout.etp_rank]
         return own_TM
 

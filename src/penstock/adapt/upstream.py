@@ -54,6 +54,7 @@ def follow_libraries() -> None:
                 "_save_optimizer_and_scheduler": _save,
                 "_load_optimizer_and_scheduler": _load,
                 "_load_from_checkpoint": _load_model,
+                "_finalize_training": _finalize,
                 "_load_best_model": _load_best,
             },
             _engine_of,
@@ -304,6 +305,15 @@ def _load_model(
         plain(trainer, checkpoint, model)
     else:
         reload(model, checkpoint)
+
+
+def _finalize(engine: Engine, plain: Callable[..., Any], trainer: Any, *given: Any, **named: Any) -> Any:
+    """End a training. All ranks load the best model or none, also where not every rank sees its folder."""
+    bests = engine.stack.machinery.control.gather(
+        trainer.state.best_model_checkpoint, "naming the best model"
+    )
+    trainer.state.best_model_checkpoint = next((best for best in bests if best is not None), None)
+    return plain(trainer, *given, **named)
 
 
 def _load_best(engine: Engine, plain: Callable[..., Any], trainer: Any) -> None:

@@ -75,7 +75,7 @@ class StreamLanes:
                 self.issued_s[call.task] = time.perf_counter() - begun_s
         for wanted in order.last:
             main.wait_event(ends[wanted])
-        ACTIVITY.issued(self._now(main, timed=False).query)
+        ACTIVITY.issued(self._kind.issued(self._device))
         self._wait(hosted)
         ran = [future.result() for future in hosted]
         if ACTIVITY.lost is not None:

@@ -17,6 +17,7 @@ from penstock.partial_state import KEY, ShareError, ShareMark, check_share, part
 from penstock.partial_state import share_of as marked_share
 from penstock.runtime.clip import MARK, OWNERS, ExpertRanks, Whole, is_sharded, share_of
 from penstock.sharding import sharding_of
+from penstock.topology.faults import is_first_to_say
 
 # ---- optimisers whose parameters are a rank's share: their state says so as state dicts of the model do
 #
@@ -223,12 +224,14 @@ def _words(names: Iterable[str]) -> set[str]:
 
 
 def _warn_if_unknown(optimizer: Optimizer) -> None:
-    """Warn of an optimiser that has shares, and whose name does not say what its updates need."""
+    """Warn on one rank of an optimiser that has shares, and whose name does not say what its updates need."""
     kind = type(optimizer)
     if NUMBERWISE & _words(each.__name__ for each in kind.__mro__):
         return
     for name, parameter in _trained(optimizer):
         if share := share_of(parameter, whole="tensor"):
+            if not is_first_to_say(f"an unknown optimizer: {kind.__module__}.{kind.__qualname__}"):
+                return
             warnings.warn(
                 f"whether {kind.__name__} treats every number by itself is not known, and {name} "
                 f"{list(parameter.shape)} of this rank is only {share}: an update by the norm, sums or "
