@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard, TypeVar, cast
 
 import numpy as np
@@ -216,7 +217,16 @@ class Gpu(Device):
     collectives: ClassVar[str]
 
     def issued(self, device: torch.device) -> Callable[[], bool]:
-        return self.current_stream(device).record_event(self.event(timed=False)).query
+        return self.asking(self.current_stream(device).record_event(self.event(timed=False)), device)
+
+    def asking(self, event: Event, device: torch.device) -> Callable[[], bool]:
+        """Return what tells whether the device has come to an event, for threads that have not used it."""
+
+        def has_come() -> bool:
+            self.make_current(device)  # or a thread's first question would open the first GPU as well
+            return event.query()
+
+        return has_come
 
     def check(self, holds: Tensor, message: str) -> None:
         """Stop the device with the message unless a truth on it holds; the host does not wait to learn it.
@@ -267,14 +277,15 @@ class Gpu(Device):
         host.copy_(tensor, non_blocking=True)
         return host, self.current_stream(tensor.device).record_event(self.event(timed=False))
 
-    def group_options(self, device: torch.device, *, connects: bool) -> dict[str, Any]:
+    def group_options(self, device: torch.device, timeout: timedelta, *, connects: bool) -> dict[str, Any]:
         """Return the arguments with which `new_group` makes a group of such devices alone.
 
         Args:
+            timeout: Limit of the group's exchanges.
             connects: Whether the group connects at once, and not with its first exchange.
         """
         del device, connects
-        return {"backend": self.collectives}
+        return {"backend": self.collectives, "timeout": timeout}
 
     @abstractmethod
     def abort(self, groups: Sequence[ProcessGroup]) -> None:
@@ -364,10 +375,10 @@ class Cuda(Gpu):
         if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
             environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-    def group_options(self, device: torch.device, *, connects: bool) -> dict[str, Any]:
+    def group_options(self, device: torch.device, timeout: timedelta, *, connects: bool) -> dict[str, Any]:
         options = dist.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = True
-        arguments: dict[str, Any] = {"backend": self.collectives, "pg_options": options}
+        options.is_high_priority_stream, options._timeout = True, timeout  # torch warns where these differ
+        arguments: dict[str, Any] = {"backend": self.collectives, "timeout": timeout, "pg_options": options}
         if connects:
             numbered = ":" in str(device)
             arguments["device_id"] = device if numbered else torch.device("cuda", torch.cuda.current_device())
@@ -428,7 +439,8 @@ class Cuda(Gpu):
         return fork_rng([device])
 
     def make_current(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)
+        if device.index is not None:  # "cuda" is the current one, and torch does not take it
+            torch.cuda.set_device(device)
 
     def identity(self, device: torch.device) -> str:
         return str(torch.cuda.get_device_properties(device).uuid)

@@ -17,6 +17,7 @@ from penstock.runtime.handlers import Inputs
 from penstock.runtime.machinery import build_lanes
 from penstock.runtime.streams import StreamLanes
 from penstock.step import StepShape
+from penstock.topology.faults import ACTIVITY
 from tests.runtime.programs import plan_in, program_of
 from tests.steps import random_orders
 
@@ -93,17 +94,23 @@ def issued(device: SlowDevice, execute: Callable[[Call], Any], failures: list[in
 def test_a_task_of_the_host_waits_for_the_device_and_its_readers_for_it() -> None:
     device, begun, lock = SlowDevice(behind=True), list[Task](), threading.Lock()
     threads: dict[Task, str] = {}
+    waits: list[bool] = []
 
     def execute(call: Call) -> Inputs:
+        if not device.reached.is_set():
+            waits.append(ACTIVITY.waited_s > 0)
         with lock:
             begun.append(call.task)
         threads[call.task] = threading.current_thread().name
-        if len(begun) > 2:  # the device is far behind what is issued
+        if any(waits):  # the device is far behind what is issued
             device.reached.set()
         return Inputs()
 
     known = issued(device, execute, [])
     assert set(known) == set(begun)
+    # An exchange that the device has not ended is known while later tasks are issued.
+    assert waits == [any(task.lane.is_network for task in begun[:place]) for place in range(len(waits))]
+    assert any(waits) and ACTIVITY.waited_s == 0
     place = {task: i for i, task in enumerate(begun)}
     for task in begun:
         assert threads[task].startswith("penstock-host") == (task.lane is Lane.HOST)

@@ -179,6 +179,16 @@ def test_a_rank_whose_store_has_gone_names_who_kept_it(held_by: int | None, told
     watcher.close()
 
 
+def test_a_rank_waits_for_the_oldest_of_what_its_device_has_not_done() -> None:
+    activity, done = Activity(), [True, False, False]
+    for place in range(len(done)):
+        activity.issued(partial(done.__getitem__, place))
+        time.sleep(0.01)
+    assert activity.waited_s >= 0.02
+    done[1:] = [True, True]
+    assert activity.waited_s == 0
+
+
 def test_who_takes_no_part_is_busy() -> None:
     activity = Activity()
     activity.begin("compute", "L0.X.m0.c0.F")

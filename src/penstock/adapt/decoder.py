@@ -37,7 +37,6 @@ class Inputs:
     """Inputs of a step besides tokens and labels.
 
     Attributes:
-        first: Number of the first sample.
         mask_BL: The attention mask, as it was given.
         positions_BL: Positions of tokens, [1, L] where all samples have the same, or several such tables,
             [_, B, L].
@@ -45,7 +44,6 @@ class Inputs:
         packed: Arguments that tell documents apart in the only sample.
     """
 
-    first: int = 0
     mask_BL: Tensor | None = None
     positions_BL: Tensor | None = None
     routers: RouterUse = "unused"
@@ -54,9 +52,9 @@ class Inputs:
     def of(self, keys: SampleKeys) -> dict[str, Any]:
         """Return the inputs of the samples of a microbatch, as the model takes them."""
         inputs: dict[str, Any] = dict(self.packed)
-        if self.mask_BL is None and self.positions_BL is None:
-            return inputs  # without a look at numbers of samples, for which a GPU's host would wait
-        rows = slice(start := int(keys.sample_ids_B[0]) - self.first, start + len(keys.sample_ids_B))
+        # Samples stay where masks are given, so theirs are a view of the batch's numbers; to read one of
+        # these the host would wait for a GPU.
+        rows = slice(start := int(keys.sample_ids_B.storage_offset()), start + len(keys.sample_ids_B))
         if (mask_BL := self.mask_BL) is not None:
             inputs["attention_mask"] = mask_BL if len(mask_BL) == 1 else mask_BL[rows]
         if (positions_BL := self.positions_BL) is not None:
@@ -151,10 +149,9 @@ class Calls:
         cached: Called | None = None if reference is None else reference()
         if cached is not None:
             return cached
-        ids = keys.sample_ids_B.tolist()  # another tensor may name the same samples, or samples have moved
-        for samples_B, reference in list(self._by_samples.items()):
+        for samples_B, reference in list(self._by_samples.items()):  # another view may be of the same samples
             called: Called | None = reference()
-            if called is not None and samples_B.tolist() == ids:
+            if called is not None and _place(samples_B) == _place(keys.sample_ids_B):
                 self._by_samples[keys.sample_ids_B] = reference
                 return called
         assert self.make is not None, "samples stay where masks and positions are given"
@@ -165,6 +162,11 @@ class Calls:
     def _keep(self, keys: SampleKeys, called: Called) -> None:
         self._step.append(called)
         self._by_samples[keys.sample_ids_B] = weakref.ref(called)
+
+
+def _place(samples_B: Tensor) -> tuple[int, int]:
+    """Return where the numbers of samples lie, and how many they are."""
+    return samples_B.data_ptr(), len(samples_B)
 
 
 class _Layer:

@@ -196,8 +196,10 @@ class Engine:
 
     def _begin(self, given: StepInputs) -> Tensor:
         """Begin the forward pass of a step on these samples; return their numbers."""
-        self.decoder.begin(replace(given.inputs, first=self._first))
-        return torch.arange(self._first, self._first + len(given.tokens_BL))
+        self.decoder.begin(given.inputs)
+        numbers_B = torch.arange(self._first, self._first + len(given.tokens_BL))
+        device = self.stack.machinery.device
+        return device_of(device).from_host(numbers_B, device)
 
     def warn_if_different(self) -> None:
         """Warn on rank 0 if ranks have drifted apart: what was trained is saved all the same."""

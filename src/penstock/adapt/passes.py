@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.adapt.cut import Cut
-from penstock.device import device_of
+from penstock.device import on_device
 from penstock.families.adapters import ExpertAxis, axes_of, core_of
 from penstock.features.dispatch import find_dispatch
 from penstock.graph import Lane
@@ -27,9 +27,9 @@ from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.permute.sort import SortPermutation
 from penstock.runtime import Machinery
 from penstock.runtime.consistency import Turns
-from penstock.runtime.transport import Later, exchange_counts, send_home, send_out
-from penstock.topology import CommunicationError, Control
-from penstock.topology.faults import ACTIVITY, give_up
+from penstock.runtime.transport import Later, exchange_counts, send_home, send_out, to_host
+from penstock.topology import Control
+from penstock.topology.faults import give_up
 
 T = TypeVar("T")
 
@@ -256,27 +256,7 @@ class Spread:
         return order.unpermute(rows_RM, weights_Tk, plan)
 
     def _exchange(self, work: Callable[[], T]) -> T:
-        """Return what an exchange with other ranks returns.
-
-        Raises:
-            CommunicationError: It failed; the message names the rank at fault.
-        """
-        inferring = torch.is_inference_mode_enabled()
-
-        def run() -> T:
-            with torch.inference_mode(inferring), torch.no_grad():  # modes belong to a thread
-                return work()
-
-        machinery, purpose = self._machinery, "meeting at the experts in a pass without gradients"
-        try:
-            result = machinery.control.exchange(purpose, run)
-        except CommunicationError:
-            machinery.transports.abort()  # a thread that still waits would end Python by an abort
-            raise
-        ACTIVITY.issued(
-            device_of(machinery.device).issued(machinery.device)
-        )  # the watch looks whether it ends
-        return result
+        return self._machinery.exchange("meeting at the experts in a pass without gradients", work)
 
 
 class NarrowSpread(Spread):
@@ -284,10 +264,10 @@ class NarrowSpread(Spread):
 
     def _exchanged(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         layout, transport = self._machinery.layout, self._machinery.transports.of(Lane.INTER, Group.SHARDS)
-        size_12 = torch.tensor([experts_Tk.shape], device=x_TM.device)
+        size_12 = on_device([list(experts_Tk.shape)], x_TM.device)
         gather = partial(transport.all_gather, group=Group.SHARDS)
-        sizes_S2 = self._exchange(lambda: gather(size_12, [1] * layout.etp_size))
-        sizes, top_k = sizes_S2[:, 0].tolist(), int(sizes_S2[:, 1].max())
+        shapes_S2 = self._exchange(lambda: Later.of(to_host(gather(size_12, [1] * layout.etp_size))))
+        sizes, top_k = shapes_S2[:, 0].tolist(), int(shapes_S2[:, 1].max())
         given = (x_TM, *(each.reshape(len(x_TM), top_k) for each in (experts_Tk, weights_Tk)))
         every = self._exchange(lambda: [gather(each.contiguous(), sizes) for each in given])
         sum_TM = super()._exchanged(*every)

@@ -9,10 +9,11 @@ attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from penstock.adapt.cut import Inside, is_foreign
 from penstock.config import ConfigError
 from penstock.copies import Shared
+from penstock.device import on_device
 from penstock.families.adapters import core_of
 from penstock.families.experts import KeptWhole
 from penstock.families.inspection import Found
@@ -31,9 +33,11 @@ from penstock.models.decoder import TensorShard, held_rows
 from penstock.moe.experts import ExpertShard
 from penstock.runtime import Machinery
 from penstock.runtime.batch import check_vocabulary
-from penstock.runtime.transport import Transport
+from penstock.runtime.transport import Later, Transport, to_host
 from penstock.sharding import Sharding
 from penstock.topology import Layout
+
+T = TypeVar("T")
 
 KEY = "tp_size"
 
@@ -44,17 +48,17 @@ class TensorRanks(Shared):
     Attributes:
         shard: This rank's place among them.
         inside: Whether a step runs a module now.
-        transport: The transport of their exchanges; None until it is known.
+        machinery: What connects them; None until they are.
     """
 
     def __init__(self, shard: TensorShard, inside: Inside) -> None:
         self.shard, self.inside = shard, inside
-        self.transport: Transport | None = None
+        self.machinery: Machinery | None = None
 
     def open(self, machinery: Machinery) -> None:
         """Connect these ranks; all ranks call it."""
         machinery.transports.open([(Lane.INTRA, Group.TENSOR)])
-        self.transport = machinery.transports.of(Lane.INTRA, Group.TENSOR)
+        self.machinery = machinery
 
     def added(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts; this rank's part where a step adds them up itself."""
@@ -80,12 +84,12 @@ class TensorRanks(Shared):
 
         The gradient of a part is the mean of those that all ranks make of the whole, each by its own loss.
         """
-        return part if self.inside.depth else cast(Tensor, _Joined.apply(self.shard, self._connected, part))
+        return part if self.inside.depth else cast(Tensor, _Joined.apply(self, part))
 
     def total(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts."""
         total = part.detach().clone(memory_format=torch.contiguous_format)
-        self._connected.all_reduce(total, Group.TENSOR)
+        self.exchange(lambda transport: transport.all_reduce(total, Group.TENSOR))
         return total
 
     def compare(self, tokens_BL: Tensor) -> None:
@@ -94,18 +98,26 @@ class TensorRanks(Shared):
             return
         places = torch.arange(1, tokens_BL.numel() + 1, device=tokens_BL.device)
         sums = (tokens_BL.flatten() * places).sum().view(1, 1)
-        mark = torch.cat([sums, sums.new_tensor([[len(tokens_BL), tokens_BL.shape[-1]]])], dim=1)
-        every = self._connected.all_gather(mark, [1] * self.shard.size, Group.TENSOR)
-        if not bool((every == every[:1]).all()):
+        mark = torch.cat([sums, on_device([[len(tokens_BL), tokens_BL.shape[-1]]], sums.device)], dim=1)
+        once = [1] * self.shard.size
+        every = self.exchange(lambda link: Later.of(to_host(link.all_gather(mark, once, Group.TENSOR))))
+        if (every != every[:1]).any():
             raise ValueError(
                 f"ranks that share attention (tp_size = {self.shard.size}) were given different tokens: give "
                 "all ranks of a group the same samples and prompts, and where they sample, the same seed"
             )
 
-    @property
-    def _connected(self) -> Transport:
-        assert self.transport is not None, "ranks are connected before a model runs"
-        return self.transport
+    def exchange(self, work: Callable[[Transport], T]) -> T:
+        """Return what an exchange between these ranks returns.
+
+        Raises:
+            CommunicationError: See `Machinery.exchange`.
+        """
+        assert self.machinery is not None, "ranks are connected before a model runs"
+        transport = self.machinery.transports.of(Lane.INTRA, Group.TENSOR)
+        return self.machinery.exchange(
+            "meeting at shared attention outside of a step", partial(work, transport)
+        )
 
 
 class _Entering(torch.autograd.Function):
@@ -125,19 +137,23 @@ class _Joined(torch.autograd.Function):
     """Joins what ranks have along the last dimension; backward gives each its part of the mean gradient."""
 
     @staticmethod
-    def forward(ctx: Any, shard: TensorShard, transport: Transport, part: Tensor) -> Tensor:
-        ctx.shard, ctx.transport = shard, transport
+    def forward(ctx: Any, ranks: TensorRanks, part: Tensor) -> Tensor:
+        ctx.ranks = ranks
         columns = part.flatten(0, -2).t().contiguous()
-        every = transport.all_gather(columns, [len(columns)] * shard.size, Group.TENSOR)
+        sizes = [len(columns)] * ranks.shard.size
+        every = ranks.exchange(lambda transport: transport.all_gather(columns, sizes, Group.TENSOR))
         whole: Tensor = every.t().unflatten(0, part.shape[:-1])
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        columns, size = grad.flatten(0, -2).t().contiguous(), ctx.shard.size
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        columns, size = grad.flatten(0, -2).t().contiguous(), ctx.ranks.shard.size
         sizes = [each.shape[0] for each in columns.chunk(size)]
-        own = ctx.transport.reduce_scatter(columns, sizes, Group.TENSOR) / size
-        return None, None, own.t().unflatten(0, grad.shape[:-1])
+        own = (
+            ctx.ranks.exchange(lambda transport: transport.reduce_scatter(columns, sizes, Group.TENSOR))
+            / size
+        )
+        return None, own.t().unflatten(0, grad.shape[:-1])
 
 
 class StandIn:

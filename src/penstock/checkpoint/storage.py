@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -57,6 +57,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from penstock.checkpoint.folder import LENGTH_BYTES, DamagedError, open_regular
 from penstock.config import ConfigError
+from penstock.device import device_of
 from penstock.mesh import Mesh
 from penstock.sharding import Named, Place, Sharding, boxes_of, joined
 from penstock.topology import Control
@@ -449,8 +450,13 @@ def first_not_finite(
         return None
     names, numbers = zip(*floating, strict=True)
     # The largest magnitude is taken, since a norm of squares could overflow although every number is finite.
-    largest = torch._foreach_norm(list(numbers), math.inf)
-    sizes = torch.stack([each.double().cpu() for each in largest])
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for place, each in enumerate(numbers):
+        by_device[each.device].append(place)
+    sizes = torch.empty(len(numbers), dtype=torch.float64)
+    for places in by_device.values():  # one copy of each device
+        largest = torch._foreach_norm([numbers[place] for place in places], math.inf)
+        sizes[places] = torch.stack([each.double() for each in largest]).cpu()
     limits = torch.tensor([most(name) for name in names], dtype=torch.float64)
     finite = (sizes.isfinite() & (sizes <= limits)).tolist()
     return next((name for name, whole in zip(names, finite, strict=True) if not whole), None)
@@ -527,6 +533,8 @@ class Saving:
             boxes = [Outgoing(name, at, state[name].boxes[at].detach()) for name, at in dealt]
             if copies:
                 boxes = [each._replace(box=each.box.to("cpu", copy=True)) for each in boxes]
+            for device in {each.box.device for each in boxes}:  # the thread reads in a stream of its own
+                device_of(device).synchronize(device)
             writer = ThreadPoolExecutor(1, "penstock-checkpoint")
             self._written = writer.submit(self._write, divide(boxes, control))
             writer.shutdown(wait=False)

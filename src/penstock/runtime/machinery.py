@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -29,8 +29,11 @@ from penstock.runtime.streams import StreamLanes
 from penstock.runtime.transport import Transports
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
-from penstock.topology import Control, Layout
+from penstock.topology import CommunicationError, Control, Layout
 from penstock.topology.device_mesh import RankMeshes
+from penstock.topology.faults import ACTIVITY
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,30 @@ class Machinery(Shared):
             self.lanes.close()
         finally:
             self.transports.close()
+
+    def exchange(self, purpose: str, work: Callable[[], T]) -> T:
+        """Return what an exchange of tensors outside of the steps, without gradients, returns.
+
+        Args:
+            purpose: What it is for, in words.
+            work: The exchange, which may run in another thread.
+
+        Raises:
+            CommunicationError: It failed; the message names the rank at fault. No later exchange succeeds.
+        """
+        inferring = torch.is_inference_mode_enabled()
+
+        def run() -> T:
+            with torch.inference_mode(inferring), torch.no_grad():  # modes belong to a thread
+                return work()
+
+        try:
+            result = self.control.exchange(purpose, run)
+        except CommunicationError:
+            self.transports.abort()  # a thread that still waits would end Python by an abort
+            raise
+        ACTIVITY.issued(device_of(self.device).issued(self.device))  # the watch looks whether it ends
+        return result
 
     @cached_property
     def meshes(self) -> RankMeshes:

@@ -56,7 +56,7 @@ class StreamLanes:
             self._wait(hosted[: dict(call.waits).get(Lane.HOST, 0)])
             needed = [ends[wanted] for wanted in call.waits if wanted[0] is not Lane.HOST]
             if lane is Lane.HOST:
-                work = partial(run_on_host, call, needed, execute)
+                work = partial(self._run_on_host, call, needed, execute)
                 hosted.append(self._kind.submit(self._host, call.task, work))
                 continue
             begun_s = time.perf_counter()
@@ -71,6 +71,8 @@ class StreamLanes:
             if timed or (lane, number) in order.awaited:
                 ends[lane, number] = end = self._now(stream, timed)
                 spans.append((call.task, start, end))
+                if lane.is_network:  # what comes may be so much that issuing it waits for this
+                    ACTIVITY.issued(self._kind.asking(end, self._device))
             if timed:
                 self.issued_s[call.task] = time.perf_counter() - begun_s
         for wanted in order.last:
@@ -87,6 +89,13 @@ class StreamLanes:
     def close(self) -> None:
         self._streams.clear()
         self._host.shutdown()
+
+    def _run_on_host(self, call: Call, needed: Sequence[Event], execute: Execute) -> Ran:
+        """Run a task of the host in a stream of its own: its copies wait for nothing else."""
+        if Lane.HOST not in self._streams:
+            self._streams[Lane.HOST] = self._kind.new_stream(self._device, str(Lane.HOST))
+        with self._kind.running(call.task, self._streams[Lane.HOST]):
+            return run_on_host(call, needed, execute)
 
     def _wait(self, hosted: Sequence[Pending[Ran]]) -> None:
         """Wait until these host tasks have ended. Raises LaneError."""

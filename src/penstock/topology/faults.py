@@ -21,11 +21,13 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
@@ -91,7 +93,7 @@ class Activity:
     def __init__(self) -> None:
         self._now: dict[str, tuple[object, float]] = {}
         self._left_s = time.monotonic()
-        self._issued: tuple[Callable[[], bool], float] | None = None
+        self._issued: deque[tuple[Callable[[], bool], float]] = deque()
         self.failure: str | None = None
         self.waited_in: str | None = None
         self.lost: str | None = None
@@ -112,12 +114,15 @@ class Activity:
             self.waited_in = self.waited_in or what
 
     def issued(self, is_done: Callable[[], bool]) -> None:
-        """Note that a half step has been given to the device.
+        """Note that an exchange, or the rest of a half step, has been given to the device.
 
         Args:
             is_done: Returns whether the device has done it.
         """
-        self._issued = is_done, time.monotonic()
+        with suppress(RuntimeError):  # see `waited_s`
+            while self._issued and self._issued[0][0]():
+                self._issued.popleft()
+        self._issued.append((is_done, time.monotonic()))
 
     def check(self) -> None:
         """Raise PeerLostError if exchanges of this rank were ended from outside."""
@@ -126,12 +131,11 @@ class Activity:
 
     @property
     def waited_s(self) -> float:
-        """How long this rank has been in an exchange of a step, or the device has not ended its half step."""
+        """How long this rank has been in an exchange of a step, or its device with what it was given."""
         now_s = time.monotonic()
         begun = [since_s for lane, (_, since_s) in dict(self._now).items() if lane in EXCHANGES]
         with suppress(RuntimeError):  # the device has failed, which the thread that reads from it tells
-            if self._issued is not None and not self._issued[0]():
-                begun.append(self._issued[1])
+            begun += islice((since_s for is_done, since_s in tuple(self._issued) if not is_done()), 1)
         return now_s - min(begun, default=now_s)
 
     def begin_step(self) -> None:

@@ -48,12 +48,12 @@ def prepare(device: torch.device, environ: MutableMapping[str, str]) -> None:
             raise ConfigError(name, value, why, hint)
 
 
-def options_of(device: torch.device, ranks: tuple[int, ...]) -> Mapping[str, Any]:
+def options_of(device: torch.device, ranks: tuple[int, ...], timeout: timedelta) -> Mapping[str, Any]:
     """Return with what `new_group` makes a group of a lane."""
     kind = device_of(device)
     if not kind.is_gpu:
-        return {"backend": kind.backend}
-    return gpu_of(device).group_options(device, connects=len(ranks) > 1)
+        return {"backend": kind.backend, "timeout": timeout}
+    return gpu_of(device).group_options(device, timeout, connects=len(ranks) > 1)
 
 
 @contextmanager
@@ -105,12 +105,12 @@ def first_exchange(
     numbers = torch.zeros(len(ranks), device=device)
 
     def exchange() -> None:
-        device_of(device).make_current(device)  # of this thread
+        device_of(device).make_current(numbers.device)  # of this thread
         if kind in SUMS:
             dist.all_reduce(numbers, group=group)
         else:
             dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
-        device_of(device).synchronize(device)
+        device_of(device).synchronize(numbers.device)
 
     try:
         with named_failure(kind, ranks, device, timeout_s, "is made, but its first exchange did not end"):
@@ -406,7 +406,7 @@ def lane_groups(
     with left_to_the_watch(device, os.environ):
         for kind in kinds:
             for ranks in layout.mesh.groups(kind):
-                make = partial(dist.new_group, list(ranks), timeout=timeout, **options_of(device, ranks))
+                make = partial(dist.new_group, list(ranks), **options_of(device, ranks, timeout))
                 with named_failure(kind, ranks, device, start_s, "could not be made"):
                     group = within(start_s + SPARE_S, make)
                 if layout.rank in ranks:
