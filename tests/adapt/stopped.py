@@ -8,19 +8,22 @@ KIND: whether the model writes meanwhile, or runs an ordinary pass.
 import sys
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 import penstock
-from tests.support.adapted import Batch, small
+from tests.support.adapted import DIVISIBLE, Batch, small
 
 STOPS = {"writes": KeyboardInterrupt, "passes": SystemExit}
+LAYOUTS: dict[str, dict[str, Any]] = {"writes": {"ep_size": 2}, "passes": {"tp_size": 2, "etp_size": 2}}
 
 
 def main(kind: str) -> None:
     """Reach the second layer in its second pass, which is no more on the second rank."""
-    model = penstock.parallelize(small("mixtral"), ep_size=2, plan="flowmoe").eval()
+    model = penstock.parallelize(small("qwen3_moe", **DIVISIBLE), plan="flowmoe", **LAYOUTS[kind]).eval()
     tokens_BL = Batch().inputs()["input_ids"]
-    model(input_ids=tokens_BL)
+    with torch.inference_mode():  # exchanges are in threads, which have modes of their own
+        model(input_ids=tokens_BL)
 
     def stop(*_: Any) -> NoReturn:
         raise STOPS[kind]
@@ -30,7 +33,8 @@ def main(kind: str) -> None:
     if kind == "writes":
         model.generate(tokens_BL, max_new_tokens=3)
     else:
-        model(input_ids=tokens_BL)
+        with torch.no_grad():
+            model(input_ids=tokens_BL)
 
 
 if __name__ == "__main__":
