@@ -177,7 +177,7 @@ def refuse_late(rank: int, world: int) -> None:
     """First by the plan, then by the last parameter that the runtime looks at, in several layouts."""
     changes: dict[str, Any] = DIVISIBLE
     model, given = small("mixtral", **changes), Batch().inputs(rank, rank + 1)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     model(**given).loss.backward()
     before, grads = {name: p.detach().clone() for name, p in model.named_parameters()}, grads_of(model)
     hooks = hooks_of(model)
@@ -219,7 +219,7 @@ def check_unchanged(model: Any, before: dict[str, Tensor], grads: dict[str, Tens
     assert all(p.equal(before[name]) for name, p in model.named_parameters())
     assert all(grad.equal(grads[name]) for name, grad in grads_of(model).items())
     assert len(grads_of(model)) == len(grads)
-    assert model.is_gradient_checkpointing
+    assert model.is_activation_checkpointing
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 

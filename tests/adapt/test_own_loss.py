@@ -221,7 +221,7 @@ class Case:
         for each in (wanted, ours):
             self.then(each)
         if self.again:
-            ours.gradient_checkpointing_enable()
+            ours.activation_checkpointing_enable()
         optimizer = None
         if self.sharded:
             optimizer = penstock.ShardedAdamW(

@@ -117,7 +117,7 @@ def agreement(
                 with torch.set_grad_enabled(trains):
                     model(**mine)
         if again:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         theirs, ours = wanted(**everything, **options), model(**mine, **options)
         theirs.loss.backward()
         ours.loss.backward()

@@ -194,7 +194,7 @@ def scheduled(
             cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
     model, engine = found.model, Engine(stack, decoder, planner, passes)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        model.gradient_checkpointing_disable()  # on its own a layer would recompute its transfers
+        model.activation_checkpointing_disable()  # on its own a layer would recompute its transfers
         engine.recompute("blocks")
     follow_torch()
     schedule(model, engine)

@@ -312,7 +312,7 @@ def check(model: Any, decoder: Decoder, changed: Sequence[str] = ()) -> None:
     was_training = model.training
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if recomputes:
-        model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()
     try:
         calls, broken = chain_of(decoder, _tokens(model.eval()))
         if broken is not None:
@@ -325,7 +325,7 @@ def check(model: Any, decoder: Decoder, changed: Sequence[str] = ()) -> None:
     finally:
         model.train(was_training)
         if recomputes:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
 
 
 NOT_UNDERSTOOD = (
