@@ -84,6 +84,12 @@ def bit_rate(bytes_per_s: float) -> str:
     return f"{rate:,.0f} {unit}" if rate >= 100 else f"{round(rate, 1):g} {unit}"
 
 
+def flop_rate(flops_per_s: float) -> str:
+    """Format floating-point operations per second in GFLOP/s, from a tera in TFLOP/s."""
+    rate, unit = (flops_per_s / 1e9, "GFLOP/s") if flops_per_s < 1e12 else (flops_per_s / 1e12, "TFLOP/s")
+    return f"{rate:.3g} {unit}"
+
+
 def milliseconds(seconds: float) -> str:
     """Format seconds as milliseconds, with at least four digits."""
     value = 1000 * seconds

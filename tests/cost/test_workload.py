@@ -173,7 +173,7 @@ def test_the_peak_is_the_fastest_product_of_all_ranks() -> None:
     assert flops.utilisation(1000.0) == pytest.approx(
         1000 * flops.per_token / (2e9 * WITH_EXPERTS.world_size)
     )
-    assert flops.peak_words == "0.002 TFLOP/s per rank (fastest product measured)"
+    assert flops.peak_words == "2 GFLOP/s per rank (fastest product measured)"
     assert ClusterFile(name="by hand", nodes=1, ranks_per_node=2).peak_flops_per_s is None
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.devices import Computing, find_device
 from penstock.cost.workload import Workload
+from penstock.words import flop_rate
 
 PASSES = 3
 """Forward and backward, in forward passes: backward makes gradients of inputs and of weights."""
@@ -61,7 +62,7 @@ class ModelFlops:
         per_token = PASSES * (sum(sparse if is_moe else dense for is_moe in moe_layers) + work.head_flops(1))
         if peak_per_s is None:
             return ModelFlops(per_token=per_token, peak_per_s=None)
-        text = f"{peak_per_s / 1e12:.3g} TFLOP/s per rank ({source})"
+        text = f"{flop_rate(peak_per_s)} per rank ({source})"
         return ModelFlops(per_token=per_token, peak_per_s=work.world_size * peak_per_s, peak_words=text)
 
     def utilisation(self, tokens_per_s: float) -> float | None:

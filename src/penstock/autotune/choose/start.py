@@ -52,7 +52,7 @@ from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.output import CLUSTER_FILE, PLAN_FILE
 from penstock.train.pilot import Resumption
-from penstock.words import bit_rate, counted, gib, lane_words, milliseconds, percent, within
+from penstock.words import bit_rate, counted, flop_rate, gib, lane_words, milliseconds, percent, within
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def _measured(file: ClusterFile) -> str:
         links["inside nodes"] = rates.intra_bytes_per_s, rates.intra_latency_s
     parts = [f"{name} {bit_rate(rate)}, {1e6 * start:.0f} us" for name, (rate, start) in links.items()]
     memory = "" if file.memory_bytes is None else f", {gib(file.memory_bytes)}"
-    parts.append(f"{rates.flops_per_s / 1e12:.2g} TFLOP/s{memory} per rank")
+    parts.append(f"{flop_rate(rates.flops_per_s)}{memory} per rank")
     if file.doubts:
         parts.append(f"{counted(len(file.doubts), 'rough measurement')}, listed in {CLUSTER_FILE}")
     return "; ".join(parts)

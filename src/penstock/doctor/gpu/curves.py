@@ -19,7 +19,7 @@ from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.routing.sizes import split_sizes
 from penstock.runtime import Machinery
-from penstock.words import bit_rate, counted
+from penstock.words import bit_rate, counted, flop_rate
 
 NAME: Final = "gpu"
 LEAST_LARGE_BYTES: Final = 1 << 26
@@ -56,7 +56,7 @@ def outcome_of(file: ClusterFile, large: Sequence[dict[str, Any]], *, judged: bo
     ]
     if file.peak_flops_per_s is not None:
         lines.append(
-            f"products: {file.peak_flops_per_s / 1e12:.2f} TFLOP/s at most; "
+            f"products: {flop_rate(file.peak_flops_per_s)} at most; "
             f"transfers beside computation take {file.contended_transfers:.2f} times as long"
         )
     if large:
