@@ -1,5 +1,6 @@
 """Fine-tunes a model by TRL: torchrun --nproc-per-node 4 docs/example_trl.py FOLDER [PLAN]"""
 
+import os
 import sys
 from pathlib import Path
 
@@ -42,6 +43,8 @@ model = AutoModelForCausalLM.from_config(
 sentences = ["The network is slow", "so it works", "while something else is computed"]
 data = Dataset.from_dict({"text": [f"{one}, {other}." for one in sentences for other in sentences] * 40})
 
+gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # what the trainer takes
+model.to(gpu if torch.accelerator.is_available() else "cpu")
 model = penstock.parallelize(model, plan=plan)  # the one line: experts are spread over all ranks
 
 trainer = SFTTrainer(

@@ -574,6 +574,14 @@ def pick_device(local_rank: int) -> torch.device:
     return device
 
 
+def numbered(device: torch.device, local_rank: int) -> torch.device:
+    """Return a device with its number: "cuda" is the current GPU, or this rank's where none was chosen."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    current = torch.cuda.current_device()
+    return torch.device("cuda", current) if current else pick_device(local_rank)
+
+
 def wait_for_gpu() -> None:
     """Make the host wait until the current GPU of this process has done everything, if there is one."""
     if count_gpus():

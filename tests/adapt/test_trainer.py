@@ -115,6 +115,17 @@ def refuse_on_ranks(rank: int, world: int, folder: str) -> None:
             trained(model, folder, world, resume=f"{folder}/checkpoint-{SAVED_AT}")
 
 
+def test_one_process_trains_on_the_device_of_the_model_alone(tmp_path: Path) -> None:
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    model = penstock.parallelize(small("mixtral"), plan="flowmoe")
+    trainer = Trainer(model=model, args=arguments, train_dataset=Samples())
+    with pytest.raises(ValueError, match="steps run on cpu"):
+        trainer._move_model_to_device(model, torch.device("meta"))  # as where there is a GPU
+    arguments._n_gpu = 2
+    with pytest.raises(ValueError, match="on all 2 GPUs"):
+        trainer.train()
+
+
 def test_arguments_with_which_ranks_would_train_otherwise_are_refused(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(refuse_on_ranks, 2, str(tmp_path))
 

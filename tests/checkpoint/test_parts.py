@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.checkpoint.storage import Dealing, Part, State
+from penstock.checkpoint.storage import Dealing, Part, State, together
 from penstock.sharding import Sharding, StackedSharding, boxes_of
 from penstock.topology import Control
 from tests.support.ranks import Pools
@@ -108,3 +109,14 @@ def with_a_hole(rank: int) -> str:
 def test_parts_that_are_not_the_whole_are_refused(ranks: Pools) -> None:
     for said in ranks(2).run(with_a_hole):
         assert "key:shared invalid fill tensor-volume: 18 chunks-volume: 12" in said
+
+
+def write_slowly(rank: int) -> None:
+    control = Control(rank, 2)
+    control.barrier("meeting")
+    with control.waiting(0.5):
+        together(control, "writing", lambda: time.sleep(1.5), rank=0)  # noqa: TID251 - files that are slow to write
+
+
+def test_ranks_wait_for_files_longer_than_for_each_other(ranks: Pools) -> None:
+    ranks(2).run(write_slowly)

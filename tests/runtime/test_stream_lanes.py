@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.device import Cuda, Event, Stream, using
+from penstock.device import Cuda, Event, Stream, numbered, using
 from penstock.graph import Lane, Task
 from penstock.runtime.executor import Call, LaneError, Ran
 from penstock.runtime.handlers import Inputs
@@ -130,6 +130,23 @@ def test_a_task_of_the_host_that_fails_stops_the_step() -> None:
         issued(SlowDevice(behind=False), execute, failures)
     assert caught.value.task.lane is Lane.HOST and str(caught.value.__cause__) == "no homes"
     assert failures == [1]
+
+
+def test_a_gpu_without_a_number_is_that_of_the_rank_unless_one_was_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = [0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(device.index))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [numbered(gpu, 6), numbered(gpu, 3), numbered(torch.device("cuda", 1), 3)] == [
+        torch.device("cuda", 2),
+        torch.device("cuda", 2),
+        torch.device("cuda", 1),
+    ]
+    assert numbered(cpu, 3) is cpu and chosen == [0, 2]
 
 
 class Clock:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from penstock.config import ConfigError
 from penstock.topology import CommunicationError, Control
@@ -97,7 +98,8 @@ def wait_in_vain(rank: int, how: str) -> str:
     """What rank 0 says of an exchange to which rank 1 does not come."""
     control, store = Control(rank, 2), _get_default_store()
     usual_s, limit_s = (LIMIT_S, HANG_S) if how == "afterwards" else (HANG_S, LIMIT_S)
-    with control.waiting(limit_s, usual_s):
+    _set_pg_timeout(timedelta(seconds=usual_s))
+    with control.waiting(limit_s):
         control.barrier("meeting")
         if rank == 1 and how != "afterwards":
             store.wait(["failed"])

@@ -53,14 +53,19 @@ assert os.environ.get("GLOO_SOCKET_IFNAME") == before.get("GLOO_SOCKET_IFNAME")
 
 
 LATE = """
-import os, torch.distributed as dist
+import os, time, torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 import torch
 from penstock.topology import CommunicationError, Control
 from penstock.topology.join import detect, join
 info = detect(os.environ)
 join(info, 0.75, torch.device("cpu"), start_s=200.0)
+time.sleep(1.5 * info.rank)
+dist.barrier()  # the program's own has torch's limit
 control, store = Control(info.rank, 2), _get_default_store()
+with control.waiting_for_files():
+    time.sleep(1.5 * info.rank)
+    control.barrier("waiting for files")
 if info.rank == 1:
     store.wait(["failed"])
 else:

@@ -25,6 +25,7 @@ from penstock.adapt.planning import Planner, choice_of, moving_of
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, plain_class, saved_together, schedule
 from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.decision import Decision
+from penstock.device import numbered
 from penstock.families.adapters import core_of
 from penstock.families.experts import ModelExperts, Shares, sharding_of_experts
 from penstock.families.inspection import Found, look
@@ -52,7 +53,7 @@ from penstock.topology import (
 )
 from penstock.topology.device_mesh import Meshes, sizes_of
 from penstock.topology.groups import TransportName, with_variable
-from penstock.topology.join import joined
+from penstock.topology.join import detect, joined
 from penstock.train.assemble import build_machinery
 
 ALONE = Layout(world_size=1, ep_size=1, rank=0)
@@ -395,7 +396,7 @@ def load_pretrained(
         folder: A folder of configuration and safetensors, as save_pretrained writes them, or the name of a
             model on the Hugging Face hub.
         dtype: Type of the weights; None = as the configuration says.
-        device: Where the model is.
+        device: Where the model is; "cuda" is this rank's GPU.
 
     Returns:
         The model, in training mode.
@@ -405,16 +406,19 @@ def load_pretrained(
             or not the model's.
         ConfigError: For sizes that do not fit.
     """
+    started = detect(os.environ)
+    device = numbered(torch.device(device), 0 if started is None else started.local_rank)
     opened = ModelFolder.open(folder_of(folder))
     found = replace(skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
     settings = ParallelConfig(ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport)
     sizes = {"ep_size": ep_size, "tp_size": tp_size, "etp_size": etp_size}
-    parallel = shared_as(settings, sizes, mesh, found, torch.device(device))
-    with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
+    parallel = shared_as(settings, sizes, mesh, found, device)
+    with machinery_for(parallel, found.num_experts, device) as machinery:
         layout, kind = machinery.layout, dtype or opened.config.dtype or torch.float32
-        found = machinery.control.agreed(  # what one rank finds in what it reads, all must learn
-            partial(read_share, found, opened, layout, kind, device), f"reading {folder}"
-        )
+        with machinery.control.waiting_for_files():  # what one rank finds in what it reads, all must learn
+            found = machinery.control.agreed(
+                partial(read_share, found, opened, layout, kind, device), f"reading {folder}"
+            )
         tensor = TensorShares.of(found, layout)
         scheduled(found, machinery, parallel, plan, tensor, updating)
         if tensor is not None:

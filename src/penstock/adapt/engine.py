@@ -303,6 +303,16 @@ def refuse_sharing(engine: Engine, what: str) -> None:
         raise ConfigError("tp_size", size, f"{what} knows nothing of ranks that share attention", "Use 1.")
 
 
+def check_device(engine: Engine, device: torch.device, who: str) -> None:
+    """Raise ValueError unless a model's steps run where a library, which would move the model, trains it."""
+    here = engine.stack.machinery.device
+    if here.type != device.type or (None not in (here.index, device.index) and here != device):
+        raise ValueError(
+            f"{who} trains on {device}, and the model's steps run on {here}, where it was when it was "
+            f'scheduled: schedule it where it is to be, penstock.parallelize(model.to("{device}"))'
+        )
+
+
 COUNTERS = ("torch.",)
 """Package of hooks on all modules that only count, such as those of torch's counter of operations."""
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_optimizer
-from penstock.adapt.engine import refuse_sharing
+from penstock.adapt.engine import check_device, refuse_sharing
 from penstock.adapt.scheduled import engine_if_any, engine_of
 from penstock.adapt.upstream import load_weights, place_of, replace_functions
 from penstock.writing import remove_tree
@@ -110,6 +110,7 @@ def _begin(held: _Held, plain: Callable[..., Any], strategy: Any, trainer: Any) 
                 f"{engine.layout.world_size}: start the program with torchrun, set devices and num_nodes to "
                 "match, and use strategy='ddp'"
             )
+        check_device(engine, strategy.root_device, "Lightning")
         refuse_sharing(engine, "Lightning")
         engine.averages = engine.averages_own = True
     plain(strategy, trainer)

@@ -21,7 +21,7 @@ import torch
 
 from penstock.adapt.build import reload
 from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_optimizer
-from penstock.adapt.engine import Engine, refuse_sharing
+from penstock.adapt.engine import Engine, check_device, refuse_sharing
 from penstock.adapt.scheduled import engine_if_any, is_wrapped_by_peft
 from penstock.partial_state import local_state, part_of
 from penstock.writing import replacing
@@ -49,6 +49,7 @@ def follow_libraries() -> None:
         replace_functions(
             trainer.Trainer,
             {
+                "_move_model_to_device": _moved,
                 "_wrap_model": _unwrapped,
                 "_save": _save_model,
                 "_save_optimizer_and_scheduler": _save,
@@ -130,6 +131,7 @@ def _prepare_model(
             f"accelerate sees {accelerator.num_processes} of {engine.layout.world_size} processes: start "
             "them with torchrun or accelerate launch, so that each takes its own part of the data"
         )
+    check_device(engine, accelerator.device, "accelerate")
     refuse_sharing(engine, "Accelerate")
     engine.averages = engine.averages_own = True
     return plain(accelerator, model, device_placement=False, evaluation_mode=True)
@@ -237,6 +239,12 @@ def place_of(folder: str, number: int) -> Path:
     return Path(folder) / f"model_{number}" if number else Path(folder)
 
 
+def _moved(engine: Engine, plain: Callable[..., Any], trainer: Any, model: Any, device: torch.device) -> None:
+    """Refuse to move the model, and the optimiser that sees its parameters, from where its steps run."""
+    check_device(engine, device, "Trainer")
+    plain(trainer, model, device)
+
+
 def _unwrapped(
     engine: Engine, plain: Callable[..., Any], trainer: Any, model: Any, *given: Any, **named: Any
 ) -> Any:
@@ -246,6 +254,11 @@ def _unwrapped(
         ValueError: Something else would be trained with these settings.
     """
     del plain, given, named
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"this one process would train on all {trainer.args.n_gpu} GPUs, a part of the batch on each: "
+            "start a process for each (torchrun --nproc-per-node), or show it one (CUDA_VISIBLE_DEVICES=0)"
+        )
     if engine.layout.world_size > 1 and not trainer.args.average_tokens_across_devices:
         raise ValueError(
             "average_tokens_across_devices = False: ranks would weigh their tokens, and the router loss, "

@@ -123,7 +123,8 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
             text = f"{purpose} failed{where}: {kind}{reason(error)}"
             raise (DamagedCheckpointError if damaged else CheckpointError)(text) from error
 
-    return control.agreed(attempt, purpose, by=rank, raises=(ConfigError, CheckpointError))
+    with control.waiting_for_files():
+        return control.agreed(attempt, purpose, by=rank, raises=(ConfigError, CheckpointError))
 
 
 # ---- parts -------------------------------------------------------------------------------------------------

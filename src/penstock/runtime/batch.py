@@ -133,17 +133,18 @@ class Samples:
 
     def to(self, device: torch.device) -> Samples:
         """Return the samples on a device. What is in pinned memory of the host travels without a wait."""
+        on_gpu = device_of(device).is_gpu  # what comes from one must have come before the host reads it
 
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=on_gpu)
 
         return replace(
             self,
-            tokens_BL=self.tokens_BL.to(device, non_blocking=True),
-            labels_BL=self.labels_BL.to(device, non_blocking=True),
-            ids_B=self.ids_B.to(device, non_blocking=True),
-            valid_BL=moved(self.valid_BL),
-            documents_BL=moved(self.documents_BL),
+            tokens_BL=moved(self.tokens_BL),
+            labels_BL=moved(self.labels_BL),
+            ids_B=moved(self.ids_B),
+            valid_BL=None if self.valid_BL is None else moved(self.valid_BL),
+            documents_BL=None if self.documents_BL is None else moved(self.documents_BL),
         )
 
     def cut(self, microbatches: int, seed: int) -> Batch:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
 from threading import Event
-from typing import Final, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, default_pg_timeout
 
 from penstock.config import ConfigError
 from penstock.copies import Shared
@@ -38,8 +38,21 @@ BEAT_S: Final = 0.2
 HOST_GROUP_S: Final = 60.0
 """How long ranks wait for each other to make a group for tensors of the CPU, where nothing else is said."""
 
+FILES_S: Final = 1800.0
+"""How long ranks wait for one that reads or writes a model, where nothing else is said."""
+
+
+class _Limit(NamedTuple):
+    """How long an exchange may last, and the setting that says so, if it is to be named where one fails."""
+
+    duration: timedelta
+    setting: str = ""
+
+
 _HOST_GROUPS: Final[WeakKeyDictionary[ProcessGroup, ProcessGroup]] = WeakKeyDictionary()
 """By default group, the one that takes tensors of the CPU in its place."""
+_LIMITS: Final[WeakKeyDictionary[ProcessGroup, _Limit]] = WeakKeyDictionary()
+"""How long exchanges of Penstock may last now, by group; those of the program have the group's own limit."""
 _ATTEMPTS: Final = count()
 """Counts the host groups that this process has tried to make, alike on all ranks."""
 
@@ -54,8 +67,6 @@ class Control(Shared):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._group = host_group() if world_size > 1 else None
-        self._limit: timedelta | None = None
-        self._setting = ""
 
     def any(self, flag: bool, purpose: str) -> bool:
         """Return whether the flag of any rank is True."""
@@ -82,7 +93,8 @@ class Control(Shared):
         if self._group is None:
             return lambda: list(mine)
         sums = torch.tensor(mine, dtype=torch.float64)
-        work = dist.all_reduce(sums, group=self._group, async_op=True)
+        with self._limited():
+            work = dist.all_reduce(sums, group=self._group, async_op=True)
 
         def wait() -> list[float]:
             assert work is not None, "this rank belongs to the group"
@@ -155,7 +167,8 @@ class Control(Shared):
 
     def _done(self, outcome: Future[T], given_up: Event, purpose: str) -> bool:
         """Meet until all ranks have done their work or one has failed; tell whether this one has done its."""
-        beat_s = BEAT_S if self._limit is None else min(BEAT_S, self._limit.total_seconds() / 4)
+        limit = self._limit
+        beat_s = BEAT_S if limit is None else min(BEAT_S, limit.duration.total_seconds() / 4)
         try:
             while True:
                 done = bool(wait((outcome,), beat_s).done)
@@ -190,31 +203,52 @@ class Control(Shared):
                 begun = [dist.isend(raw, at, group=self._group)]
             for work in begun:  # between two ranks the limit is that of the group as it was made
                 assert work is not None, "this rank belongs to the group"
-                if self._limit is None:
+                if (limit := self._limit) is None:
                     work.wait()
                 else:
-                    work.wait(self._limit)
+                    work.wait(limit.duration)
 
         self.exchange(purpose, bring)
         return [each.view(part.dtype).view(part.shape) for each in buffers]
 
     @contextmanager
-    def waiting(self, timeout_s: float, usually_s: float, setting: str = "") -> Iterator[None]:
-        """Let every exchange last `timeout_s` while entered, and `usually_s` afterwards.
+    def waiting(self, timeout_s: float, setting: str = "") -> Iterator[None]:
+        """Let every exchange last `timeout_s` while entered.
 
         Args:
             setting: The setting that has the value `timeout_s`, which is named where an exchange fails.
         """
-        if self._group is None:
+        before, group = self._limit, self._group
+        if group is None:
             yield
             return
-        self._limit, self._setting = timedelta(seconds=timeout_s), setting
-        _set_pg_timeout(self._limit, self._group)
+        _LIMITS[group] = _Limit(timedelta(seconds=timeout_s), setting)
         try:
             yield
         finally:
-            self._limit, self._setting = None, ""
-            _set_pg_timeout(timedelta(seconds=usually_s), self._group)
+            _LIMITS.pop(group) if before is None else _LIMITS.update({group: before})
+
+    def waiting_for_files(self) -> AbstractContextManager[None]:
+        """Let every exchange last `FILES_S` while entered, or as long as `waiting` says that is entered."""
+        return nullcontext() if self._limit is not None and self._limit.setting else self.waiting(FILES_S)
+
+    @property
+    def _limit(self) -> _Limit | None:
+        return None if self._group is None else _LIMITS.get(self._group)
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Limit exchanges that begin while entered, and none that the program begins in the same group."""
+        backend = None if self._group is None else self._group._get_backend(torch.device("cpu"))
+        if (limit := self._limit) is None or not isinstance(backend, dist.ProcessGroupGloo):
+            yield
+            return
+        of_program = backend.options._timeout
+        backend._set_default_timeout(limit.duration)
+        try:
+            yield
+        finally:
+            backend._set_default_timeout(of_program)
 
     def barrier(self, purpose: str) -> None:
         """Wait for all ranks."""
@@ -226,7 +260,7 @@ class Control(Shared):
         Raises:
             CommunicationError: It failed.
         """
-        with self.naming(purpose):
+        with self.naming(purpose), self._limited():
             return unless_lost(work)
 
     @contextmanager
@@ -236,10 +270,10 @@ class Control(Shared):
             with ACTIVITY.exchanging(purpose):
                 yield
         except RuntimeError as error:
-            limit = ""
-            if self._setting and self._limit is not None:
-                limit = f" ({self._setting} = {self._limit.total_seconds():g} limits each exchange here)"
-            why = f"rank {self.rank}: {purpose} failed: {explain(error)}{limit}"
+            limit, which = self._limit, ""
+            if limit is not None and limit.setting:
+                which = f" ({limit.setting} = {limit.duration.total_seconds():g} limits each exchange here)"
+            why = f"rank {self.rank}: {purpose} failed: {explain(error)}{which}"
             raise CommunicationError(why) from error
 
 
@@ -255,6 +289,14 @@ def find_node_size(control: Control, local_rank: int) -> int:
     size = next((rank for rank, place in enumerate(places) if rank and place == 0), len(places))
     regular = len(places) % size == 0 and places == list(range(size)) * (len(places) // size)
     return size if regular else 0
+
+
+def limit_exchanges(timeout_s: float) -> None:
+    """Limit what Penstock exchanges in the default group that it has made; others get torch's own limit."""
+    default = dist.group.WORLD
+    assert default is not None, "ranks have joined"
+    _LIMITS[default] = _Limit(timedelta(seconds=timeout_s))
+    _set_pg_timeout(default_pg_timeout, default)
 
 
 def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:

@@ -206,9 +206,9 @@ class ParallelConfig(Checked):
         return self.timeout_s if self.start_timeout_s is None else self.start_timeout_s
 
     @property
-    def at_checkpoints(self) -> tuple[float, float, str]:
+    def at_checkpoints(self) -> tuple[float, str]:
         """What `Control.waiting` takes while files of a model are written or read."""
-        return self.checkpoint_s, self.timeout_s, "parallel.checkpoint_timeout_s"
+        return self.checkpoint_s, "parallel.checkpoint_timeout_s"
 
     @property
     def checkpoint_s(self) -> float:

@@ -26,11 +26,11 @@ import torch.distributed as dist
 # torch.distributed exports these as well, but hides them from type checkers.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
 from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
-from penstock.topology.control import CommunicationError, Control, host_group
+from penstock.topology.control import CommunicationError, Control, host_group, limit_exchanges
 from penstock.topology.faults import (
     FaultWatcher,
     has_ended,
@@ -195,7 +195,8 @@ def join(
     """Connect this process to the others by Gloo, and by NCCL if `device` is a GPU; alone it opens no port.
 
     Args:
-        timeout_s: Limit of every collective of the default group, in seconds.
+        timeout_s: Limit of every exchange of Penstock in the default group, in seconds. Others in it are the
+            program's, with the limit that torch gives a group.
         transport: How tensors of GPUs travel; where the host's memory stages them, NCCL is left out.
         start_s: Limit of every wait of the rendezvous, in seconds; None = `timeout_s`.
 
@@ -233,8 +234,7 @@ def join(
         ) from error
     if info.world_size == 1:
         return
-    if start_s != timeout_s:
-        _set_pg_timeout(timedelta(seconds=timeout_s))
+    limit_exchanges(timeout_s)
     held_by = None if is_kept_by_launcher() else 0
     limit_s = timeout_s if device_of(device).is_gpu else None
     watch(FaultWatcher(store, info.rank, info.world_size, held_by=held_by, exchange_timeout_s=limit_s))

@@ -90,8 +90,9 @@ def check_devices(device: torch.device, control: Control, transport: TransportNa
                 "parallel.processes",
                 control.world_size,
                 f"ranks {ranks[identity]} and {rank} would share a GPU, and NCCL takes one process for each",
-                f"Start one for each GPU, let them share it with {STAGED}, or hide GPUs "
-                "(CUDA_VISIBLE_DEVICES=) to compute on processors.",
+                'Start one for each GPU ("cuda" is the first one in every process, until a program calls '
+                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))), let ranks share a GPU with '
+                f"{STAGED}, or hide GPUs (CUDA_VISIBLE_DEVICES=) to compute on processors.",
             )
 
 
