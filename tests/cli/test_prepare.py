@@ -37,12 +37,14 @@ def test_prepare_and_prepare_again(tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "why"),
     [
         (["nowhere"], "INPUT = .*cannot read .*nowhere"),
-        (["."], "contains no file with extension"),
+        ([".", "--suffixes", ".rst"], "contains no file with extension"),
         (["text.txt", "--tokenizer", "text.txt"], "tokenizer = .*is no tokenizer"),
         (["text.txt", "--suffixes", "txt"], "suffixes = .*must be a file extension"),
         (["text.txt", "--shard-tokens", "0"], "is no number of tokens"),
         (["text.txt", "--out", "text.txt"], "text.txt cannot be written"),
         (["text.txt.gz"], "text.txt.gz is no text"),
+        (["text.txt", "."], r"INPUT: .*text.txt is named twice"),
+        (["empty"], 'INPUT = "empty'),
     ],
 )
 def test_what_cannot_be_prepared(
@@ -54,6 +56,8 @@ def test_what_cannot_be_prepared(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").touch()
     if "text.txt" in arguments:
         (tmp_path / "text.txt").write_text("Water runs downhill.\n")
     out = [] if "--out" in arguments else ["--out", "tokens"]

@@ -355,6 +355,9 @@ def test_what_is_wrong_in_a_file_is_told_by_its_place(
     (tmp_path / name).write_bytes(written)
     with pytest.raises((TextError, ConfigError), match=why):
         finish(preparation(tmp_path), tmp_path / "out")
+    (tmp_path / name).unlink()
+    (tmp_path / "mended.txt").write_text("x")
+    finish(preparation(tmp_path), tmp_path / "out")
 
 
 def test_a_field_that_a_table_lacks_is_told_with_those_it_has(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.progress import Progress as RichProgress
 
 from penstock.cli.out import add, user_path, whole
 from penstock.cli.run import FAILED, say
-from penstock.config import ConfigError
+from penstock.config import UNSET, ConfigError
 from penstock.data.config import DataConfig
 from penstock.data.files import HINT, files_of
 from penstock.data.prepare import SHARD_TOKENS, Preparation
@@ -67,6 +68,13 @@ def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_prepare(options: argparse.Namespace) -> int:
     """Prepare the folder and print its contents; return the exit code."""
+    try:
+        return _prepare(options)
+    except ConfigError as error:
+        raise _about_input(error) from error
+
+
+def _prepare(options: argparse.Namespace) -> int:
     folder: Path = options.out
     try:
         str(folder).encode()
@@ -105,10 +113,13 @@ def run_prepare(options: argparse.Namespace) -> int:
 
 def _preparation(options: argparse.Namespace) -> Preparation:
     suffixes = DataConfig(suffixes=tuple(options.suffixes.split(","))).suffixes
-    try:
-        files = [file for each in options.inputs for file in files_of(each, suffixes)]
-    except ConfigError as error:
-        raise _about_input(error) from error
+    files = [file for each in options.inputs for file in files_of(each, suffixes)]
+    counts = Counter(file.absolute() for file in files)
+    ((file, times),) = counts.most_common(1)
+    if times > 1:
+        why = f"{file} is named twice, and would be trained on where it is held out"
+        hint = "Name every file once; the weight of a mixture says how often a text is seen."
+        raise ConfigError("INPUT", UNSET, why, hint)
     work = Preparation(
         files=tuple(files),
         source=os.fsencode(" ".join(options.inputs)).decode(errors="backslashreplace"),
@@ -116,10 +127,7 @@ def _preparation(options: argparse.Namespace) -> Preparation:
         tokenizer=open_tokenizer(options.tokenizer, options.end_of_document),
         shard_tokens=options.shard_tokens,
     )
-    try:
-        work.check()
-    except ConfigError as error:
-        raise _about_input(error) from error
+    work.check()
     return work
 
 

@@ -200,11 +200,13 @@ class Preparation:
         for name in (WHOLE, UNFINISHED):
             if (folder / name).exists():
                 earlier = read_record(folder / name)
-                if earlier.made_from != made_from:
+                if earlier.made_from == made_from:
+                    return None if name == WHOLE else earlier
+                if earlier.shards:  # else an input was refused, and may have been mended
                     why = "holds tokens of other files or settings, or a file has changed since"
                     raise _refused(folder, why, "Choose another folder, or delete this one.")
-                return None if name == WHOLE else earlier
-        if any(each.name != LOCK and not DRAFT.fullmatch(each.name) for each in folder.iterdir()):
+        names = {each.name for each in folder.iterdir()} - {LOCK, UNFINISHED}
+        if not all(map(DRAFT.fullmatch, names)):
             raise _refused(folder, "is not empty", "Choose a new folder.")
         record = Record(
             made_from=made_from,
