@@ -163,7 +163,9 @@ def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
         assert contents(copy / "saved") == old and names_in(copy) == {"saved", ".unfinished-saved"}
 
 
-def test_a_checkpoint_takes_the_place_of_no_file_and_goes_through_no_link(tmp_path: Path) -> None:
+def test_a_checkpoint_takes_the_place_of_no_file_and_goes_through_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = penstock.parallelize(small("mixtral"))
     optimizer, other = optimizer_of(model), tmp_path / "other"
     losses_of(model, optimizer, 0, 1, range(1))
@@ -171,6 +173,9 @@ def test_a_checkpoint_takes_the_place_of_no_file_and_goes_through_no_link(tmp_pa
     (other / "mine").write_text("mine")
     with pytest.raises(CheckpointError, match="Not a directory"):
         penstock.save_checkpoint(model, optimizer, other / "mine")
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="current working directory"):
+        patch.chdir(other)
+        penstock.save_checkpoint(model, optimizer, ".")
     for name in (".unfinished-saved", ".unfinished-former-saved"):
         (tmp_path / name).symlink_to(other)
     first = penstock.save_checkpoint(model, optimizer, tmp_path / "saved", wait=False)

@@ -467,6 +467,9 @@ class AsWhole:
     def begin(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path))
+        if Path.cwd().is_relative_to(self.path):
+            why = "the current working directory, which would be lost; name a folder in it"
+            raise OSError(errno.EBUSY, why, str(self.path))
         self.give_up()
         self.work.mkdir(parents=True)
 
