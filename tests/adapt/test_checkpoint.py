@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
 import penstock
@@ -70,7 +71,9 @@ def begin(
     whole = small(family, initializer_range=0.1, **sizes)
     model = penstock.parallelize(whole, plan="flowmoe", updating=updating(sharded=sharded), **layout)
     place, groups = rank // tp_size, world // tp_size
-    return losses_of(model, optimizer_of(model, sharded=sharded), place, groups, range(STEPS), folder)
+    optimizer = optimizer_of(model, sharded=sharded)
+    LambdaLR(optimizer, lambda step: 1.0)
+    return losses_of(model, optimizer, place, groups, range(STEPS), folder)
 
 
 def go_on(rank: int, world: int, folder: str, layout: dict[str, Any], sharded: bool) -> list[float]:
@@ -80,6 +83,7 @@ def go_on(rank: int, world: int, folder: str, layout: dict[str, Any], sharded: b
     for group in optimizer.param_groups:
         group["lr"] = 1.0  # what was saved counts
     penstock.load_optimizer(model, optimizer, folder)
+    LambdaLR(optimizer, lambda step: 1.0, last_epoch=SAVED_AT)
     return losses_of(model, optimizer, rank // tp_size, world // tp_size, range(SAVED_AT, STEPS))
 
 
@@ -121,6 +125,27 @@ def test_a_run_goes_on_from_its_checkpoint(
             assert found == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
     assert go_on(0, 1, str(folder), {}, False) == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
     AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_in_bfloat16_a_run_goes_on_with_either_optimizer(tmp_path: Path, sharded: bool) -> None:
+    """Only a sharded one keeps weights and moments in float32."""
+
+    def made(of: Any, *, sharded: bool) -> tuple[Any, torch.optim.Optimizer]:
+        model = penstock.parallelize(of, updating=updating(sharded=sharded))
+        return model, optimizer_of(model, sharded=sharded)
+
+    model, optimizer = made(small("mixtral", dtype=torch.bfloat16), sharded=sharded)
+    losses_of(model, optimizer, 0, 1, range(SAVED_AT))
+    penstock.save_checkpoint(model, optimizer, tmp_path / "saved")
+    expected = losses_of(model, optimizer, 0, 1, range(SAVED_AT, STEPS))
+    for other in (sharded, not sharded):
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", experts_implementation="eager")
+        model, optimizer = made(whole, sharded=other)
+        penstock.load_optimizer(model, optimizer, tmp_path / "saved")
+        assert losses_of(model, optimizer, 0, 1, range(SAVED_AT, STEPS)) == pytest.approx(expected, rel=1e-2)
+        keys = {key for state in optimizer.state.values() for key in state}
+        assert keys == (set() if other else {"step", "exp_avg", "exp_avg_sq"})
 
 
 def names_in(folder: Path) -> set[str]:

@@ -47,7 +47,9 @@ from penstock.families.described import FORMER_STATE, refuse_cut_off
 from penstock.partial_state import part_of
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizers import watch_optimizer
+from penstock.runtime.features.sharded_optimizer.share import MASTER
 from penstock.topology import Control
+from penstock.train.checkpoint import TYPES
 from penstock.train.run_state import OPTIMIZER, of_model, state_part, updated
 from penstock.words import some_of
 from penstock.writing import write_whole
@@ -68,7 +70,7 @@ OF_ADAPTERS = re.compile(
 OWN = re.compile(rf"{OF_ADAPTERS.pattern}|model.*\.safetensors(\.index\.json)?|(generation_)?config\.json")
 """Names of the files of any checkpoint."""
 
-SHARED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+SHARED_SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
 """Settings of a group that a ShardedAdamW has."""
 
 Group = dict[str, Any]
@@ -292,7 +294,11 @@ class _States:
         state = self.held() if sharded else {}
         try:
             stored = Stored(folder, [path.name for path in folder.glob(f"*{SUFFIX}")], prefix=OPTIMIZER)
-            places = {name: name.removeprefix(OPTIMIZER).rpartition(".") for name in stored.whole}
+            # AdamW has no such weights, and a sharded one makes them of the model's.
+            spare = {name for name in stored.whole.keys() ^ state.keys() if name.endswith(f".{MASTER}")}
+            whole = {name: each for name, each in stored.whole.items() if name not in spare}
+            state = {name: part for name, part in state.items() if name not in spare}
+            places = {name: name.removeprefix(OPTIMIZER).rpartition(".") for name in whole}
             held = {name for name, _, _ in places.values()}
             names, bare = (set(chain(*(group[kind] for group in saved))) for kind in ("parameters", WITHOUT))
             missing, unexpected = sorted(names - bare - held), sorted(held - names)
@@ -301,13 +307,13 @@ class _States:
                     f"{folder} is not what {GROUPS} says: missing {some_of(missing)}, unexpected "
                     f"{some_of(unexpected)}. Copy both again, or go on from another checkpoint"
                 )
-            for logical, (shape, dtype) in () if sharded else stored.whole.items():
+            for logical, (shape, dtype) in () if sharded else whole.items():
                 name, _, key = places[logical]
                 parameter = parameters[numbers[name]]
                 tensor = torch.empty(parameter.shape if shape else (), dtype=dtype)
                 states.setdefault(numbers[name], {})[key] = tensor
                 state |= state_part(name, key, tensor, self.naming)
-            if (misfit := misfits(state, stored.whole, state)) is not None:
+            if (misfit := misfits(state, whole, state, TYPES)) is not None:
                 raise DamagedError(misfit)
             stored.load(state)
         except DamagedError as error:
