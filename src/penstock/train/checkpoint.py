@@ -419,7 +419,8 @@ def read_weights(decoder: MoEDecoder, folder: Path) -> None:
             held.pop(HEAD, None)
         if (misfit := misfits(whole, held, whole, TYPES)) is not None:
             why = f"is the folder of another model: {misfit}"
-            raise ConfigError("model.config", str(folder), why, COPY)
+            hint = f"Leave out sizes that are set in [model] and [moe]. {COPY}"
+            raise ConfigError("model.config", str(folder), why, hint)
         stored.load(state)
         if (broken := first_not_finite(tensors_in(state))) is not None:
             raise DamagedError(f"{broken} {NOT_FINITE}")
