@@ -112,6 +112,10 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
     corpus = load_corpus(DataConfig(path=str(tmp_path)))
     assert whole(corpus) == b"\n".join([contents["a.txt"], contents["a/z.md"], contents["b.txt"]])
     assert "3 files" in corpus.source
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for name in (".lock", "config.toml", "metrics.jsonl", "checkpoints/a.txt"):
+        (tmp_path / "run" / name).write_text("no text")
+    assert whole(load_corpus(DataConfig(path=str(tmp_path)))) == whole(corpus)
     only = load_corpus(DataConfig(path=str(tmp_path), suffixes=(".md", ".bin")))
     assert whole(only) == contents["a/z.md"] + b"\n" + contents["c.bin"]
 

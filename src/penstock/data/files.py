@@ -139,6 +139,9 @@ def parquet_of(path: str) -> Path:
     return file
 
 
+RUN: Final = frozenset({".lock", "config.toml", "metrics.jsonl"})
+"""Files that together stand in the folder of a run alone."""
+
 NO_TEXT: Final = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npy", ".npz", ".arrow")
 """Extensions of files that are not text and are refused."""
 
@@ -179,7 +182,9 @@ def is_folder(path: str, place: Path) -> bool:
 def files_below(
     path: str | None, folder: Path, suffixes: tuple[str, ...], left_out: frozenset[str] = frozenset()
 ) -> list[Path]:
-    """Return files below `folder` ending in `suffixes`, by relative path; links to folders are ignored.
+    """Return files below `folder` ending in `suffixes`, by relative path.
+
+    Links to folders are ignored, and so is what runs have left: it would become text when they continue.
 
     Args:
         path: The setting that named the folder, for messages.
@@ -191,6 +196,9 @@ def files_below(
 
     files: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
+        if RUN.issubset(names) and Path(parent) != folder:
+            folders.clear()
+            continue
         folders[:] = [name for name in folders if name not in left_out]
         files += [Path(parent, name) for name in names if name.endswith(suffixes)]
     # File systems list their entries in different orders; this order is the same on all machines.
