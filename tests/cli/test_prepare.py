@@ -44,7 +44,7 @@ def test_prepare_and_prepare_again(tmp_path: Path, capsys: pytest.CaptureFixture
         (["text.txt", "--out", "text.txt"], "text.txt cannot be written"),
         (["text.txt.gz"], "text.txt.gz is no text"),
         (["text.txt", "."], r"INPUT: .*text.txt is named twice"),
-        (["empty"], 'INPUT = "empty'),
+        (["empty"], "empty holds no text"),
     ],
 )
 def test_what_cannot_be_prepared(

@@ -180,7 +180,7 @@ def test_tokens_are_prepared_once_and_found_again(ranks: Pools, tmp_path: Path) 
     shard = next((tmp_path / "cache").rglob("*.npy"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
     errors = ranks(2).run(error_on, [config, config])
-    assert errors[0] == errors[1] and f"{shard} is damaged" in errors[0]
+    assert errors[0] == errors[1] and f"{shard} is damaged" in errors[0] and ".." not in errors[0]
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
@@ -210,6 +210,10 @@ def test_a_line_that_is_no_document_ends_all_ranks(ranks: Pools, tmp_path: Path)
         file.write('\n{"text": ""}')
     first, second = ranks(2).run(error_on, [config, config])
     assert first == second and "has no field 'body'; name the one with the text" in first
+    (tmp_path / "text.jsonl").write_text("\n")
+    with pytest.raises(ConfigError) as caught:
+        open_source(config, LONELY, Control(0, 1))
+    assert (caught.value.key, caught.value.value) == ("data.path", config.data.path)
 
 
 def test_a_model_must_know_every_token(tmp_path: Path) -> None:

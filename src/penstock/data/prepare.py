@@ -186,8 +186,7 @@ class Preparation:
             if self.made_from != made_from:
                 raise TextError(f"{self.source}: a file has changed while it was read; leave them alone")
             if not read_record(folder / UNFINISHED).tokens:
-                why = f"{self.source} holds no text"
-                raise ConfigError("path", self.source, why, "Name files that hold some.")
+                raise TextError(f"{self.source} holds no text; name files that hold some")
             (folder / UNFINISHED).replace(folder / WHOLE)
             make_durable(folder)
 

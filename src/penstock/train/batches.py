@@ -479,7 +479,7 @@ def _as_settings(config: RunConfig, *, writes: bool = False) -> Iterator[None]:
             error = ConfigError("cache", error.value, error.why, error.hint)
         raise error.under("data" if error.key in types_of(DataConfig) else "") from None
     except TextError as error:
-        raise ConfigError("data.path", config.data.path, str(error), HINT) from error
+        raise ConfigError("data.path", config.data.path, str(error).rstrip("."), HINT) from error
     except OSError as error:
         if not writes:
             why = f"cannot be read ({error.strerror}: {error.filename})"
