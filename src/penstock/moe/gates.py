@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from penstock.moe.routers import (
     BITS,
+    LEAST_SUM,
     ExpertChoice,
     Router,
     RouterSums,
@@ -44,8 +45,7 @@ class SigmoidRouter(SoftmaxRouter):
 
     def probabilities(self, scores_TE: Tensor) -> Tensor:
         """Return scores as shares of their sum (DeepSeek-V3's balance loss)."""
-        tiny = torch.finfo(scores_TE.dtype).tiny  # sigmoids of very negative logits are all zero
-        return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + tiny)
+        return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + LEAST_SUM)
 
 
 # ---- softmax with learnt noise ----------------------------------------------------------------------------

@@ -245,6 +245,9 @@ def _mix(x: Tensor) -> Tensor:
 
 
 INITIAL_STD = 0.02
+LEAST_SUM = 1e-20
+"""Added to sums of scores before a division, as in DeepSeek-V3: sigmoids of very negative logits are all zero,
+and gradients divided by this are finite in float32."""
 
 
 class Router(nn.Module, ABC):
@@ -326,8 +329,7 @@ class TokenRouter(Router):
         experts_Tk = judged_TE.topk(self.top_k, dim=-1).indices  # best first
         weights_Tk = scores_TE.gather(1, experts_Tk)
         if self.renormalise:
-            tiny = torch.finfo(weights_Tk.dtype).tiny  # sigmoids of very negative logits are all zero
-            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + tiny)
+            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + LEAST_SUM)
         if self.scale != 1.0:
             weights_Tk = weights_Tk * self.scale
         if tokens.valid_T is not None:
