@@ -284,10 +284,15 @@ def test_the_global_generator_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_float64_weights_are_the_same_numbers() -> None:
+def test_weights_are_the_same_numbers_in_any_type_whatever_the_defaults() -> None:
     single, double = torch.empty(9), torch.empty(9, dtype=torch.float64)
-    for tensor in (single, double):
-        fill_normal(tensor, "name", 3, 0.02)
+    fill_normal(single, "name", 3, 0.02)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            fill_normal(double, "name", 3, 0.02)
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert torch.equal(single.double(), double)
 
 

@@ -72,8 +72,9 @@ def fill_normal(tensor: Tensor, name: str, seed: int, std: float, sharding: Shar
         return
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    with torch.no_grad():
-        whole = torch.randn(tensor.shape if sharding is None else sharding.shape, generator=generator) * std
+    shape = tensor.shape if sharding is None else sharding.shape
+    with torch.no_grad():  # in this type and place, whatever the program's defaults are
+        whole = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * std
         tensor.copy_(whole if sharding is None else sharding.part(whole))
 
 
