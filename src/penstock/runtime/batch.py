@@ -322,6 +322,8 @@ def check_tensors(
     if tokens_BL.dim() != 2 or labels_BL.shape != tokens_BL.shape:
         shapes = f"{list(tokens_BL.shape)} and {list(labels_BL.shape)}"
         raise ValueError(f"tokens and labels must both be [samples, tokens per sample], not {shapes}")
+    if tokens_BL.dtype not in (torch.int64, torch.int32) or labels_BL.dtype != torch.int64:
+        raise ValueError(f"tokens and labels must both be int64, not {tokens_BL.dtype} and {labels_BL.dtype}")
     if valid_BL is not None and (valid_BL.shape != tokens_BL.shape or valid_BL.dtype != torch.bool):
         given = f"{valid_BL.dtype} {list(valid_BL.shape)}"
         raise ValueError(
