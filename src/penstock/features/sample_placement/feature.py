@@ -308,12 +308,12 @@ def _why_not(shape: StepShape) -> str:
         return ""
     if not shape.sharing.is_none and shape.expert_form != "gather":
         return (
-            f"moves_samples: with expert_form = {shape.expert_form} ranks send rows of samples that others "
-            "have, too, or sums of them, and a sample's rows are not one rank's to order. Use "
-            "expert_form=gather, or let samples stay"
+            f"placement.samples = netmoe: with expert_form = {shape.expert_form} ranks send rows of samples "
+            "that others have, too, or sums of them, and a sample's rows are not one rank's to order. Use "
+            "schedule.expert_form=gather, or set placement.samples=none"
         )
     if why := shape.sharing.why_samples_stay:
-        return f"moves_samples: {why}. Use other sizes, or set placement.samples=none"
+        return f"placement.samples = netmoe: {why}. Use other sizes, or set placement.samples=none"
     return ""
 
 
