@@ -246,8 +246,8 @@ def _mix(x: Tensor) -> Tensor:
 
 INITIAL_STD = 0.02
 LEAST_SUM = 1e-20
-"""Added to sums of scores before a division, as in DeepSeek-V3: sigmoids of very negative logits are all zero,
-and gradients divided by this are finite in float32."""
+"""Added to sums of scores before a division, as in DeepSeek-V3: sigmoids of very negative logits are all
+zero, and gradients divided by this are finite in float32."""
 
 
 class Router(nn.Module, ABC):

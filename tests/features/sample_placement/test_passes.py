@@ -78,7 +78,9 @@ def test_a_chunk_leaves_while_the_next_is_computed() -> None:
 def test_rows_that_several_ranks_have_or_sums_of_them_are_refused(form: ExpertForm) -> None:
     sharing = Sharing(tp_size=2, etp_size=2)
     shape = StepShape(moe_layers=(True,), moves_samples=True, sharing=sharing, expert_form=form)
-    with pytest.raises(ScheduleError, match=f"placement.samples = netmoe: with expert_form = {form} ranks send rows"):
+    with pytest.raises(
+        ScheduleError, match=f"placement.samples = netmoe: with expert_form = {form} ranks send rows"
+    ):
         build_graph(shape)
 
 
