@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from math import inf
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import numpy as np
 
@@ -195,8 +197,7 @@ class QuickBounds:
         priced = choice.affecting("cost")
         kinds = {is_moe: self._kind(choice, priced, cut, is_moe) for is_moe in self._moe_counts}
         # By layer, its reductions and what updates its parameters.
-        cost, reduced = problem.cost(choice, cut), []
-        cached = self._known_reductions.setdefault(priced, {})
+        cached, reduced = self._known_reductions.setdefault(priced, {}), []
         sizes = problem.gradients.of_form(cut.expert_form).by_kind.values()
         for layer in range(cut.num_layers):
             parts = {kind: cut.parts_of(layer, kind) for kind in GRADIENT_KINDS}
@@ -204,7 +205,7 @@ class QuickBounds:
                 parts["experts"] = ()
             key = layer == 0, tuple(each[layer] for each in sizes), tuple(parts.values())
             if key not in cached:
-                cached[key] = _reduced(cost, layer, cut, parts)
+                cached[key] = _reduced(problem.cost(choice, cut), layer, cut, parts)
             reduced.append(cached[key])
         sums_s, norm_s, once = self._once(choice, priced, kinds.values())
         first, last = (kinds[is_moe].layer for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
@@ -233,45 +234,92 @@ class QuickBounds:
 
     def _kind(self, choice: Decision, priced: Decision, cut: StepShape, is_moe: bool) -> _Kind:
         """Return a step with one layer of a kind and nothing to reduce."""
-        shape = replace(
-            cut,
-            moe_layers=(is_moe,),
-            pieces=ByKind(dict.fromkeys(GRADIENT_KINDS, (0,))),
-            all_reduce_parts=(),
-            updating=None,  # with nothing to reduce there is nothing to update
-        )
-        key = shape, priced
+        key = is_moe, priced, OF_ONE_LAYER(cut)
         if key not in self._known:
+            shape = replace(
+                cut,
+                moe_layers=(is_moe,),
+                pieces=ByKind(dict.fromkeys(GRADIENT_KINDS, (0,))),
+                all_reduce_parts=(),
+                updating=None,  # with nothing to reduce there is nothing to update
+            )
             example = self._few.shape.moe_layers.index(is_moe)
             if example not in self._known_alone:
                 self._known_alone[example] = self._few.only((example,))
             cost = self._known_alone[example].cost(choice, shape)
-            graph = build_graph(shape)
-            whole = {task: cost(task) for task in graph.tasks}
-            seconds = [fastest(each) for each in whole.values()]
-            once = tuple(task for task in whole if spec_of(task.op).once)
-            ends = {task: each for task, each in whole.items() if _at_ends(task)}
-            inner = {task: each for task, each in whole.items() if task not in ends and task not in once}
-            ends_s = sum(fastest(each) for task, each in ends.items() if task.microbatch == 0)
-            (sums,) = (fastest(whole[task]) for task in once if spec_of(task.op).normalises)
-            # The longest chain from the first microbatch's embedding to the embedding's backward. Only that
-            # goes through every layer: experts' weight gradients, or parameters of replicas, leave or enter a
-            # chain inside one layer, and all layers may do so at the same time.
-            first, last = (
-                graph.by_name[Name(0, Op.EMBED, phase, microbatch=0)]
-                for phase in (Phase.FORWARD, Phase.BACKWARD)
-            )
-            begin_s = [0.0 if task is first else -inf for task in graph.tasks]
-            chain_s = earliest(graph.links, seconds, begin_s)[graph.position[last]] - ends_s - sums
-            first_s, last_s, back_s = _waits(graph, seconds)
-            self._known[key] = _Kind(
-                ends=_Part(work=_work(ends), chain_s=ends_s),
-                layer=_Part(
-                    work=_work(inner), chain_s=chain_s, first_s=first_s, last_s=last_s, back_s=back_s
-                ),
-                once=once,
-            )
+            self._known[key] = _layer_of(shape).priced(cost)
         return self._known[key]
+
+
+OF_ONE_LAYER: Final = attrgetter(
+    *(
+        field.name
+        for field in fields(StepShape)
+        if field.name not in ("moe_layers", "pieces", "all_reduce_parts", "updating")
+    )
+)
+"""What of a shape is left in a step with one layer of a kind and nothing to reduce."""
+
+
+# ---- a step with one layer ---------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _layer_of(shape: StepShape) -> _Layer:
+    """Return the step with one layer that has this shape; cached, since searches price the same steps."""
+    return _Layer(build_graph(shape))
+
+
+class _Layer:
+    """A step with one layer that reduces nothing: all that its bounds need and no cost changes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, tasks = graph, graph.tasks
+        self._slots = [_slot(task) for task in tasks]
+        once, ends = ([test(task) for task in tasks] for test in (_is_once, _at_ends))
+        places = range(len(tasks))
+        self._once = tuple(task for task, each in zip(tasks, once, strict=True) if each)
+        self._ends = [i for i in places if ends[i]]
+        self._first_ends = [i for i in self._ends if tasks[i].microbatch == 0]
+        self._layer = [i for i in places if not ends[i] and not once[i]]
+        (self._sums,) = (i for i in places if once[i] and spec_of(tasks[i].op).normalises)
+        # The longest chain from the first microbatch's embedding to the embedding's backward. Only that goes
+        # through every layer: experts' weight gradients, or parameters of replicas, leave or enter a chain
+        # inside one layer, and all layers may do so at the same time.
+        first, self._last = (
+            graph.position[graph.by_name[Name(0, Op.EMBED, phase, microbatch=0)]]
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+        self._begin_s = [0.0 if i == first else -inf for i in places]
+        # Of every task, those of its forward readers that end before the sums of the loss begin.
+        counted = [task.forward and not spec_of(task.op).normalises for task in tasks]
+        self._counted = [[place for place in each if counted[place]] for each in graph.readers_at]
+        # Of a half, what lies between the ends of the step, without free transfers.
+        inner = [i for i in self._layer if not self._slots[i][2]]
+        self._there, self._back = ([i for i in inner if tasks[i].forward is half] for half in (True, False))
+
+    def priced(self, cost: Cost) -> _Kind:
+        """Return what the step is at this cost."""
+        graph, whole = self.graph, [cost(task) for task in self.graph.tasks]
+        seconds = [fastest(each) for each in whole]
+        ends_s = sum(seconds[i] for i in self._first_ends)
+        chain_s = earliest(graph.links, seconds, self._begin_s)[self._last] - ends_s - seconds[self._sums]
+        ends, tails = earliest(graph.links, seconds), tail(self._counted, seconds)
+        starts = [end - each for end, each in zip(ends, seconds, strict=True)]
+        passing = [after + each for after, each in zip(tails, seconds, strict=True)]
+        layer = _Part(
+            work=self._work(self._layer, whole),
+            chain_s=chain_s,
+            first_s=_least(graph, self._there, starts, ends),
+            last_s=_least(graph, self._there, tails, passing),
+            back_s=_least(graph, self._back, starts, ends) - ends[self._sums],
+        )
+        return _Kind(
+            ends=_Part(work=self._work(self._ends, whole), chain_s=ends_s), layer=layer, once=self._once
+        )
+
+    def _work(self, places: Iterable[int], seconds: Sequence[Any]) -> Work:
+        return _total((1, {self._slots[i]: seconds[i]}) for i in places)
 
 
 # ---- work --------------------------------------------------------------------------------------------------
@@ -303,31 +351,12 @@ def _half_s(work: Work, *, forward: bool, waits_s: float) -> float:
     """
     lanes = {lane: work.get((forward, lane, False), 0.0) for lane in Lane}
     between_s, free_s = lanes[Lane.INTER], work.get((forward, Lane.INTER, True), 0.0)
-    lanes[Lane.INTER] = between_s + (np.maximum(waits_s, free_s) if np.any(between_s) else free_s)
+    lanes[Lane.INTER] = between_s + (np.maximum(waits_s, free_s) if slowest(between_s) else free_s)
     return max(map(slowest, lanes.values()))
 
 
-def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Return `first_s`, `last_s` and `back_s` of a one-layer step that reduces nothing."""
-    tasks, ends = graph.tasks, earliest(graph.links, seconds)
-    # Of every forward task by position, the longest chain from its end to the sums of the loss.
-    counted = [task.forward and not spec_of(task.op).normalises for task in tasks]
-    tails = tail([[place for place in each if counted[place]] for each in graph.readers_at], seconds)
-    sums_s = next(end for task, end in zip(tasks, ends, strict=True) if spec_of(task.op).normalises)
-    starts = [end - each for end, each in zip(ends, seconds, strict=True)]
-    there, back = _inner(graph, forward=True), _inner(graph, forward=False)
-    first_s = _least(graph, there, starts, ends)
-    last_s = _least(graph, there, tails, [tail + each for tail, each in zip(tails, seconds, strict=True)])
-    return first_s, last_s, _least(graph, back, starts, ends) - sums_s
-
-
-def _inner(graph: Graph, *, forward: bool) -> list[int]:
-    """Return the positions of a half's tasks that lie between the ends of a step, without free transfers."""
-    return [
-        i
-        for i, task in enumerate(graph.tasks)
-        if task.forward is forward and not (_at_ends(task) or spec_of(task.op).once or _slot(task)[2])
-    ]
+def _is_once(task: Task) -> bool:
+    return spec_of(task.op).once
 
 
 def _at_ends(task: Task) -> bool:
