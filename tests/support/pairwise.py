@@ -43,15 +43,18 @@ def covering(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None, tries:
     chosen, random = fits or (lambda _: True), Random(0)
     values = [(axis, place) for axis, each in axes.items() for place in range(len(each))]
     number = {value: i for i, value in enumerate(values)}
-    missing = [{j for j, (axis, _) in enumerate(values) if axis != mine} for mine, _ in values]
+    # By value, the values that it has not met, as bits.
+    missing = [sum(1 << j for j, (axis, _) in enumerate(values) if axis != mine) for mine, _ in values]
 
-    def worth(axis: str, place: int, known: Places) -> float:
-        met = missing[number[axis, place]].intersection(number[each] for each in known.items())
-        return len(met) + random.random()
+    def worth(axis: str, known: Places) -> list[float]:
+        bits = sum(1 << number[each] for each in known.items())
+        places = range(len(axes[axis]))
+        return [(missing[number[axis, place]] & bits).bit_count() + random.random() for place in places]
 
     while any(missing):
         first = next(i for i, others in enumerate(missing) if others)
-        seed = dict((values[first], values[min(missing[first])]))
+        least = (missing[first] & -missing[first]).bit_length() - 1
+        seed = dict((values[first], values[least]))
         best: list[int] | None = None
         for _ in range(tries):
             case = _completed({}, seed, axes, chosen, worth)
@@ -61,22 +64,28 @@ def covering(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None, tries:
             if best is None or _new(met, missing) > _new(best, missing):
                 best = met
         for one, other in permutations(best or [number[value] for value in seed.items()], 2):
-            missing[one].discard(other)
+            missing[one] &= ~(1 << other)
         if best is not None:
             places = dict(values[i] for i in best)
             yield {axis: axes[axis][places[axis]] for axis in axes}
 
 
-def _new(case: list[int], missing: Sequence[set[int]]) -> int:
-    return sum(len(missing[one].intersection(case)) for one in case)
+def _new(case: list[int], missing: Sequence[int]) -> int:
+    bits = sum(1 << one for one in case)
+    return sum((missing[one] & bits).bit_count() for one in case)
 
 
 def each_value(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None) -> Iterator[Case]:
     """Few cases in which every value is met, for what another test has in pairs."""
     missing = {(axis, place): None for axis, values in axes.items() for place in range(len(values))}
+
+    def worth(axis: str, known: Places) -> list[float]:
+        del known
+        return [(axis, place) in missing for place in range(len(axes[axis]))]
+
     while missing:
         seed = dict([next(iter(missing))])
-        case = _completed({}, seed, axes, fits or (lambda _: True), lambda *value: int(value[:2] in missing))
+        case = _completed({}, seed, axes, fits or (lambda _: True), worth)
         for value in (seed if case is None else case).items():
             missing.pop(value, None)
         if case is not None:
@@ -92,14 +101,18 @@ def _completed(
     seed: Places,
     axes: Mapping[str, Sequence[Any]],
     fits: Fits,
-    worth: Callable[[str, int, Places], float],
+    worth: Callable[[str, Places], list[float]],
 ) -> Places | None:
     """`begun`, which has the first axes, with a place on each of the others; None if no case
-    fits. Of several places first the one that is worth most beside those known."""
+    fits. Of several places first the one that is worth most beside those known.
+
+    worth: of all places of an axis.
+    """
     if len(begun) == len(axes):
         return begun
     axis, known = list(axes)[len(begun)], {**seed, **begun}
-    ranked = sorted(range(len(axes[axis])), key=lambda place: worth(axis, place, known), reverse=True)
+    worths = worth(axis, known)
+    ranked = sorted(range(len(worths)), key=worths.__getitem__, reverse=True)
     for place in [seed[axis]] if axis in seed else ranked:
         longer = {**begun, axis: place}
         if fits({name: axes[name][at] for name, at in {**longer, **seed}.items()}):
