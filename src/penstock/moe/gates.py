@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from penstock.moe.routers import (
     BITS,
-    LEAST_SUM,
     ExpertChoice,
     Router,
     RouterSums,
@@ -24,6 +23,7 @@ from penstock.moe.routers import (
     SoftmaxRouter,
     TokenRouter,
     Tokens,
+    least_sum,
     linear_weight,
     sum_by_sample,
     sum_z,
@@ -45,7 +45,7 @@ class SigmoidRouter(SoftmaxRouter):
 
     def probabilities(self, scores_TE: Tensor) -> Tensor:
         """Return scores as shares of their sum (DeepSeek-V3's balance loss)."""
-        return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + LEAST_SUM)
+        return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + least_sum(scores_TE))
 
 
 # ---- softmax with learnt noise ----------------------------------------------------------------------------

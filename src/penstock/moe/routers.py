@@ -246,8 +246,14 @@ def _mix(x: Tensor) -> Tensor:
 
 INITIAL_STD = 0.02
 LEAST_SUM = 1e-20
-"""Added to sums of scores before a division, as in DeepSeek-V3: sigmoids of very negative logits are all
-zero, and gradients divided by this are finite in float32."""
+
+
+def least_sum(scores: Tensor) -> float:
+    """Return what is added to sums of scores before a division, as in DeepSeek-V3.
+
+    Sigmoids of very negative logits are all zero, and gradients divided by this are finite in float32.
+    """
+    return max(LEAST_SUM, torch.finfo(scores.dtype).tiny)  # it is zero in float16
 
 
 class Router(nn.Module, ABC):
@@ -329,7 +335,7 @@ class TokenRouter(Router):
         experts_Tk = judged_TE.topk(self.top_k, dim=-1).indices  # best first
         weights_Tk = scores_TE.gather(1, experts_Tk)
         if self.renormalise:
-            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + LEAST_SUM)
+            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + least_sum(weights_Tk))
         if self.scale != 1.0:
             weights_Tk = weights_Tk * self.scale
         if tokens.valid_T is not None:
