@@ -44,7 +44,7 @@ sentences = ["The network is slow", "so it works", "while something else is comp
 data = Dataset.from_dict({"text": [f"{one}, {other}." for one in sentences for other in sentences] * 40})
 
 gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # what the trainer takes
-model.to(gpu if torch.accelerator.is_available() else "cpu")
+model.to(gpu if torch.cuda.is_available() else "cpu")
 model = penstock.parallelize(model, plan=plan)  # the one line: experts are spread over all ranks
 
 trainer = SFTTrainer(
@@ -58,7 +58,7 @@ trainer = SFTTrainer(
         save_steps=10,
         report_to=[],
         disable_tqdm=True,
-        use_cpu=not torch.accelerator.is_available(),
+        use_cpu=not torch.cuda.is_available(),
     ),
     train_dataset=data,
     processing_class=tokenizer,

@@ -222,11 +222,8 @@ class Gpu(Device):
     def asking(self, event: Event, device: torch.device) -> Callable[[], bool]:
         """Return what tells whether the device has come to an event, for threads that have not used it."""
 
-        def has_come() -> bool:
-            self.make_current(device)  # or a thread's first question would open the first GPU as well
-            return event.query()
-
-        return has_come
+        del device
+        return event.query
 
     def check(self, holds: Tensor, message: str) -> None:
         """Stop the device with the message unless a truth on it holds; the host does not wait to learn it.
@@ -398,6 +395,15 @@ class Cuda(Gpu):
 
     def event(self, *, timed: bool) -> Event:
         return cast(Event, torch.cuda.Event(enable_timing=timed))
+
+    def asking(self, event: Event, device: torch.device) -> Callable[[], bool]:
+        def has_come() -> bool:
+            with torch.cuda.device(device):  # or a thread's first question would open the first GPU as well
+                return event.query()
+
+        if device.index is None:
+            return event.query
+        return has_come
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(cast(torch.cuda.Stream, stream))
@@ -578,6 +584,7 @@ def numbered(device: torch.device, local_rank: int) -> torch.device:
     """Return a device with its number: "cuda" is the current GPU, or this rank's where none was chosen."""
     if device.type != "cuda" or device.index is not None:
         return device
+    device_of(device).set_environment(os.environ)  # read when the GPU is first used, as in the next line
     current = torch.cuda.current_device()
     return torch.device("cuda", current) if current else pick_device(local_rank)
 

@@ -364,3 +364,27 @@ def test_kept_logits_are_those_asked_for() -> None:
     with pytest.raises(ValueError, match="read them before"):
         out["logits"].sum()
     assert out[0] is out.loss
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_tokens_may_be_of_32_bits(labelled: bool) -> None:
+    wanted = small("mixtral")
+    model = penstock.parallelize(copy.deepcopy(wanted), plan="flowmoe")
+    given = Batch().inputs()
+    given["input_ids"] = given["input_ids"].int()
+    for each in (wanted, model):
+        loss = each(**given).loss if labelled else each(**without_labels(given)).logits.square().mean()
+        loss.backward()
+    found, expected = grads_of(model), grads_of(wanted)
+    assert all(distance(found[name], expected[name]) < 1e-5 for name in expected)
+
+
+def test_an_error_of_this_rank_alone_stays_what_it_is() -> None:
+    """In an exchange outside of steps, as one of memory, after which a smaller batch may be tried."""
+    machinery = engine_of(penstock.parallelize(small("mixtral"), plan="flowmoe")).stack.machinery
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        machinery.exchange("meeting", fail)

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.adapt.cut import Caught, Cut, Inside, RouterUse
 from penstock.adapt.tensor import SharedLayer, Skipped, TensorShares
+from penstock.device import device_of
 from penstock.families.inspection import code_of, in_parts
 from penstock.families.known import Family
 from penstock.families.sections import coefficient_of
@@ -151,7 +152,7 @@ class Calls:
             return cached
         for samples_B, reference in list(self._by_samples.items()):  # another view may be of the same samples
             called: Called | None = reference()
-            if called is not None and _place(samples_B) == _place(keys.sample_ids_B):
+            if called is not None and _are_same(samples_B, keys.sample_ids_B):
                 self._by_samples[keys.sample_ids_B] = reference
                 return called
         assert self.make is not None, "samples stay where masks and positions are given"
@@ -164,9 +165,13 @@ class Calls:
         self._by_samples[keys.sample_ids_B] = weakref.ref(called)
 
 
-def _place(samples_B: Tensor) -> tuple[int, int]:
-    """Return where the numbers of samples lie, and how many they are."""
-    return samples_B.data_ptr(), len(samples_B)
+def _are_same(samples_B: Tensor, others_B: Tensor) -> bool:
+    """Tell whether numbers of samples lie in one place, or are the same where no wait tells."""
+    if len(samples_B) != len(others_B):
+        return False
+    return samples_B.data_ptr() == others_B.data_ptr() or (
+        not device_of(samples_B).is_gpu and samples_B.equal(others_B)
+    )
 
 
 class _Layer:

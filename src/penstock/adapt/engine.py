@@ -90,7 +90,7 @@ class StepInputs:
         if self.shift_labels_BL is not None:
             return self.shift_labels_BL.contiguous()  # logits are kept by the place of labels in memory
         if self.labels_BL is None:
-            return torch.full_like(self.tokens_BL, NO_LABEL)
+            return torch.full_like(self.tokens_BL, NO_LABEL, dtype=torch.int64)
         return torch.nn.functional.pad(self.labels_BL[:, 1:], (0, 1), value=NO_LABEL)
 
     @property

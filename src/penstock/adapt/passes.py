@@ -33,6 +33,8 @@ from penstock.topology.faults import give_up
 
 T = TypeVar("T")
 
+PURPOSE = "meeting at the experts in a pass without gradients"
+
 
 class OtherRankError(RuntimeError):
     """Another rank could not generate, and says why itself."""
@@ -78,6 +80,7 @@ class Passes:
                 _tell(error)
                 raise
             self._complete()
+            self.meetings[-1].settle()
         finally:
             self._next = None
 
@@ -256,7 +259,11 @@ class Spread:
         return order.unpermute(rows_RM, weights_Tk, plan)
 
     def _exchange(self, work: Callable[[], T]) -> T:
-        return self._machinery.exchange("meeting at the experts in a pass without gradients", work)
+        return self._machinery.exchange(PURPOSE, work)
+
+    def settle(self) -> None:
+        """Wait until what was exchanged can be read."""
+        self._machinery.settle(PURPOSE)
 
 
 class NarrowSpread(Spread):

@@ -467,7 +467,10 @@ class AsWhole:
     def begin(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path))
-        if Path.cwd().is_relative_to(self.path):
+        here: Path | None = None
+        with suppress(FileNotFoundError):  # the working directory is gone already
+            here = Path.cwd()
+        if here is not None and here.is_relative_to(self.path):
             why = "the current working directory, which would be lost; name a folder in it"
             raise OSError(errno.EBUSY, why, str(self.path))
         self.give_up()

@@ -131,7 +131,7 @@ def _prepare_model(
             f"accelerate sees {accelerator.num_processes} of {engine.layout.world_size} processes: start "
             "them with torchrun or accelerate launch, so that each takes its own part of the data"
         )
-    check_device(engine, accelerator.device, "accelerate")
+    check_device(engine, torch.device(accelerator.device.type), "accelerate")
     refuse_sharing(engine, "Accelerate")
     engine.averages = engine.averages_own = True
     return plain(accelerator, model, device_placement=False, evaluation_mode=True)
@@ -322,10 +322,10 @@ def _load_model(
 
 def _finalize(engine: Engine, plain: Callable[..., Any], trainer: Any, *given: Any, **named: Any) -> Any:
     """End a training. All ranks load the best model or none, also where not every rank sees its folder."""
-    bests = engine.stack.machinery.control.gather(
-        trainer.state.best_model_checkpoint, "naming the best model"
-    )
-    trainer.state.best_model_checkpoint = next((best for best in bests if best is not None), None)
+    control, own = engine.stack.machinery.control, trainer.state.best_model_checkpoint
+    with control.waiting_for_files():  # the first rank may still be at its last checkpoint
+        bests = control.gather(own, "naming the best model")
+    trainer.state.best_model_checkpoint = own or next((best for best in bests if best is not None), None)
     return plain(trainer, *given, **named)
 
 

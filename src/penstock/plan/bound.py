@@ -264,7 +264,7 @@ OF_ONE_LAYER: Final = attrgetter(
 # ---- a step with one layer ---------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _layer_of(shape: StepShape) -> _Layer:
     """Return the step with one layer that has this shape; cached, since searches price the same steps."""
     return _Layer(build_graph(shape))

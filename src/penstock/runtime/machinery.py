@@ -31,7 +31,7 @@ from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.topology import CommunicationError, Control, Layout
 from penstock.topology.device_mesh import RankMeshes
-from penstock.topology.faults import ACTIVITY
+from penstock.topology.faults import ACTIVITY, is_transport_error
 
 T = TypeVar("T")
 
@@ -67,21 +67,39 @@ class Machinery(Shared):
             work: The exchange, which may run in another thread.
 
         Raises:
-            CommunicationError: It failed; the message names the rank at fault. No later exchange succeeds.
+            CommunicationError: Ranks did not come, or were lost; the message names them. No later exchange
+                succeeds.
         """
         inferring = torch.is_inference_mode_enabled()
 
         def run() -> T:
+            ACTIVITY.check()
             with torch.inference_mode(inferring), torch.no_grad():  # modes belong to a thread
                 return work()
 
         try:
             result = self.control.exchange(purpose, run)
-        except CommunicationError:
-            self.transports.abort()  # a thread that still waits would end Python by an abort
+        except BaseException as error:
+            cause = error.__cause__ if isinstance(error, CommunicationError) else None
+            if cause is not None and not is_transport_error(cause):
+                raise cause from None  # such as of memory: ranks go on
+            if cause is not None or not isinstance(error, Exception):
+                self.transports.abort()  # a thread that still waits would end Python by an abort
             raise
         ACTIVITY.issued(device_of(self.device).issued(self.device))  # the watch looks whether it ends
         return result
+
+    def settle(self, purpose: str) -> None:
+        """Make the host wait, outside of steps, until a GPU has done what was issued: no number is anything.
+
+        Raises:
+            CommunicationError: Exchanges were ended, as another rank is lost.
+        """
+        if device_of(self.device).is_gpu:
+            with self.control.naming(purpose):
+                with ACTIVITY.exchanging("device"):
+                    device_of(self.device).synchronize(self.device)
+                ACTIVITY.check()
 
     @cached_property
     def meshes(self) -> RankMeshes:

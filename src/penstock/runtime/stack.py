@@ -323,7 +323,7 @@ class PipelinedStack(nn.Module):
                 "a loss of one's own, on hidden states, with samples that move (placement.samples) or a "
                 "fixed number of slots (moe.capacity_factor): what comes home has other samples. Give labels"
             )
-        labels_BL = torch.full_like(tokens_BL, NO_LABEL)
+        labels_BL = torch.full_like(tokens_BL, NO_LABEL, dtype=torch.int64)
         given = self._given(tokens_BL, labels_BL, sample_ids_B, None, None, training=True)
         check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
         batch = given.cut(self.plan.shape.microbatches, self.seed)

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
-from threading import Event
+from threading import Event, Lock
 from typing import Final, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, default_pg_timeout
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.config import ConfigError
 from penstock.copies import Shared
@@ -53,6 +54,9 @@ _HOST_GROUPS: Final[WeakKeyDictionary[ProcessGroup, ProcessGroup]] = WeakKeyDict
 """By default group, the one that takes tensors of the CPU in its place."""
 _LIMITS: Final[WeakKeyDictionary[ProcessGroup, _Limit]] = WeakKeyDictionary()
 """How long exchanges of Penstock may last now, by group; those of the program have the group's own limit."""
+_ENTERED: Final[WeakKeyDictionary[ProcessGroup, tuple[int, timedelta]]] = WeakKeyDictionary()
+"""By group the number of exchanges that are limited now, and the group's own limit."""
+_ENTERING: Final = Lock()
 _ATTEMPTS: Final = count()
 """Counts the host groups that this process has tried to make, alike on all ranks."""
 
@@ -229,8 +233,12 @@ class Control(Shared):
             _LIMITS.pop(group) if before is None else _LIMITS.update({group: before})
 
     def waiting_for_files(self) -> AbstractContextManager[None]:
-        """Let every exchange last `FILES_S` while entered, or as long as `waiting` says that is entered."""
-        return nullcontext() if self._limit is not None and self._limit.setting else self.waiting(FILES_S)
+        """Let every exchange last `FILES_S` at least while entered, or as `waiting` says that is entered."""
+        if self._limit is not None and self._limit.setting:
+            return nullcontext()
+        backend = None if self._limit is not None else self._gloo
+        usual_s = 0.0 if backend is None else backend.options._timeout.total_seconds()
+        return self.waiting(max(FILES_S, usual_s))
 
     @property
     def _limit(self) -> _Limit | None:
@@ -239,16 +247,29 @@ class Control(Shared):
     @contextmanager
     def _limited(self) -> Iterator[None]:
         """Limit exchanges that begin while entered, and none that the program begins in the same group."""
-        backend = None if self._group is None else self._group._get_backend(torch.device("cpu"))
-        if (limit := self._limit) is None or not isinstance(backend, dist.ProcessGroupGloo):
+        backend, group = self._gloo, self._group
+        if (limit := self._limit) is None or backend is None or group is None:
             yield
             return
-        of_program = backend.options._timeout
-        backend._set_default_timeout(limit.duration)
+        with _ENTERING:
+            threads, of_program = _ENTERED.get(group, (0, backend.options._timeout))
+            _ENTERED[group] = threads + 1, of_program
+            backend._set_default_timeout(limit.duration)
         try:
             yield
         finally:
-            backend._set_default_timeout(of_program)
+            with _ENTERING:
+                threads, of_program = _ENTERED.pop(group)
+                if threads > 1:
+                    _ENTERED[group] = threads - 1, of_program
+                else:
+                    backend._set_default_timeout(of_program)
+
+    @property
+    def _gloo(self) -> dist.ProcessGroupGloo | None:
+        """The back end of the group, if its limit can be changed."""
+        backend = None if self._group is None else self._group._get_backend(torch.device("cpu"))
+        return backend if isinstance(backend, dist.ProcessGroupGloo) else None
 
     def barrier(self, purpose: str) -> None:
         """Wait for all ranks."""
@@ -296,7 +317,12 @@ def limit_exchanges(timeout_s: float) -> None:
     default = dist.group.WORLD
     assert default is not None, "ranks have joined"
     _LIMITS[default] = _Limit(timedelta(seconds=timeout_s))
-    _set_pg_timeout(default_pg_timeout, default)
+    for kind in default._device_types:
+        backend = default._get_backend(kind)
+        if isinstance(backend, dist.ProcessGroupGloo):
+            backend._set_default_timeout(default_pg_timeout)
+        elif dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
+            backend._set_default_timeout(default_pg_nccl_timeout)
 
 
 def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:

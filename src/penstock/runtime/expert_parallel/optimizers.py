@@ -230,7 +230,7 @@ def _warn_if_unknown(optimizer: Optimizer) -> None:
         return
     for name, parameter in _trained(optimizer):
         if share := share_of(parameter, whole="tensor"):
-            if not is_first_to_say(f"an unknown optimizer: {kind.__module__}.{kind.__qualname__}"):
+            if not is_first_to_say(f"an unknown optimizer: {kind.__module__}.{kind.__qualname__} {name}"):
                 return
             warnings.warn(
                 f"whether {kind.__name__} treats every number by itself is not known, and {name} "
