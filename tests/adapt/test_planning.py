@@ -10,16 +10,21 @@ import pytest
 import torch
 
 import penstock
+from penstock.adapt import planning
 from penstock.adapt.engine import Engine
 from penstock.adapt.planning import stand_in
 from penstock.adapt.scheduled import engine_of
+from penstock.autotune.profile import tasks
 from penstock.cost import Attention, ClusterFile
 from penstock.decision import Decision, GradientBytes
 from penstock.families.sizes import ModelSizes
 from penstock.moe import MoEConfig
 from penstock.plan import MemoryEstimate, estimate_memory
+from penstock.runtime import Machinery, PipelinedStack
 from penstock.step import StepShape
 from penstock.topology import Layout, ParallelConfig
+from penstock.train.assemble import build_stack, workload
+from penstock.train.config import RunConfig
 from tests.support.adapted import distance, small
 from tests.support.ranks import Pools
 
@@ -76,6 +81,42 @@ def test_what_is_trained_when_a_plan_is_made_counts() -> None:
     after = estimated(model)
     assert after.weights_bytes == before.weights_bytes
     assert after.gradients_bytes == model.lm_head.weight.nbytes < before.gradients_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tuned", "autocast", "dtype"),
+    [(whole, None, torch.float32), (half, None, torch.bfloat16), (whole, torch.bfloat16, torch.float32)],
+)
+def test_what_is_measured_computes_as_the_model_does(
+    tuned: Callable[[Any], Any],
+    autocast: torch.dtype | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nearly all models of the hub are loaded in bfloat16, in which GPUs are ten times as fast."""
+    found = list[tuple[torch.dtype, torch.dtype | None, Any]]()
+
+    def noted(config: RunConfig, machinery: Machinery, *given: Any) -> PipelinedStack:
+        stack = build_stack(config, machinery, *given)
+        wire_bytes = workload(config, machinery.layout).element_bytes
+        (types,) = {parameter.dtype for parameter in stack.model.parameters()}
+        found.append((types, stack.machinery.autocast_dtype, wire_bytes))
+        return stack
+
+    monkeypatch.setattr(tasks, "build_stack", noted)
+    monkeypatch.setattr(planning, "PROFILE_S", 0.01)
+    engine = engine_of(penstock.parallelize(tuned(small("mixtral")), plan="flowmoe"))
+    engine.stack.compute_in(autocast)
+    searching = replace(engine._planner, searches=True)
+    searching.of(engine.stack, 2, 12)
+    computed_bytes = (autocast or dtype).itemsize
+    assert found == [(dtype, autocast, computed_bytes)]
+    (file,) = searching.measured.values()
+    assert file.precision == ("float32" if computed_bytes == 4 else "bfloat16")
+    priced = searching.problem(engine.stack, file, 2, 12).workload
+    assert priced.element_bytes == computed_bytes and priced.wire_row_bytes == 32 * computed_bytes
+    assert priced.held is not None and priced.held.cast == (autocast is not None)
 
 
 def by_all_ways(rank: int, world: int) -> tuple[tuple[str, ...], float]:

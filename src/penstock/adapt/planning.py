@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
+import torch
+
 from penstock.autotune.choose.start import find
 from penstock.autotune.planned import Order
 from penstock.autotune.problem import possible_dispatches
@@ -18,6 +20,7 @@ from penstock.decision import Decision, GradientBytes, PlacementConfig, Schedule
 from penstock.families.sizes import ModelSizes
 from penstock.models import ModelConfig
 from penstock.ops.core import FLAT
+from penstock.ops.work import FLOAT32_BYTES
 from penstock.plan import Problem
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import PipelinedStack
@@ -27,7 +30,7 @@ from penstock.step import StepShape
 from penstock.step.shape import Recompute
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import expert_moving
-from penstock.train.config import RunConfig
+from penstock.train.config import RunConfig, TrainConfig
 from penstock.train.logs import show_unless_told
 from penstock.words import folded
 
@@ -57,7 +60,7 @@ def stand_in(
     """Return a decoder of Penstock's own with these sizes, to measure the cost of computation.
 
     Its own schedule cuts nothing: a batch of one sample could not be cut. Where no rank has a sample yet, it
-    has one. How rows travel is open.
+    has one. How rows travel is open. It is priced by the bytes of the model's activations.
 
     Args:
         shape: Says which layers have experts.
@@ -73,6 +76,7 @@ def stand_in(
         schedule=ScheduleConfig(name="sequential"),
         data=DataConfig(batch_per_device=max(1, batch)),
         parallel=parallel,
+        train=TrainConfig(precision="float32" if sizes.element_bytes >= FLOAT32_BYTES else "bfloat16"),
     )
 
 
@@ -121,11 +125,13 @@ class Planner:
         if not self.searches:
             choice = self.choice if recompute is None else replace(self.choice, recompute=recompute)
             return self._given(choice, stack.base_shape, stack.gradients.sizes_bytes, batch, length)
-        machinery, key = stack.machinery, (replace(stack.base_shape, dispatch=FLAT), batch, length)
+        machinery, dtype = stack.machinery, dtype_of(stack)
+        key = (replace(stack.base_shape, dispatch=FLAT), batch, length, dtype, machinery.autocast_dtype)
         if key not in self.measured:
             if self.layout.rank == 0:
                 logger.info(f"measuring the cluster for about {PROFILE_S:.0f} s (plan=SCHEDULE skips this)")
-            self.measured[key] = profile_run(self._like(stack, batch, length), machinery, budget_s=PROFILE_S)
+            like = self._like(stack, batch, length)
+            self.measured[key] = profile_run(like, machinery, budget_s=PROFILE_S, dtype=dtype)
         file = self.measured[key]
         problem = self.problem(stack, file, batch, length, recompute)
 
@@ -155,10 +161,11 @@ class Planner:
             length: Tokens per sample.
             recompute: What is recomputed in backward; None = as the plan says.
         """
-        gradients = stack.gradients
+        gradients, sizes = stack.gradients, self._sizes(stack)
+        held = replace(gradients.held, cast=sizes.element_bytes < dtype_of(stack).itemsize)
         return Problem(
             shape=stack.base_shape,
-            workload=self.sizes.workload(self.layout, gradients.sizes_bytes, batch, length, gradients.held),
+            workload=sizes.workload(self.layout, gradients.sizes_bytes, batch, length, held),
             cluster=ProfiledCluster.build(file),
             dispatches=tuple(possible_dispatches(self._like(stack, batch, length), self.layout)),
             slowness=file.slowness,
@@ -172,7 +179,17 @@ class Planner:
         return plan_step(choice, shape, gradients, lambda cut: StepCost(cut, workload, ClusterConfig()))
 
     def _like(self, stack: PipelinedStack, batch: int, length: int) -> RunConfig:
-        return stand_in(self.sizes, stack.base_shape, self.parallel, batch, length)
+        return stand_in(self._sizes(stack), stack.base_shape, self.parallel, batch, length)
+
+    def _sizes(self, stack: PipelinedStack) -> ModelSizes:
+        """Return the sizes of the model, with activations of the type in which the next steps compute."""
+        dtype = stack.machinery.autocast_dtype or dtype_of(stack)
+        return replace(self.sizes, element_bytes=dtype.itemsize)
+
+
+def dtype_of(stack: PipelinedStack) -> torch.dtype:
+    """Return the type of a model's parameters, adapters apart."""
+    return next(stack.model.parameters()).dtype
 
 
 def moving_of(choice: Decision, sizes: ModelSizes, stack: PipelinedStack) -> ExpertMoving | None:

@@ -23,7 +23,6 @@ from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw, initialise_state, set_learning_rate
 
-FLOAT_BYTES = 4
 PIECES = (1, 4, 2, 8)
 """Divisors of the size of a whole batch, in the order of how much they tell."""
 
@@ -47,16 +46,17 @@ class Kernel:
 
 
 def measure_kernels(
-    config: RunConfig, machinery: Machinery, budget_s: float, limits: Limits
+    config: RunConfig, machinery: Machinery, dtype: torch.dtype, budget_s: float, limits: Limits
 ) -> tuple[KernelModel, ...]:
     """Measure kernels, with the same result on all ranks, which call it together; as many as the time allows.
 
     Args:
+        dtype: Type of what is computed with.
         budget_s: Seconds for all kernels together.
         limits: What else ends measuring.
     """
     budget = Budget(machinery.control, budget_s, limits)
-    kernels = list(_kernels(config, machinery))
+    kernels = list(_kernels(config, machinery, dtype))
     models = []
     for left, kernel in zip(range(len(kernels), 0, -1), kernels, strict=True):
         sizes, share_s = [max(1, kernel.size // pieces) for pieces in PIECES], budget.left_s / left
@@ -82,9 +82,10 @@ def rates_of(assumed: ClusterConfig, kernels: tuple[KernelModel, ...]) -> Cluste
     )
 
 
-def _kernels(config: RunConfig, machinery: Machinery) -> Iterator[Kernel]:
-    shapes, model, moe = _Shapes(config, machinery), config.model, config.moe
-    row_bytes, choices_bytes = shapes.hidden * FLOAT_BYTES, shapes.k * shapes.hidden * FLOAT_BYTES
+def _kernels(config: RunConfig, machinery: Machinery, dtype: torch.dtype) -> Iterator[Kernel]:
+    shapes, model, moe = _Shapes(config, machinery, dtype), config.model, config.moe
+    row_bytes = shapes.hidden * dtype.itemsize
+    choices_bytes = shapes.k * row_bytes
     product_flop = 2.0 * shapes.hidden * moe.moe_ffn_hidden_size
     attention_flop = 2.0 * model.seq_len**2 * model.attention_size
     yield Kernel(PRODUCT, "flop", shapes.rows_per_expert, product_flop, shapes.matmul)
@@ -97,15 +98,15 @@ def _kernels(config: RunConfig, machinery: Machinery) -> Iterator[Kernel]:
 class _Shapes:
     """Tensors of the model's shapes, and the operations on them."""
 
-    def __init__(self, config: RunConfig, machinery: Machinery) -> None:
-        self.config, self.machinery = config, machinery
+    def __init__(self, config: RunConfig, machinery: Machinery, dtype: torch.dtype) -> None:
+        self.config, self.machinery, self._dtype = config, machinery, dtype
         self.hidden, self.k = config.model.hidden_size, config.moe.top_k
         self.tokens = config.data.batch_per_device * config.model.seq_len
         local_experts = ExpertPlacement.even(config.moe.num_experts, machinery.layout.ep_size).slots
         self.rows_per_expert = max(1, self.tokens * self.k // local_experts)
 
     def _new(self, *sizes: int) -> Tensor:
-        return torch.ones(sizes, device=self.machinery.device)
+        return torch.ones(sizes, dtype=self._dtype, device=self.machinery.device)
 
     def matmul(self, rows: int) -> Action:
         x, weight = self._new(rows, self.hidden), self._new(self.config.moe.moe_ffn_hidden_size, self.hidden)
@@ -139,7 +140,7 @@ class _Shapes:
 
     def _shuffled(self, tokens: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        return torch.randperm(tokens * self.k, generator=generator).to(self.machinery.device)
+        return torch.randperm(tokens * self.k, generator=generator, device="cpu").to(self.machinery.device)
 
     def _quiet(self, compute: Callable[[], Tensor]) -> Action:
         """Return the computation without gradients, in the precision of the run."""

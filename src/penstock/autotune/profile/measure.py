@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from penstock.autotune.problem import hierarchical_among
 from penstock.autotune.profile.kernels import measure_kernels, rates_of
 from penstock.autotune.profile.links import measure_links
@@ -37,6 +39,7 @@ def profile_run(
     machinery: Machinery,
     *,
     budget_s: float,
+    dtype: torch.dtype = torch.float32,
     name: str = UNNAMED,
     limits: Limits | None = None,
 ) -> ClusterFile:
@@ -46,6 +49,7 @@ def profile_run(
 
     Args:
         budget_s: Seconds for everything together.
+        dtype: Type of the model's parameters.
         name: The name of the cluster.
         limits: Whether this rank is asked to end as soon as it has the least that a file needs, and the clock
             by which measuring ends even where this least takes too long; the file then lists this among its
@@ -59,7 +63,7 @@ def profile_run(
     left_s = budget_s - links_s
     logger.debug(f"measuring computation on all ranks at once, about {left_s:.0f} s")
     kernels_s = KERNELS_SHARE * left_s
-    kernels = measure_kernels(config, machinery, kernels_s, limits)
+    kernels = measure_kernels(config, machinery, dtype, kernels_s, limits)
     model, moe = config.model, config.moe
     layout = machinery.layout
     source = (
@@ -71,7 +75,9 @@ def profile_run(
         source += "; dropless routing, computation measured with as many slots as choices"
     rates = rates_of(file.rates, kernels)
     file = replace(file, name=name, rates=rates, kernels=kernels, source=source)
-    file = measure_tasks(config, machinery, left_s - kernels_s, file, limits=limits)
+    if dtype.itemsize < torch.float32.itemsize:
+        file = replace(file, precision="bfloat16")
+    file = measure_tasks(config, machinery, left_s - kernels_s, file, limits=limits, dtype=dtype)
     there_bytes = memory_bytes(machinery.control, machinery.device)  # now that all communicators are there
     file = replace(file, memory_bytes=there_bytes)
     stopped = machinery.control.any(limits.stopped(), "agreeing whether measuring was stopped")

@@ -58,6 +58,7 @@ def measure_tasks(
     schedules: Sequence[ScheduleConfig] = (),
     *,
     limits: Limits,
+    dtype: torch.dtype = torch.float32,
 ) -> ClusterFile:
     """Return the file with its compute tasks measured, and what real steps tell about tasks and links.
 
@@ -68,15 +69,16 @@ def measure_tasks(
     Args:
         schedules: How steps are cut; none = in several ways, so that the lines hold for any.
         limits: What else ends measuring.
+        dtype: Type of the model's parameters.
     """
     budget = Budget(machinery.control, budget_s, limits)
     sample = sample_of(config)
-    stack = build_stack(sample, silent(machinery))
+    stack = build_stack(sample, silent(machinery), dtype)
     try:
         updates = measure_updates(
             list(stack.model.parameters()), config.optimizer, file.rates, budget, machinery.device
         )
-        runs = _Runs(sample, machinery, stack, list(schedules) or cuts(sample))
+        runs = _Runs(sample, machinery, dtype, stack, list(schedules) or cuts(sample))
         slowness, alone = _apart(runs.measure(_rounds(runs, budget), budget))
     finally:
         stack.close()
@@ -160,9 +162,14 @@ class _Runs:
     """Runs steps of one stack by several plans, and notes the durations of their compute tasks."""
 
     def __init__(
-        self, config: RunConfig, machinery: Machinery, stack: PipelinedStack, schedules: list[ScheduleConfig]
+        self,
+        config: RunConfig,
+        machinery: Machinery,
+        dtype: torch.dtype,
+        stack: PipelinedStack,
+        schedules: list[ScheduleConfig],
     ) -> None:
-        self.config, self.machinery, self.stack = config, machinery, stack
+        self.config, self.machinery, self.dtype, self.stack = config, machinery, dtype, stack
         self.control: Control = machinery.control
         gradients = stack.gradients.sizes_bytes
         plans: dict[tuple[Task, ...], tuple[StepPlan, Decision]] = {}  # equal computations are run once
@@ -220,7 +227,7 @@ class _Runs:
         """Return steps over the network; None if nothing is sent, or on GPUs: their lanes share no cores."""
         if self.machinery.layout.world_size == 1 or not device_of(self.machinery.device).is_cpu:
             return None
-        stack = build_stack(self.config, self.machinery)
+        stack = build_stack(self.config, self.machinery, self.dtype)
         named = [(choice.schedule, plan) for choice, plan in zip(choices, self.plans, strict=True)]
         shown = [(stack.adopt(self.plans[n]), choices[n]) for n in worth_running(named)]
         return RealSteps(
