@@ -596,6 +596,13 @@ def wait_for_gpu() -> None:
         device_of(device).synchronize(device)
 
 
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or what has caused it, is that a device has no more memory."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__
+    return error is not None
+
+
 def device_of_backend(backend: str) -> torch.device:
     """Return the kind of device whose tensors process groups of this backend are for.
 

@@ -15,9 +15,11 @@ from penstock.adapt.engine import Engine
 from penstock.adapt.planning import stand_in
 from penstock.adapt.scheduled import engine_of
 from penstock.autotune.profile import tasks
+from penstock.config import ConfigError
 from penstock.cost import Attention, ClusterFile
 from penstock.decision import Decision, GradientBytes
 from penstock.families.sizes import ModelSizes
+from penstock.models import MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.plan import MemoryEstimate, estimate_memory
 from penstock.runtime import Machinery, PipelinedStack
@@ -26,6 +28,7 @@ from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_stack, workload
 from penstock.train.config import RunConfig
 from tests.support.adapted import distance, small
+from tests.support.faulty import before
 from tests.support.ranks import Pools
 
 CLUSTER = ClusterFile(name="assumed", nodes=1, ranks_per_node=1)
@@ -117,6 +120,25 @@ def test_what_is_measured_computes_as_the_model_does(
     priced = searching.problem(engine.stack, file, 2, 12).workload
     assert priced.element_bytes == computed_bytes and priced.wire_row_bytes == 32 * computed_bytes
     assert priced.held is not None and priced.held.cast == (autocast is not None)
+
+
+def run_out() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.32 GiB.")
+
+
+@pytest.mark.parametrize("where", [(MoEDecoder, "head"), (tasks, "build_stack")])
+def test_memory_that_is_short_while_a_cluster_is_measured(
+    where: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would guess that the first step of a model needs more than the model."""
+    owner, name = where
+    monkeypatch.setattr(owner, name, getattr(owner, name))  # as it was, afterwards
+    before(owner, name, run_out, calls=1)
+    monkeypatch.setattr(planning, "PROFILE_S", 0.01)
+    engine = engine_of(penstock.parallelize(small("mixtral"), plan="flowmoe"))
+    with pytest.raises(ConfigError) as caught:
+        replace(engine._planner, searches=True).of(engine.stack, 2, 12)
+    assert (caught.value.key, caught.value.value) == ("plan", "auto") and caught.value.hint
 
 
 def by_all_ways(rank: int, world: int) -> tuple[tuple[str, ...], float]:

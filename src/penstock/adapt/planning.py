@@ -17,6 +17,7 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost
 from penstock.data import DataConfig
 from penstock.decision import Decision, GradientBytes, PlacementConfig, ScheduleConfig
+from penstock.device import ran_out_of_memory
 from penstock.families.sizes import ModelSizes
 from penstock.models import ModelConfig
 from penstock.ops.core import FLAT
@@ -125,13 +126,10 @@ class Planner:
         if not self.searches:
             choice = self.choice if recompute is None else replace(self.choice, recompute=recompute)
             return self._given(choice, stack.base_shape, stack.gradients.sizes_bytes, batch, length)
-        machinery, dtype = stack.machinery, dtype_of(stack)
-        key = (replace(stack.base_shape, dispatch=FLAT), batch, length, dtype, machinery.autocast_dtype)
+        machinery, shape = stack.machinery, replace(stack.base_shape, dispatch=FLAT)
+        key = (shape, batch, length, dtype_of(stack), machinery.autocast_dtype)
         if key not in self.measured:
-            if self.layout.rank == 0:
-                logger.info(f"measuring the cluster for about {PROFILE_S:.0f} s (plan=SCHEDULE skips this)")
-            like = self._like(stack, batch, length)
-            self.measured[key] = profile_run(like, machinery, budget_s=PROFILE_S, dtype=dtype)
+            self.measured[key] = self._measure(stack, batch, length)
         file = self.measured[key]
         problem = self.problem(stack, file, batch, length, recompute)
 
@@ -171,6 +169,22 @@ class Planner:
             slowness=file.slowness,
             recompute=get_args(Recompute) if recompute is None else (recompute,),
         )
+
+    def _measure(self, stack: PipelinedStack, batch: int, length: int) -> ClusterFile:
+        if self.layout.rank == 0:
+            logger.info(f"measuring the cluster for about {PROFILE_S:.0f} s (plan=SCHEDULE skips this)")
+        like = self._like(stack, batch, length)
+        try:
+            return profile_run(like, stack.machinery, budget_s=PROFILE_S, dtype=dtype_of(stack))
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            why = (
+                "measures computation in the first step, on two more layers of the model's sizes with its "
+                f"whole vocabulary, for {batch} x {length} tokens: rank {self.layout.rank} ran out of memory"
+            )
+            hint = 'Give a schedule, which measures nothing: plan="flowmoe".'
+            raise ConfigError("plan", AUTO, why, hint) from error
 
     def _given(
         self, choice: Decision, shape: StepShape, gradients: GradientBytes, batch: int, length: int
