@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import penstock
+from penstock.autotune.profile.links import exchanges
 from penstock.device import using
 from penstock.mesh import Group
 from penstock.models import MoEDecoder
@@ -117,6 +118,10 @@ def sums_of_parts(rank: int, how: Summation, dtype: torch.dtype) -> dict[str, tu
             natively = any("reduce_scatter" in str(each) for each in asked)
             wanted = torch.stack([rows.double() for rows in everyone]).sum(0).split(sizes)[rank]
             found[name] = natively, mine.cpu().double(), wanted
+        with asked_for() as asked:
+            exchanges(transport, Group.WORLD, rank, device)["reduce_scatter"](8)()
+        measures_native = any("reduce_scatter" in str(each) for each in asked)
+        assert measures_native == (how == "native"), "a profile times what runs"
         transport.close()
     return found
 

@@ -1,7 +1,7 @@
 """Measures every collective on every group and lane of a layout: lines through measured exchanges.
 
-All collectives are made of the transport's own exchanges, since those are what will run: a reduce-scatter
-sums what an all-to-all brought, a broadcast sends from one rank to all.
+All collectives are the transport's own exchanges, since those are what will run; a broadcast is an all-to-all
+in which one rank sends.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def exchanges(transport: Transport, group: Axes, rank: int, device: torch.device
 
     def reduce_scatter(elements: int) -> Action:
         rows, splits = zeros(elements // size * size), [elements // size] * size
-        return lambda: _drop(transport.all_to_all(rows, splits, splits, group).view(size, -1).sum(0))
+        return lambda: _drop(transport.reduce_scatter(rows, splits, group))
 
     def all_reduce(elements: int) -> Action:
         tensor = zeros(elements)
