@@ -31,7 +31,7 @@ from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
 from penstock.train.logs import telling
-from tests.support.card import CardDevice, install
+from tests.support.card import CardDevice, counted, install
 from tests.support.ranks import Pools
 
 TINY = (
@@ -432,22 +432,26 @@ def test_several_groups_at_once_tell_nothing_of_cards() -> None:
     assert rates_with_links(ClusterConfig(), links[:2], nodes=1).link_rate_of == "device"
 
 
-def issuing_measured(rank: int) -> tuple[float, float, float]:
-    """The host's time for a task and an operation, in a profile on a stand-in for a GPU; and on a CPU."""
+def issuing_measured(rank: int) -> tuple[float, float, float, bool]:
+    """The host's time for a task and an operation, in a profile on a stand-in for a GPU; and on a CPU.
+
+    And whether the clock of a step on the stand-in was stopped when the device had done it.
+    """
     config, layout = tiny(), Layout(world_size=1, ep_size=1, rank=rank)
     found = []
     for device, kind in ((install(), CardDevice()), (torch.device("cpu"), Cpu())):
-        with using(kind):
+        with using(kind), counted() as waits:
             machinery = build_machinery(layout, device, config.parallel, "float32")
             file = ClusterFile(name="rates", nodes=1, ranks_per_node=1)
             rates = measure_tasks(config, machinery, 0.1, file, limits=Limits(clock=ticking())).rates
             machinery.lanes.close()
-            found.append(rates)
-    on_card, on_cpu = found
-    return on_card.issue_task_s, on_card.issue_kernel_s, on_cpu.issue_task_s + on_cpu.issue_kernel_s
+            found.append((rates, {(Path(path).stem, what) for path, _, what in waits}))
+    (on_card, waits_on_card), (on_cpu, _) = found
+    waited = ("tasks", "wait for the device") in waits_on_card
+    return on_card.issue_task_s, on_card.issue_kernel_s, on_cpu.issue_task_s + on_cpu.issue_kernel_s, waited
 
 
 @pytest.mark.slow
 def test_a_profile_knows_how_long_one_thread_hands_out_tasks(cards: Pools) -> None:
-    ((task_s, kernel_s, on_cpu_s),) = cards(1).run(issuing_measured)
-    assert kernel_s > 0 and task_s >= 0 and on_cpu_s == 0
+    ((task_s, kernel_s, on_cpu_s, waited),) = cards(1).run(issuing_measured)
+    assert kernel_s > 0 and task_s >= 0 and on_cpu_s == 0 and waited

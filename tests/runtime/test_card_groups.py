@@ -100,6 +100,30 @@ def test_models_and_layers_run_in_a_group_of_gpus_that_others_made(cards: Pools)
         assert (kind, total) == ("card", [2, 2, 2])
 
 
+class Noting(CardDevice):
+    """Notes which devices were made the current one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_current = list[torch.device]()
+
+    def make_current(self, device: torch.device) -> None:
+        self.made_current.append(device)
+
+
+def in_group_of_others(rank: int) -> bool:
+    del rank
+    device, noting = install(), Noting()
+    with using(noting), as_default():
+        joined(TIMEOUT_S, device)
+    return noting.made_current[:1] == [device]
+
+
+def test_this_ranks_gpu_is_the_current_one_in_a_group_of_others(cards: Pools) -> None:
+    """Whatever names no device would otherwise open the first GPU from every rank."""
+    assert all(cards(2).run(in_group_of_others))
+
+
 # ---- sums --------------------------------------------------------------------------------------------------
 
 SIZES = {"even": [2, 2, 2, 2], "uneven": [1, 0, 3, 2], "empty": [0, 0, 0, 0]}

@@ -277,6 +277,7 @@ def joined(
     started = detect(os.environ) or ALONE
     if dist.is_initialized():
         prepare(device, os.environ)
+        device_of(device).make_current(device)
         here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         info = ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
         if info.world_size > 1:

@@ -26,7 +26,7 @@ from penstock.cost.cluster_file import TaskModel
 from penstock.cost.fit import fit_line
 from penstock.cost.measured import OVERRAN
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
-from penstock.device import device_of, wait_for_gpu
+from penstock.device import device_of
 from penstock.graph import Phase, Task
 from penstock.mesh import Seconds
 from penstock.models import ModelConfig
@@ -192,7 +192,9 @@ class _Runs:
         stack(*self.batch).backward()
         for parameter in stack.model.parameters():
             parameter.grad = None
-        wait_for_gpu()  # or the clock would tell how long launching took
+        device_of(self.machinery.device).synchronize(
+            self.machinery.device
+        )  # or the clock would tell how long launching took
         return time.perf_counter() - start_s, stack.records()
 
     def measure(self, rounds: int, budget: Budget) -> list[Seconds]:
