@@ -25,8 +25,9 @@ config = Qwen3MoeConfig(
     eos_token_id=None,
 )
 # A GPU for every rank of this machine, or none: the model is trained where its parameters are.
-enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if enough else "cpu"
+place = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)  # of torchrun, or srun
+gpus = torch.cuda.device_count()  # 1 where Slurm shows each rank its own
+device = f"cuda:{place % gpus}" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "cpu"
 torch.manual_seed(0)  # every rank begins with the same model
 model = AutoModelForCausalLM.from_config(config).to(device)  # or from_pretrained(path)
 model = penstock.parallelize(model, plan=plan)  # experts are spread over all ranks
