@@ -135,6 +135,16 @@ def test_what_is_not_a_number_agrees_with_nothing() -> None:
         penstock.parallelize(model)
 
 
+@pytest.mark.usefixtures("unknown_olmoe")
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_model_is_compared_on_its_own_device_alone(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a device that is the default, nor random numbers of GPUs of other ranks, are touched."""
+    model = small("olmoe")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with torch.device("cpu" if gpus else "meta"):
+        penstock.parallelize(model, plan="flowmoe")
+
+
 class Weighed(OlmoeForCausalLM):
     """Weighs its router loss by a number of another name, some times."""
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from penstock.adapt.cut import Caught
 from penstock.adapt.decoder import CutLayer, Decoder, Inputs, LayerCall, WholeLayer
 from penstock.config import ConfigError
+from penstock.device import device_of
 from penstock.families.adapters import core_of
 from penstock.families.described import in_one_line
 from penstock.families.experts import TRAITS
@@ -77,7 +78,7 @@ def chain_of(decoder: Decoder, tokens_BL: Tensor) -> tuple[list[WatchedCall], st
         decoder.plain(decoder.model, input_ids=tokens_BL, use_cache=False)
     broken = _unlike_a_chain(decoder, watched, tokens_BL)
     if broken is None:
-        keys = SampleKeys(0, torch.arange(len(tokens_BL)))
+        keys = SampleKeys(0, torch.arange(len(tokens_BL), device="cpu"))
         decoder.begin(Inputs())
         with naming(decoder.model, "where its layers only record how they are called"):
             decoder.embed(tokens_BL, keys)
@@ -358,9 +359,9 @@ def _compare(model: Any, decoder: Decoder) -> str | None:
     tokens_BL = _tokens(model)
     experts = {id(p) for layer in range(len(decoder.parts)) for p in decoder.expert_parameters(layer)}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in experts]
-    with _same_numbers(), naming(model, "on random tokens"):
+    with _same_numbers(tokens_BL.device), naming(model, "on random tokens"):
         whole = _outcome(decoder.plain(model, input_ids=tokens_BL, use_cache=False).logits, trained)
-    with _same_numbers(), naming(model, "in the pieces that a step runs"):
+    with _same_numbers(tokens_BL.device), naming(model, "in the pieces that a step runs"):
         caught: list[Caught] = []
         logits_TV = decoder.logits(_in_pieces(decoder, tokens_BL, caught))
         parts = _outcome(logits_TV.view_as(whole[0]), trained)
@@ -373,7 +374,7 @@ def _compare(model: Any, decoder: Decoder) -> str | None:
 
 def _compare_layers(decoder: Decoder, whole: Sequence[WatchedCall]) -> str | None:
     """Compare what layers by themselves make of the hidden states that they had in the whole model."""
-    keys = SampleKeys(0, torch.arange(len(whole[0].entered)))
+    keys = SampleKeys(0, torch.arange(len(whole[0].entered), device="cpu"))
     for call, part in zip(whole, decoder.parts, strict=True):
         with (
             torch.no_grad(),
@@ -386,7 +387,7 @@ def _compare_layers(decoder: Decoder, whole: Sequence[WatchedCall]) -> str | Non
 
 
 def _compare_losses(decoder: Decoder, tokens_BL: Tensor, trained: Sequence[Tensor]) -> str | None:
-    with _same_numbers(), naming(decoder.model, "with labels"):
+    with _same_numbers(tokens_BL.device), naming(decoder.model, "with labels"):
         given = {"input_ids": tokens_BL, "labels": tokens_BL, "use_cache": False}
         try:
             wanted: Tensor = decoder.plain(decoder.model, **given, output_router_logits=False).loss
@@ -394,7 +395,7 @@ def _compare_losses(decoder: Decoder, tokens_BL: Tensor, trained: Sequence[Tenso
             wanted = decoder.plain(decoder.model, **given).loss
         whole = _outcome(wanted, trained)
     targets_BL = F.pad(tokens_BL[:, 1:], (0, 1), value=-100)
-    with _same_numbers():
+    with _same_numbers(tokens_BL.device):
         loss = decoder.head(_in_pieces(decoder, tokens_BL), targets_BL) / (targets_BL != -100).sum()
         parts = _outcome(loss.to(wanted), trained)
     if not abs(float(whole[0] - parts[0])) <= _limit(decoder.dtype, 0.25) * abs(float(whole[0])):
@@ -434,17 +435,17 @@ def coefficient_of(model: Any, decoder: Decoder) -> str | None:
         usual: str | None = decoder.family.coefficient
         tokens_BL = _tokens(model)
         given = {"input_ids": tokens_BL, "labels": tokens_BL, "use_cache": False}
-        with torch.no_grad(), _same_numbers():
+        with torch.no_grad(), _same_numbers(tokens_BL.device):
             try:
                 out = decoder.plain(model, **given, output_router_logits=True)
             except TypeError:  # the model has no such argument
                 return usual
         if getattr(out, "aux_loss", None) is None:
             return usual
-        with torch.no_grad(), _same_numbers():
+        with torch.no_grad(), _same_numbers(tokens_BL.device):
             added = out.loss - decoder.plain(model, **given, output_router_logits=False).loss
         caught: list[Caught] = []
-        with torch.no_grad(), _same_numbers():
+        with torch.no_grad(), _same_numbers(tokens_BL.device):
             _in_pieces(decoder, tokens_BL, caught)
         # Of all layers, one below the other.
         logits_TE = torch.cat([each.logits_TE for each in caught]).float()
@@ -471,23 +472,23 @@ def _tokens(model: Any) -> Tensor:
     """Return random tokens, none of which stands for an image or the like."""
     size = model.get_input_embeddings().weight.shape[0]
     others = {each for name, each in vars(model.config).items() if PLACEHOLDER.search(name)}
-    allowed_V = torch.tensor([token for token in range(size) if token not in others])
-    generator = torch.Generator().manual_seed(0)
-    tokens_BL: Tensor = allowed_V[torch.randint(len(allowed_V), (SAMPLES, LENGTH), generator=generator)]
+    allowed_V = torch.tensor([token for token in range(size) if token not in others], device="cpu")
+    shape, generator = (SAMPLES, LENGTH), torch.Generator().manual_seed(0)
+    tokens_BL = allowed_V[torch.randint(len(allowed_V), shape, generator=generator, device="cpu")]
     return tokens_BL.to(model.device)
 
 
 @contextmanager
-def _same_numbers() -> Iterator[None]:
+def _same_numbers(device: torch.device) -> Iterator[None]:
     """Draw the same random numbers every time inside this context; afterwards they continue as before."""
-    with torch.random.fork_rng():
+    with device_of(device).fork_random(device):
         torch.manual_seed(0)
         yield
 
 
 def _in_pieces(decoder: Decoder, tokens_BL: Tensor, caught: list[Caught] | None = None) -> Tensor:
     """Return the output of the last layer, computed in pieces; calls of experts are added to `caught`."""
-    keys = SampleKeys(0, torch.arange(len(tokens_BL)))
+    keys = SampleKeys(0, torch.arange(len(tokens_BL), device="cpu"))
     decoder.begin(Inputs())
     h_BLM = decoder.embed(tokens_BL, keys)
     for part in decoder.parts:
@@ -508,7 +509,7 @@ def _through(
 
 def _outcome(out: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:
     """Return the output, and the gradients of a random sum of its numbers."""
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), device="cpu")
     weighed = (out * direction.to(out)).sum()
     grads = torch.autograd.grad(weighed, trained, allow_unused=True, materialize_grads=True)
     return [out.detach(), *grads]
