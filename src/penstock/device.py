@@ -301,7 +301,7 @@ class Cpu(Device):
         """Do nothing: every operation has run when it returns."""
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
         return tensor, None
@@ -421,7 +421,7 @@ class Cuda(Gpu):
         torch.cuda.synchronize(device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def from_host(self, numbers: Tensor, device: torch.device) -> Tensor:
         # From pageable memory the host would wait until the stream has done all that was issued before.
@@ -544,7 +544,7 @@ def on_device(numbers: Numbers, device: torch.device, dtype: torch.dtype = torch
     `torch.tensor(numbers, device="cuda")` copies from pageable memory, for which the host waits until the
     stream has done all that was issued before. From pinned memory the copy is one more entry in the stream.
     """
-    return device_of(device).from_host(torch.as_tensor(numbers, dtype=dtype), device)
+    return device_of(device).from_host(torch.as_tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 @contextmanager

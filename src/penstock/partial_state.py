@@ -66,7 +66,7 @@ class ShareMark(Tensor):
     @staticmethod
     def of(share: str) -> ShareMark:
         """Return the mark of a share, given in words."""
-        return torch.tensor(list(share.encode()), dtype=torch.uint8).as_subclass(ShareMark)
+        return torch.tensor(list(share.encode()), dtype=torch.uint8, device="cpu").as_subclass(ShareMark)
 
     def data_ptr(self) -> int:
         for name in torch_callers():

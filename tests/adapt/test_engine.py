@@ -89,6 +89,23 @@ def test_a_rank_may_have_no_samples(ranks: Pools) -> None:
     ranks(2).run(unequal_step, 2)
 
 
+def step_with_another_default(rank: int, world: int) -> None:
+    """A rank's step, and an evaluation, where what names no device is made on another one."""
+    whole, batch = small("qwen3_moe"), Batch()
+    whole(**batch.inputs()).loss.backward()
+    model, mine = small("qwen3_moe"), batch.inputs(2 * rank, 2 * rank + 2)
+    with torch.device("meta"):  # as Lightning makes a GPU the default
+        penstock.parallelize(model, ep_size=world, plan="flowmoe")
+        model(**mine).loss.backward()
+        model.eval()(**mine)
+    check_grads(model, whole, rank)
+
+
+@pytest.mark.slow
+def test_what_hosts_need_is_made_there_whatever_the_default(ranks: Pools) -> None:
+    ranks(2).run(step_with_another_default, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("balanced", [False, True])
 def test_a_batch_without_labels_to_predict(balanced: bool) -> None:

@@ -260,7 +260,7 @@ class _States:
         watch_optimizer(self.optimizer)
         for parameter in self.parameters:
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                shape = torch.as_tensor(value).shape
+                shape = getattr(value, "shape", ())
                 if shape not in ((), parameter.shape):
                     raise ValueError(
                         f"{type(self.optimizer).__name__} keeps {key} {list(shape)} of "
@@ -310,7 +310,7 @@ class _States:
             for logical, (shape, dtype) in () if sharded else whole.items():
                 name, _, key = places[logical]
                 parameter = parameters[numbers[name]]
-                tensor = torch.empty(parameter.shape if shape else (), dtype=dtype)
+                tensor = torch.empty(parameter.shape if shape else (), dtype=dtype, device="cpu")
                 states.setdefault(numbers[name], {})[key] = tensor
                 state |= state_part(name, key, tensor, self.naming)
             if (misfit := misfits(state, whole, state, TYPES)) is not None:

@@ -197,7 +197,7 @@ class Engine:
     def _begin(self, given: StepInputs) -> Tensor:
         """Begin the forward pass of a step on these samples; return their numbers."""
         self.decoder.begin(given.inputs)
-        numbers_B = torch.arange(self._first, self._first + len(given.tokens_BL))
+        numbers_B = torch.arange(self._first, self._first + len(given.tokens_BL), device="cpu")
         device = self.stack.machinery.device
         return device_of(device).from_host(numbers_B, device)
 

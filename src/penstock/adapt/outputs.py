@@ -36,7 +36,7 @@ def refuse_backward(tensor: Tensor, why: str) -> Tensor:
         tensor: Of this caller alone, since it is not copied.
         why: What is wrong and what to do, as the text of that error.
     """
-    return _RefuseBackward.apply(tensor, torch.zeros((), requires_grad=True), why)  # type: ignore[no-any-return]
+    return _RefuseBackward.apply(tensor, torch.zeros((), device="cpu", requires_grad=True), why)  # type: ignore[no-any-return]
 
 
 class _RefuseBackward(torch.autograd.Function):

@@ -97,7 +97,9 @@ def from_checkpoint(path: Path) -> PreTrainedModel:
                 "checkpoint"
             )
     if lack_of(moe) is None:
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in saved.items()}
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in saved.items()
+        }
         stored.load({name: Part.of(tensor) for name, tensor in tensors.items()})
         return as_qwen3_moe(model, moe, tensors, record.tokenizer).eval()
     wrapped = WrappedDecoder(model, moe, record.tokenizer)

@@ -454,11 +454,11 @@ def first_not_finite(
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for place, each in enumerate(numbers):
         by_device[each.device].append(place)
-    sizes = torch.empty(len(numbers), dtype=torch.float64)
+    sizes = torch.empty(len(numbers), dtype=torch.float64, device="cpu")
     for places in by_device.values():  # one copy of each device
         largest = torch._foreach_norm([numbers[place] for place in places], math.inf)
         sizes[places] = torch.stack([each.double() for each in largest]).cpu()
-    limits = torch.tensor([most(name) for name in names], dtype=torch.float64)
+    limits = torch.tensor([most(name) for name in names], dtype=torch.float64, device="cpu")
     finite = (sizes.isfinite() & (sizes <= limits)).tolist()
     return next((name for name, whole in zip(names, finite, strict=True) if not whole), None)
 

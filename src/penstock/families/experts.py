@@ -131,7 +131,7 @@ class ExpertForm:
         lie one after the other, or in turn. Raises ValueError if it is none of them."""
         weight = getattr(experts, self.inward(experts))
         size, generator = weight.shape[1 + self.transposed(experts)], torch.Generator().manual_seed(0)
-        inner_RW = torch.randn(4, size, generator=generator)
+        inner_RW = torch.randn(4, size, generator=generator, device="cpu")
         with torch.no_grad():
             whole_RH = self.activated(experts, inner_RW)
             for view in ((size,), (2, size // 2)) if size % 2 == 0 else ((size,),):

@@ -152,7 +152,7 @@ class StepConsistency:
             if owner.sends:
                 self._facts = owner.control.sum_later(facts, "comparing what ranks run")
         else:
-            self.marks = torch.tensor([*facts, *[0.0] * (FIELDS - FACTS)], dtype=torch.float64)
+            self.marks = torch.tensor([*facts, *[0.0] * (FIELDS - FACTS)], dtype=torch.float64, device="cpu")
         if layout.tp_size > 1:
             self.marks[SAMPLES] = mark_of_samples(batch, layout)
         if owner.slope is not None:  # compared in any next pass, so that no rank keeps one for later

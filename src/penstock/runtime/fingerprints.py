@@ -338,7 +338,7 @@ def _all_differences(
                     torch.finfo(tensor.dtype if tensor.dtype.is_floating_point else torch.float64).eps
                     for _, tensor in named
                 ],
-                sketches=torch.stack(sketches) if sketches else torch.zeros(0, SKETCHES + 1),
+                sketches=torch.stack(sketches) if sketches else torch.zeros(0, SKETCHES + 1, device="cpu"),
             )
         )
     everyone = control.gather(sketched, purpose)

@@ -293,7 +293,7 @@ class PipelinedStack(nn.Module):
             with torch.no_grad():
                 return _forward(step)[1][0]
         loss: Tensor
-        (loss,) = _StepFunction.apply(step, torch.empty(0, requires_grad=True))
+        (loss,) = _StepFunction.apply(step, torch.empty(0, device="cpu", requires_grad=True))
         return loss
 
     def hidden_states(
@@ -334,7 +334,7 @@ class PipelinedStack(nn.Module):
         averaged_over, ranks = layout.dp_size if averaged else 1, layout.dp_size
         ending = HiddenStates(averaged=averaged_over, ranks=ranks, tokens=tokens, meet=meet)
         hidden_BLM, balance, *routers = _StepFunction.apply(
-            Step(self, batch, True, ending), torch.empty(0, requires_grad=True)
+            Step(self, batch, True, ending), torch.empty(0, device="cpu", requires_grad=True)
         )
         return StepStates(hidden_BLM, balance, tuple(routers))
 

@@ -117,8 +117,8 @@ class StatisticsCodec:
             routers: The sums of routers, by MoE layer, then by microbatch.
         """
         everything = [sums for layer in routers for sums in layer]
-        loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
-        valid = sum((head.valid.double() for head in heads), start=torch.zeros(()))
+        loss = sum((head.loss.double() for head in heads), start=torch.zeros((), device="cpu"))
+        valid = sum((head.valid.double() for head in heads), start=torch.zeros((), device="cpu"))
         tokens = torch.zeros_like(loss) + sum(head.tokens for head in heads)
         z = (
             torch.stack([sums.z for sums in everything]).double().sum()
@@ -141,8 +141,10 @@ class StatisticsCodec:
         probability = [
             torch.cat([s.probability_BE for s in layer]).sum(dim=0, dtype=torch.float64) for layer in routers
         ]
-        layers = (torch.as_tensor(each) for each in (*pieces, *dropped, *chosen, *probability))
-        return torch.cat([header, *(each.to(header).reshape(-1) for each in layers)])
+        layers = (*pieces, *dropped, *chosen, *probability)
+        return torch.cat(
+            [header, *(torch.as_tensor(each, device=header.device).to(header).reshape(-1) for each in layers)]
+        )
 
     def unpack(self, total: Tensor) -> StepStatistics:
         """Return the statistics of the whole batch.

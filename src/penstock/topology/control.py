@@ -82,7 +82,7 @@ class Control(Shared):
             return list(mine)
 
         def vote() -> list[float]:
-            votes = torch.tensor(mine, dtype=torch.float64)
+            votes = torch.tensor(mine, dtype=torch.float64, device="cpu")
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
             values: list[float] = votes.tolist()
             return values
@@ -96,7 +96,7 @@ class Control(Shared):
         """
         if self._group is None:
             return lambda: list(mine)
-        sums = torch.tensor(mine, dtype=torch.float64)
+        sums = torch.tensor(mine, dtype=torch.float64, device="cpu")
         with self._limited():
             work = dist.all_reduce(sums, group=self._group, async_op=True)
 

@@ -203,7 +203,7 @@ class BatchStream:
                 offsets = self._parts[text].text.document_starts(start, start + self._seq_len + 1) - start
                 row[offsets] = offsets
             begins_BL = torch.from_numpy(np.maximum.accumulate(starts_BL, axis=1))
-            labels_BL[begins_BL[:, 1:] == torch.arange(1, self._seq_len + 1)] = NO_LABEL
+            labels_BL[begins_BL[:, 1:] == torch.arange(1, self._seq_len + 1, device="cpu")] = NO_LABEL
             documents_BL = begins_BL[:, :-1].contiguous()
         return Batch(
             tokens_BL=whole_BL[:, :-1].contiguous(),

@@ -174,7 +174,9 @@ class Checkpoints:
         assert not self._begun, "one is written at a time"
         final, purpose = self.folder / f"{PREFIX}{step:08d}", f"saving the checkpoint of step {step}"
         naming = self.naming(self.stack.model)
-        state = state_of(self.stack, self.optimizer, naming) | {STEP: Part.of(torch.tensor(step))}
+        state = state_of(self.stack, self.optimizer, naming) | {
+            STEP: Part.of(torch.tensor(step, device="cpu"))
+        }
         own = first_not_finite(tensors_in(state), lambda name: MOST_SQUARED if of_model(name) else math.inf)
         everyone = self._control.gather(own, "checking that all numbers are finite")
         for rank, name in enumerate(everyone):
@@ -264,7 +266,7 @@ class Checkpoints:
         purpose = f"reading {path}"
         stored = together(self._control, purpose, lambda: open_stored(path))
         state = state_of(self.stack, self.optimizer, self.naming(self.stack.model))
-        state |= {STEP: Part.of(torch.tensor(0))}
+        state |= {STEP: Part.of(torch.tensor(0, device="cpu"))}
         state = needed(state, stored.whole)  # saved on fewer ranks: generators of others start from the seed
         comparing = "comparing the checkpoint with the model"
         everyone = {name for names in self._control.gather(list(state), comparing) for name in names}

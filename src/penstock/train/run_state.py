@@ -115,11 +115,12 @@ def updated(optimizer: torch.optim.Optimizer, model: nn.Module, naming: Naming) 
     for name, parameter in model.named_parameters():
         if not isinstance(optimizer, ShardedAdamW):
             for key, value in optimizer.state.get(parameter, {}).items():
-                state |= state_part(name, key, torch.as_tensor(value), naming)
+                held = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+                state |= state_part(name, key, held, naming)
             continue
-        if (held := optimizer.updates.share_of(parameter)) is None:
+        if (owned := optimizer.updates.share_of(parameter)) is None:
             continue
-        share = held[1]
+        share = owned[1]
         state[f"{OPTIMIZER}{name}.step"] = Part.of(optimizer.updates.steps[parameter])
         for key, numbers in share.states.items():
             for part_name, part, sharding in naming.split(name, parameter.data, f".{key}"):

@@ -189,7 +189,7 @@ def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
 
         def make(elements: int, number: int = number, transport: Transport = transport) -> Action:
             leg = dispatch.legs(np.full((ranks, ranks), elements // ranks), place)[number]
-            rows = torch.zeros(sum(leg.sizes), device=machinery.device)
+            rows = torch.zeros(sum(leg.sizes), dtype=torch.float32, device=machinery.device)
             return lambda: _drop(send_out(rows, leg, transport))
 
         members = layout.mesh.members(layout.rank, Group.EXPERT)
@@ -208,7 +208,7 @@ def exchanges(transport: Transport, group: Axes, rank: int, device: torch.device
     size = transport.size(group)
 
     def zeros(elements: int) -> Tensor:
-        return torch.zeros(elements, device=device)
+        return torch.zeros(elements, dtype=torch.float32, device=device)
 
     def exchange(out: Sequence[int], back: Sequence[int]) -> Action:
         rows = zeros(sum(out))
@@ -269,7 +269,7 @@ def make_pair(machinery: Machinery, elements: int) -> Action:
     between, inside = transports.of(Lane.INTER, axes), transports.of(Lane.INTRA, Group.TENSOR)
     size = between.size(axes)
     share = max(1, elements // SLICES // size)
-    rows = torch.zeros(share * size, device=machinery.device)
+    rows = torch.zeros(share * size, dtype=torch.float32, device=machinery.device)
     home: dict[Name, Tensor] = {}
 
     def combine(context: Any, task: Task, inputs: Inputs) -> Outputs:

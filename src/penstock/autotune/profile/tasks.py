@@ -180,7 +180,7 @@ class _Runs:
         self.tasks, self.plans = list(plans), [stack.adopt(plan) for plan, _ in plans.values()]
         shape = (config.data.batch_per_device, config.model.seq_len)
         generator = torch.Generator().manual_seed(machinery.layout.dp_rank)
-        numbers = torch.randint(config.model.vocab_size, (2, *shape), generator=generator)
+        numbers = torch.randint(config.model.vocab_size, (2, *shape), generator=generator, device="cpu")
         self.batch = tuple(numbers.to(machinery.device))
         self.real = self._real_steps([choice for _, choice in plans.values()])
 

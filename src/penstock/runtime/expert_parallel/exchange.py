@@ -128,7 +128,7 @@ class ExpertParallel(Shared):
             # Fixed sizes would differ where ranks have not equally many tokens, which Gloo does not always
             # notice. Checked where no device has to be waited for.
             if not device_of(self._device).is_gpu:
-                sums = torch.tensor([slots, slots**2])
+                sums = torch.tensor([slots, slots**2], device="cpu")
                 with self._control.naming(COUNTS):
                     self._transport.all_reduce(sums, Group.EXPERT)
                 total, squares = sums.tolist()

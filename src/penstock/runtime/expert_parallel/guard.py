@@ -97,7 +97,7 @@ class ExpertGuard:
         self._stacked = not plain or bool(experts.stacked)
         self._cleared: weakref.ref[DistributedDataParallel] | None = None
         self._known: dict[object, _Layer] = {}
-        self._now = self._agreed = _Layer((), torch.zeros(1, dtype=torch.float64))
+        self._now = self._agreed = _Layer((), torch.zeros(1, dtype=torch.float64, device="cpu"))
 
     def adopt(self, experts: nn.Module) -> None:
         """Take these parameters, of these names, as this rank's experts."""
