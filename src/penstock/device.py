@@ -157,6 +157,11 @@ class Device(ABC):
     def set_random_state(self, state: Tensor, device: torch.device) -> None:
         """Set the state of the device's own generator."""
 
+    def seed(self, device: torch.device, number: int) -> None:
+        """Seed the generators of host and device; `torch.manual_seed` seeds those of all devices."""
+        del device
+        torch.default_generator.manual_seed(number)
+
     @abstractmethod
     def fork_random(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context after which the generators of host and device are as they were."""
@@ -440,6 +445,11 @@ class Cuda(Gpu):
 
     def set_random_state(self, state: Tensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
+
+    def seed(self, device: torch.device, number: int) -> None:
+        super().seed(device, number)
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(number)
 
     def fork_random(self, device: torch.device) -> AbstractContextManager[None]:
         return fork_rng([device])

@@ -15,7 +15,6 @@ from penstock.adapt.engine import Engine
 from penstock.adapt.planning import stand_in
 from penstock.adapt.scheduled import engine_of
 from penstock.autotune.profile import tasks
-from penstock.config import ConfigError
 from penstock.cost import Attention, ClusterFile
 from penstock.decision import Decision, GradientBytes
 from penstock.families.sizes import ModelSizes
@@ -138,9 +137,9 @@ def test_memory_that_is_short_while_a_cluster_is_measured(
     before(owner, name, run_out, calls=1)
     monkeypatch.setattr(planning, "PROFILE_S", 0.01)
     engine = engine_of(penstock.parallelize(small("mixtral"), plan="flowmoe"))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(RuntimeError) as caught:  # of its own type: loops try a smaller batch
         replace(engine._planner, searches=True).of(engine.stack, 2, 12)
-    assert (caught.value.key, caught.value.value) == ("plan", "auto") and caught.value.hint
+    assert 'plan = "auto"' in "".join(caught.value.__notes__)
 
 
 def by_all_ways(rank: int, world: int) -> tuple[tuple[str, ...], float]:

@@ -481,8 +481,9 @@ def _tokens(model: Any) -> Tensor:
 @contextmanager
 def _same_numbers(device: torch.device) -> Iterator[None]:
     """Draw the same random numbers every time inside this context; afterwards they continue as before."""
-    with device_of(device).fork_random(device):
-        torch.manual_seed(0)
+    kind = device_of(device)
+    with kind.fork_random(device):
+        kind.seed(device, 0)
         yield
 
 

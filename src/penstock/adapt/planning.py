@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -179,12 +180,12 @@ class Planner:
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-            why = (
-                "measures computation in the first step, on two more layers of the model's sizes with its "
-                f"whole vocabulary, for {batch} x {length} tokens: rank {self.layout.rank} ran out of memory"
+            error.add_note(
+                'plan = "auto" measures computation in the first step, on two more layers of the same sizes '
+                f"with the whole vocabulary, for {batch} x {length} tokens: rank {self.layout.rank} ran out "
+                'of memory. Give a schedule, which measures nothing: plan="flowmoe".'
             )
-            hint = 'Give a schedule, which measures nothing: plan="flowmoe".'
-            raise ConfigError("plan", AUTO, why, hint) from error
+            raise
 
     def _given(
         self, choice: Decision, shape: StepShape, gradients: GradientBytes, batch: int, length: int
@@ -202,8 +203,12 @@ class Planner:
 
 
 def dtype_of(stack: PipelinedStack) -> torch.dtype:
-    """Return the type of a model's parameters, adapters apart."""
-    return next(stack.model.parameters()).dtype
+    """Return the type of most of a model's parameters; float32 where none computes in its own."""
+    held_bytes: Counter[torch.dtype] = Counter()
+    for parameter in stack.model.parameters():
+        if parameter.is_floating_point():
+            held_bytes[parameter.dtype] += parameter.nbytes
+    return max(held_bytes, key=held_bytes.__getitem__, default=torch.float32)
 
 
 def moving_of(choice: Decision, sizes: ModelSizes, stack: PipelinedStack) -> ExpertMoving | None:

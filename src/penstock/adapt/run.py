@@ -174,7 +174,7 @@ def _drawn(path: Path, seed: int, layout: Layout) -> Found:
     empty = described_in(path)
     cpu = torch.device("cpu")
     with quiet(), device_of(cpu).fork_random(cpu):
-        torch.manual_seed(seed)
+        device_of(cpu).seed(cpu, seed)
         own = copy.deepcopy(empty.model.config)  # others may train a model of the same file
         model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     generation = read_generation(path) if path.is_dir() else None

@@ -234,11 +234,12 @@ class Control(Shared):
 
     def waiting_for_files(self) -> AbstractContextManager[None]:
         """Let every exchange last `FILES_S` at least while entered, or as `waiting` says that is entered."""
-        if self._limit is not None and self._limit.setting:
-            return nullcontext()
-        backend = None if self._limit is not None else self._gloo
-        usual_s = 0.0 if backend is None else backend.options._timeout.total_seconds()
-        return self.waiting(max(FILES_S, usual_s))
+        limit, backend = self._limit, self._gloo
+        if limit is not None:
+            usual_s = limit.duration.total_seconds()
+        else:
+            usual_s = 0.0 if backend is None else backend.options._timeout.total_seconds()
+        return nullcontext() if limit is not None and limit.setting else self.waiting(max(FILES_S, usual_s))
 
     @property
     def _limit(self) -> _Limit | None:
