@@ -226,7 +226,6 @@ class Gpu(Device):
 
     def asking(self, event: Event, device: torch.device) -> Callable[[], bool]:
         """Return what tells whether the device has come to an event, for threads that have not used it."""
-
         del device
         return event.query
 
@@ -604,13 +603,6 @@ def wait_for_gpu() -> None:
     if count_gpus():
         device = torch.device("cuda", torch.cuda.current_device())
         device_of(device).synchronize(device)
-
-
-def ran_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or what has caused it, is that a device has no more memory."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__cause__
-    return error is not None
 
 
 def device_of_backend(backend: str) -> torch.device:

@@ -131,7 +131,7 @@ def run_out() -> None:
 def test_memory_that_is_short_while_a_cluster_is_measured(
     where: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would guess that the first step of a model needs more than the model."""
+    """Measuring needs memory beside that of the model, in its first step."""
     owner, name = where
     monkeypatch.setattr(owner, name, getattr(owner, name))  # as it was, afterwards
     before(owner, name, run_out, calls=1)

@@ -18,7 +18,6 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost
 from penstock.data import DataConfig
 from penstock.decision import Decision, GradientBytes, PlacementConfig, ScheduleConfig
-from penstock.device import ran_out_of_memory
 from penstock.families.sizes import ModelSizes
 from penstock.models import ModelConfig
 from penstock.ops.core import FLAT
@@ -178,7 +177,7 @@ class Planner:
         try:
             return profile_run(like, stack.machinery, budget_s=PROFILE_S, dtype=dtype_of(stack))
         except RuntimeError as error:
-            if not ran_out_of_memory(error):
+            if not _is_of_memory(error):
                 raise
             error.add_note(
                 'plan = "auto" measures computation in the first step, on two more layers of the same sizes '
@@ -203,12 +202,19 @@ class Planner:
 
 
 def dtype_of(stack: PipelinedStack) -> torch.dtype:
-    """Return the type of most of a model's parameters; float32 where none computes in its own."""
+    """Return the type of most of a model's parameters; float32 where none is floating-point."""
     held_bytes: Counter[torch.dtype] = Counter()
     for parameter in stack.model.parameters():
         if parameter.is_floating_point():
             held_bytes[parameter.dtype] += parameter.nbytes
     return max(held_bytes, key=held_bytes.__getitem__, default=torch.float32)
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or what has caused it, is that a device has no more memory."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__
+    return error is not None
 
 
 def moving_of(choice: Decision, sizes: ModelSizes, stack: PipelinedStack) -> ExpertMoving | None:

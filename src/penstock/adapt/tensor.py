@@ -89,7 +89,7 @@ class TensorRanks(Shared):
     def total(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts."""
         total = part.detach().clone(memory_format=torch.contiguous_format)
-        self.exchange(lambda transport: transport.all_reduce(total, Group.TENSOR))
+        self.exchange(lambda link: link.all_reduce(total, Group.TENSOR))
         return total
 
     def compare(self, tokens_BL: Tensor) -> None:
@@ -141,7 +141,7 @@ class _Joined(torch.autograd.Function):
         ctx.ranks = ranks
         columns = part.flatten(0, -2).t().contiguous()
         sizes = [len(columns)] * ranks.shard.size
-        every = ranks.exchange(lambda transport: transport.all_gather(columns, sizes, Group.TENSOR))
+        every = ranks.exchange(lambda link: link.all_gather(columns, sizes, Group.TENSOR))
         whole: Tensor = every.t().unflatten(0, part.shape[:-1])
         return whole
 
@@ -149,10 +149,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         columns, size = grad.flatten(0, -2).t().contiguous(), ctx.ranks.shard.size
         sizes = [each.shape[0] for each in columns.chunk(size)]
-        own = (
-            ctx.ranks.exchange(lambda transport: transport.reduce_scatter(columns, sizes, Group.TENSOR))
-            / size
-        )
+        own = ctx.ranks.exchange(lambda link: link.reduce_scatter(columns, sizes, Group.TENSOR)) / size
         return None, own.t().unflatten(0, grad.shape[:-1])
 
 

@@ -201,7 +201,7 @@ class Preparation:
                 earlier = read_record(folder / name)
                 if earlier.made_from == made_from:
                     return None if name == WHOLE else earlier
-                if earlier.shards:  # else an input was refused, and may have been mended
+                if earlier.shards:  # else an input was refused, and may be right by now
                     why = "holds tokens of other files or settings, or a file has changed since"
                     raise _refused(folder, why, "Choose another folder, or delete this one.")
         names = {each.name for each in folder.iterdir()} - {LOCK, UNFINISHED}

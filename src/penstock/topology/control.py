@@ -230,16 +230,18 @@ class Control(Shared):
         try:
             yield
         finally:
-            _LIMITS.pop(group) if before is None else _LIMITS.update({group: before})
+            if before is None:
+                del _LIMITS[group]
+            else:
+                _LIMITS[group] = before
 
     def waiting_for_files(self) -> AbstractContextManager[None]:
         """Let every exchange last `FILES_S` at least while entered, or as `waiting` says that is entered."""
         limit, backend = self._limit, self._gloo
-        if limit is not None:
-            usual_s = limit.duration.total_seconds()
-        else:
-            usual_s = 0.0 if backend is None else backend.options._timeout.total_seconds()
-        return nullcontext() if limit is not None and limit.setting else self.waiting(max(FILES_S, usual_s))
+        if limit is not None and limit.setting:
+            return nullcontext()
+        usual = limit.duration if limit else backend.options._timeout if backend else timedelta()
+        return self.waiting(max(FILES_S, usual.total_seconds()))
 
     @property
     def _limit(self) -> _Limit | None:

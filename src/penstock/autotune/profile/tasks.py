@@ -192,9 +192,8 @@ class _Runs:
         stack(*self.batch).backward()
         for parameter in stack.model.parameters():
             parameter.grad = None
-        device_of(self.machinery.device).synchronize(
-            self.machinery.device
-        )  # or the clock would tell how long launching took
+        device = self.machinery.device
+        device_of(device).synchronize(device)  # or the clock would tell how long launching took
         return time.perf_counter() - start_s, stack.records()
 
     def measure(self, rounds: int, budget: Budget) -> list[Seconds]:
