@@ -256,12 +256,6 @@ def test_every_number_stands_in_one_place(count: int, seed: int, epoch: int) -> 
         assert sorted(found.tolist()) == list(range(count))
 
 
-@given(st.integers(1, 3000), st.integers(0, 2**40))
-def test_a_list_is_the_permutation_that_numpy_draws(count: int, seed: int) -> None:
-    drawn = np.random.Generator(np.random.PCG64((seed, 3))).permutation(np.arange(count, dtype=np.int64))
-    assert Shuffled(count, seed, 3).at(np.arange(count)).tolist() == drawn.tolist()
-
-
 def test_a_computed_order_is_as_random_as_a_drawn_one() -> None:
     """Where numbers land, and how far neighbours are apart, is uniform: chi-square over 64 cells."""
     count, cells = 1 << 16, 64

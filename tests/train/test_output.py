@@ -7,6 +7,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -42,17 +43,11 @@ def leave_run(folder: Path, text: str = "earlier") -> None:
     (folder / "notes.txt").write_text(f"notes of {text}")
 
 
-def test_a_folder_is_made_with_its_parents(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    with OutputFolder(folder, keep=False) as output:
-        assert folder.is_dir()
-        assert output.path == folder
-        assert output.moved_to is None
-
-
 def test_foreign_files_stay(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    (folder / "deeper").mkdir(parents=True)
+    with OutputFolder(folder / "deeper", keep=False) as output:  # made with its parents
+        assert output.moved_to is None
+    (folder / "deeper" / LOCK).unlink()
     (folder / "deeper" / "notes.txt").write_text("mine")
     with OutputFolder(folder, keep=False) as output:
         assert output.moved_to is None
@@ -60,24 +55,17 @@ def test_foreign_files_stay(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("mark", MARKS)
-def test_every_mark_of_a_run_moves_the_folder(tmp_path: Path, mark: str) -> None:
+@pytest.mark.parametrize("marks", [*((mark,) for mark in MARKS), (LOCK, CONFIG)])
+def test_every_mark_of_a_run_moves_the_folder(tmp_path: Path, marks: tuple[str, ...]) -> None:
+    """Also of one that had only begun."""
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / mark).write_text("")
+    for mark in marks:
+        (folder / mark).write_text("")
     with OutputFolder(folder, keep=False) as output:
         assert output.moved_to == tmp_path / "run.1"
         assert [path.name for path in folder.iterdir()] == [LOCK]
-    assert (tmp_path / "run.1" / mark).exists()
-
-
-def test_a_run_that_had_only_begun_is_moved_too(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for name in (LOCK, CONFIG):
-        (folder / name).write_text("")
-    with OutputFolder(folder, keep=False) as output:
-        assert output.moved_to == tmp_path / "run.1"
+    assert all((tmp_path / "run.1" / mark).exists() for mark in marks)
 
 
 def test_the_folder_of_a_project_is_refused(tmp_path: Path) -> None:
@@ -114,9 +102,11 @@ def test_a_held_folder_is_refused_and_free_afterwards(tmp_path: Path, keep: bool
     folder = tmp_path / "run"
     with OutputFolder(folder, keep=False):
         (folder / "metrics.jsonl").write_text("going on")
-        with pytest.raises(ConfigError, match=r"output\.dir.*another run is writing there") as caught:
-            OutputFolder(folder, keep=keep).__enter__()
-        assert str(folder) in str(caught.value)
+        for start in (OutputFolder(folder, keep=keep).__enter__, partial(check_output, folder, keep=keep)):
+            with pytest.raises(ConfigError, match=r"output\.dir.*another run is writing there") as caught:
+                start()
+            assert str(folder) in str(caught.value)
+        assert {path.name for path in folder.iterdir()} == {LOCK, "metrics.jsonl"}
         assert (folder / "metrics.jsonl").read_text() == "going on"
         assert not (tmp_path / "run.1").exists()
     with OutputFolder(folder, keep=keep) as output:
@@ -296,16 +286,6 @@ def test_a_pipe_in_place_of_the_configuration_does_not_hang(tmp_path: Path) -> N
 
 
 # ---- before anything is measured ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_held_folder_is_found_before(tmp_path: Path, keep: bool) -> None:
-    folder = tmp_path / "run"
-    with OutputFolder(folder, keep=False):
-        with pytest.raises(ConfigError, match=r"output\.dir.*another run is writing there"):
-            check_output(folder, keep=keep)
-        assert [path.name for path in folder.iterdir()] == [LOCK]
-    check_output(folder, keep=keep)
 
 
 def test_a_trial_keeps_no_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

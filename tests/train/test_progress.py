@@ -76,23 +76,22 @@ def _all_of(terminal: int) -> str:
     return told.decode()
 
 
-def test_without_a_number_of_steps_only_the_last_one_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(total_steps=11, every=0) as progress:
-        for number in range(1, 12):
-            progress.update(step(number))
-    assert [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()] == ["step 11/11"]
-
-
-def test_outside_a_terminal_every_few_steps_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(total_steps=11, every=5) as progress:
+@pytest.mark.parametrize(
+    ("every", "shown_steps", "eta"), [(5, (5, 7, 10, 11), "eta 0:00:03"), (0, (7, 11), "eta 0:00:02")]
+)
+def test_outside_a_terminal_every_few_steps_are_lines(
+    capsys: pytest.CaptureFixture[str], every: int, shown_steps: tuple[int, ...], eta: str
+) -> None:
+    """At least the last one, and those that are evaluated; one takes half a second."""
+    with Progress(total_steps=11, every=every) as progress:
         progress.say("plan [FlowMoE] chosen")
         for number in range(1, 12):
             progress.update(step(number, eval_loss=2.75 if number == 7 else None))
     shown = capsys.readouterr()
     assert shown.out == ""
     heads = [line.split("  ")[0] for line in shown.err.splitlines()]
-    assert heads == ["plan [FlowMoE] chosen", "step 5/11", "step 7/11", "step 10/11", "step 11/11"]
-    assert "eta 0:00:03" in shown.err  # six steps of half a second
+    assert heads == ["plan [FlowMoE] chosen", *(f"step {number}/11" for number in shown_steps)]
+    assert eta in shown.err
 
 
 def test_shown_speed_is_all_tokens_over_all_seconds(capsys: pytest.CaptureFixture[str]) -> None:

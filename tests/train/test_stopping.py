@@ -33,12 +33,6 @@ def earlier() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("earlier")
-def test_nobody_asked() -> None:
-    with StopRequests(Control(0, 1)) as requests:
-        assert not requests.agreed(1).stop
-
-
-@pytest.mark.usefixtures("earlier")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_noted_and_stays_noted(number: signal.Signals) -> None:
     with StopRequests(Control(0, 1)) as requests:
