@@ -1,13 +1,10 @@
 """Folders of tokens: what is written is what is read, however often writing was cut off, or it is refused."""
 
-# ruff: noqa: TID251 - polls a child, as long as that runs
-
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -197,30 +194,6 @@ def test_a_lock_that_leads_elsewhere_is_refused(tmp_path: Path, kind: str) -> No
         finish(work, out)
     assert caught.value.key == "--out"
     assert (tmp_path / "mine").read_text() == "mine" and [path.name for path in out.iterdir()] == [".lock"]
-
-
-@pytest.mark.slow
-def test_a_killed_command_is_repeated(tmp_path: Path) -> None:
-    """With SIGKILL in the middle of it; inside of a shard, or between two."""
-    (tmp_path / "in.txt").write_text("Water runs downhill.\n" * 400_000)
-    arguments = [
-        "prepare",
-        str(tmp_path / "in.txt"),
-        "--out",
-        str(tmp_path / "out"),
-        "--shard-tokens",
-        "1500000",
-    ]
-    command = [sys.executable, "-m", "penstock", *arguments]
-    with subprocess.Popen(command) as child:
-        while not list((tmp_path / "out").glob("tokens-00001*")) and child.poll() is None:
-            time.sleep(0.002)
-        child.send_signal(signal.SIGKILL)
-    assert child.returncode == -signal.SIGKILL
-    assert not (tmp_path / "out" / WHOLE).exists()
-    subprocess.run(command, check=True, capture_output=True)
-    assert first_damage(tmp_path / "out") is None
-    assert Tokens(None, tmp_path / "out").size == 21 * 400_000 + 1
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint.storage import CheckpointError
 from penstock.runtime import PipelinedStack
 from penstock.runtime.features.sharded_optimizer.share import MOMENTS
 from penstock.sharding import Sharding
@@ -90,18 +88,3 @@ def loaded_by(rank: int, case: Case, path: Path) -> Weights:
     run = bare(rank, replace(case, seed=5), path.parent)
     assert run.load(path) == 2
     return state_of(run)
-
-
-def saved_with_little_room(rank: int, case: Case, folder: Path, full: int) -> str:
-    """The error of saving where rank `full` may write short files only, as on a full disk."""
-    run = trained(rank, case, folder)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == full:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    try:
-        run.save(3)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return ""

@@ -104,51 +104,35 @@ class OneForAll(Cpu):
     def identity(self, device: torch.device) -> str:
         return f"GPU of {device}"
 
+    def memory_bytes(self, device: torch.device, sharing: int = 1) -> int:
+        del device
+        return (1 << 30) // sharing
 
-def shared_by(rank: int) -> tuple[str, bool]:
-    """Which setting is refused, and whether the error names the transport that allows it."""
-    with using(OneForAll()), pytest.raises(ConfigError) as caught:
-        check_devices(torch.device("cpu"), Control(rank, 2), "direct")
+
+def shared_by(rank: int) -> tuple[str, bool, str, int]:
+    """Which setting is refused, and whether the error names the transport that allows it; which where ranks
+    ask for different ones; and the bytes of a rank's share."""
+    with using(OneForAll()):
+        with pytest.raises(ConfigError) as caught:
+            check_devices(CPU, Control(rank, 2), "direct")
+        share_bytes = device_bytes(CPU, Control(rank, 2))
     with recorded():
-        check_devices(torch.device("cpu"), Control(rank, 2), "staged")
-    return caught.value.key, "parallel.transport=staged" in caught.value.hint
+        check_devices(CPU, Control(rank, 2), "staged")
+        with pytest.raises(ConfigError) as other:
+            check_devices(CPU, Control(rank, 2), "staged" if rank else "direct")
+    hint = "parallel.transport=staged" in caught.value.hint
+    return caught.value.key, hint, other.value.key, share_bytes
 
 
-def test_two_ranks_on_one_gpu_are_refused_on_both(ranks: Pools) -> None:
-    assert ranks(2).run(shared_by) == [("parallel.processes", True)] * 2
-
-
-def asked_by_the_last(rank: int) -> str:
-    with recorded(), pytest.raises(ConfigError) as caught:
-        check_devices(CPU, Control(rank, 2), "staged" if rank else "direct")
-    return caught.value.key
-
-
-def test_all_ranks_must_ask_for_the_same_transport(ranks: Pools) -> None:
-    assert ranks(2).run(asked_by_the_last) == ["parallel.transport"] * 2
+def test_two_ranks_on_one_gpu_are_refused_on_both_or_share_its_memory(ranks: Pools) -> None:
+    wanted = "parallel.processes", True, "parallel.transport", 1 << 29
+    assert ranks(2).run(shared_by) == [wanted] * 2
 
 
 def test_processors_have_nothing_to_stage() -> None:
     with pytest.raises(ConfigError) as caught:
         build_machinery(ALONE, CPU, ParallelConfig(transport="staged"), "float32")
     assert caught.value.key == "parallel.transport"
-
-
-class HalfOfAll(OneForAll):
-    """The same, with memory of its own."""
-
-    def memory_bytes(self, device: torch.device, sharing: int = 1) -> int:
-        del device
-        return (1 << 30) // sharing
-
-
-def memory_on_a_shared_gpu(rank: int) -> int:
-    with using(HalfOfAll()):
-        return device_bytes(CPU, Control(rank, 2))
-
-
-def test_ranks_on_one_gpu_share_its_memory(ranks: Pools) -> None:
-    assert ranks(2).run(memory_on_a_shared_gpu) == [1 << 29] * 2
 
 
 # ---- what a run needs of memory ----------------------------------------------------------------------------

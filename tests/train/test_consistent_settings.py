@@ -46,15 +46,14 @@ def test_ranks_that_differ_are_told_the_setting_and_both_values(
 
 
 @pytest.mark.parametrize(
-    "own", [["data.path=/a"], ["output.dir=x", "data.cache=y"], ["parallel.send_buffer_bytes=0"]]
+    ("own", "other"),
+    [
+        (["data.path=/a", "output.dir=x", "data.cache=y", "parallel.send_buffer_bytes=0"], []),
+        (["data.mixture./a/x=1"], ["data.mixture./b/x=1"]),
+    ],
 )
-def test_places_on_a_machine_may_differ(ranks: Pools, own: list[str]) -> None:
-    assert ranks(2).run(compare, [own, []]) == [None, None]
-
-
-def test_mixtures_may_lie_elsewhere_on_every_machine(ranks: Pools) -> None:
-    told = ranks(2).run(compare, [["data.mixture./a/x=1"], ["data.mixture./b/x=1"]])
-    assert told == [None, None]
+def test_places_on_a_machine_may_differ(ranks: Pools, own: list[str], other: list[str]) -> None:
+    assert ranks(2).run(compare, [own, other]) == [None, None]
 
 
 def enter(rank: int, rates: list[float]) -> str | None:

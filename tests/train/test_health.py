@@ -111,12 +111,6 @@ def test_skipped_steps_are_counted_and_named(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [6]
 
 
-def test_a_run_without_skipped_steps_does_not_speak_of_them(tmp_path: Path) -> None:
-    summary = run(tmp_path, "train.steps=2")
-    assert summary.skipped_steps == 0 and "not finite" not in summary.to_text()
-    assert "skipped" not in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
 # ---- the end of a run --------------------------------------------------------------------------------------
 
 

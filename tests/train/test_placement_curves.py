@@ -125,10 +125,12 @@ def largest_difference(one: Curve, other: Curve) -> float:
     return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
 
 
-def check_double(ranks: Pools, world_size: int, steps: int) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_losses_of_two_hundred_steps_are_those_without_moves(ranks: Pools, world_size: int) -> None:
     """With both, with experts alone, whose rows are split by the loads of their own step, and with both
     beside all else that changes memory and traffic."""
-    runs = [[], BOTH, BOTH[1:], EVERYTHING]
+    runs, steps = [[], BOTH, BOTH[1:], EVERYTHING], 200
     found = ranks(world_size).run(curves, world_size, runs, steps, torch.float64, timeout_s=LONG_S)
     still, moving, replication, everything = found[0]
     assert max(largest_difference(still, each) for each in found[0][1:]) < 1e-8
@@ -136,18 +138,7 @@ def check_double(ranks: Pools, world_size: int, steps: int) -> None:
     assert (still.hosted, still.moved, replication.moved) == (0, 0, 0)
     assert min(moving.hosted, replication.hosted, everything.hosted) > steps / 2
     for number in (1, 3):
-        assert sum(each[number].moved for each in found) > min(10, steps / 4)  # experts learn languages soon
-
-
-@pytest.mark.soak
-def test_losses_of_some_steps_are_those_without_moves(ranks: Pools) -> None:
-    check_double(ranks, 2, 8)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_losses_of_two_hundred_steps_are_those_without_moves(ranks: Pools, world_size: int) -> None:
-    check_double(ranks, world_size, 200)
+        assert sum(each[number].moved for each in found) > steps / 4  # experts learn languages soon
 
 
 @pytest.mark.soak

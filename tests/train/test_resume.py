@@ -157,14 +157,6 @@ def test_a_crafted_checkpoint_runs_nothing(copied: Path) -> None:
     assert f"continuing from {checkpoint(copied, 4)}" in said
 
 
-def test_a_pipe_in_place_of_a_file_does_not_hang(copied: Path) -> None:
-    shard = next(checkpoint(copied, 6).glob("model-*"))
-    shard.unlink()
-    os.mkfifo(shard)
-    said, _ = said_by(copied, "train.steps=7")
-    assert any("is not a regular file" in line for line in said)
-
-
 @pytest.mark.parametrize("make", [Path.symlink_to, Path.hardlink_to])
 def test_a_run_writes_into_no_file_that_is_not_its_own(copied: Path, make: Callable[..., None]) -> None:
     """Every file that a run leaves or makes is a link to a file elsewhere."""

@@ -103,13 +103,6 @@ def test_steps_lie_one_after_another(tmp_path: Path) -> None:
     assert max(spans[2]) <= min(spans[3]) + 1
 
 
-def test_without_a_trace_the_last_step_is_written_alone(tmp_path: Path) -> None:
-    case = case_of("sequential", 1)
-    stack = stack_of(0, case)
-    analyse(stack, trained(stack, 0, case, 1), 1, lambda: forecast(stack), tmp_path, traces=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["step.json"]
-
-
 def test_a_disturbed_step_among_the_traced_ones_does_not_make_the_measured_step(tmp_path: Path) -> None:
     case = case_of("sequential", 1)
     stack = stack_of(0, case)
