@@ -14,7 +14,7 @@ from transformers import MixtralForCausalLM
 from transformers.models.mixtral import modeling_mixtral as mixtral
 
 import penstock
-from tests.support.adapted import Batch, distance, grads_of, small
+from tests.support.adapted import Batch, check_grads, small
 
 Change = Callable[[Any], None]
 
@@ -144,8 +144,7 @@ def test_a_class_that_steps_follow_is_taken(kind: type) -> None:
             model(**given, output_router_logits=True)
     expected.backward()
     found.backward()
-    grads = grads_of(model)
-    assert all(distance(grads[name], grad) < 1e-4 for name, grad in grads_of(wanted).items())
+    check_grads(model, wanted, within=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,15 +18,8 @@ from transformers import AttentionInterface
 import penstock
 from penstock.adapt.decoder import LayerCall
 from penstock.adapt.scheduled import engine_of
-from tests.support.adapted import Batch, distance, grads_of, share_of, small, without_labels
+from tests.support.adapted import Batch, check_grads, grads_of, small, without_labels
 from tests.support.ranks import Pools
-
-
-def check_grads(found: Any, wanted: Any, rank: int = 0) -> None:
-    expected = grads_of(wanted)
-    assert grads_of(found).keys() == expected.keys()
-    for name, grad in grads_of(found).items():
-        assert distance(grad, share_of(expected[name], grad, rank)) < 1e-5, name
 
 
 def calls_kept() -> int:
@@ -245,12 +238,9 @@ def test_a_rank_that_needs_another_plan_alone_is_named_on_all(ranks: Pools, what
 def test_ranks_that_change_together_get_another_plan(ranks: Pools, what: str) -> None:
     wanted = small("mixtral")
     wanted(**Batch().inputs()).loss.backward()
-    expected = grads_of(wanted)
     for rank, (message, grads, is_new) in enumerate(ranks(2).run(changed, 2, what, False)):
         assert (message, is_new) == ("", True)
-        assert grads.keys() == expected.keys()
-        for name, grad in grads.items():
-            assert distance(grad, share_of(expected[name], grad, rank)) < 1e-5, name
+        check_grads(grads, wanted, rank)
 
 
 # ---- documents in one row ----------------------------------------------------------------------------------
@@ -326,9 +316,7 @@ def test_documents_in_one_row_are_told_apart_by_their_lengths(ranks: Pools) -> N
     for rank, found in enumerate(results):
         for (loss, grads), (losses_of_ranks, expected) in zip(found, wanted, strict=True):
             assert loss == pytest.approx(losses_of_ranks[rank], rel=1e-5)
-            assert all(
-                distance(grad, share_of(expected[name], grad, rank)) < 1e-5 for name, grad in grads.items()
-            )
+            check_grads(grads, expected, rank)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 
 import penstock
 from tests.adapt.stopped import STOPS
-from tests.support.adapted import Batch, distance, grads_of, share_of, small
+from tests.support.adapted import Batch, check_grads, small
 from tests.support.forked import run_forked
 from tests.support.ranks import Pools
 
@@ -157,10 +157,7 @@ def fail_on_the_second(rank: int, world: int) -> list[str]:
     wanted = small("mixtral")
     wanted(**Batch().inputs()).loss.backward()
     model.train()(**given).loss.backward()
-    expected = grads_of(wanted)
-    assert all(
-        distance(each, share_of(expected[name], each, rank)) < 1e-5 for name, each in grads_of(model).items()
-    )
+    check_grads(model, wanted, rank)
     return raised
 
 

@@ -16,7 +16,13 @@ from torch.nn.modules import module as modules
 from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
-from tests.support.adapted import Batch, as_torchrun_starts_it, distance, grads_of, small, without_labels
+from tests.support.adapted import (
+    Batch,
+    as_torchrun_starts_it,
+    check_grads,
+    small,
+    without_labels,
+)
 from tests.support.ranks import Pools
 
 PARTS = ("model", "model.layers.1", "model.layers.1.mlp", "model.layers.1.mlp.experts")
@@ -203,8 +209,7 @@ def test_a_compiled_model_runs_as_it_is(what: str) -> None:
         compiled = torch.compile(model, backend=backend)
     given = Batch().inputs()
     assert compiled_step(compiled, given) == step(wanted, given) and not graphs
-    grads = grads_of(model)
-    assert all(distance(grads[name], grad) < 1e-6 for name, grad in grads_of(wanted).items())
+    check_grads(model, wanted, within=1e-6)
     with torch.no_grad():
         both = [each.eval()(**without_labels(given)).logits for each in (wanted, compiled)]
     assert both[0].equal(both[1]) and not graphs

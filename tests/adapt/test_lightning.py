@@ -101,6 +101,10 @@ class Apart(Module):
         return [torch.optim.AdamW(each, lr=1e-2) for each in kinds]
 
 
+class Adapted(Module):
+    """Trains adapters alone."""
+
+
 def loader(world: int) -> Any:
     given = Batch(samples=SAMPLES).inputs()
     given["labels"] = given["input_ids"].clone()
@@ -146,8 +150,13 @@ def test_the_module_of_the_page_trains(tmp_path: Path) -> None:
     assert trainer.global_step == 1
 
 
-def model_of(kind: type[Module]) -> Any:
+def whole_of(kind: type[Module]) -> Any:
     model = small("mixtral", initializer_range=0.1)
+    return with_adapters(model) if kind is Adapted else model
+
+
+def model_of(kind: type[Module]) -> Any:
+    model = whole_of(kind)
     return model if kind is Late else penstock.parallelize(model, plan="flowmoe")
 
 
@@ -166,37 +175,27 @@ def on_ranks(
     return [sum(each) / RANKS for each in zip(*found, strict=True)]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kind", [Module, Late])
+@pytest.mark.few(3)
+@pytest.mark.parametrize("kind", [Module, Apart, Adapted, Late])
 def test_lightning_trains_saves_and_goes_on(ranks: Pools, tmp_path: Path, kind: type[Module]) -> None:
-    wanted = fit(Module(small("mixtral", initializer_range=0.1)), tmp_path / "plain", 1)
-    assert len(wanted) == 2 * STEPS + 4
-    saved = tmp_path / "ranks"
-    assert on_ranks(ranks, kind, saved) == pytest.approx(wanted, rel=1e-4)
+    more: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None} if kind is Apart else {}
+    plain = Module if kind is Late else kind
+    wanted = fit(plain(whole_of(kind)), tmp_path / "plain", 1, **more)
+    assert wanted
+    saved, half = tmp_path / "ranks", f"step={SAVED_AT}.ckpt"
+    assert on_ranks(ranks, kind, saved, **more) == pytest.approx(wanted, rel=1e-4)
     if kind is Late:  # what goes on does not know when the model was spread
         return
-    half = f"step={SAVED_AT}.ckpt"
-    wanted = fit(
-        Module(small("mixtral", initializer_range=0.1)), tmp_path / "plain on", 1, tmp_path / "plain" / half
-    )
-    assert on_ranks(ranks, kind, tmp_path / "on", saved / half) == pytest.approx(wanted, rel=1e-4)
+    wanted = fit(plain(whole_of(kind)), tmp_path / "plain on", 1, tmp_path / "plain" / half, **more)
+    assert on_ranks(ranks, kind, tmp_path / "on", saved / half, **more) == pytest.approx(wanted, rel=1e-4)
+    if kind is not Module:
+        return
     alone = fit(Module(model_of(Module)), tmp_path / "alone", 1, saved / half)
     assert alone == pytest.approx(wanted, rel=1e-4)
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "on" / f"step={STEPS}.ckpt")
     with torch.no_grad():  # the checkpoint of the last step, after which comes an evaluation
         losses = [read(**batch).loss.item() for _, batch in zip(range(2), loader(1), strict=False)]
     assert losses == pytest.approx(wanted[-2:], rel=1e-4)
-
-
-def test_several_optimisers_of_a_model_go_on(ranks: Pools, tmp_path: Path) -> None:
-    more: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-    wanted = fit(Apart(small("mixtral", initializer_range=0.1)), tmp_path / "plain", 1, **more)
-    saved = tmp_path / "ranks"
-    assert on_ranks(ranks, Apart, saved, **more) == pytest.approx(wanted, rel=1e-4)
-    half = f"step={SAVED_AT}.ckpt"
-    plain = Apart(small("mixtral", initializer_range=0.1))
-    wanted = fit(plain, tmp_path / "plain on", 1, tmp_path / "plain" / half, **more)
-    assert on_ranks(ranks, Apart, tmp_path / "on", saved / half, **more) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_what_a_module_trains_beside_a_model_is_averaged(ranks: Pools, tmp_path: Path) -> None:
@@ -255,19 +254,3 @@ def test_what_lightning_cannot_do_with_them_is_refused(ranks: Pools, tmp_path: P
     for said in ranks(RANKS).run(refuse, tmp_path):
         for words, text in zip(wanted, said, strict=True):
             assert re.search(words, text), text
-
-
-def adapt(rank: int, folder: Path, resume: Path | None) -> list[float]:
-    model = penstock.parallelize(with_adapters(small("mixtral", initializer_range=0.1)), plan="flowmoe")
-    with as_torchrun_starts_it(rank, RANKS):
-        return fit(Module(model), folder, RANKS, resume)
-
-
-def test_adapters(ranks: Pools, tmp_path: Path) -> None:
-    wanted = fit(Module(with_adapters(small("mixtral", initializer_range=0.1))), tmp_path / "plain", 1)
-    half = f"step={SAVED_AT}.ckpt"
-    plain = Module(with_adapters(small("mixtral", initializer_range=0.1)))
-    went_on = fit(plain, tmp_path / "plain on", 1, tmp_path / "plain" / half)
-    for folder, resume, losses in (("ranks", None, wanted), ("on", tmp_path / "ranks" / half, went_on)):
-        found = ranks(RANKS).run(adapt, tmp_path / folder, resume)
-        assert [sum(each) / RANKS for each in zip(*found, strict=True)] == pytest.approx(losses, rel=1e-4)

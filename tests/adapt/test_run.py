@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,22 +156,37 @@ class Trained:
         return float(loss.detach())
 
 
-def plain_losses(folder: Path, steps: int, experts: float) -> list[float]:
+def plain_losses(folder: Path, steps: int, loss_of: Callable[[Any, Tensor, Tensor], Tensor]) -> list[float]:
     """The losses of a run of the same model in transformers, on one process without Penstock."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     model.train()
     optimizer = build_adamw(list(model.named_parameters()), ADAMW)
     found = []
     for number in range(steps):
-        tokens_BL, labels_BL = text(number)
-        asked = {"output_router_logits": True} if experts else {}
-        out = model(tokens_BL, labels=labels_BL, shift_labels=labels_BL, **asked)
-        out.loss.backward()
+        loss = loss_of(model, *text(number))
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(out.loss))
+        found.append(float(loss.detach()))
     return found
+
+
+def of_samples(model: Any, tokens_BL: Tensor, labels_BL: Tensor, *, balances: bool) -> Tensor:
+    """The model's own loss, with that of its routers where a run asks for it."""
+    asked = {"output_router_logits": True} if balances else {}
+    loss: Tensor = model(tokens_BL, labels=labels_BL, shift_labels=labels_BL, **asked).loss
+    return loss
+
+
+def of_documents(model: Any, tokens_BL: Tensor, labels_BL: Tensor) -> Tensor:
+    """The loss of documents one by one."""
+    total = torch.zeros((), dtype=torch.float64)
+    for tokens_L, labels_L, cut in zip(tokens_BL, labels_BL, begins()[:, -1].tolist(), strict=True):
+        for part in (slice(cut), slice(cut, None)):
+            out = model(tokens_L[part].unsqueeze(0), use_cache=False)
+            total = total + cross_entropy(out.logits[0], labels_L[part], reduction="sum")
+    return total / labels_BL.numel()
 
 
 def folder_of(family: str, folder: Path, **changes: Any) -> Path:
@@ -292,34 +308,12 @@ def test_a_run_trains_as_transformers_does_and_goes_on_on_another_layout(
         start = folder_of(first.family, tmp_path / "start", dtype=torch.float64, **DIVISIBLE)
         balances = first.config(start).moe.aux_loss_coeff
         with _drawing(first):
-            wanted = plain_losses(start, 3, balances)
+            wanted = plain_losses(start, 3, partial(of_samples, balances=balances > 0))
     out = tmp_path / "out"
     for found in ranks(first.ranks).run(losses_and_folder, first, start, out, None):
         assert found == pytest.approx(wanted, rel=LIMIT)
     for found in ranks(then.ranks).run(losses_and_folder, then, start, out, first):
         assert found == pytest.approx(wanted[2:], rel=LIMIT)
-
-
-def losses_of_documents(folder: Path) -> list[float]:
-    """The losses of two steps of the plain model on documents one by one."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
-    model.train()
-    optimizer = build_adamw(list(model.named_parameters()), ADAMW)
-    found = []
-    for number in range(2):
-        tokens_BL, labels_BL = text(number)
-        total = torch.zeros((), dtype=torch.float64)
-        for tokens_L, labels_L, cut in zip(tokens_BL, labels_BL, begins()[:, -1].tolist(), strict=True):
-            for part in (slice(cut), slice(cut, None)):
-                out = model(tokens_L[part].unsqueeze(0), use_cache=False)
-                total = total + cross_entropy(out.logits[0], labels_L[part], reduction="sum")
-        loss = total / labels_BL.numel()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
 
 
 def losses_of_run(rank: int, case: Case, start: Path, out: Path) -> list[float]:
@@ -346,6 +340,6 @@ SEPARATE = [name for name in OTHERS if FAMILIES[name].separates_documents and na
 def test_documents_of_a_sample_do_not_see_each_other(ranks: Pools, tmp_path: Path, case: Case) -> None:
     with exactly(torch.float64):
         start = folder_of(case.family, tmp_path / "start", dtype=torch.float64, **DIVISIBLE)
-        wanted = losses_of_documents(start)
+        wanted = plain_losses(start, 2, of_documents)
     for found in ranks(case.ranks).run(losses_of_run, case, start, tmp_path / "out"):
         assert found == pytest.approx(wanted, rel=LIMIT)

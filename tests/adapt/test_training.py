@@ -19,6 +19,7 @@ from penstock.sharding import sharding_of
 from tests.support.adapted import (
     DIVISIBLE,
     Batch,
+    check_grads,
     cut,
     distance,
     grads_of,
@@ -135,8 +136,7 @@ def test_gradients_accumulate_and_losses_are_scaled() -> None:
         part = {**batch.inputs(first, first + 2), "num_items_in_batch": torch.tensor(41)}
         for each in (wanted, model):
             (each(**part).loss * 0.5).backward()
-    expected = grads_of(wanted)
-    assert all(distance(each, expected[name]) < 1e-5 for name, each in grads_of(model).items())
+    check_grads(model, wanted)
 
 
 def test_logits_positions_and_copies() -> None:
@@ -156,8 +156,7 @@ def test_logits_positions_and_copies() -> None:
         assert type(each).__name__ == type(wanted).__name__
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
     theirs.loss.backward()
-    expected = grads_of(wanted)
-    assert all(distance(each, expected[name]) < 1e-5 for name, each in grads_of(copied).items())
+    check_grads(copied, wanted)
 
 
 @pytest.mark.slow
@@ -190,9 +189,8 @@ def test_experts_drawn_by_chance_are_the_same_in_one_microbatch() -> None:
     for each in (wanted, model, again):
         torch.manual_seed(11)
         each(**Batch().inputs()).loss.backward()
-    expected = grads_of(wanted)
     for each in (model, again):
-        assert all(distance(found, expected[name]) < 1e-5 for name, found in grads_of(each).items())
+        check_grads(each, wanted)
 
 
 def test_refusals() -> None:
@@ -328,9 +326,7 @@ def test_what_changes_between_steps_is_followed() -> None:
             for name, parameter in each.named_parameters():
                 parameter.requires_grad_(trained in name)
             each(**given, output_router_logits=True).loss.backward()
-        expected, found = grads_of(wanted), grads_of(model)
-        assert found.keys() == expected.keys()
-        assert all(distance(grad, expected[name]) < 1e-5 for name, grad in found.items())
+        check_grads(model, wanted)
 
 
 def test_a_share_of_experts_is_the_parameter_that_was_whole() -> None:
@@ -375,8 +371,7 @@ def test_tokens_may_be_of_32_bits(labelled: bool) -> None:
     for each in (wanted, model):
         loss = each(**given).loss if labelled else each(**without_labels(given)).logits.square().mean()
         loss.backward()
-    found, expected = grads_of(model), grads_of(wanted)
-    assert all(distance(found[name], expected[name]) < 1e-5 for name in expected)
+    check_grads(model, wanted)
 
 
 def test_an_error_of_this_rank_alone_stays_what_it_is() -> None:

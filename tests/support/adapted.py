@@ -381,6 +381,14 @@ def cut(mine: Tensor, sharding: Sharding | None, whole: Tensor, rank: int) -> Te
     return sharding.part(whole)
 
 
+def check_grads(found: Any, wanted: Any, rank: int = 0, within: float = 1e-5) -> None:
+    """Gradients are those of one process, `wanted`; of either, a model or its gradients by name."""
+    grads, expected = (each if isinstance(each, dict) else grads_of(each) for each in (found, wanted))
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        assert distance(grad, share_of(expected[name], grad, rank)) < within, name
+
+
 def without_labels(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: each for name, each in given.items() if name != "labels"}
 

@@ -22,7 +22,7 @@ from penstock.runtime.transport import GlooTransport, Transport
 from penstock.topology import Layout, lane_groups
 from penstock.topology.faults import watch
 from penstock.topology.groups import TransportName
-from tests.support.adapted import Batch, distance, grads_of, share_of, small
+from tests.support.adapted import Batch, check_grads, small
 from tests.support.exchange import EXPERTS, Case, model_of, rank_loss
 from tests.support.exchange import batch as batch_of
 from tests.support.ranks import Pools, RankPool
@@ -165,9 +165,7 @@ def through_parallelize(rank: int) -> None:
     mine = {name: each[2 * rank : 2 * rank + 2] for name, each in given.items()}
     for each, batch in ((model, mine), (wanted, given)):
         each(**batch).loss.backward()
-    expected = grads_of(wanted)
-    for name, grad in grads_of(model).items():
-        assert distance(grad, share_of(expected[name], grad, rank)) < 1e-5, name
+    check_grads(model, wanted, rank)
 
 
 def through_a_session(rank: int) -> None:
