@@ -108,10 +108,7 @@ class Sharding(Shared):
     def transposed(self) -> Sharding:
         """The same part of a transposed matrix, which is cut along the other of its dimensions."""
         assert self.view == self.shape, "parts of a view are no parts of a transposed one"
-        whole = self.shape[::-1]
-        return Sharding(
-            axes=self.axes, shape=whole, view=whole, dim=1 - self.dim, index=self.index, count=self.count
-        )
+        return Sharding.along(1 - self.dim, self.shape[::-1], self.axes, self.index, self.count)
 
     @property
     def in_words(self) -> str:

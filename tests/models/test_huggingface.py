@@ -221,8 +221,8 @@ def test_outputs_and_gradients_are_those_of_the_block(
     """With float64 the block's router still rounds to float32, so no more than its precision can be asked.
     A grouped product on a CPU takes rows of whole 16 bytes, and no float64."""
     aligned = 4 if implementation == "grouped_mm" else 1
-    sizes = {"hidden": aligned * case.hidden, "width": aligned * case.width}
-    found = agreement(replace(case, implementation=implementation, **sizes), dtype)
+    sized = replace(case, hidden=aligned * case.hidden, width=aligned * case.width)
+    found = agreement(replace(sized, implementation=implementation), dtype)
     assert max(found.values()) <= 1e-5, found
 
 

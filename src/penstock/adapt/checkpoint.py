@@ -218,10 +218,7 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
 
 @dataclass(frozen=True)
 class _States:
-    """An optimiser's state by the names of its parameters.
-
-    All ranks construct it together: a sharded optimiser gathers parameters.
-    """
+    """An optimiser's state by the names of its parameters; all ranks construct it, as shares are gathered."""
 
     optimizer: torch.optim.Optimizer
     model: Any
@@ -274,10 +271,7 @@ class _States:
 
     @property
     def text(self) -> str:
-        """The content of the file that says whose the state is, without which there is none.
-
-        Raises ValueError for settings that JSON cannot hold.
-        """
+        """The content of the file that says whose the state is, without which there is none."""
         having = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in self.held()}
         groups = [
             {**group, WITHOUT: [name for name in group["parameters"] if name not in having]}

@@ -296,10 +296,7 @@ class CutLayer(_Layer):
     def _until_experts(
         self, h_BLM: Tensor, called: Called, attended_T: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer up to its experts; return the residual stream [B, L, M], and what they get [T, M].
-
-        attended_T: whether the attention mask shows a token; None = it shows all.
-        """
+        """Run the layer up to its experts; return the residual stream [B, L, M], and what they get [T, M]."""
         with self.cut.open():
             residual_BLM = self._run(h_BLM, called.layers[self.index])
         caught = self.cut.take()

@@ -52,10 +52,7 @@ class _Held:
         return any(name.startswith(f"{own}.") for own in self.models)
 
     def owner(self, optimizer: Any) -> Any:
-        """Return the model whose parameters an optimiser has; None if it has none of any.
-
-        Raises ValueError if it has others as well: its state is saved with the model's.
-        """
+        """Return the model whose parameters an optimiser has, all of them; None if it has none of any."""
         given = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, model in self.models.items():
             own = {id(p) for p in model.parameters()}

@@ -125,10 +125,7 @@ def sample_moving_of(placement: PlacementConfig) -> SampleMoving:
 
 
 def _built(config: RunConfig, machinery: Machinery) -> Found:
-    """Return the model with this rank's share of experts, read from its folder or drawn from the seed.
-
-    A run that is continued reads the folder, too: its own weights follow, and no rank has to draw them all.
-    """
+    """Return the model with this rank's experts, read from its folder, also to go on, or drawn."""
     path, layout, control = config.model.config, machinery.layout, machinery.control
     assert path is not None, "sizes of other architectures come from there"
     stored = same_files(path, control)
@@ -165,10 +162,7 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
 
 
 def _drawn(path: Path, seed: int, layout: Layout) -> Found:
-    """Return a model with transformers' initial weights, the same on any layout.
-
-    A rank draws the whole model and keeps its share, and so needs memory for all of it at the start.
-    """
+    """Return a model with transformers' initial weights: a rank draws all of them and keeps its share."""
     from transformers import AutoModelForCausalLM
 
     empty = described_in(path)

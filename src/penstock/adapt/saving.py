@@ -259,10 +259,7 @@ def _has_own_adapters(model: Any) -> bool:
 def _as_transformers_writes(
     model: Any, naming: ModelNaming, control: Control, *, original: bool
 ) -> list[Named] | None:
-    """Return views for files; None unless those of all ranks are what transformers would make of the model.
-
-    Raises RuntimeError, as transformers does, for a model with tensors that are one without saying so.
-    """
+    """Return views for files; None unless those of all ranks are what transformers makes of the model."""
     try:  # neither is public
         from transformers.core_model_loading import revert_weight_conversion
         from transformers.modeling_utils import remove_tied_weights_from_state_dict

@@ -96,10 +96,7 @@ def _asked_by_trainer(self: Any) -> bool:
 
 
 def _change(module: nn.Module, own: dict[str, Any]) -> None:
-    """Give a module a class of the same name that has these functions of its own.
-
-    Each function gets the one in whose place it is, then what that would get.
-    """
+    """Give a module a class of its own name with these functions, which get those they replace first."""
     plain: Any = type(module)
     named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     functions = {name: _around(plain, name, each) if callable(each) else each for name, each in own.items()}
@@ -394,11 +391,7 @@ def _save_adapters(plain: Any, adapted: Any, save_directory: str | os.PathLike[s
 
 
 class _State(dict[str, Any]):
-    """The attributes of a model.
-
-    Their deep copy is that of a separate model, scheduled on the same machinery.
-    The modules are copied first, then the objects that refer to them.
-    """
+    """The attributes of a model; a deep copy is that of a separate one, scheduled on the same machinery."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model.__dict__)
@@ -412,10 +405,7 @@ class _State(dict[str, Any]):
 
 
 def _reduced(plain: Any, model: Any, protocol: Any) -> Any:
-    """Return the reduction of a model, or of its decoder, for copies.
-
-    A `__deepcopy__` would also be found by a model of peft around it, which passes on names.
-    """
+    """Return the reduction of a model for copies: peft's would find a `__deepcopy__` of the model in it."""
     del plain, protocol
     attributes = model.__dict__
     return _empty, (_Copied(type(model)),), _State(model) if "_penstock" in attributes else attributes

@@ -248,11 +248,7 @@ def _moved(engine: Engine, plain: Callable[..., Any], trainer: Any, model: Any, 
 def _unwrapped(
     engine: Engine, plain: Callable[..., Any], trainer: Any, model: Any, *given: Any, **named: Any
 ) -> Any:
-    """Return the model itself.
-
-    Raises:
-        ValueError: Something else would be trained with these settings.
-    """
+    """Return the model itself; refuse to train something else with these settings."""
     del plain, given, named
     if trainer.args.n_gpu > 1:
         raise ValueError(

@@ -222,8 +222,7 @@ def _whole(found: Found) -> list[_Layer]:
     seen: set[int] = set()
 
     def fresh(parameters: Iterable[nn.Parameter]) -> int:
-        """Return the bytes of trained parameters that no layer has had before: a run's are float32 at
-        least."""
+        """Return the bytes, of float32 at least, of trained parameters that no layer has had before."""
         total = 0
         for parameter in parameters:
             size = max(FLOAT32_BYTES, parameter.element_size()) * parameter.numel()

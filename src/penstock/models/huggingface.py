@@ -97,10 +97,7 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
 
 
 def _softmax_router(block: Any) -> TokenRouter:
-    """Return the gate of Mixtral, Qwen3-MoE and OLMoE: softmax over all experts, top k.
-
-    Mixtral's weights are always renormalised, the others' if norm_topk_prob says so.
-    """
+    """Return the gate of Mixtral, Qwen3-MoE and OLMoE; Mixtral's weights are always renormalised."""
     router, is_mixtral = block.gate, type(block).__name__ == MIXTRAL
     if is_mixtral and (jitter := _setting(block, "jitter_noise")):
         raise ValueError(f"jitter_noise = {jitter}: a layer has no multiplicative noise; set it to 0")

@@ -404,10 +404,7 @@ def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: b
 
 
 def _prepare(config: RunConfig, given_up: Event) -> None:
-    """Prepare the texts that are not yet prepared; report progress from time to time.
-
-    given_up: Once it is set nobody waits for them, and what is done by then is continued by the next run.
-    """
+    """Prepare the texts that are not yet prepared, until it is `given_up`; the next run continues it."""
     with _as_settings(config, writes=True):
         for text in to_prepare(config.data):
             if text.is_done:
@@ -468,10 +465,7 @@ def _check_same(config: RunConfig, control: Control, own: T) -> T:
 
 @contextmanager
 def _as_settings(config: RunConfig, *, writes: bool = False) -> Iterator[None]:
-    """Turn an error about the texts into one about a setting of the run, under its full key.
-
-    writes: Whether tokens are written inside: an error of the system is about these then.
-    """
+    """Turn an error about the texts, or about tokens it writes, into one about a setting of the run."""
     try:
         yield
     except ConfigError as error:

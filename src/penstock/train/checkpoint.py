@@ -147,11 +147,9 @@ class Checkpoints:
 
     # ---- saving --------------------------------------------------------------------------------------------
 
-    def save(
-        self, step: int, *, plan_settled: bool = False, papers: Callable[[Path], object] | None = None
-    ) -> Path:
+    def save(self, step: int, *, papers: Callable[[Path], object] | None = None) -> Path:
         """Write the state after `step` steps, as `begin` does, and wait for it; return its folder."""
-        self.begin(step, plan_settled=plan_settled, papers=papers)
+        self.begin(step, papers=papers)
         path = self.finish()
         assert path is not None, "it has begun"
         return path

@@ -270,10 +270,7 @@ class _Agent(LocalElasticAgent):
             self.heeded += 1
 
     def notice_failure(self) -> None:
-        """Record the first rank that failed by itself, or ended before others could meet it.
-
-        Of ranks that ended within one poll, one that was killed comes first: the others reacted to its end.
-        """
+        """Record the first rank that failed by itself; of those found together, first one that was killed."""
         codes = [child.poll() for child in self.processes]
         if self.first_failure or self.received or not any(code is not None for code in codes):
             return

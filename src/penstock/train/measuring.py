@@ -396,10 +396,7 @@ class RoutingFile:
 
 
 def _joined(everyone: Sequence[Sequence[Known]]) -> Counts:
-    """Return the loads of all samples, [B, Y, E], in the order of ranks in the first layer.
-
-    Every layer may hold a sample on another rank, and several ranks may share it.
-    """
+    """Return the loads of all samples, [B, Y, E], in the order in which ranks first hold them."""
     layers = [tuple(map(np.concatenate, zip(*ranks, strict=True))) for ranks in zip(*everyone, strict=True)]
     place = {number: i for i, number in enumerate(dict.fromkeys(layers[0][0].tolist()))}
     loads_BYE = np.zeros((len(place), len(layers), layers[0][1].shape[1]), dtype=np.int64)

@@ -124,10 +124,7 @@ def checkpoints_folder(config: RunConfig) -> Path:
 
 
 def _saved(config: RunConfig) -> list[Path]:
-    """Return the checkpoints of a run, also those that turn out not to be whole: none is left out unsaid.
-
-    Raises ConfigError where their folder cannot be read.
-    """
+    """Return the checkpoints of a run, also those that turn out not to be whole: none is left out unsaid."""
     folder = checkpoints_folder(config)
     try:
         return all_checkpoints(folder)
@@ -188,10 +185,7 @@ def restore(config: RunConfig, control: Control, checkpoints: Checkpoints, resum
 def _newest_whole(
     config: RunConfig, control: Control, candidates: tuple[Path, ...], damaged: tuple[Path, ...]
 ) -> Resumption:
-    """Return the first candidate that is whole; report what has changed since.
-
-    Raises ConfigError if there is none, if it is of another model, or if the run is over.
-    """
+    """Return the first candidate that is whole; report what has changed since."""
     for number, path in enumerate(candidates):
         try:
             record = verify(path, control)

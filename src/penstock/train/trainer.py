@@ -343,10 +343,7 @@ class Trainer:
         return self.pilot.config
 
     def _save_settings(self, done: int) -> None:
-        """Write, on rank 0, the settings as requested, since on another cluster others may be chosen.
-
-        Settings that were chosen instead stand above them, as comments. The plan in use is written, too.
-        """
+        """Write, on rank 0, the settings as requested, those chosen as comments, and the plan in use."""
         if not self.leader:
             return
         requested, runs = (
