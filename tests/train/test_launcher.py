@@ -380,13 +380,6 @@ def test_the_store_is_reachable_from_this_machine_only(run: Run, tmp_path: Path)
 
 
 @linux_only
-def test_sigterm_is_passed_on(tmp_path: Path) -> None:
-    parent = Parent(tmp_path, PLAIN)
-    parent.send(signal.SIGTERM)
-    assert parent.end() == (143, "(-15, -15) SIGTERM None")
-
-
-@linux_only
 @pytest.mark.parametrize("number", SIGNALS)
 def test_ranks_may_save_and_end_well(tmp_path: Path, number: signal.Signals) -> None:
     parent = Parent(tmp_path, SAVER)

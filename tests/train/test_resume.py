@@ -219,18 +219,6 @@ def test_what_is_refused_cuts_no_records_off(copied: Path) -> None:
     assert metrics.read_bytes() == before
 
 
-def test_every_earlier_configuration_is_kept(copied: Path) -> None:
-    first = (copied / "run" / "config.toml").read_text()
-    run(copied, "train.resume=true", "train.steps=7")
-    second = (copied / "run" / "config.toml").read_text()
-    run(copied, "train.resume=true", "train.steps=8")
-    kept = sorted(path.name for path in (copied / "run").glob("config*.toml"))
-    assert kept == ["config-until-step-00000006.toml", "config-until-step-00000007.toml", "config.toml"]
-    assert (copied / "run" / kept[0]).read_text() == first and (
-        copied / "run" / kept[1]
-    ).read_text() == second
-
-
 def test_nothing_to_resume_is_refused_before_any_rank_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

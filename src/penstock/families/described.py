@@ -82,19 +82,12 @@ def check_code(file: Path, table: Mapping[str, Any]) -> None:
     """Raise ConfigError for a configuration that asks for code, for other files, or has quantized weights."""
     for path, value in _settings(file, table):
         if value is not None and value not in OWN_CODE and any(map(CODE.search, path)):
-            raise ConfigError(
-                _key(file, path),
-                value,
-                "asks for code that transformers would fetch or import",
-                f"Use one of {', '.join(OWN_CODE)}, or leave it out.",
-            )
+            why = "asks for code that transformers would fetch or import"
+            hint = f"Use one of {', '.join(OWN_CODE)}, or leave it out."
+            raise ConfigError(_key(file, path), value, why, hint)
     if OTHER_FILES in table:
-        raise ConfigError(
-            _key(file, (OTHER_FILES,)),
-            table[OTHER_FILES],
-            "names other configurations, which are not read",
-            "Leave it out.",
-        )
+        key, why = _key(file, (OTHER_FILES,)), "names other configurations, which are not read"
+        raise ConfigError(key, table[OTHER_FILES], why, "Leave it out.")
     for path, part in _tables(table):
         for setting in QUANTIZED:
             if part.get(setting) is not None:
@@ -102,12 +95,9 @@ def check_code(file: Path, table: Mapping[str, Any]) -> None:
                 settings = part[setting]
                 method = settings.get("quant_method") if isinstance(settings, Mapping) else None
                 key, value = (key, settings) if method is None else (f"{key}.quant_method", method)
-                raise ConfigError(
-                    key,
-                    value,
-                    "the folder holds quantized numbers, which are not read",
-                    "Load the model with from_pretrained, dequantized, and call parallelize or save it.",
-                )
+                why = "the folder holds quantized numbers, which are not read"
+                hint = "Load the model with from_pretrained, dequantized, and call parallelize or save it."
+                raise ConfigError(key, value, why, hint)
 
 
 def check_sizes(file: Path, table: Mapping[str, Any], held: Held) -> None:
@@ -115,12 +105,8 @@ def check_sizes(file: Path, table: Mapping[str, Any], held: Held) -> None:
     for path, value in _settings(file, table):
         name = next((part for part in reversed(path) if not part.isdecimal()), "")
         if type(value) is int and value > (most := _most(name, held)):
-            raise ConfigError(
-                _key(file, path),
-                value,
-                f"is more than {most}, the most that {held.tensors} tensors of {held.bytes} bytes bear out",
-                f"{COPY}.",
-            )
+            why = f"is more than {most}, the most that {held.tensors} tensors of {held.bytes} bytes bear out"
+            raise ConfigError(_key(file, path), value, why, f"{COPY}.")
 
 
 def _settings(file: Path, value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
