@@ -293,11 +293,7 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.d
 def _write_at_rank_0(
     model: Any, plain: Any, engine: Engine, folder: Path, given: Mapping[str, Tensor] | None, **options: Any
 ) -> None:
-    """Let transformers write a model on rank 0, which needs memory for all of it; all ranks call it.
-
-    Args:
-        given: This rank's own state dictionary, where it is not the model's.
-    """
+    """Let transformers write a model, or a state dictionary `given`, on rank 0, with memory for all of it."""
     control, layout = engine.stack.machinery.control, engine.layout
     own = model.state_dict()  # all ranks join the state of adapters in it
     state = taken_state(model, own if given is None else given)

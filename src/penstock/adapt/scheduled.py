@@ -433,11 +433,7 @@ def _recompute(
     every_n_layers: int = 1,
     offload: bool = False,
 ) -> None:
-    """Recompute layers and experts in backward; no rows are sent a second time.
-
-    The next step is planned so, whatever its plan was. `activation_checkpointing_enable` calls this, too.
-    Raises ValueError for options that are not supported.
-    """
+    """Recompute layers and experts in backward, from the next step on; no rows are sent a second time."""
     del plain, gradient_checkpointing_kwargs  # torch's way of recomputing is decided here
     if every_n_layers != 1 or offload:
         raise ValueError(

@@ -200,14 +200,7 @@ def load_weights(model: Any, folder: Path) -> None:
 def _without_models(
     accelerator: Any, place: str
 ) -> Iterator[tuple[list[tuple[Any, torch.optim.Optimizer]], list[str]]]:
-    """Take models and optimisers away from accelerate inside this context, but not from the user's hooks.
-
-    Args:
-        place: The attribute of accelerate that holds these hooks.
-
-    Yields:
-        The models and optimisers in pairs, and the folders that hooks were called with.
-    """
+    """Take models and optimisers from accelerate, but not from hooks in `place`; yield pairs, and folders."""
     models, optimizers, hooks = accelerator._models, accelerator._optimizers, getattr(accelerator, place)
     if len(models) != len(optimizers) or any(engine_if_any(model) is None for model in models):
         raise ValueError(

@@ -392,11 +392,7 @@ def fills(shape: Sequence[int], boxes: Sequence[ChunkStorageMetadata]) -> bool:
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Return whether two boxes of a tensor have a number in common.
-
-    Boxes are met by the first row that they have, and compared with those that reach it: of a thousand ranks'
-    shares, which follow one another, only with their neighbours.
-    """
+    """Return whether two boxes have a number in common, each compared with those that reach its first row."""
     open_boxes: list[ChunkStorageMetadata] = []
     for box in sorted(chunks, key=lambda each: tuple(each.offsets)):
         first = box.offsets[0] if box.offsets else 0

@@ -33,11 +33,7 @@ from penstock.sharding import Shard, Sharding, shardings_of
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves out the functions that fill new parameters.
-
-    There is nothing to fill, and for random numbers on the meta device torch would load its compiler: a
-    second.
-    """
+    """Leaves out functions that fill new parameters: on meta, torch would load its compiler for them."""
 
     def __torch_function__(
         self,

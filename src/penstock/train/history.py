@@ -155,8 +155,7 @@ def _step_file(
     links: Sequence[Link],
     analysis: StepAnalysis,
 ) -> StepFile:
-    """Return what is kept of the last step, beside its prediction if there is one. links: of the critical
-    path."""
+    """Return what is kept of the last step, beside its prediction; links: of the critical path."""
     # Shown are all ranks, or of many rank 0 and those that the critical path passes most.
     passed = Counter(link.rank for link in links)
     first = sorted(range(mesh.world_size), key=lambda rank: (rank > 0, -passed[rank], rank))

@@ -342,15 +342,10 @@ class _NoLogs(LogsSpecs):
 
 
 def _host_store(address: str) -> TCPStore:
-    """Return the store at which the ranks meet; it serves as long as the object lives.
-
-    It is given a socket that is already bound, as it would otherwise listen on every interface. This process
-    reaches it at the loopback address, which has a name on every machine: torch warns of addresses that have
-    none.
-    """
+    """Return the store at which ranks meet; given a bound socket, it does not listen on every interface."""
     listener = socket.create_server((address, 0), backlog=1024)
     port: int = listener.getsockname()[1]
-    # detach: the store closes the socket when it goes.
+    # detach: the store closes the socket when it goes. LOOPBACK has a name everywhere, or torch would warn.
     return TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )

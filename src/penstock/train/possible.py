@@ -70,10 +70,7 @@ def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, r
 
 
 def _check(key: str, parts: int, shared: Mapping[str, int], valid: list[int], *, heads_of: int = 0) -> None:
-    """Raise IndivisibleError unless `parts` divides all of `shared`.
-
-    valid: sizes to propose. heads_of: the hidden size, which a number of heads must divide.
-    """
+    """Raise IndivisibleError unless `parts` divides all of `shared`; heads must divide `heads_of`, too."""
     for name, number in shared.items():
         if number % parts:
             why = f"must divide {name} ({number}), which is cut into as many equal parts"

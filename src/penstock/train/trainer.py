@@ -272,11 +272,7 @@ class Trainer:
         )
 
     def _after_step(self, metrics: StepMetrics, *, last: bool, saves: bool) -> None:
-        """Evaluate, write metrics, save, in this order: a checkpoint never knows more than the metrics.
-
-        saves: whether a checkpoint is due at once, whatever the settings say. Otherwise it is written beside
-        the steps that follow.
-        """
+        """Evaluate, write metrics, save if due or `saves`: a checkpoint never knows more than the metrics."""
         train = self.config.train
         if last or _due(metrics.step, train.eval_every):
             batches = self.source.stream.held_out_batches(train.eval_batches)
