@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 import penstock
 from penstock.adapt.decoder import LayerCall
 from penstock.adapt.scheduled import engine_of
-from tests.support.adapted import Batch, check_grads, grads_of, small, without_labels
+from tests.support.adapted import Batch, check_grads, grads_of, pair, small, without_labels
 from tests.support.ranks import Pools
 
 
@@ -33,8 +33,7 @@ def calls_kept() -> int:
 def test_a_second_forward_pass_before_the_first_backward(again: bool) -> None:
     """Each with masks, positions and losses of its own; nothing is kept afterwards."""
     before = calls_kept()
-    wanted, model = (small("mixtral") for _ in range(2))
-    penstock.parallelize(model, plan="flowmoe")
+    wanted, model = pair("mixtral")
     if again:
         model.gradient_checkpointing_enable()
     first = {**Batch(padded=True).inputs(), "output_router_logits": True}
@@ -103,8 +102,7 @@ def test_what_hosts_need_is_made_there_whatever_the_default(ranks: Pools) -> Non
 @pytest.mark.parametrize("balanced", [False, True])
 def test_a_batch_without_labels_to_predict(balanced: bool) -> None:
     """The mean of nothing is no number, as in transformers; gradients are those of the router loss alone."""
-    wanted, model = (small("mixtral") for _ in range(2))
-    penstock.parallelize(model, plan="flowmoe")
+    wanted, model = pair("mixtral")
     given: dict[str, Any] = {**Batch().inputs(), "output_router_logits": balanced}
     given["labels"].fill_(-100)
     for each in (wanted, model):
@@ -160,8 +158,7 @@ def test_embeddings_may_be_resized(tmp_path: Any) -> None:
 @pytest.mark.slow
 def test_several_tables_of_positions() -> None:
     """As models have them that also see: of time, height and width, for every sample."""
-    wanted, model = (small("qwen3_5_moe_text") for _ in range(2))
-    penstock.parallelize(model, plan="flowmoe")
+    wanted, model = pair("qwen3_5_moe_text")
     generator = torch.Generator().manual_seed(3)
     positions_3BL = torch.randint(12, (3, 4, 12), generator=generator).sort(-1).values
     given = {**Batch().inputs(), "position_ids": positions_3BL}

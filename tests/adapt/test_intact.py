@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from tests.support.adapted import (
     Batch,
     as_torchrun_starts_it,
     check_grads,
+    pair,
     small,
     without_labels,
 )
@@ -106,8 +106,7 @@ def test_a_hook_that_steps_would_not_follow_is_refused(family: str, path: str, r
 )
 def test_a_hook_on_the_way_to_experts_is_followed(path: str, register: str) -> None:
     """Also by the router loss."""
-    wanted = small("mixtral")
-    model = penstock.parallelize(copy.deepcopy(wanted), plan="flowmoe")
+    wanted, model = pair("mixtral")
     given = {**Batch().inputs(), "output_router_logits": True}
     before = wanted(**given).loss.item()
     for each in (wanted, model):
@@ -119,8 +118,7 @@ def test_a_hook_on_the_way_to_experts_is_followed(path: str, register: str) -> N
 
 @pytest.mark.slow
 def test_a_hook_on_what_a_router_returns_is_followed_but_for_its_loss() -> None:
-    wanted = small("mixtral")
-    model = penstock.parallelize(copy.deepcopy(wanted), plan="flowmoe")
+    wanted, model = pair("mixtral")
     for each in (wanted, model):
         each.model.layers[1].mlp.gate.register_forward_hook(lambda _, __, out: (out[0], out[1] / 2, out[2]))
     given = Batch().inputs()

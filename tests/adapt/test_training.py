@@ -23,6 +23,7 @@ from tests.support.adapted import (
     cut,
     distance,
     grads_of,
+    pair,
     small,
     with_adapters,
     without_labels,
@@ -129,8 +130,7 @@ def test_ranks_must_ask_for_the_same_loss(ranks: Pools) -> None:
 
 def test_gradients_accumulate_and_losses_are_scaled() -> None:
     """As the Trainer asks for it: the sum of losses by the tokens of all parts of a batch."""
-    wanted, model = (small("qwen2_moe") for _ in range(2))
-    penstock.parallelize(model, plan="flowmoe")
+    wanted, model = pair("qwen2_moe")
     batch = Batch()
     for first in (0, 2):
         part = {**batch.inputs(first, first + 2), "num_items_in_batch": torch.tensor(41)}
@@ -141,8 +141,7 @@ def test_gradients_accumulate_and_losses_are_scaled() -> None:
 
 def test_logits_positions_and_copies() -> None:
     """Packed samples are told by their positions; a copy of a scheduled model is one, too."""
-    wanted, model = (small("mixtral") for _ in range(2))
-    penstock.parallelize(model, plan="flowmoe")
+    wanted, model = pair("mixtral")
     positions_BL = torch.cat([torch.arange(5), torch.arange(7)]).expand(4, -1)
     given = {**Batch().inputs(), "position_ids": positions_BL}
     copied = copy.deepcopy(model)
@@ -316,8 +315,7 @@ def test_what_steps_would_leave_out_is_refused(change: Callable[[Any], object], 
 
 def test_what_changes_between_steps_is_followed() -> None:
     """What is trained, which the first plan does not reckon with, and the weight of the balance loss."""
-    wanted, model = (small("mixtral") for _ in range(2))
-    penstock.parallelize(model, plan="flowmoe")
+    wanted, model = pair("mixtral")
     given = Batch().inputs()
     for trained, coefficient in (("lm_head", 0.0), ("", 5.0)):
         for each in (wanted, model):
@@ -342,8 +340,7 @@ def test_a_share_of_experts_is_the_parameter_that_was_whole() -> None:
 @pytest.mark.slow
 def test_kept_logits_are_those_asked_for() -> None:
     """Also where labels of all samples lie in one place of memory."""
-    wanted, model = (small("mixtral") for _ in range(2))
-    penstock.parallelize(model, plan="flowmoe")
+    wanted, model = pair("mixtral")
     tokens_BL = Batch().inputs()["input_ids"]
     given = {"input_ids": tokens_BL, "shift_labels": tokens_BL[:1].expand(4, -1)}
     for asked in (0, 3, torch.tensor([1, 4])):
@@ -364,8 +361,7 @@ def test_kept_logits_are_those_asked_for() -> None:
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_tokens_may_be_of_32_bits(labelled: bool) -> None:
-    wanted = small("mixtral")
-    model = penstock.parallelize(copy.deepcopy(wanted), plan="flowmoe")
+    wanted, model = pair("mixtral")
     given = Batch().inputs()
     given["input_ids"] = given["input_ids"].int()
     for each in (wanted, model):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import penstock
 from penstock.mesh import Group
 from penstock.sharding import Sharding, StackedSharding, sharding_of
 
@@ -261,6 +262,11 @@ def small(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **c
             if "bias" in tensor_name and tensor.is_floating_point():
                 tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
     return model.to(dtype).train()
+
+
+def pair(family: str) -> tuple[Any, Any]:
+    """A model as it is, and the same one scheduled."""
+    return small(family), penstock.parallelize(small(family), plan="flowmoe")
 
 
 def with_adapters(model: Any) -> Any:
