@@ -28,9 +28,12 @@ def test_the_default_is_even_and_contiguous() -> None:
     assert even == ExpertPlacement.of([[0, 1], [2, 3], [4, 5]])
 
 
-def test_experts_that_ranks_cannot_share_are_refused_with_the_nearest_number() -> None:
-    with pytest.raises(PlacementError, match=re.escape("num_experts = 7 cannot be shared evenly by ep_size")):
-        ExpertPlacement.even(7, 3)
+@pytest.mark.parametrize(("num_experts", "ranks", "nearest"), [(7, 3, 6), (10, 3, 9), (2, 4, 4), (7, 4, 8)])
+def test_experts_that_ranks_cannot_share_are_refused_with_the_nearest_number(
+    num_experts: int, ranks: int, nearest: int
+) -> None:
+    with pytest.raises(PlacementError, match=rf"num_experts = {num_experts} .*nearest valid: {nearest}$"):
+        ExpertPlacement.even(num_experts, ranks)
 
 
 @given(st.permutations(range(12)), st.sampled_from([1, 2, 3, 4, 6, 12]))

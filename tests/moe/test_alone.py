@@ -6,23 +6,19 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.features.dispatch import FlatDispatch, Place
 from penstock.moe import (
     GeluExperts,
     MergedPermutation,
     MoEConfig,
     MoELayer,
-    RouteMaker,
     SoftmaxRouter,
     SortPermutation,
-    Tokens,
     build_layer,
 )
 from penstock.moe.config import BalanceGroup
@@ -49,45 +45,19 @@ from tests.support.alone import (
     weighted,
 )
 from tests.support.draws import draws
+from tests.support.layouts import tiny_case
 from tests.support.reference import Settings
 from tests.support.reference_moe import moe_layer
+from tests.support.reference_step import settings_of as step_settings
 
 GROUPS: tuple[BalanceGroup, ...] = ("global", "sequence", "microbatch")
 
 
 def settings_of(config: MoEConfig, samples: int, valid: Tensor | None) -> Settings:
-    groups = (config.num_groups, config.group_top_k)
-    return Settings(
-        num_layers=1,
-        num_heads=1,
-        key_value_heads=1,
-        head_size=2,
-        theta=1e4,
-        eps=1e-6,
-        moe_layers=frozenset({0}),
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        swiglu=config.expert == "swiglu",
-        renormalise=config.renormalise,
-        gate=config.gate,
-        scale=config.routed_scaling_factor,
-        groups=None if None in groups else groups,  # type: ignore[arg-type]  # either none is None or both
-        slots_per_expert=config.slots_per_expert,
-        modules=False,
-        seed=0,
-        padding=None if valid is None else ~valid,
-        capacity_factor=config.capacity_factor,
-        min_capacity=config.min_capacity,
-        aux_coeff=AUX,
-        aux_group=config.aux_loss_group,
-        z_coeff=Z,
-        pieces=[list(range(samples))],
-        expert_slots=[samples],
-    )
-
-
-def weights_of(layer: MoELayer) -> dict[str, Tensor]:
-    return dict(layer.named_parameters())
+    """For the reference: one layer, which sees all samples at once."""
+    case = replace(tiny_case(schedule="sequential"), moe=config, batch=samples)
+    mask = None if valid is None else ~valid
+    return replace(step_settings(case), aux_coeff=AUX, z_coeff=Z, padding=mask, shares=[])
 
 
 # Against loops
@@ -96,7 +66,7 @@ def weights_of(layer: MoELayer) -> dict[str, Tensor]:
 def check_loops(config: MoEConfig, x_BLM: Tensor, valid: Tensor | None = None) -> None:
     """Compare outputs, losses and gradients."""
     layer = layer_of(config)
-    settings, weights = settings_of(config, len(x_BLM), valid), weights_of(layer)
+    settings, weights = settings_of(config, len(x_BLM), valid), dict(layer.named_parameters())
     out = layer(x_BLM, valid)
     wanted, extra = moe_layer(x_BLM, weights, settings, 0)
     _, balance = moe_layer(x_BLM, weights, replace(settings, z_coeff=0.0), 0)
@@ -133,74 +103,6 @@ def test_a_layer_of_any_size_equals_loops(config: MoEConfig, count: int) -> None
     check_loops(config, numbers(1, count, HIDDEN).requires_grad_())
 
 
-@draws(40)
-@given(configs(), st.integers(1, 10), st.integers(1, 12))
-def test_chunks_do_not_change_the_result(config: MoEConfig, count: int, chunks: int) -> None:
-    """The halves of the layer around a loop over chunks give what `forward` gives."""
-    layer, x_TM = layer_of(config), tokens(count)
-    routed = layer.route(x_TM, Tokens(), chunks)
-    maker = RouteMaker(FlatDispatch(), Place(0, 1, 1))
-    if routed.plan.slots is not None:
-        routes = maker.even(routed.plan.slots, config.num_experts)
-    else:
-        assert routed.plan.counts_CN is not None
-        counts = routed.plan.counts_CN.unsqueeze(0).numpy()
-        routes = maker.from_pair(counts, counts)
-    pieces = routed.rows_RM.split(list(routed.plan.chunk_rows))
-    outputs = [layer.expert_rows(rows, route) for rows, route in zip(pieces, routes.slices, strict=True)]
-    out_TM = layer.unpermute(torch.cat(outputs), routed.weights, routed.plan)
-    torch.testing.assert_close(out_TM, layer(x_TM))
-
-
-def test_rows_of_several_ranks_meet_the_right_experts() -> None:
-    """Rows arrive sorted by (source, expert) and go back in that order."""
-    layer = layer_of(MoEConfig(num_experts=3, moe_ffn_hidden_size=12))
-    rows_RM = tokens(8)
-    counts = np.array([[[2, 0, 1]], [[1, 3, 1]]])
-    (route,) = RouteMaker(FlatDispatch(), Place(0, 2, 2)).from_pair(counts, counts).slices
-    expert_of_row = [0, 0, 2, 0, 1, 1, 1, 2]
-    out_RM = layer.expert_rows(rows_RM, route)
-    for row, out, e in zip(rows_RM, out_RM, expert_of_row, strict=True):
-        sizes = [int(expert == e) for expert in range(3)]
-        torch.testing.assert_close(out, layer.experts(row.unsqueeze(0), sizes)[0])
-
-
-def test_float32_and_bfloat16_work_alone() -> None:
-    config = MoEConfig(num_experts=4, moe_ffn_hidden_size=16)
-    exact = layer_of(config)(tokens(9))
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
-        # float32 weights; only what enters is rounded. The router may see a tie otherwise.
-        out = layer_of(config).float()(tokens(9).to(dtype))
-        assert out.dtype == dtype
-        assert (out.double() - exact).norm() <= tolerance * exact.norm()
-
-
-def test_a_rank_holds_its_share() -> None:
-    layer = build_layer(HIDDEN, MoEConfig(num_experts=6, moe_ffn_hidden_size=12), ep_size=3, ep_rank=2)
-    assert (layer.num_local_experts, layer.placement.held(2)) == (2, (4, 5))
-    assert {p.shape[0] for p in layer.experts.parameters()} == {2}
-    assert layer.gate.get_parameter("weight").shape == (6, HIDDEN)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_with_parts_of_all_samples_have_slots_of_their_own(kind: str) -> None:
-    """What the loops make of shares is what the layer makes of every share alone."""
-    layer, x, valid = layer_of(config_of(kind)), states()[:, :4], padding()[:, :4]
-    settings = replace(settings_of(config_of(kind), SAMPLES, valid), shares=[range(2), range(2, 4)])
-    wanted, _ = moe_layer(x, weights_of(layer), settings, 0)
-    close(torch.cat([layer(x[:, :2], valid[:, :2]), layer(x[:, 2:], valid[:, 2:])], dim=1), wanted)
-
-
-def test_the_balance_groups_differ() -> None:
-    """Or the test above would not tell them apart."""
-    values = []
-    for group in ("global", "sequence"):
-        layer = layer_of(config_of("softmax sort", aux_loss_group=group))
-        layer(states())
-        values.append(losses_of(layer).balance.item())
-    assert abs(values[0] - values[1]) > 1e-3
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_samples_all_tokens_are_one(kind: str) -> None:
     config = config_of(kind, aux_loss_group="sequence")
@@ -208,7 +110,7 @@ def test_without_samples_all_tokens_are_one(kind: str) -> None:
     valid = padding()[0]
     out = layer(x_TM, valid)
     wanted, extra = moe_layer(
-        x_TM.unsqueeze(0), weights_of(layer), settings_of(config, 1, valid.unsqueeze(0)), 0
+        x_TM.unsqueeze(0), dict(layer.named_parameters()), settings_of(config, 1, valid.unsqueeze(0)), 0
     )
     assert out.shape == x_TM.shape
     close(out, wanted[0])
@@ -241,14 +143,6 @@ def test_a_batch_of_nothing_but_padding_gives_zeros_and_finite_gradients(kind: s
 
 
 # What does not fit
-
-
-@pytest.mark.parametrize(
-    ("num_experts", "ep_size", "nearest"), [(8, 3, 9), (10, 3, 9), (7, 4, 8), (2, 4, 4), (9, 4, 8)]
-)
-def test_experts_that_do_not_divide_are_refused(num_experts: int, ep_size: int, nearest: int) -> None:
-    with pytest.raises(ValueError, match=rf"num_experts = {num_experts} .*nearest valid: {nearest}$"):
-        build_layer(HIDDEN, MoEConfig(num_experts=num_experts), ep_size=ep_size)
 
 
 def test_forward_across_ranks_needs_a_stack() -> None:

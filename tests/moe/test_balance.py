@@ -124,36 +124,6 @@ def test_slope_is_the_derivative_of_the_total(group: BalanceGroup, split: Split)
             torch.testing.assert_close(slope_BE, probability_YBE.grad[y, first:last])
 
 
-@given(splits())
-def test_splitting_changes_neither_global_nor_sequence(split: Split) -> None:
-    whole = Split(split.lengths, [len(split.lengths)])
-    for group in ("global", "sequence"):
-        values = [float(loss_of(BALANCES[group], cut, *sums(split))) for cut in (whole, split)]
-        assert values[0] == pytest.approx(values[1], rel=1e-12)
-
-
-def test_splitting_changes_microbatch() -> None:
-    lengths = [3, 4, 2, 5, 4]
-    whole, cut = Split(lengths, [5]), Split(lengths, [1, 3, 1])
-    values = [float(loss_of(BALANCES["microbatch"], split, *sums(split))) for split in (whole, cut)]
-    exact = float(loss_of(BALANCES["global"], whole, *sums(whole)))
-    assert values[0] == pytest.approx(exact, rel=1e-12)  # one piece is the whole batch
-    assert abs(values[1] - values[0]) > 1e-3
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_even_routing_costs_one_per_layer(group: BalanceGroup) -> None:
-    """Shares of 1 / E each: the least value, whatever the number of experts."""
-    chosen, probability = torch.full((3, 2, EXPERTS), 3), torch.full((3, 2, EXPERTS), 1.5).double()
-    split = Split([6, 6], [2])
-    assert float(loss_of(BALANCES[group], split, chosen, probability)) == pytest.approx(3.0)
-
-
-def test_every_name_of_the_configuration_stands_for_its_balance() -> None:
-    assert set(BALANCES) == set(GROUPS)
-    assert all(balance.group == name for name, balance in BALANCES.items())
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_choices_at_all_is_zero_and_not_nan(group: BalanceGroup) -> None:
     nothing = torch.zeros(1, 1, EXPERTS)

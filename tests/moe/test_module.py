@@ -15,22 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.moe import ModuleExperts, MoEConfig, MoELayer, SoftmaxRouter, SortPermutation, build_layer
+from penstock.moe import MoELayer, build_layer
 from tests.support.alone import (
     AUX,
-    EXPERTS,
     HIDDEN,
     KINDS,
-    LENGTH,
-    SAMPLES,
     Z,
     close,
     config_of,
-    drawn,
     gradients,
     layer_of,
     losses_of,
-    numbers,
     states,
     total_loss,
     weighted,
@@ -125,13 +120,6 @@ def test_evaluation_equals_training_without_noise(kind: str) -> None:
     assert not losses_of(layer).balance.requires_grad
 
 
-def test_noise_is_drawn_in_training_only() -> None:
-    layer, x = layer_of(MoEConfig(num_experts=EXPERTS, gate="noisy", moe_ffn_hidden_size=5)), states()
-    assert not torch.equal(layer(x), layer(x))
-    layer.eval()
-    assert torch.equal(layer(x), layer(x))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_is_equal_and_independent(kind: str) -> None:
     """Behind a pass, too, whose losses have a graph."""
@@ -180,30 +168,6 @@ def test_another_precision(kind: str) -> None:
     assert half.dtype == torch.bfloat16
     assert {p.grad.dtype for p in layer.parameters() if p.grad is not None} == {torch.bfloat16}
     assert all(bool(p.grad.isfinite().all()) for p in layer.parameters() if p.grad is not None)
-
-
-def test_between_other_modules() -> None:
-    """In a Sequential, an input that needs no gradient, modules as experts."""
-    layer = MoELayer(
-        gate=SoftmaxRouter(HIDDEN, EXPERTS, 2),
-        permutation=SortPermutation(EXPERTS),
-        expert=ModuleExperts(
-            lambda: nn.Sequential(nn.Linear(HIDDEN, 7), nn.Tanh(), nn.Linear(7, HIDDEN)), EXPERTS
-        ),
-    )
-    for first in (nn.Linear(3, HIDDEN), nn.Identity()):
-        model = drawn(nn.Sequential(first, layer, nn.LayerNorm(HIDDEN)))
-        x = numbers(SAMPLES, LENGTH, 3 if first is model[0] and isinstance(first, nn.Linear) else HIDDEN)
-        h = first(x)
-        probability = (h @ layer.gate.get_parameter("weight").T).softmax(-1)
-        best = probability.topk(2)
-        weights = best.values / best.values.sum(-1, keepdim=True)
-        experts = layer.experts.get_submodule("expert_modules")
-        made = torch.stack([expert(h) for expert in experts.children()], dim=2)
-        chosen = made.gather(2, best.indices.unsqueeze(-1).expand(-1, -1, -1, HIDDEN))
-        wanted = model[2]((weights.unsqueeze(-1) * chosen).sum(2))
-        variables = list(model.parameters())
-        close(gradients(weighted(model(x)), variables), gradients(weighted(wanted), variables))
 
 
 @pytest.mark.slow

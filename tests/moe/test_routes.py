@@ -10,46 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.apportion import Counts
-from penstock.features.dispatch import DISPATCHES, FlatDispatch, Place
+from penstock.features.dispatch import DISPATCHES, Place
 from penstock.moe import RouteMaker
 
 BY_RANK = [name for name, dispatch in DISPATCHES.items() if not dispatch.joins_rows]
-
-
-def flat(rank: int, ranks: int, *, row_counts: bool = False) -> RouteMaker:
-    return RouteMaker(FlatDispatch(), Place(rank, ranks, ranks), row_counts)
-
-
-def test_rows_are_sums_over_the_experts_of_a_rank() -> None:
-    sent, received = np.array([[[1, 2]], [[0, 4]]]), np.array([[[3, 0]], [[5, 6]]])
-    (route,) = flat(0, 2).from_pair(sent, received).slices
-    assert (route.rows_sent, route.rows_received) == ((3, 4), (3, 11))
-    assert route.rows_per_expert == (8, 6)
-    (leg,) = route.legs
-    assert (leg.input_splits, leg.output_splits) == ((3, 4), (3, 11))
-
-
-def test_a_row_may_serve_several_experts() -> None:
-    """With row counts the last number is how many rows travel, whatever the experts get."""
-    sent, received = np.array([[[1, 2, 2]], [[3, 4, 4]]]), np.array([[[5, 6, 9]], [[3, 4, 4]]])
-    (route,) = flat(1, 2, row_counts=True).from_pair(sent, received).slices
-    assert (route.rows_sent, route.rows_received) == ((2, 4), (9, 4))
-    assert list(route.sent) == [[1, 2], [3, 4]]
-    assert route.rows_per_expert == (8, 10)
-
-
-def test_alone_nothing_travels() -> None:
-    counts = np.array([[[2, 3]]])
-    (route,) = flat(0, 1).from_pair(counts, counts).slices
-    assert route.legs == ()
-    assert route.rows_per_expert == (2, 3)
-
-
-def test_even_routes_send_the_slots_of_every_chunk_to_every_expert() -> None:
-    routes = flat(1, 2).even((5, 0), 3)
-    assert [chunk.rows_sent for chunk in routes.slices] == [(15, 15), (0, 0)]
-    assert [chunk.rows_received for chunk in routes.slices] == [(15, 15), (0, 0)]
-    assert routes.slices[0].received == [[5, 5, 5], [5, 5, 5]]
 
 
 @st.composite

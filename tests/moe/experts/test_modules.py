@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.moe.experts import GeluExperts, ModuleExperts
+from penstock.moe.experts import ModuleExperts, SwiGLUExperts
 from tests.moe.experts.plain import numbers
 
 HIDDEN = 4
@@ -54,17 +54,6 @@ def _owns(module: nn.Module, variable: Tensor) -> bool:
     return any(variable is parameter for parameter in module.parameters())
 
 
-def test_equal_stacked_experts_with_the_same_weights() -> None:
-    modules, stacked = ModuleExperts(Counted, 3), GeluExperts(HIDDEN, 6, 3).double()
-    with torch.no_grad():
-        for e, (up, down) in enumerate(zip(stacked.w_up, stacked.w_down, strict=True)):
-            expert = modules.get_submodule(f"expert_modules.{e}")
-            expert.get_parameter("up.weight").copy_(up.t())
-            expert.get_parameter("down.weight").copy_(down.t())
-    rows = numbers(7, HIDDEN)
-    torch.testing.assert_close(modules(rows, (4, 0, 3)), stacked(rows, (4, 0, 3)))
-
-
 @pytest.mark.parametrize("prefix", ["", "experts", "model.model.layers.0.mlp.experts"])
 def test_split_names_every_expert_once(prefix: str) -> None:
     experts = ModuleExperts(lambda: nn.ModuleList([Counted(), Counted()]), 11)
@@ -79,14 +68,6 @@ def test_split_names_every_expert_once(prefix: str) -> None:
     for name, number, tensor in pieces:
         inside = name.removeprefix(f"{start}expert_modules.")
         assert tensor is experts.get_parameter(f"expert_modules.{number}.{inside}")
-
-
-def test_split_takes_what_belongs_to_a_parameter() -> None:
-    """As checkpoints do with an optimiser's moments."""
-    moment = torch.zeros(2)
-    name = "optimizer.model.layers.0.mlp.experts.expert_modules.3.up.weight.exp_avg"
-    wanted = "optimizer.model.layers.0.mlp.experts.expert_modules.up.weight.exp_avg"
-    assert list(ModuleExperts(Counted, 4).split(name, moment)) == [(wanted, 3, moment)]
 
 
 def test_split_refuses_what_is_no_expert() -> None:
@@ -104,3 +85,8 @@ def test_a_module_that_changes_the_width_is_named() -> None:
     experts = ModuleExperts(lambda: nn.Linear(HIDDEN, 5), 2)
     with pytest.raises(ValueError, match=r"Linear .* shape \[3, 4\], and returned \[3, 5\]"):
         experts(torch.zeros(3, HIDDEN), (3, 0))
+
+
+def test_what_is_built_on_meta_stays_there() -> None:
+    with torch.device("meta"):
+        assert all(p.is_meta for p in SwiGLUExperts(8, 16, 2).parameters())

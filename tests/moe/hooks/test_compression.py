@@ -18,7 +18,6 @@ from penstock.moe.hooks import Bfloat16Rows, EncodedRows, Int8Rows
 from penstock.moe.layer import MoELayer
 from penstock.moe.permute.sort import SortPermutation
 from penstock.moe.routers import SoftmaxRouter
-from penstock.routing.sizes import int8_row_bytes
 
 HIDDEN, EXPERTS = 6, 3
 HALF_STEP, HALF_DIGIT = 1 / 254, 2.0**-8
@@ -65,18 +64,6 @@ def test_rows_and_gradients_move_by_no_more_than_the_bound(kind: str, drawn: Ten
             assert (ours.double() - exact.double()).abs().le(bound(kind, exact)).all()
             if kind == "bfloat16":  # every number by itself, not only against the largest
                 assert (ours.double() - exact.double()).abs().le(exact.double().abs() * HALF_DIGIT).all()
-
-
-@pytest.mark.parametrize("hidden", range(1, 10))
-def test_bytes_under_way(hidden: int) -> None:
-    rows = numbers(3, hidden).requires_grad_()
-    for hook, row_bytes in ((Bfloat16Rows(), 2 * hidden), (Int8Rows(hidden), int8_row_bytes(hidden))):
-        leaving = hook.before_dispatch(rows)
-        assert leaving.nbytes == 3 * row_bytes
-        arriving = leaving.detach().requires_grad_()
-        hook.after_dispatch(arriving).sum().backward()
-        assert arriving.grad is not None
-        assert arriving.grad.nbytes == 3 * row_bytes, "the gradient travels as small"
 
 
 @both
@@ -158,7 +145,7 @@ def test_rows_of_another_width_are_refused() -> None:
 
 
 def layer_of(*hooks: EncodedRows) -> MoELayer:
-    """Two linear experts of three get every token, with weight a half each: simple to bound."""
+    """Two linear experts of three get every token, with weight a half each."""
     experts = ModuleExperts(lambda: nn.Linear(HIDDEN, HIDDEN, bias=False), EXPERTS)
     gate = SoftmaxRouter(HIDDEN, EXPERTS, 2)
     layer = MoELayer(gate=gate, permutation=SortPermutation(EXPERTS), expert=experts, hooks=hooks)
@@ -167,30 +154,6 @@ def layer_of(*hooks: EncodedRows) -> MoELayer:
         for i, parameter in enumerate(experts.parameters()):
             parameter.copy_(numbers(HIDDEN, HIDDEN, seed=10 + i))
     return layer
-
-
-def largest_gain(layer: MoELayer, dim: int) -> float:
-    """By how much an expert, or its transpose, can enlarge the largest number of a row."""
-    return max(float(p.detach().double().abs().sum(dim).max()) for p in layer.experts.parameters())
-
-
-@both
-def test_a_layer_differs_by_what_its_transfers_may_lose(kind: str) -> None:
-    """An error of a row passes an expert at most enlarged by its gain, then the output is rounded as well."""
-    x_TM, grad_TM = numbers(7, HIDDEN).requires_grad_(), numbers(7, HIDDEN, seed=1)
-    exact, compressed = layer_of(), layer_of(MAKERS[kind]())
-    outputs = [layer(x_TM) for layer in (exact, compressed)]
-    gradients = [torch.autograd.grad(out_TM, x_TM, grad_TM)[0] for out_TM in outputs]
-    for results, entering, dim in ((outputs, x_TM.detach(), 1), (gradients, grad_TM / 2, 0)):
-        gain = largest_gain(exact, dim)
-        passed_T1 = gain * bound(kind, entering)
-        leaving_T1 = gain * entering.double().abs().amax(1, keepdim=True) + passed_T1
-        allowed_T1 = passed_T1 + bound(kind, leaving_T1)
-        if dim == 0:  # two rows of each token are added, each with its weight in it already
-            allowed_T1 = 2 * allowed_T1
-        difference_TM = (results[1] - results[0]).double().abs()
-        assert (difference_TM <= allowed_T1).all()
-        assert difference_TM.max() > 0, "nothing was compressed"
 
 
 @both

@@ -35,11 +35,8 @@ class Capacity:
     minimum: int = 1
 
     def slots(self, choice: TokenChoice, num_experts: int) -> int:
-        return capacity_slots(*_swap(choice.experts_Tk.shape, num_experts), self.factor, self.minimum)
-
-
-def _swap(shape: torch.Size, num_experts: int) -> tuple[int, int, int]:
-    return shape[0], num_experts, shape[1]
+        tokens, k = choice.experts_Tk.shape
+        return capacity_slots(tokens, num_experts, k, self.factor, self.minimum)
 
 
 capacities = st.builds(Capacity, st.sampled_from([0.3, 0.5, 1.0, 1.7]), st.integers(1, 4))

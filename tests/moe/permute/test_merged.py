@@ -25,20 +25,12 @@ from tests.moe.permute.support import (
 LOCAL = 3
 
 
-@st.composite
-def ranks_and_choice(draw: st.DrawFn) -> tuple[int, TokenChoice]:
-    ranks = draw(st.integers(1, 3))
-    return ranks, draw(token_choices(ranks * LOCAL))
-
-
-@given(ranks_and_choice(), chunk_counts)
-def test_one_row_per_token_and_rank(made: tuple[int, TokenChoice], chunks: int) -> None:
+@given(st.integers(1, 3), st.data(), chunk_counts)
+def test_one_row_per_token_and_rank(ranks: int, data: st.DataObject, chunks: int) -> None:
     """Sorted by chunk, rank, token; it says which local experts are meant, and with what weights."""
-    ranks, choice = made
-    order, x_TM = (
-        MergedPermutation(ranks * LOCAL, choice.experts_Tk.shape[1], ranks),
-        numbers(len(choice.experts_Tk), HIDDEN),
-    )
+    choice: TokenChoice = data.draw(token_choices(ranks * LOCAL))
+    order = MergedPermutation(ranks * LOCAL, choice.experts_Tk.shape[1], ranks)
+    x_TM = numbers(len(choice.experts_Tk), HIDDEN)
     plan = order.plan(choice, chunks)
     sizes = split_sizes(len(x_TM), chunks)
     chunk_of_token = [c for c, size in enumerate(sizes) for _ in range(size)]
@@ -54,28 +46,6 @@ def test_one_row_per_token_and_rank(made: tuple[int, TokenChoice], chunks: int) 
         expected.append([*x_TM[t].tolist(), *local, *weights])
     assert order.permute(x_TM, choice, plan).tolist() == expected
     assert plan.chunk_rows == tuple(sum(place[0] == c for place in places) for c in range(chunks))
-
-
-@given(ranks_and_choice(), chunk_counts)
-def test_counts_are_inputs_of_experts_then_rows(made: tuple[int, TokenChoice], chunks: int) -> None:
-    ranks, choice = made
-    plan = MergedPermutation(ranks * LOCAL, choice.experts_Tk.shape[1], ranks).plan(choice, chunks)
-    expected = []
-    for part in choice.experts_Tk.tensor_split(chunks):
-        chunk = []
-        for rank in range(ranks):
-            chunk += [int((part == rank * LOCAL + e).sum()) for e in range(LOCAL)]
-            chunk += [sum(any(e >= 0 and e // LOCAL == rank for e in row) for row in part.tolist())]
-        expected.append(chunk)
-    assert plan.counts_CN is not None
-    assert plan.counts_CN.tolist() == expected
-
-
-def test_weights_travel_and_do_not_stay() -> None:
-    choice = TokenChoice(torch.tensor([[0, 1]]), numbers(1, 2), NO_SUMS)
-    weights = MergedPermutation(2, 2, 1).weights(choice)
-    assert weights.numel() == 0
-    assert not weights.requires_grad
 
 
 def test_expert_numbers_survive_bfloat16() -> None:

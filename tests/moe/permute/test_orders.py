@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.moe.permute.einsum import EinsumPermutation
 from penstock.moe.permute.merged import MergedPermutation
 from penstock.moe.permute.slots import IndexPermutation
-from penstock.moe.permute.sort import Permutation, SortPermutation, chunk_starts
+from penstock.moe.permute.sort import Permutation, SortPermutation
 from penstock.moe.routers import Choice, ExpertChoice, SoftChoice, TokenChoice
 from tests.moe.permute.support import (
     HIDDEN,
@@ -133,13 +133,6 @@ def test_neither_chunks_nor_a_second_run_change_a_bit(
     assert all(torch.equal(a, b) for a, b in zip(first, cut, strict=True))
 
 
-@given(data=st.data(), chunks=chunk_counts)
-def test_merged_copies_give_what_the_sort_order_gives(data: st.DataObject, chunks: int) -> None:
-    merged = data.draw(cases("merged", "token"))
-    sort = Case(SortPermutation(merged.num_experts), merged.choices, merged.num_experts, merged.capacity)
-    torch.testing.assert_close(merged.run(chunks), sort.run(chunks))
-
-
 @pytest.mark.parametrize(
     "order",
     [SortPermutation(2), MergedPermutation(2, 2, 1), IndexPermutation(2), EinsumPermutation(2)],
@@ -171,8 +164,3 @@ def test_an_order_takes_its_kinds_and_refuses_the_others(
     else:
         with pytest.raises(TypeError, match=f"takes choices of kind token.*not a {type(choice).__name__}"):
             order.plan(choice, 1)
-
-
-def test_chunk_starts() -> None:
-    assert chunk_starts((3, 0, 2)) == [3, 3]
-    assert chunk_starts((5,)) == []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.moe.gates import ExpertChoiceRouter
-from penstock.moe.routers import ExpertChoice, Tokens
+from penstock.moe.routers import ExpertChoice
 from penstock.routing.sizes import capacity_slots
 from tests.moe.routers.plain import Case, best, cases, check_values, dot, softmax, squared_log_partition
 from tests.support.draws import draws
@@ -80,21 +80,3 @@ def test_slots_are_made_for_the_rank_with_most_tokens(case: Case, more: int) -> 
 
 def joined(values: list[Tensor]) -> Tensor:
     return torch.stack(values) if values else torch.zeros(0).double()
-
-
-def test_padding_is_taken_last_even_if_liked_best() -> None:
-    made = ExpertChoiceRouter(1, 2, top_k=2, capacity_factor=0.75)
-    with torch.no_grad():
-        made.weight.copy_(torch.tensor([[1.0], [-1.0]]))
-    x_TM, valid_T = torch.tensor([[1.0], [9.0], [0.5], [-9.0]]), torch.tensor([True, False, True, False])
-    choice = made(x_TM, Tokens(samples=2, valid_T=valid_T))
-    assert choice.tokens_ES[:, :2].tolist() == [[0, 2], [2, 0]]
-    assert choice.tokens_ES.shape == (2, 3)
-    assert choice.weights[:, 2].tolist() == [0.0, 0.0]
-    torch.testing.assert_close(choice.weights[0, 0], torch.tensor([1.0, -1.0]).softmax(0)[0])
-    assert choice.sums.chosen_BE.tolist() == [[1, 1], [1, 1]]
-
-
-def test_every_expert_has_the_same_load() -> None:
-    choice = ExpertChoiceRouter(4, 8, top_k=2)(torch.randn(24, 4) + 5.0, Tokens(samples=3))
-    assert choice.sums.chosen_E.tolist() == [6] * 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,15 +47,6 @@ def test_against_brute_force(made: tuple[Case, ExpertGroups]) -> None:
     logits = [[dot(weight, x_TM[t]) for weight in gate.weight] for t in range(case.count)]
     expected = decide(case, logits, select=lambda score: brute_force(score, case, groups))
     check_token_choice(case, gate, x_TM, expected)
-
-
-def test_the_sum_of_two_beats_the_best_one() -> None:
-    """DeepSeek-V3 takes the group of two good experts, DeepSeek-V2 the group of the best one."""
-    scores_TE = torch.tensor([[0.9, 0.1, 0.6, 0.7]])
-    v3, v2 = (ExpertGroups(groups=2, limit_to=1, best=best).limit(scores_TE) for best in (2, 1))
-    assert v3.isfinite().tolist() == [[False, False, True, True]]
-    assert v2.isfinite().tolist() == [[True, True, False, False]]
-    assert torch.equal(v3[:, 2:], scores_TE[:, 2:])
 
 
 @pytest.mark.parametrize(

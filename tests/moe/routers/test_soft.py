@@ -6,10 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from penstock.moe.gates import SoftRouter
-from penstock.moe.routers import SoftChoice, Tokens
+from penstock.moe.routers import SoftChoice
 from tests.moe.routers.plain import Case, cases, check_values, dot, length, softmax, squared_log_partition
 from tests.support.draws import draws
 
@@ -44,52 +43,6 @@ def test_against_loops(case: Case, slots: int) -> None:
     assert torch.equal(choice.sums.probability_BE, torch.zeros(case.samples, case.num_experts).double())
 
 
-def states() -> Tensor:
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-
-
-def test_slots_mix_tokens_and_tokens_mix_slots() -> None:
-    choice = SoftRouter(6, 3, slots_per_expert=2)(states(), Tokens(samples=2))
-    torch.testing.assert_close(choice.mix_BLES.sum(1), torch.ones(2, 3, 2))
-    torch.testing.assert_close(choice.weights.sum((2, 3)), torch.ones(2, 4))
-
-
-def test_samples_do_not_see_each_other() -> None:
-    made, x_TM = SoftRouter(6, 3, slots_per_expert=2), states()
-    whole, half = made(x_TM, Tokens(samples=2)), made(x_TM[:4], Tokens(samples=1))
-    torch.testing.assert_close(whole.mix_BLES[:1], half.mix_BLES)
-    torch.testing.assert_close(whole.weights[:1], half.weights)
-
-
-def test_padding_behind_a_sample_changes_nothing() -> None:
-    made, x_TM = SoftRouter(6, 3, slots_per_expert=2), states()
-    valid_T = torch.arange(8) < 5
-    padded, plain = made(x_TM, Tokens(valid_T=valid_T)), made(x_TM[:5], Tokens())
-    torch.testing.assert_close(padded.mix_BLES[:, :5], plain.mix_BLES)
-    torch.testing.assert_close(padded.weights[:, :5], plain.weights)
-    torch.testing.assert_close(padded.sums.z, plain.sums.z)
-    assert not padded.mix_BLES[:, 5:].any()
-    assert not padded.weights[:, 5:].any()
-
-
-def test_a_sample_of_nothing_but_padding_is_zero_and_not_nan() -> None:
-    made, x_TM = SoftRouter(6, 3, slots_per_expert=2), states().requires_grad_()
-    choice = made(x_TM, Tokens(samples=2, valid_T=torch.arange(8) < 4))
-    assert not choice.mix_BLES[1].any()
-    choice.mix_BLES.square().sum().backward()
-    assert x_TM.grad is not None
-    assert x_TM.grad.isfinite().all()
-
-
 def test_an_expert_needs_a_slot() -> None:
     with pytest.raises(ValueError, match="slots_per_expert = 0"):
         SoftRouter(6, 3, slots_per_expert=0)
-
-
-def test_the_scale_starts_at_one_and_is_learnt() -> None:
-    made = SoftRouter(6, 3, slots_per_expert=2)
-    assert made.logit_scale.dim() == 0  # so initial weights and weight decay leave it alone
-    assert made.logit_scale.item() == 1.0
-    made(states(), Tokens()).mix_BLES.square().sum().backward()
-    assert made.logit_scale.grad is not None
-    assert made.logit_scale.grad != 0
