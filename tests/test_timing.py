@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, ScheduleError, Task
-from penstock.mesh import Axes, Group, Mesh, Seconds
+from penstock.mesh import Mesh, Seconds
 from penstock.ops import OPS, Op, OpSpec
 from penstock.schedule import Schedule
 from penstock.step import StepShape
@@ -30,6 +30,7 @@ from penstock.timing import (
     slot_order,
 )
 from tests.steps import example_plan, planned, random_orders, random_seconds, seeds, shapes, task_at
+from tests.test_mesh import meshes
 
 Orders = Mapping[Lane, tuple[Task, ...]]
 
@@ -174,72 +175,12 @@ def test_fsmoe_takes_what_its_exact_formula_says(pieces: int, a: int, g: int, s:
 # ---- ranks -------------------------------------------------------------------------------------------------
 
 
-@st.composite
-def worlds(draw: st.DrawFn) -> Mesh:
-    local_size, etp_size = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    ep_size = local_size * draw(st.integers(1, 3))
-    told = draw(st.booleans()) or local_size != ep_size  # 0 says the same as ep_size
-    world_size = ep_size * etp_size * draw(st.integers(1, 3))
-    tp_size = draw(st.sampled_from([n for n in range(1, world_size + 1) if world_size % n == 0]))
-    return Mesh(
-        world_size=world_size,
-        ep_size=ep_size,
-        ep_local_size=local_size if told else 0,
-        tp_size=tp_size,
-        etp_size=etp_size,
-    )
-
-
-def members(group: Axes, rank: int, mesh: Mesh) -> list[int]:
-    """Shards of experts are consecutive ranks, then expert groups and nodes; a rail has one of every node."""
-    size, ep_size, etp_size = mesh.local_size, mesh.ep_size, mesh.etp_size
-
-    def place(rank: int) -> dict[str, int]:
-        holder, shard = divmod(rank, etp_size)
-        replica, ep = divmod(holder, ep_size)
-        node, local = divmod(ep, size)
-        data, tensor = divmod(rank, mesh.tp_size)
-        return {
-            "edp": replica,
-            "ep": ep,
-            "ep_node": node,
-            "ep_local": local,
-            "etp": shard,
-            "dp": data,
-            "tp": tensor,
-        }
-
-    dense = set(group) <= {"dp", "tp"} and bool(group)
-    axes = ("dp", "tp") if dense else ("edp", "ep_node", "ep_local", "etp")
-    inside = {"ep_node", "ep_local"} | set(group) if "ep" in group else set(group)
-    fixed = [axis for axis in axes if axis not in inside]
-    mine = place(rank)
-    return [r for r in range(mesh.world_size) if all(place(r)[a] == mine[a] for a in fixed)]
-
-
-@given(worlds(), seeds, st.sampled_from([Group.ALONE, *Group.NAMES.values()]))
-def test_a_group_meets_at_the_latest_of_its_members(mesh: Mesh, seed: int, group: Axes) -> None:
-    times = np.random.default_rng(seed).random(mesh.world_size)
-    met = mesh.latest(times, group)
-    assert met.tolist() == [
-        max(times[m] for m in members(group, rank, mesh)) for rank in range(mesh.world_size)
-    ]
-
-
-def test_groups_of_six_ranks() -> None:
-    mesh, times = Mesh(world_size=6, ep_size=3), np.array([1.0, 5.0, 2.0, 4.0, 3.0, 6.0])
-    assert mesh.latest(times, Group.EXPERT).tolist() == [5, 5, 5, 6, 6, 6]
-    assert mesh.latest(times, Group.EXPERT_DATA).tolist() == [4, 5, 6, 4, 5, 6]
-    assert mesh.latest(times, Group.WORLD).tolist() == [6] * 6
-    assert mesh.latest(times, Group.ALONE).tolist() == times.tolist()
-
-
 def rank_seconds(graph: Graph, mesh: Mesh, seed: int) -> dict[Task, Seconds]:
     rng = np.random.default_rng(seed)
     return {task: rng.random(mesh.world_size) for task in graph.tasks}
 
 
-@given(shapes(layers=2), worlds(), seeds)
+@given(shapes(layers=2), meshes(), seeds)
 def test_every_rank_keeps_the_rule_and_groups_end_together(shape: StepShape, mesh: Mesh, seed: int) -> None:
     """On every rank a task starts when its inputs and its lane are free, and not before or after."""
     graph = build_graph(shape)
@@ -252,8 +193,7 @@ def test_every_rank_keeps_the_rule_and_groups_end_together(shape: StepShape, mes
             for rank in range(mesh.world_size):
                 start = max((times[other].end[rank] for other in before), default=0.0)
                 assert times[task].start[rank] == start
-                group = members(task.axes, rank, mesh)
-                ends = [times[task].start[m] + seconds[task][m] for m in group]
+                ends = [times[task].start[m] + seconds[task][m] for m in mesh.members(rank, task.axes)]
                 assert times[task].end[rank] == max(ends)
 
 
@@ -276,15 +216,6 @@ def test_a_thousand_ranks_cost_no_more_python_than_one() -> None:
         assert set(when.end.tolist()) == set(alone.times[task].end.tolist())
 
 
-def test_a_slow_rank_holds_up_its_expert_group_first_and_the_world_later() -> None:
-    plan = example_plan("sequential")
-    slow = np.array([1.0, 1.0, 1.0, 2.0])
-    times = simulate(plan.schedule, plan.graph, lambda _: slow, Mesh(world_size=4, ep_size=2)).times
-    assert times[task_at(plan.graph, "L0.AT.m0.F")].end.tolist() == [2, 2, 2, 4]
-    assert times[task_at(plan.graph, "L0.N.m0.F")].end.tolist() == [3, 3, 6, 6]
-    assert len(set(times[task_at(plan.graph, "L1.ST.F")].end.tolist())) == 1
-
-
 def test_a_leg_along_rails_waits_for_its_rail_alone() -> None:
     """Two nodes of two ranks: slow experts on rank 0 hold up rank 2, which has the same place in its node."""
     shape = StepShape(moe_layers=(True,), exchange_counts=False, dispatch=DISPATCHES["hierarchical_2d"].hops)
@@ -304,7 +235,7 @@ def test_a_leg_along_rails_waits_for_its_rail_alone() -> None:
 # ---- timeline and bounds -----------------------------------------------------------------------------------
 
 
-@given(shapes(layers=2), worlds(), seeds)
+@given(shapes(layers=2), meshes(), seeds)
 def test_no_order_beats_the_lower_bound(shape: StepShape, mesh: Mesh, seed: int) -> None:
     graph = build_graph(shape)
     schedule = Schedule("random", random_orders(graph, seed))

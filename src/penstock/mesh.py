@@ -289,10 +289,6 @@ class Mesh:
             groups = self._groups[axes] = tuple(map(tuple, rows))
         return groups
 
-    def crosses_nodes(self, axes: Axes) -> bool:
-        """Return whether some group along `axes` has ranks in several nodes."""
-        return self.nodes_of(axes) > 1
-
     def nodes_of(self, axes: Axes) -> int:
         """Return in how many nodes a group along `axes` has ranks: the largest number of any group."""
         if not self.node_size:
