@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,8 @@ from penstock.features.dispatch import DISPATCHES
 from penstock.moe import ModuleExperts, MoELayer
 from penstock.moe.build import build_layer, build_permutation, build_router, build_shared, dispatch_of
 from penstock.moe.experts import ExpertShard
+from penstock.placement import ExpertPlacement
 from penstock.topology import Layout
-from tests.support.placed import placement_of
 
 if TYPE_CHECKING:
     from tests.support.parity import Case
@@ -46,6 +47,15 @@ def scattered_layer(case: Case, layout: Layout, layer: int) -> MoELayer:
         placement=placement_of(case.moe.num_experts, layout.ep_size, layer, scattered=True),
         shard=ExpertShard(layout.etp_rank, layout.etp_size),
     )
+
+
+def placement_of(num_experts: int, ranks: int, layer: int, *, scattered: bool) -> ExpertPlacement:
+    """Where a layer's experts are: in the order of their numbers, or scattered, in every layer otherwise."""
+    experts = list(range(num_experts))
+    if scattered:
+        Random(layer).shuffle(experts)
+    slots = num_experts // ranks
+    return ExpertPlacement.of([experts[rank * slots : (rank + 1) * slots] for rank in range(ranks)])
 
 
 class Tanh(nn.Module):

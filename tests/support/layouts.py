@@ -2,55 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import fields, replace
-from itertools import product
 from typing import Any
 
 from penstock.decision import ScheduleConfig
-from penstock.mesh import group_sizes
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.schedule import SCHEDULES
 from penstock.step.shape import FORM_TOKENS, ExpertForm
 from tests.support.parity import Case
 
 FORMS = tuple(FORM_TOKENS)
 TOKENS = ("split", "replicated")
-SIZES = (1, 2, 4)
 Layout = tuple[int, int, int, int]
 """World, tp, ep, etp."""
 MODEL, MOE = ({field.name for field in fields(section)} for section in (ModelConfig, MoEConfig))
 CUT = {"microbatches", "chunks", "backward_chunks", "all_reduce_chunk_bytes", "expert_form"}
-
-
-def layouts(world_size: int) -> Iterator[Layout]:
-    """All in which ranks share something."""
-    sizes = group_sizes(world_size)
-    for tp_size, ep_size, etp_size in product(sizes, repeat=3):
-        layout = (world_size, tp_size, ep_size, etp_size)
-        if fits(dict(zip(("world_size", "tp_size", "ep_size", "etp_size"), layout, strict=True))):
-            yield layout
-
-
-def engines() -> list[tuple[str, ExpertForm]]:
-    """Schedules, and the forms of the MoE part that they can have."""
-    return [pair for pair in product(SCHEDULES, FORMS) if _has(*pair)]
-
-
-def _has(schedule: str, form: str) -> bool:
-    system = SCHEDULES[schedule]
-    return "expert_form" in system.reads or form == (system.expert_form or FORMS[0])
-
-
-def fits(known: Mapping[str, Any]) -> bool:
-    """Whether there is a layout with these numbers, and a schedule with this form; some may be missing."""
-    world, tp, ep, etp = (known.get(name, 1) for name in ("world_size", "tp_size", "ep_size", "etp_size"))
-    if "world_size" in known and (world % tp or world % (ep * etp)):
-        return False
-    if {"tp_size", "etp_size"} <= known.keys() and tp * etp == 1:
-        return False
-    return not {"schedule", "form"} <= known.keys() or _has(known["schedule"], known["form"])
 
 
 def layout_case(layout: Layout, schedule: str, form: ExpertForm, **settings: Any) -> Case:
@@ -69,7 +36,9 @@ def layout_case(layout: Layout, schedule: str, form: ExpertForm, **settings: Any
         ep_size=ep_size,
         tp_size=tp_size,
         etp_size=etp_size,
-        schedule=schedule_of(schedule, form),
+        schedule=ScheduleConfig(  # cut into everything that can be cut
+            name=schedule, microbatches=2, chunks=3, all_reduce_chunk_bytes=2048, expert_form=form
+        ),
         model=ModelConfig(**model | _some(settings, MODEL)),
         moe=MoEConfig(**moe | _some(settings, MOE)),
         batch=3,
@@ -92,11 +61,6 @@ def tiny_case(world_size: int = 1, schedule: str = "flowmoe", **settings: Any) -
         **{"world_size": world_size, "ep_size": world_size, "batch": 2}
         | _some(settings, settings.keys() - CUT - MODEL - MOE),
     )
-
-
-def schedule_of(name: str, form: ExpertForm) -> ScheduleConfig:
-    """Cut into everything that can be cut."""
-    return ScheduleConfig(name=name, microbatches=2, chunks=3, all_reduce_chunk_bytes=2048, expert_form=form)
 
 
 def _some(settings: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:

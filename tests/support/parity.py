@@ -259,46 +259,23 @@ def machinery(
     rank: int,
     node_size: int = 0,
     *,
-    tp_size: int = 1,
-    etp_size: int = 1,
     card: bool = False,
     transport: TransportName = "direct",
     summation: Summation = "native",
+    **shared: int,
 ) -> Machinery:
     """Groups and lanes of a rank; kept, since a pool runs many cases. Streams of a recorded device belong to
-    one recording, so its lanes are made for each."""
+    one recording, so its lanes are made for each. shared: ranks that share attention, or every expert."""
+    layout = Layout(world_size=world_size, ep_size=ep_size, rank=rank, node_size=node_size, **shared)  # type: ignore[arg-type]  # sizes
     recorded = device_of(CPU).is_gpu
-    found = _machinery(
-        world_size, ep_size, rank, node_size, tp_size, etp_size, card, transport, summation, recorded
-    )
+    found = _machinery(layout, card, ParallelConfig(transport=transport, reduce_scatter=summation), recorded)
     return replace(found, lanes=build_lanes(CPU, found.transports.abort)) if recorded else found
 
 
 @cache
-def _machinery(
-    world_size: int,
-    ep_size: int,
-    rank: int,
-    node_size: int,
-    tp_size: int,
-    etp_size: int,
-    card: bool,
-    transport: TransportName,
-    summation: Summation,
-    recorded: bool,
-) -> Machinery:
+def _machinery(layout: Layout, card: bool, parallel: ParallelConfig, recorded: bool) -> Machinery:
     del recorded  # such a device has other transports than a CPU
-    layout = Layout(
-        world_size=world_size,
-        ep_size=ep_size,
-        rank=rank,
-        node_size=node_size,
-        tp_size=tp_size,
-        etp_size=etp_size,
-    )
-    device = install() if card else CPU
-    parallel = ParallelConfig(transport=transport, reduce_scatter=summation)
-    return build_machinery(layout, device, parallel, "float32")
+    return build_machinery(layout, install() if card else CPU, parallel, "float32")
 
 
 def machinery_of(rank: int, case: Case) -> Machinery:

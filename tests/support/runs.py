@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -182,16 +181,3 @@ def wait_until(condition: Callable[[], bool], process: Running) -> None:
         return False
 
     wait_for(holds, "what the run was to reach")
-
-
-def pid_of_rank(root: int, rank: int) -> int | None:
-    """The process that is a rank: the first below `root` whose environment says so, nearest first."""
-    waiting = [root]
-    while waiting:
-        process = Path(f"/proc/{waiting.pop(0)}")
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            if f"RANK={rank}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                return int(process.name)
-            for thread in (process / "task").iterdir():
-                waiting += map(int, (thread / "children").read_text().split())
-    return None
