@@ -280,8 +280,8 @@ FAULTS = (
     ),
     Fault(
         "moe/routers.py",
-        "        return _share(chosen_BE)\n",
-        "        return _share(chosen_BE.sum(dim=0)).expand(chosen_BE.shape)\n",
+        'PiecewiseBalance("sequence", _share)',
+        'PiecewiseBalance("sequence", _share_of_all)',
         "balance by sample is judged by microbatch",
         "moe",
     ),

@@ -144,16 +144,11 @@ class EncodedRows(Hook):
         return self.leave(rows_RM)
 
     def after_dispatch(self, rows_RM: Tensor) -> Tensor:
-        return self.arrive(rows_RM, self._working_type(rows_RM.device.type))
+        kind = rows_RM.device.type
+        as_autocast = torch.is_autocast_enabled(kind)
+        return self.arrive(rows_RM, torch.get_autocast_dtype(kind) if as_autocast else self.like.dtype)
 
-    def before_combine(self, rows_RM: Tensor) -> Tensor:
-        return self.leave(rows_RM)
-
-    def after_combine(self, rows_RM: Tensor) -> Tensor:
-        return self.arrive(rows_RM, self._working_type(rows_RM.device.type))
-
-    def _working_type(self, device: str) -> torch.dtype:
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.like.dtype
+    before_combine, after_combine = before_dispatch, after_dispatch
 
 
 class Bfloat16Rows(EncodedRows):

@@ -6,7 +6,7 @@ Shapes: R or n rows, N groups, M hidden size, H expert hidden size, K width of a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from math import gcd
 from pathlib import Path
@@ -121,35 +121,19 @@ def reordered(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tenso
     if is_for_views(rows, len(order)):
         blocks = rows.split(list(sizes))
         return torch.cat([blocks[block] for block in order])
-    gathered: Tensor = _Gathered.apply(rows, *permutation(sizes, order, rows.device))
-    return gathered
-
-
-def permutation(sizes: Sequence[int], order: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the two maps between rows as they lie and rows in reordered blocks, int64 [R] each.
-
-    Args:
-        sizes: Rows of every block, as they lie.
-        order: See `reordered`.
-
-    Returns:
-        For every row of the reordered blocks where it lay, and for every row where it comes to lie.
-    """
-    starts = list(accumulate(sizes, initial=0))
-    lengths = [sizes[block] for block in order]
+    starts, lengths = list(accumulate(sizes, initial=0)), [sizes[block] for block in order]
     goes_to = dict(zip(order, accumulate(lengths, initial=0), strict=False))
     ahead = [starts[block] - goes_to[block] for block in order]
     there = [goes_to.get(block, 0) - starts[block] for block in range(len(sizes))]
-    total = sum(lengths)
-    here_R = torch.arange(total, device=device)
-    forth, back = (
-        on_device([lengths, ahead], device, torch.int64),
-        on_device([sizes, there], device, torch.int64),
-    )
-    return (
-        here_R + torch.repeat_interleave(forth[1], forth[0], output_size=total),
-        here_R + torch.repeat_interleave(back[1], back[0], output_size=total),
-    )
+    here_R = torch.arange(sum(lengths), device=rows.device)
+
+    def moved(lengths: Sequence[int], by: Sequence[int]) -> Tensor:
+        """Return the number of every row plus that of its block."""
+        counts, more = on_device([lengths, by], rows.device)
+        return here_R + torch.repeat_interleave(more, counts, output_size=len(here_R))
+
+    gathered: Tensor = _Gathered.apply(rows, moved(lengths, ahead), moved(sizes, there))
+    return gathered
 
 
 class _Gathered(torch.autograd.Function):
@@ -294,39 +278,42 @@ class _ExpertByExpert(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (rows_RM, weight_EMH), grad_RH = ctx.saved_tensors, grads[0].contiguous()
-        grad_rows = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_rows = grouped_product(grad_RH, weight_EMH.transpose(1, 2), ctx.sizes)
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.empty_like(weight_EMH)
-            weight_gradient(rows_RM, grad_RH, ctx.sizes, grad_weight, add=False)
-        return grad_rows, grad_weight, None
+        return _gradients_by(grouped_product, _weight_gradient_of, ctx, grads[0])
+
+
+def _weight_gradient_of(rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
+    made_EMH = torch.empty_like(weight_EMH, memory_format=torch.contiguous_format)
+    weight_gradient(rows_RM, grad_RH, sizes, made_EMH, add=False)
+    return made_EMH
+
+
+def _gradients_by(
+    product: Product, weight_gradient_of: Callable[..., Tensor], ctx: Any, grad_RH: Tensor
+) -> tuple[Tensor | None, Tensor | None, None]:
+    (rows_RM, weight_EMH), grad_RH = ctx.saved_tensors, grad_RH.contiguous()
+    grad_rows = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_rows = product(grad_RH, weight_EMH.transpose(1, 2), ctx.sizes)
+    if ctx.needs_input_grad[1]:
+        grad_weight = weight_gradient_of(rows_RM, grad_RH, weight_EMH, ctx.sizes)
+    return grad_rows, grad_weight, None
 
 
 # The compiler sees operators: it knows neither grouped products of float32 nor the fastest library here.
 
 
-@torch.library.custom_op(
+_as_operator = torch.library.custom_op(
     "penstock::grouped_product",
+    _multiplied,
     mutates_args=(),
     schema="(Tensor rows, Tensor weight, SymInt[] sizes) -> Tensor",
 )
-def _as_operator(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
-    return _multiplied(rows_RM, weight_EMH, sizes)
-
-
-@torch.library.custom_op(
+_weight_gradient_as_operator = torch.library.custom_op(
     "penstock::grouped_weight_gradient",
+    _weight_gradient_of,
     mutates_args=(),
     schema="(Tensor rows, Tensor grad, Tensor weight, SymInt[] sizes) -> Tensor",
 )
-def _weight_gradient_as_operator(
-    rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]
-) -> Tensor:
-    made_EMH = torch.empty_like(weight_EMH, memory_format=torch.contiguous_format)
-    weight_gradient(rows_RM, grad_RH, sizes, made_EMH, add=False)
-    return made_EMH
 
 
 @_as_operator.register_fake
@@ -347,18 +334,9 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Sequence[int]], output: Tensor
     ctx.sizes = inputs[2]
 
 
-def _gradients(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    rows_RM, weight_EMH = ctx.saved_tensors
-    grad_RH = grad_RH.contiguous()
-    grad_rows = grad_weight = None
-    if ctx.needs_input_grad[0]:
-        grad_rows = _as_operator(grad_RH, weight_EMH.transpose(1, 2), ctx.sizes)
-    if ctx.needs_input_grad[1]:
-        grad_weight = _weight_gradient_as_operator(rows_RM, grad_RH, weight_EMH, ctx.sizes)
-    return grad_rows, grad_weight, None
-
-
-_as_operator.register_autograd(_gradients, setup_context=_save)
+_as_operator.register_autograd(
+    partial(_gradients_by, _as_operator, _weight_gradient_as_operator), setup_context=_save
+)
 
 
 def has_grouped_kernel(rows_RM: Tensor) -> bool:

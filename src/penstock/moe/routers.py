@@ -546,12 +546,28 @@ class GlobalBalance:
         return (_share(chosen_YE[layer]) * chosen_YE.shape[-1] / tokens).expand(chosen_BE.shape)
 
 
-class _PiecewiseBalance(ABC):
-    """Balance judged on parts of the batch, averaged by their tokens. A subclass says what a part is."""
+def _share(chosen: Tensor) -> Tensor:
+    """Turn counts into shares along the last dimension, float64: of a sample, by itself."""
+    counts = chosen.double()
+    return counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
 
-    @abstractmethod
-    def _shares(self, chosen_BE: Tensor) -> Tensor:
-        """Return the shares by which each sample's tokens are judged."""
+
+def _share_of_all(chosen_BE: Tensor) -> Tensor:
+    return _share(chosen_BE.sum(dim=0)).expand(chosen_BE.shape)
+
+
+class PiecewiseBalance:
+    """Balance judged on parts of the batch, averaged by their tokens.
+
+    Judged on every sample by itself (DeepSeek-V3) it is exact for any split, as samples stay whole; on each
+    rank's microbatch by itself, as in most frameworks, splitting changes it.
+
+    Args:
+        shares: Returns the shares by which each sample's tokens are judged, [B, E], from its choices.
+    """
+
+    def __init__(self, group: BalanceGroup, shares: Callable[[Tensor], Tensor]) -> None:
+        self.group, self._shares = group, shares
 
     def piece(self, chosen_BE: Tensor, probability_BE: Tensor) -> Tensor:
         return (self._shares(chosen_BE) * probability_BE).sum() * chosen_BE.shape[-1]
@@ -565,30 +581,6 @@ class _PiecewiseBalance(ABC):
         return self._shares(chosen_BE) * chosen_BE.shape[-1] / tokens
 
 
-class MicrobatchBalance(_PiecewiseBalance):
-    """Balance judged on each rank's microbatch by itself, as most frameworks do. Splitting changes it."""
-
-    group: BalanceGroup = "microbatch"
-
-    def _shares(self, chosen_BE: Tensor) -> Tensor:
-        return _share(chosen_BE.sum(dim=0)).expand(chosen_BE.shape)
-
-
-class SequenceBalance(_PiecewiseBalance):
-    """Balance judged on every sample by itself (DeepSeek-V3): exact for any split, as samples stay whole."""
-
-    group: BalanceGroup = "sequence"
-
-    def _shares(self, chosen_BE: Tensor) -> Tensor:
-        return _share(chosen_BE)
-
-
-BALANCES: dict[BalanceGroup, Balance] = {
-    balance.group: balance for balance in (GlobalBalance(), MicrobatchBalance(), SequenceBalance())
-}
-
-
-def _share(chosen: Tensor) -> Tensor:
-    """Turn counts into shares along the last dimension, float64."""
-    counts = chosen.double()
-    return counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
+MICROBATCH = PiecewiseBalance("microbatch", _share_of_all)
+SEQUENCE = PiecewiseBalance("sequence", _share)
+BALANCES: dict[BalanceGroup, Balance] = {each.group: each for each in (GlobalBalance(), MICROBATCH, SEQUENCE)}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.moe.routers import SequenceBalance
+from penstock.moe.routers import SEQUENCE
 from penstock.runtime import PipelinedStack
 from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of, own_batch, stack_of
@@ -57,7 +57,7 @@ TERMS: dict[str, Callable[[PipelinedStack], None]] = {
     "balance": lambda stack: stack.minimise(replace(stack.moe, aux_loss_coeff=0.7), stack.balance),
     "z": lambda stack: stack.minimise(replace(stack.moe, z_loss_coeff=0.7), stack.balance),
     "divisor": lambda stack: stack.minimise(stack.moe, stack.balance, 7.0),
-    "group": lambda stack: stack.minimise(stack.moe, SequenceBalance()),
+    "group": lambda stack: stack.minimise(stack.moe, SEQUENCE),
 }
 """What of its loss a rank may be told otherwise than others."""
 

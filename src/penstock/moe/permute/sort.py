@@ -361,8 +361,8 @@ class Permutation(ABC):
         Returns rows in the same order.
         """
         sizes = route.rows_per_expert
-        out_RM = experts(by_expert(rows_RM, route.received), sizes, product)
-        return by_source(out_RM, route.received)
+        out_RM = experts(_transposed(rows_RM, route.received), sizes, product)
+        return _transposed(out_RM, list(zip(*route.received, strict=True)))
 
     def with_slots(self, ranks: int, slots: int) -> Permutation:
         """Return this permutation for positions of `ranks` with `slots` each, of own experts and of replicas.
@@ -398,22 +398,8 @@ class RowOrder(Permutation):
         return rows.give(rows_RM, weights)
 
 
-def chunk_starts(sizes: Sequence[int]) -> list[int]:
-    """Return where each piece but the first (which begins at 0) begins."""
-    return list(accumulate(sizes[:-1]))
-
-
-def by_expert(rows_RM: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
-    """Reorder rows sorted by (source rank, expert) to rows sorted by (expert, source rank). One copy."""
-    return _transpose_blocks(rows_RM, received)
-
-
-def by_source(rows_RM: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
-    """Undo `by_expert`: rows sorted by (source rank, expert) again."""
-    return _transpose_blocks(rows_RM, list(zip(*received, strict=True)))
-
-
-def _transpose_blocks(rows_RM: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+def _transposed(rows_RM: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Reorder rows that are sorted by (outer, inner), with these sizes, to rows sorted by (inner, outer)."""
     outer, inner = len(sizes), len(sizes[0])
     if outer == 1 or inner == 1:  # already in the wanted order: no copy
         return rows_RM
@@ -473,7 +459,9 @@ def bins(parts_Tk: Tensor, sizes: tuple[int, ...], parts: int) -> Tensor:
     Args:
         sizes: Tokens of every chunk.
     """
-    chunk_T1 = chunk_of_token(sizes, parts_Tk.device).unsqueeze(1)
+    token_T1 = torch.arange(sum(sizes), device=parts_Tk.device).unsqueeze(1)
+    begun = [token_T1 >= start for start in accumulate(sizes[:-1])]  # each chunk but the first
+    chunk_T1 = torch.stack(begun).sum(0) if begun else token_T1 * 0
     return torch.where(parts_Tk < 0, len(sizes) * parts, chunk_T1 * parts + parts_Tk)
 
 
@@ -487,10 +475,3 @@ def sorted_rows(bin_Tk: Tensor, parts: int, rows: int) -> RowPlan:
     row_of_weight = torch.full_like(bin_Tk, -1).view(-1)
     row_of_weight[weight_of_row_R] = torch.arange(rows, device=bin_Tk.device)
     return RowPlan.of_choices(row_of_weight.view_as(bin_Tk), weight_of_row_R)
-
-
-def chunk_of_token(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the chunk of every token, [T], computed on the device."""
-    token_T = torch.arange(sum(sizes), device=device)
-    starts = chunk_starts(sizes)
-    return torch.stack([token_T >= start for start in starts]).sum(0) if starts else token_T * 0
