@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import pytest
@@ -52,23 +52,6 @@ def test_the_parts_together_are_the_whole(cut: Cut) -> None:
     assert all(tuple(part.shape) == cut.sharding.part_shape for part in parts)
     assert torch.equal(cut.sharding.join(parts), cut.whole)
     assert torch.equal(cut.sharding.part(cut.whole), parts[cut.sharding.index])
-
-
-@given(cuts())
-def test_every_number_is_in_one_part(cut: Cut) -> None:
-    parts = [cut.sharding.part_of(cut.whole, index).flatten() for index in range(cut.sharding.count)]
-    assert sorted(torch.cat(parts).tolist()) == sorted(cut.whole.flatten().tolist())
-
-
-@given(cuts(), st.data())
-def test_what_is_joined_can_be_cut_otherwise(cut: Cut, data: st.DataObject) -> None:
-    """As a checkpoint does that is written by `count` ranks and read by another number of them."""
-    width = cut.sharding.view[cut.sharding.dim]
-    count = data.draw(st.sampled_from([n for n in range(1, width + 1) if width % n == 0]))
-    other = replace(cut.sharding, count=count, index=0)
-    parts = [cut.sharding.part_of(cut.whole, index) for index in range(cut.sharding.count)]
-    again = [other.part_of(cut.sharding.join(parts), index) for index in range(count)]
-    assert torch.equal(other.join(again), cut.whole)
 
 
 def test_a_fused_matrix_is_cut_by_heads() -> None:

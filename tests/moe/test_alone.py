@@ -66,7 +66,8 @@ def settings_of(config: MoEConfig, samples: int, valid: Tensor | None) -> Settin
 def check_loops(config: MoEConfig, x_BLM: Tensor, valid: Tensor | None = None) -> None:
     """Compare outputs, losses and gradients."""
     layer = layer_of(config)
-    settings, weights = settings_of(config, len(x_BLM), valid), dict(layer.named_parameters())
+    settings = settings_of(config, len(x_BLM), valid)
+    weights: dict[str, Tensor] = dict(layer.named_parameters())
     out = layer(x_BLM, valid)
     wanted, extra = moe_layer(x_BLM, weights, settings, 0)
     _, balance = moe_layer(x_BLM, weights, replace(settings, z_coeff=0.0), 0)

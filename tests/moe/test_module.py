@@ -109,18 +109,6 @@ def losses_of_pass(layer: MoELayer) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_equals_training_without_noise(kind: str) -> None:
-    layer, x = layer_of(config_of(kind)), states()
-    trained = layer(x)
-    layer.eval()
-    with torch.no_grad():
-        out = layer(x)
-    assert torch.equal(out, trained)
-    assert not out.requires_grad
-    assert not losses_of(layer).balance.requires_grad
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_is_equal_and_independent(kind: str) -> None:
     """Behind a pass, too, whose losses have a graph."""
     layer, x = layer_of(config_of(kind)), states()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Any, Literal
@@ -191,8 +192,8 @@ class StepResult:
     loss: float
     norm: float
     gradients: Weights
-    parameters: Weights
-    executed_as_simulated: bool
+    parameters: Weights = field(default_factory=dict)
+    executed_as_simulated: bool = True
     parts: dict[str, Sharding] = field(default_factory=dict)
 
 
@@ -211,6 +212,16 @@ def own_batch(rank: int, case: Case) -> tuple[Tensor, Tensor]:
     """Tokens and labels of a rank's samples."""
     (tokens, labels), mine = batch_of(case), case.mine(rank)
     return tokens[mine], labels[mine]
+
+
+def own_samples(
+    rank: int, case: Case, device: torch.device = CPU
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Tokens, labels, numbers and validity of a rank's samples, and where their documents begin."""
+    tokens, labels = batch_of(case)
+    whole = tokens, labels, torch.arange(len(tokens)), case.valid, case.documents
+    *batch, documents = (None if each is None else each[case.mine(rank)].to(device) for each in whole)
+    return batch, documents
 
 
 def gradients_of(model: nn.Module) -> Weights:
@@ -323,14 +334,9 @@ def run_step(rank: int, case: Case) -> StepResult:
 
 def result_of(stack: PipelinedStack, rank: int, case: Case) -> StepResult:
     """The case's step by a stack that has it ready."""
-    tokens, labels = (each.to(stack.machinery.device) for each in batch_of(case))
-    mine = case.mine(rank)
     optimizer = build_optimizer(stack, case.config.optimizer)
-    ids = torch.arange(len(tokens))
-    valid, documents = (
-        None if each is None else each[mine].to(tokens.device) for each in (case.valid, case.documents)
-    )
-    loss = stack(tokens[mine], labels[mine], ids[mine], valid, documents_BL=documents)
+    batch, documents = own_samples(rank, case, stack.machinery.device)
+    loss = stack(*batch, documents_BL=documents)
     gradients: Weights = {}
     if isinstance(optimizer, ShardedAdamW):
         with optimizer.in_backward():
@@ -433,15 +439,31 @@ def lone_stack(case: Case) -> PipelinedStack:
 
 @lru_cache(maxsize=16)
 def _reference_step(case: Case) -> StepResult:
-    stack = lone_stack(case)
-    weights = {n: p.detach().clone().requires_grad_() for n, p in stack.model.named_parameters()}
-    tokens, labels = batch_of(case)
-    loss = reference_loss(weights, settings_of(case), tokens, labels)
-    loss.backward()
-    gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in weights.items()}
-    norm = torch.cat([g.flatten().double() for g in gradients.values()]).norm()
-    after = adamw_step(weights, gradients, min(1.0, CLIP / (float(norm) + 1e-6)), case.config.optimizer)
-    return StepResult(loss.item(), float(norm), logical(stack, gradients), logical(stack, after), True)
+    (step,) = reference_steps(case, partial(adamw_step, config=case.config.optimizer))
+    return step
+
+
+def reference_steps(
+    alone: Case,
+    update: Callable[[Weights, Weights, float], Weights],
+    steps: int = 1,
+    change: Callable[[Weights], None] | None = None,
+) -> Iterator[StepResult]:
+    """Steps by the reference, of what `reference_case` says. update: makes the weights of the next one, from
+    gradients and the scale by which they are clipped; `change` changes them then."""
+    stack = lone_stack(alone)
+    weights: Weights = dict(stack.model.named_parameters())
+    for _ in range(steps):
+        weights = {n: w.detach().clone().requires_grad_() for n, w in weights.items()}
+        loss = reference_loss(weights, settings_of(alone), *batch_of(alone))
+        loss.backward()
+        gradients = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
+        norm = float(torch.cat([g.flatten().double() for g in gradients.values()]).norm())
+        weights = update(weights, gradients, min(1.0, CLIP / (norm + 1e-6)))
+        after = {name: weight.clone() for name, weight in weights.items()}
+        yield StepResult(loss.item(), norm, logical(stack, gradients), logical(stack, after))
+        if change is not None:
+            change(weights)
 
 
 def merge(results: list[StepResult]) -> StepResult:
@@ -455,7 +477,7 @@ def merge(results: list[StepResult]) -> StepResult:
         joined([(getattr(result, what), result.parts) for result in results])
         for what in ("gradients", "parameters")
     )
-    return StepResult(first.loss, first.norm, gradients, parameters, True, first.parts)
+    return replace(first, gradients=gradients, parameters=parameters)
 
 
 def check_parity(pools: Any, case: Case) -> StepResult:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from penstock.device import using
-from penstock.runtime import PipelinedStack
 from penstock.train.assemble import build_optimizer
 from penstock.train.optimizer import build_update
 from tests.support.card import CardDevice, Wait, counted, install
-from tests.support.parity import Case, batch_of, stack_of
+from tests.support.parity import Case, own_samples, stack_of
 from tests.support.recording.gpu import recorded
 from tests.support.recording.hazards import Hazard, Issued, calls_of, find_hazards
 from tests.support.recording.recorder import Entry, Launch
@@ -74,7 +73,7 @@ def _train(rank: int, case: Case, hosts: RandomReplicas) -> Ran:
     update = build_update(stack, build_optimizer(stack, config), config)
     losses, norms, waits = [], [], []
     repeats: list[int] = []
-    batch, documents = _batch_of(stack, rank, case)
+    batch, documents = own_samples(rank, case, stack.machinery.device)
     for step in range(hosts.steps):
         with counted() as waited:
             loss: Tensor = stack(*batch, documents_BL=documents)
@@ -92,14 +91,3 @@ def _train(rank: int, case: Case, hosts: RandomReplicas) -> Ran:
     with torch.no_grad():
         losses.append(float(stack(*batch, documents_BL=documents)))
     return Ran(losses, norms, parameters, waits=waits, repeats=repeats)
-
-
-def _batch_of(
-    stack: PipelinedStack, rank: int, case: Case
-) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-    """Tokens, labels, numbers and validity of this rank's samples, and where their documents begin."""
-    device, mine = stack.machinery.device, case.mine(rank)
-    tokens, labels = batch_of(case)
-    whole = tokens, labels, torch.arange(len(tokens)), case.valid, case.documents
-    *batch, documents = (None if each is None else each[mine].to(device) for each in whole)
-    return tuple(batch), documents

@@ -87,7 +87,7 @@ def _shares(case: Case) -> list[range]:
     return [range(*ends_of_one) for ends_of_one in pairwise(ends)]
 
 
-def adamw_step(weights: Weights, gradients: Weights, scale: float, config: OptimizerConfig) -> Weights:
+def adamw_step(weights: Weights, gradients: Weights, scale: float, *, config: OptimizerConfig) -> Weights:
     """The first AdamW step written out: both moments are bias-corrected back to g and g^2."""
     after: Weights = {}
     for name, weight in weights.items():

@@ -20,20 +20,18 @@ from tests.support.parity import (
     CLIP,
     Case,
     StepResult,
-    batch_of,
     check_result,
     executed_as_planned,
     gradients_of,
     logical,
-    lone_stack,
     merge,
+    own_samples,
     parts_of,
     reference_case,
+    reference_steps,
     stack_of,
 )
-from tests.support.reference import reference_loss
 from tests.support.reference_moe import Weights
-from tests.support.reference_step import settings_of
 from tests.support.searching import short_search
 
 RATE = 0.1
@@ -119,10 +117,8 @@ def stack_with_replicas(rank: int, case: Case, hosts: RandomReplicas) -> Pipelin
 def hosted_steps(rank: int, case: Case, hosts: RandomReplicas) -> list[StepResult]:
     """Steps on this rank, each with other replicas, and an evaluation before each."""
     stack = stack_with_replicas(rank, case, hosts)
-    tokens, labels = batch_of(case)
-    mine, ids, valid = case.mine(rank), torch.arange(len(tokens)), case.valid
     optimizer = torch.optim.SGD(stack.parameters(), RATE)
-    batch = tokens[mine], labels[mine], ids[mine], None if valid is None else valid[mine]
+    batch, _ = own_samples(rank, case)
     found = []
     for step in range(hosts.steps):
         if hosts.slots and hosts.moving is None:
@@ -156,25 +152,14 @@ def turn_gates(parameters: Weights) -> None:
             parameter.copy_(parameter.roll(3, dims=0))
 
 
+def sgd_step(weights: Weights, gradients: Weights, scale: float) -> Weights:
+    return {name: w.detach() - RATE * scale * gradients[name] for name, w in weights.items()}
+
+
 @lru_cache(maxsize=16)
 def plain_steps(alone: Case, steps: int, fresh: bool) -> list[StepResult]:
     """The same by the reference, in one process, of what `reference_case` says."""
-    stack = lone_stack(alone)
-    weights = {n: p.detach().clone() for n, p in stack.model.named_parameters()}
-    found = []
-    for _ in range(steps):
-        leaves = {n: w.clone().requires_grad_() for n, w in weights.items()}
-        loss = reference_loss(leaves, settings_of(alone), *batch_of(alone))
-        loss.backward()
-        gradients = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in leaves.items()}
-        norm = float(torch.cat([g.flatten() for g in gradients.values()]).norm())
-        scale = min(1.0, CLIP / (norm + 1e-6))
-        weights = {n: w.detach() - RATE * scale * gradients[n] for n, w in leaves.items()}
-        found.append(StepResult(loss.item(), norm, logical(stack, gradients), logical(stack, weights), True))
-        if fresh:
-            weights = {name: weight.clone() for name, weight in weights.items()}
-            turn_gates(weights)
-    return found
+    return list(reference_steps(alone, sgd_step, steps, turn_gates if fresh else None))
 
 
 def check_hosted(pools: Any, case: Case, hosts: RandomReplicas) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +12,15 @@ from penstock.decision import ScheduleConfig
 from penstock.models import MoEDecoder
 from penstock.moe import MoELayer, build_layer
 from penstock.moe.build import build_shared
-from penstock.runtime import PipelinedStack, clip_grad_norm_
+from penstock.runtime import PipelinedStack
 from penstock.train.assemble import build_stack
 from tests.support.close import check_close
-from tests.support.parity import Case, batch_of, gradients_of, logical, machinery, prepare
+from tests.support.parity import Case, StepResult, batch_of, logical, machinery, prepare
 from tests.support.reference import reference_loss
 from tests.support.reference_moe import Weights
 from tests.support.reference_step import settings_of
 from tests.support.searching import short_search
-
-
-@dataclass(frozen=True)
-class Found:
-    """Of one step: loss, norm and gradients by logical name; frozen parameters have none."""
-
-    loss: float
-    norm: float
-    gradients: Weights
+from tests.support.surgery import run
 
 
 def one_shared_expert(case: Case, ep_size: int, rank: int) -> Callable[[int], MoELayer]:
@@ -94,23 +85,16 @@ def freeze(model: nn.Module, frozen: tuple[str, ...]) -> None:
         parameter.requires_grad_(not any(part in name for part in frozen))
 
 
-def steps(rank: int, case: Case, sharing: tuple[str, ...], frozen: list[tuple[str, ...]]) -> list[Found]:
+def steps(rank: int, case: Case, sharing: tuple[str, ...], frozen: list[tuple[str, ...]]) -> list[StepResult]:
     """Steps of one stack on this rank, of which each freezes something else."""
-    stack = shared_stack(rank, case, sharing)
-    tokens, labels = batch_of(case)
-    mine, found = slice(rank * case.batch, (rank + 1) * case.batch), []
+    stack, found = shared_stack(rank, case, sharing), []
     for names in frozen:
         freeze(stack.model, names)
-        loss = stack(tokens[mine], labels[mine], torch.arange(len(tokens))[mine])
-        loss.backward()
-        gradients = gradients_of(stack.model)
-        norm = float(clip_grad_norm_(stack, math.inf))
-        found.append(Found(loss.item(), norm, logical(stack, gradients)))
-        stack.zero_grad()
+        found.append(run(stack, rank, case))
     return found
 
 
-def plain_steps(case: Case, sharing: tuple[str, ...], frozen: list[tuple[str, ...]]) -> list[Found]:
+def plain_steps(case: Case, sharing: tuple[str, ...], frozen: list[tuple[str, ...]]) -> list[StepResult]:
     """The same by the reference, in one process."""
     alone = replace(case, world_size=1, ep_size=1, schedule=ScheduleConfig(name="sequential"))
     stack = shared_stack(0, alone, sharing)
@@ -128,11 +112,11 @@ def plain_steps(case: Case, sharing: tuple[str, ...], frozen: list[tuple[str, ..
         }
         present: dict[str, Tensor] = {n: g for n, g in gradients.items() if g is not None}
         norm = torch.cat([torch.zeros(1), *(g.flatten() for g in present.values())]).norm()
-        found.append(Found(loss.item(), float(norm), logical(stack, present)))
+        found.append(StepResult(loss.item(), float(norm), logical(stack, present)))
     return found
 
 
-def check_steps(everyone: list[list[Found]], wanted: list[Found], tolerance: float = 1e-10) -> None:
+def check_steps(everyone: list[list[StepResult]], wanted: list[StepResult], tolerance: float = 1e-10) -> None:
     """All ranks together have the reference's gradients, and no others."""
     for number, expected in enumerate(wanted):
         together: Weights = {}

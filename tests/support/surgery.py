@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ from penstock.decision import ScheduleConfig
 from penstock.models import MoEDecoder
 from penstock.runtime import PipelinedStack, clip_grad_norm_
 from penstock.runtime.fingerprints import ParameterMismatchError
-from penstock.sharding import Sharding
 from penstock.train.assemble import first_plan
 from tests.support.parity import (
     Case,
+    StepResult,
     gradients_of,
     logical,
     machinery,
@@ -28,7 +28,6 @@ from tests.support.parity import (
     parts_of,
     stack_of,
 )
-from tests.support.reference_moe import Weights
 
 
 class LoRA(nn.Module):
@@ -147,17 +146,7 @@ TAKEN_UP: dict[str, Callable[[MoEDecoder], None]] = {
 }
 
 
-@dataclass(frozen=True)
-class Stepped:
-    """One step after surgery. parts: which of the gradients are parts of larger ones."""
-
-    loss: float
-    norm: float
-    gradients: Weights
-    parts: dict[str, Sharding]
-
-
-def operated(rank: int, case: Case, name: str) -> Stepped:
+def operated(rank: int, case: Case, name: str) -> StepResult:
     """A step, surgery, and another step, of the same stack."""
     stack = stack_of(rank, case)
     run(stack, rank, case)
@@ -175,7 +164,7 @@ def refused(rank: int, case: Case, name: str) -> str:
     return ""
 
 
-def operated_before(case: Case, name: str) -> Stepped:
+def operated_before(case: Case, name: str) -> StepResult:
     """The same with surgery before the stack is built, in one process that has the whole batch."""
     alone = replace(
         case,
@@ -194,13 +183,14 @@ def operated_before(case: Case, name: str) -> Stepped:
     return run(PipelinedStack(model, model, alone.moe, there, plan), 0, alone)
 
 
-def run(stack: PipelinedStack, rank: int, case: Case) -> Stepped:
+def run(stack: PipelinedStack, rank: int, case: Case) -> StepResult:
+    """A step, without an update."""
     stack.zero_grad()
     loss = stack(*own_batch(rank, case))
     loss.backward()
     gradients = gradients_of(stack.model)
     norm = float(clip_grad_norm_(stack, math.inf))
-    return Stepped(loss.item(), norm, logical(stack, gradients), parts_of(stack))
+    return StepResult(loss.item(), norm, logical(stack, gradients), parts=parts_of(stack))
 
 
 # ---- what ranks must do together ---------------------------------------------------------------------------

@@ -125,12 +125,13 @@ def reordered(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tenso
     goes_to = dict(zip(order, accumulate(lengths, initial=0), strict=False))
     ahead = [starts[block] - goes_to[block] for block in order]
     there = [goes_to.get(block, 0) - starts[block] for block in range(len(sizes))]
-    here_R = torch.arange(sum(lengths), device=rows.device)
+    total = sum(lengths)
+    here_R = torch.arange(total, device=rows.device)
 
     def moved(lengths: Sequence[int], by: Sequence[int]) -> Tensor:
         """Return the number of every row plus that of its block."""
-        counts, more = on_device([lengths, by], rows.device)
-        return here_R + torch.repeat_interleave(more, counts, output_size=len(here_R))
+        pairs = on_device([lengths, by], rows.device)
+        return here_R + torch.repeat_interleave(pairs[1], pairs[0], output_size=total)
 
     gathered: Tensor = _Gathered.apply(rows, moved(lengths, ahead), moved(sizes, there))
     return gathered
