@@ -12,7 +12,6 @@ from penstock.placement import (
     EMPTY,
     SPLIT,
     ExpertPlacement,
-    Home,
     Part,
     PlacementError,
     Replication,
@@ -22,8 +21,7 @@ from penstock.placement import (
 def test_the_default_is_even_and_contiguous() -> None:
     even = ExpertPlacement.even(6, 3)
     assert [even.held(rank) for rank in range(3)] == [(0, 1), (2, 3), (4, 5)]
-    assert even.positions(0) == even.positions(2) == (0, 1, 2, 3, 4, 5)
-    assert even.is_even and not even.has_replicas
+    assert even.is_even and even.positions == (0, 1, 2, 3, 4, 5)
     assert even.owners == (0, 0, 1, 1, 2, 2)
     assert even == ExpertPlacement.of([[0, 1], [2, 3], [4, 5]])
 
@@ -43,58 +41,37 @@ def test_positions_and_slots_say_the_same(experts: list[int], ranks: int) -> Non
     placement = ExpertPlacement.of(held)
     assert [list(placement.held(rank)) for rank in range(ranks)] == held
     assert list(placement.by_position) == experts
-    for rank in range(ranks):
-        assert [placement.by_position[position] for position in placement.positions(rank)] == list(range(12))
+    assert [placement.by_position[position] for position in placement.positions] == list(range(12))
+    assert all(expert in placement.held(rank) for expert, rank in enumerate(placement.owners))
     assert placement.is_even is (experts == sorted(experts))
     assert (placement.digest == ExpertPlacement.even(12, ranks).digest) is placement.is_even
 
 
-def test_rows_go_to_the_own_replica_or_else_to_the_owner() -> None:
-    placement = ExpertPlacement.of([[0, 1], [2, 0], [3, 4]], owners=[1, 0, 1, 2, 2])
-    assert placement.has_replicas
-    assert [placement.positions(rank)[0] for rank in range(3)] == [0, 3, 3]
-    assert placement.digest != ExpertPlacement.of([[0, 1], [2, 0], [3, 4]]).digest, "another owner"
+def test_a_saved_run_knows_its_placements_again() -> None:
+    """By digests, which checkpoints have."""
+    assert ExpertPlacement.of([[2, 0], [1, 3]]).digest == "782830b04ef73bf299181c5bbed918b4"
 
 
 @pytest.mark.parametrize(
-    ("held", "owners", "words"),
+    ("held", "words"),
     [
-        ([[0, 1], [3, 4]], None, "expert 2 has no home"),
-        ([[0, 1], [2]], None, "rank 1 has 1 slots and rank 0 has 2"),
-        ([[0, 1], [2, 3]], [0, 1, 1, 1], "expert 1 is owned by rank 1, which does not hold it (homes: 0)"),
-        ([[0, 1], [2, 3]], [0, 0, 1], "3 owners for 4 experts"),
-        ([[0, 0], [1, 2]], None, "expert 0 has two slots of one rank"),
+        ([[0, 1], [3, 4]], "expert 2 has no home"),
+        ([[0, 1], [2]], "rank 1 has 1 slots and rank 0 has 2"),
+        ([[0, 1], [0, 2]], "expert 0 has 2 homes"),
     ],
 )
-def test_what_is_wrong_is_named(held: list[list[int]], owners: list[int] | None, words: str) -> None:
+def test_what_is_wrong_is_named(held: list[list[int]], words: str) -> None:
     with pytest.raises(PlacementError, match=re.escape(words)):
-        ExpertPlacement.of(held, owners)
-
-
-@pytest.mark.parametrize(
-    ("homes", "words"),
-    [
-        ([Home(0, 0), Home(0, 0)], "experts 0 and 1 are both in slot 0 of rank 0"),
-        ([Home(0, 0), Home(2, 0)], "expert 1 is in slot 0 of rank 2, and there are ranks 0 to 1"),
-        ([Home(0, 0), Home(1, 1)], "expert 1 is in slot 1 of rank 1, and there are ranks 0 to 1 with slots"),
-        ([Home(0, 0)], "rank 1 uses 0 of 1 slots"),
-    ],
-)
-def test_slots_are_checked(homes: list[Home], words: str) -> None:
-    with pytest.raises(PlacementError, match=re.escape(words)):
-        ExpertPlacement(2, 1, tuple((home,) for home in homes), tuple(home.rank for home in homes))
+        ExpertPlacement.of(held)
 
 
 def test_without_replicas_rows_go_where_the_placement_sends_them() -> None:
-    placement = ExpertPlacement.of([[0, 1], [2, 0], [3, 4]], owners=[1, 0, 1, 2, 2])
+    placement = ExpertPlacement.of([[0, 1], [2, 5], [3, 4]])
     replication = Replication.none(placement, 2)
     assert (replication.slots, replication.positions, replication.is_empty) == (4, 12, True)
-    assert replication.by_position == (0, 1, EMPTY, EMPTY, 2, 0, EMPTY, EMPTY, 3, 4, EMPTY, EMPTY)
+    assert replication.by_position == (0, 1, EMPTY, EMPTY, 2, 5, EMPTY, EMPTY, 3, 4, EMPTY, EMPTY)
     for rank in range(3):
-        positions = [part.position for (part,) in replication.splits[rank]]
-        assert [replication.by_position[position] for position in positions] == list(range(5))
-        old = [divmod(position, 2) for position in placement.positions(rank)]
-        assert positions == [home * replication.slots + slot for home, slot in old]
+        assert [part.position for (part,) in replication.splits[rank]] == [0, 1, 4, 8, 9, 5]
 
 
 def test_a_replica_takes_the_rows_of_its_own_rank() -> None:

@@ -10,9 +10,11 @@ The default is even and contiguous: with 4 experts on 2 ranks, rank 0 has expert
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -77,60 +79,29 @@ Splits = tuple[tuple[tuple[Part, ...], ...], ...]
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """The homes of every expert of a layer, and who owns it. Equal on all ranks, which compare its digest.
+    """The expert in every slot of a layer's ranks. Equal on all ranks, which compare its digest.
 
     Attributes:
         ranks: The number of ranks in the expert group.
-        slots: The number of slots of every rank, all of them used.
-        homes: The homes of every expert; more than one means replicas, whose gradients are summed at the
-            owner.
-        owners: By expert, the rank of the expert group that keeps its optimiser state and saves it.
+        by_position: The expert at every position.
 
     Raises:
-        PlacementError: If the placement contradicts itself; it names expert, rank and slot.
+        PlacementError: If an expert has no home, or several.
     """
 
     ranks: int
-    slots: int
-    homes: tuple[tuple[Home, ...], ...]
-    owners: tuple[int, ...]
+    by_position: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.owners) != self.num_experts:
-            raise PlacementError(
-                f"{len(self.owners)} owners for {self.num_experts} experts: every expert needs one"
-            )
-        for expert, (homes, owner) in enumerate(zip(self.homes, self.owners, strict=True)):
-            if not homes:
+        homes = Counter(self.by_position)
+        for expert in range(self.num_experts):
+            if homes[expert] > 1:
+                raise PlacementError(
+                    f"expert {expert} has {homes[expert]} homes, and a layer does not sum gradients of "
+                    "replicas inside an expert group yet: give every expert one home"
+                )
+            if not homes[expert]:
                 raise PlacementError(f"expert {expert} has no home: rows sent to it would be lost")
-            if owner not in {home.rank for home in homes}:
-                ranks = ", ".join(str(home.rank) for home in homes)
-                raise PlacementError(
-                    f"expert {expert} is owned by rank {owner}, which does not hold it (homes: {ranks}): the "
-                    "owner updates the expert and needs it in one of its slots"
-                )
-        used: dict[Home, int] = {}
-        for expert, homes in enumerate(self.homes):
-            for home in homes:
-                if not (0 <= home.rank < self.ranks and 0 <= home.slot < self.slots):
-                    raise PlacementError(
-                        f"expert {expert} is in slot {home.slot} of rank {home.rank}, and there are ranks "
-                        f"0 to {self.ranks - 1} with slots 0 to {self.slots - 1}"
-                    )
-                if (other := used.setdefault(home, expert)) != expert:
-                    raise PlacementError(
-                        f"experts {other} and {expert} are both in slot {home.slot} of rank {home.rank}"
-                    )
-            if len({home.rank for home in homes}) < len(homes):
-                raise PlacementError(f"expert {expert} has two slots of one rank: a rank holds it once")
-        counts = [0] * self.ranks
-        for home in used:
-            counts[home.rank] += 1
-        for rank, slots in enumerate(counts):
-            if slots < self.slots:
-                raise PlacementError(
-                    f"rank {rank} uses {slots} of {self.slots} slots: every rank needs equally many experts"
-                )
 
     @staticmethod
     @cache
@@ -149,41 +120,28 @@ class ExpertPlacement:
         return ExpertPlacement.of([range(r * slots, (r + 1) * slots) for r in range(ranks)])
 
     @staticmethod
-    def of(held: Sequence[Sequence[int]], owners: Sequence[int] | None = None) -> ExpertPlacement:
+    def of(held: Sequence[Sequence[int]]) -> ExpertPlacement:
         """Return the placement in which rank r holds expert `held[r][s]` in slot s.
 
-        Args:
-            held: The experts of every rank, by slot.
-            owners: The owner of every expert; None: its first home.
-
         Raises:
-            PlacementError: If ranks have different numbers of slots.
+            PlacementError: If ranks have different numbers of slots, or an expert no home, or several.
         """
-        sizes = [len(experts) for experts in held]
-        for rank, size in enumerate(sizes):
-            if size != sizes[0]:
-                raise PlacementError(
-                    f"rank {rank} has {size} slots and rank 0 has {sizes[0]}: ranks need equally many, since "
-                    "counts of rows travel in pieces of one size"
-                )
-        homes: dict[int, list[Home]] = {}
         for rank, experts in enumerate(held):
-            for slot, expert in enumerate(experts):
-                homes.setdefault(expert, []).append(Home(rank, slot))
-        by_expert = tuple(tuple(homes.get(expert, ())) for expert in range(max(homes, default=-1) + 1))
-        first = (of_expert[0].rank if of_expert else -1 for of_expert in by_expert)
-        return ExpertPlacement(
-            len(sizes), sizes[0], by_expert, tuple(first) if owners is None else tuple(owners)
-        )
+            if len(experts) != len(held[0]):
+                raise PlacementError(
+                    f"rank {rank} has {len(experts)} slots and rank 0 has {len(held[0])}: ranks need equally "
+                    "many, since counts of rows travel in pieces of one size"
+                )
+        return ExpertPlacement(len(held), tuple(chain.from_iterable(held)))
 
     @property
     def num_experts(self) -> int:
-        return len(self.homes)
+        return len(self.by_position)
 
     @property
-    def has_replicas(self) -> bool:
-        """Whether an expert has several homes."""
-        return any(len(homes) > 1 for homes in self.homes)
+    def slots(self) -> int:
+        """The number of slots of every rank."""
+        return self.num_experts // self.ranks
 
     @cached_property
     def is_even(self) -> bool:
@@ -191,14 +149,14 @@ class ExpertPlacement:
         return self.by_position == tuple(range(self.num_experts))
 
     @cached_property
-    def by_position(self) -> tuple[int, ...]:
-        """The expert at every position."""
-        experts = {self.position(home): expert for expert, homes in enumerate(self.homes) for home in homes}
-        return tuple(experts[position] for position in range(self.ranks * self.slots))
+    def positions(self) -> tuple[int, ...]:
+        """The position of every expert."""
+        return tuple(sorted(range(self.num_experts), key=self.by_position.__getitem__))
 
-    def position(self, home: Home) -> int:
-        """Return the number of a slot within the whole expert group."""
-        return home.rank * self.slots + home.slot
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """By expert, the rank that holds it, keeps its optimiser state and saves it."""
+        return tuple(position // self.slots for position in self.positions)
 
     def held(self, rank: int) -> tuple[int, ...]:
         """Return the experts of a rank, by slot."""
@@ -215,25 +173,11 @@ class ExpertPlacement:
         named = (f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
         return f"experts {', '.join(named)} of {self.num_experts}"
 
-    def positions(self, rank: int) -> tuple[int, ...]:
-        """Return by expert the position to which `rank` sends rows.
-
-        That is the rank's own if it holds the expert, else the owner's.
-        """
-        return tuple(
-            self.position(
-                next(
-                    (home for home in homes if home.rank == rank),
-                    next(home for home in self.homes[expert] if home.rank == self.owners[expert]),
-                )
-            )
-            for expert, homes in enumerate(self.homes)
-        )
-
     @cached_property
     def digest(self) -> str:
         """A hash of the whole placement, for ranks to compare."""
-        return _digest((self.ranks, self.slots, self.homes, self.owners))
+        homes = tuple((Home(*divmod(position, self.slots)),) for position in self.positions)
+        return _digest((self.ranks, self.slots, homes, self.owners))  # as saved runs have it
 
 
 @dataclass(frozen=True)
@@ -412,16 +356,11 @@ def local_splits(placement: ExpertPlacement, replicas: Sequence[Sequence[int]]) 
 def _splits_without(placement: ExpertPlacement, replica_slots: int) -> Splits:
     """Return the splits of rows that follow `placement` alone. Cached: most splits are these."""
     slots = placement.slots + replica_slots
-
-    def of(rank: int) -> tuple[tuple[Part, ...], ...]:
-        return tuple(
-            (Part(position // placement.slots * slots + position % placement.slots, SPLIT),)
-            for position in placement.positions(rank)
-        )
-
-    if all(len(homes) == 1 for homes in placement.homes):  # then all ranks send alike
-        return (of(0),) * placement.ranks
-    return tuple(map(of, range(placement.ranks)))
+    alike = tuple(
+        (Part(position // placement.slots * slots + position % placement.slots, SPLIT),)
+        for position in placement.positions
+    )
+    return (alike,) * placement.ranks
 
 
 def _digest(facts: object) -> str:

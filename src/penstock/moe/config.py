@@ -13,16 +13,11 @@ from penstock.routing.sizes import int8_row_bytes
 ChoiceKind = Literal["token", "expert", "soft"]
 PermutationName = Literal["sort", "index", "einsum"]
 
-REFUSED: dict[tuple[ChoiceKind, PermutationName], str] = {
-    (
-        "expert",
-        "sort",
-    ): "where experts choose, every slot is filled and none is left to sort; use index or einsum",
-    (
-        "soft",
-        "sort",
-    ): "a slot of SoftMoE mixes all tokens of a sample, so no token has a row of its own; use einsum",
-    ("soft", "index"): "a slot of SoftMoE mixes all tokens of a sample, so it has no index; use einsum",
+MIXES = "a slot of SoftMoE mixes all tokens of a sample, so"
+REFUSED: dict[tuple[str, str], str] = {
+    ("expert", "sort"): "where experts choose, every slot is filled, with none to sort; use index or einsum",
+    ("soft", "sort"): f"{MIXES} no token has a row of its own; use einsum",
+    ("soft", "index"): f"{MIXES} it has no index; use einsum",
 }
 
 

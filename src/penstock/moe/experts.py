@@ -1,4 +1,8 @@
-"""Experts: the local experts of one rank, run over rows that are sorted by expert."""
+"""Experts: the local experts of one rank, run over rows that are sorted by expert.
+
+Shapes: T tokens, k choices, R rows, n rows of one expert, N columns of a row: M, the hidden size, and those
+beside the hidden state; H expert hidden size, E experts: in parameters the local ones.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +117,6 @@ class StackedExperts(Experts):
 
 # ---- feed-forward experts: those of early MoE models, with GELU, and SwiGLU of present ones; shared
 # experts (DeepSeekMoE, Qwen), a network that every token passes, whatever its gate says
-#
-# Shapes: R rows, M hidden size, H expert hidden size, E local experts.
 
 
 INITIAL_STD = 0.02
@@ -194,8 +196,6 @@ class SharedExpert(nn.Module):
 
 
 # ---- any module as an expert ------------------------------------------------------------------------------
-#
-# Shapes: R rows, M hidden size, n rows of one expert.
 
 
 NUMBERED = re.compile(r"(?P<before>(?:^|.*?\.)expert_modules\.)(?P<number>\d+)\.(?P<after>.+)")
@@ -251,9 +251,7 @@ class ModuleExperts(Experts):
 # Without replicas an expert's rows go to where its placement says. While ranks hold others' experts as
 # replicas, a rank's rows of an expert are split among several positions, here or on the way, and a replica
 # computes them with parameters that were brought to it.
-#
-# Shapes: T tokens, k choices, E experts (total), H positions among which an expert's rows are split, R rows,
-# M hidden size.
+# Here H are the positions among which an expert's rows are split.
 
 
 STRIDE = 2531
@@ -262,16 +260,11 @@ STRIDE = 2531
 
 @dataclass(frozen=True)
 class OwnSlots:
-    """Slots without replicas: every expert is where it is placed.
-
-    Attributes:
-        rank: This rank's place in the expert group.
-    """
+    """Slots without replicas: every expert is where it is placed."""
 
     permutation: Permutation
     experts: Experts
     placement: ExpertPlacement
-    rank: int
 
     def placed(self, choice: Choice) -> Choice:
         """Return the choice by position instead of by expert.
@@ -282,7 +275,7 @@ class OwnSlots:
             return choice
         if isinstance(choice, TokenChoice):
             # The entry after the last expert keeps padding at -1.
-            table = on_device((*self.placement.positions(self.rank), -1), choice.experts_Tk.device)
+            table = on_device((*self.placement.positions, -1), choice.experts_Tk.device)
             return replace(choice, experts_Tk=table[choice.experts_Tk])
         experts = on_device(self.placement.by_position, choice.weights.device)
         if isinstance(choice, ExpertChoice):
@@ -389,8 +382,7 @@ def slots_with_replicas(
 # leaves home with the residual stream r instead of its norm, the weight w of the choice, and a number c that
 # is 1 in the row of the first choice and 0 in all others; at the experts the row becomes w * E(norm(r)) + c *
 # r. The sum of a token's rows is then the whole output of the block, whatever the weights add up to, and no
-# additional row has travelled. Shapes: T tokens, M hidden size, k choices, R rows, N columns of a row: M and
-# those beside the hidden state.
+# additional row has travelled.
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class MoELayer(nn.Module):
     @property
     def expert_slots(self) -> OwnSlots | SlotsWithReplicas:
         """Where rows go, and which experts compute them here."""
-        return self._replica_slots or OwnSlots(self.permutation, self.experts, self.placement, self.ep_rank)
+        return self._replica_slots or OwnSlots(self.permutation, self.experts, self.placement)
 
     def use_replicas(self, slots: SlotsWithReplicas | None) -> None:
         """Route to the replicas of all ranks, and compute those of this rank; None: there are no replicas.
@@ -481,8 +481,7 @@ def check_parts(
     check_dispatch(permutation, dispatch)
     if gate.kind not in permutation.kinds:
         takes = f"it takes choices of kind {' or '.join(permutation.kinds)}, not {gate.kind}"
-        reasons = {(str(kind), str(name)): why for (kind, name), why in REFUSED.items()}
-        why = reasons.get((gate.kind, permutation.name), takes)
+        why = REFUSED.get((gate.kind, permutation.name), takes)
         raise ValueError(f"{type(gate).__name__} with {type(permutation).__name__}: {why}")
     held = expert.num_local_experts * ep_size
     if gate.num_experts != held:
@@ -508,11 +507,6 @@ def check_parts(
 
 def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, slots: int) -> None:
     """Raise PlacementError unless a layer of these sizes can run under `placement`."""
-    if placement.has_replicas:
-        raise PlacementError(
-            "the placement gives an expert several homes, and a layer does not sum gradients of replicas "
-            "inside an expert group yet: give every expert one home"
-        )
     for name, actual, wanted in (
         ("experts", placement.num_experts, num_experts),
         ("ranks", placement.ranks, ep_size),

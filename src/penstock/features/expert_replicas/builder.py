@@ -47,7 +47,7 @@ class ReplicationBuilder:
     def __init__(self, problem: ExpertProblem) -> None:
         self.problem = problem
         self.replicas: list[list[int]] = [[] for _ in range(problem.ranks)]
-        self.homes = [sorted(home.rank for home in homes) for homes in problem.placement.homes]
+        self.homes = [[owner] for owner in problem.placement.owners]
         self.rows: list[list[int]] = [[] for _ in self.homes]
         self.computed = [0] * problem.ranks
         self.near()

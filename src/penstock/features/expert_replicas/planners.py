@@ -125,9 +125,6 @@ class Replicas:
         self.copied: list[int] = []
         self.held: list[list[int]] = [[] for _ in range(problem.ranks)]
         self.targets = np.tile(problem.placement.owners, (problem.ranks, 1))
-        for expert, homes in enumerate(problem.placement.homes):
-            for home in homes:
-                self.targets[home.rank, expert] = home.rank
 
     def copy(self, expert: int, ranks: Sequence[int]) -> None:
         """Make an expert a replica of those of some ranks that do not hold it and have a free slot."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.models.decoder import Block
-from penstock.moe import MoEConfig, MoELayer, build_layer
+from penstock.moe import MoELayer, build_layer
 from penstock.placement import ExpertPlacement, PlacementError
 from tests.support.checkpoints import CASE, bare, check_equal, loaded_by, saved_by, state_of, trained
 from tests.support.parity import batch_of, stack_of
@@ -73,10 +73,3 @@ def layer(placement: ExpertPlacement) -> MoELayer:
 def test_a_placement_that_does_not_fit_is_refused(held: list[list[int]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         layer(ExpertPlacement.of(held))
-
-
-def test_replicas_inside_an_expert_group_are_not_there_yet() -> None:
-    placement = ExpertPlacement.of([[0, 1], [0, 2]])
-    config = MoEConfig(num_experts=3, moe_ffn_hidden_size=8, top_k=1)
-    with pytest.raises(ValueError, match="gives an expert several homes"):
-        build_layer(8, config, ep_size=2, placement=placement)
