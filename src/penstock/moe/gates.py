@@ -1,6 +1,7 @@
 """Gates beside softmax: sigmoid, noisy, cosine, SoftMoE, and experts that choose.
 
-Shapes: T tokens, M hidden size, B samples of L tokens, E experts.
+Shapes: T tokens, M hidden size, P size of a projection, B samples of L tokens, E experts, S slots per expert
+(and sample, where all is mixed), N slots of all experts.
 """
 
 from __future__ import annotations
@@ -107,7 +108,6 @@ class NoisyRouter(SoftmaxRouter):
 #
 # logits = cos(W x, e) / temperature in a space of few dimensions, so that the length of a hidden state has no
 # effect and hidden states are not drawn towards the experts' vectors.
-# Shapes: T tokens, M hidden size, P size of the projection, E experts.
 
 
 INITIAL_TEMPERATURE = 0.07
@@ -144,8 +144,7 @@ class CosineRouter(TokenRouter):
 #
 # Nothing is chosen: a slot is a mix of all tokens of its sample, a token's output a mix of all slots.
 # Tokens and slot vectors are normalised, and a learnt scale is applied (section 2.3 of the paper), as
-# otherwise every softmax of a wide model would collapse to a single token or slot. Shapes: T tokens, B
-# samples of L tokens, M hidden size, E experts, S slots per expert and sample.
+# otherwise every softmax of a wide model would collapse to a single token or slot.
 
 
 class SoftRouter(Router):
@@ -196,7 +195,7 @@ class SoftRouter(Router):
 #
 # Every expert takes the tokens that like it best, so experts are balanced by construction. They choose
 # among the tokens of one microbatch on one rank: which tokens compete, and with it the result, depends on
-# the split. Shapes: T tokens, M hidden size, E experts, S slots per expert.
+# the split.
 
 
 class ExpertChoiceRouter(Router):

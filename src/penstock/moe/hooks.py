@@ -3,7 +3,7 @@
     x ─[before_moe_start]─ gate, permutation ─[before_dispatch]─ dispatch ─[after_dispatch]─ experts
     ─[before_combine]─ combine ─[after_combine]─ unpermute ─[before_moe_end]─ out
 
-Shapes: T tokens, M hidden size, R rows.
+Shapes: T tokens, M hidden size, R rows, W words of an encoded row.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ class _TwoWay(torch.autograd.Function):
 #
 # A gradient travels back in the form of the rows: what encodes rows in forward decodes gradients in backward.
 # Hooks keep no state between calls, so several microbatches may be in transit, and evaluation between them.
-# Shapes: R rows, M hidden size, W words.
 
 
 HALF_BYTES = 2
@@ -199,9 +198,9 @@ class Int8Rows(EncodedRows):
 
 # ---- rows as int8: symmetric, with one scale per row, so that no row is coarser because of another one ----
 #
-# A row [M] becomes W float32 words: M bytes, padding up to a whole word, and its scale. Words are used
-# because autograd gives no gradient to integers. Their values mean nothing: they may be copied, not computed
-# with. Shapes: R rows, M hidden size, W = ceil(M / 4) + 1 words.
+# A row [M] becomes W = ceil(M / 4) + 1 float32 words: M bytes, padding up to a whole word, and its scale.
+# Words are used because autograd gives no gradient to integers. Their values mean nothing: they may be
+# copied, not computed with.
 
 
 STEPS = 127

@@ -80,8 +80,6 @@ def onednn_is_faster() -> bool:
 
 
 # ---- sizes of groups of rows: numbers on the host, which products and permutations also need on the device
-#
-# Shapes: R rows, N groups.
 
 
 def ends_of(sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -153,8 +151,6 @@ class _Gathered(torch.autograd.Function):
 
 
 # ---- matrix products of rows that are sorted by expert, with one weight matrix per expert -----------------
-#
-# Shapes: R rows, M hidden size, H expert hidden size, E local experts.
 
 
 Product = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
@@ -363,7 +359,7 @@ def _aligned(factor: Tensor) -> bool:
 # In either case it is added to `weight.grad` in place: a separate gradient would be written and read once
 # more. Only a weight that is a parameter without hooks, or such a parameter with its matrices transposed,
 # is treated so; any other gets its gradient from autograd, as does one that has received a hook since
-# forward. Shapes: R rows, M and H widths of a weight matrix, E local experts.
+# forward.
 
 
 class ComputeCopies:

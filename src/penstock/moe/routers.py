@@ -3,8 +3,8 @@
 Tokens choose experts, experts choose tokens, or all are mixed (SoftMoE). A new gate defines `logits` (where
 tokens choose) or `choose` (anything else); `gates` has more of them.
 
-Shapes: T tokens, M hidden size, B samples of L tokens, E experts (total), k choices per token, S slots per
-expert.
+Shapes: T tokens, M hidden size, B samples of L tokens, E experts (total), G groups of experts, k choices per
+token, S slots per expert, Y MoE layers.
 """
 
 from __future__ import annotations
@@ -356,8 +356,6 @@ def linear_weight(rows: int, columns: int) -> nn.Parameter:
 
 
 # ---- group-limited choice (DeepSeek-V2 and V3): a token's experts come from few groups, so from few nodes -
-#
-# Shapes: T tokens, E experts, G groups.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,7 +400,6 @@ class ExpertGroups:
 # After every optimiser step the bias of an expert that got less than its share rises by `rate`, that of an
 # expert that got more falls by it. Only what was trained on is counted: a forward pass counts once, when its
 # backward has run, so evaluation and recomputation do not count and gradient accumulation adds up.
-# Shapes: E experts.
 
 
 class ExpertBias(nn.Module):
@@ -471,8 +468,6 @@ class _CountInBackward(torch.autograd.Function):
 
 
 # ---- the usual gate: softmax over one matrix --------------------------------------------------------------
-#
-# Shapes: T tokens, B samples of L tokens, M hidden size, E experts.
 
 
 class SoftmaxRouter(TokenRouter):
@@ -498,8 +493,7 @@ class SoftmaxRouter(TokenRouter):
 #
 # aux = E * sum_e f_e * P_e per layer; f_e is the share of (token, choice) pairs that chose expert e, before
 # any drop, P_e the mean gate probability. f_e has no gradient, so backward needs only one factor per expert.
-# The loss is not a mean over tokens: judged on pieces it has another value and another gradient. Shapes: B
-# samples of a microbatch, E experts, Y MoE layers.
+# The loss is not a mean over tokens: judged on pieces it has another value and another gradient.
 
 
 class Balance(Protocol):

@@ -1,7 +1,7 @@
 """The einsum permutation, and its masks: which token is in which slot, as zeros and ones or as a mix.
 
-Shapes: T tokens = B samples of L tokens, k choices, E experts (total), S slots per expert (and sample).
-Where slots do not belong to samples, B = 1.
+Shapes: T tokens = B samples of L tokens, M hidden size, k choices, E experts (total), S slots per expert (and
+sample), N of all samples, R rows. Where slots do not belong to samples, B = 1.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ def one_hot(values: Tensor, size: int) -> Tensor:
 # A mask has one number for every token and slot, T * E * S in all, and every product needs M times that
 # number of multiplications, nearly all with zero: this is GShard's cost, and the reason for the other
 # permutations. It is the only permutation for SoftMoE, whose masks have no zeros (there S slots are of one
-# sample and a mask L * E * S). Shapes: T tokens = B samples of L tokens, M hidden size, k choices, E experts
-# (total), S slots per expert (and sample), C chunks, R rows. Where slots do not belong to samples, B = 1.
+# sample and a mask L * E * S).
 
 
 class EinsumPermutation(Permutation):

@@ -1,6 +1,7 @@
 """Permutations with a number of rows that does not depend on the routing: by slots, or within bounds.
 
-Shapes: T tokens, M hidden size, k choices, E experts, N positions, S slots per expert, C chunks, R rows.
+Shapes: T tokens, M hidden size, k choices, E experts (total), N positions (experts of all ranks, by rank), S
+slots per expert, C chunks, R rows.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ from penstock.moe.routers import Choice, ExpertChoice, TokenChoice
 from penstock.routing.sizes import capacity_slots, split_sizes
 
 # ---- the index permutation (Tutel, Hwang et al. 2023): slots are found by index, not by products with masks
-#
-# Shapes: T tokens, M hidden size, k choices, E experts (total), S slots per expert, C chunks, R rows.
 
 
 class IndexPermutation(RowOrder):
@@ -125,8 +124,6 @@ def slot_rows(experts: Tensor, place: Tensor, sizes: tuple[int, ...], num_expert
 
 
 # ---- the bounded permutation: dropless rows whose sizes are known before the gate has chosen --------------
-#
-# Shapes: T tokens, k choices, N positions (experts of all ranks, by rank), C chunks, R rows.
 
 
 class BoundedPermutation(SortPermutation):

@@ -3,7 +3,9 @@
 Rows are moved by sums over bags, with the same bits every time. Blocks of rows from ranks are put into the
 order of experts here, too.
 
-Shapes: T tokens, M hidden size, C chunks, E experts (total), R rows, B bags, N entries of bags.
+Shapes: T tokens, M hidden size, k choices, C chunks, E experts (total), R rows (all chunks one after the
+other), B bags, N entries of bags, or weights: [T, k] where tokens choose, [E, S] where experts do; numbered
+as if flat.
 """
 
 from __future__ import annotations
@@ -94,8 +96,7 @@ def histogram(values: Tensor, bins: int) -> Tensor:
 #
 # Both directions are sums over bags, and each is the transpose of the other: a token is the bag of its
 # rows; a row is a bag of one token, or of none where it is padding. So backward scatters no more than
-# forward. Shapes: T tokens, M hidden size, R rows (all chunks one after the other), N weights: [T, k] where
-# tokens choose, [E, S] where experts do; numbered as if flat.
+# forward.
 
 
 @dataclass(frozen=True)
@@ -408,8 +409,6 @@ def _transposed(rows_RM: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
 
 
 # ---- the sort permutation: dropless, rows sorted by expert, nothing padded (MegaBlocks, Gale et al. 2023) -
-#
-# Shapes: T tokens, M hidden size, k choices, N = T * k, E experts (total), C chunks, R rows.
 
 
 class SortPermutation(RowOrder):
