@@ -24,6 +24,7 @@ from penstock.runtime import PipelinedStack
 from penstock.train.assemble import build_stack
 from tests.features.dispatch.test_legs import exchanged, permuted, tables
 from tests.steps import PLAIN
+from tests.support.alone import numbers as drawn
 from tests.support.close import check_close
 from tests.support.formulas import FORMULAS, SLOTS, mixed, softmax, swiglu
 from tests.support.pages import CHOICES, EXPERTS, EXTENDING, HIDDEN, MOE_LAYER, OWN_LOOP, blocks, run_block
@@ -77,10 +78,6 @@ def layer_with(part: str, number: int = 0, ep_size: int = 1, ep_rank: int = 0) -
 
 
 # ---- against formulas --------------------------------------------------------------------------------------
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -222,8 +219,10 @@ def check_part(ranks: Pools, part: str, world_size: int, schedule: str) -> None:
         check_close(result.gradients[name], gradient, 1e-10, f"gradient of {name}")
 
 
-TURNS = [(part, schedule) for i, part in enumerate(PARTS) for schedule in islice(cycle(PLAIN), i, i + 4)]
-"""Four schedules for every part; all of them take turns."""
+TURNS = [
+    (part, schedule) for i, part in enumerate(PARTS) for schedule in islice(cycle(PLAIN), 2 * i, 2 * i + 2)
+]
+"""Two schedules for every part; all of them take turns."""
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,16 +38,11 @@ def test_any_run_of_rows_is_shared_as_the_split_says(shares: list[int], first: i
     assert spread(torch.full((3, 1), 1)).tolist() == [[9]] * 3
 
 
-def experts_of(kind: str) -> Experts:
-    if kind == "module":
-        return ModuleExperts(lambda: torch.nn.Linear(4, 4), 3)
-    return SwiGLUExperts(4, 6, 3)
-
-
+@pytest.mark.parametrize(
+    "own", [ModuleExperts(lambda: torch.nn.Linear(4, 4), 3), SwiGLUExperts(4, 6, 3)], ids=["module", "swiglu"]
+)
 @torch.no_grad()
-def check_replicas(kind: str) -> None:
-    """Replicas with the own experts' values compute what those would."""
-    own = experts_of(kind)
+def test_replicas_compute_what_their_owners_would(own: Experts) -> None:
     replicas = own.replicas(2)
     assert replicas.num_local_experts == 2
     assert {id(p) for p in own.parameters()}.isdisjoint(map(id, replicas.parameters()))
@@ -60,11 +56,6 @@ def check_replicas(kind: str) -> None:
     wanted = own(rows[:5], [2, 0, 3]), own(rows[5:9], [0, 0, 4]), own(rows[9:], [0, 2, 0])
     assert torch.allclose(both(rows, sizes), torch.cat(wanted))
     assert torch.equal(both(rows[:5], [2, 0, 3, 0, 0]), wanted[0])
-
-
-def test_replicas_compute_what_their_owners_would() -> None:
-    for kind in ("module", "swiglu"):
-        check_replicas(kind)
 
 
 def test_replicas_are_trained_where_the_own_experts_are() -> None:

@@ -18,6 +18,7 @@ from penstock.models import MoEDecoder
 from penstock.runtime import PipelinedStack, clip_grad_norm_
 from penstock.runtime.fingerprints import ParameterMismatchError
 from penstock.train.assemble import first_plan
+from tests.support.alone import numbers as drawn
 from tests.support.parity import (
     Case,
     StepResult,
@@ -56,10 +57,6 @@ class Reaching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x * self.reach())
         return out
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def linear(inputs: int, outputs: int, seed: int = 0) -> nn.Linear:

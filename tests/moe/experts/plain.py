@@ -15,6 +15,9 @@ from penstock.moe import products
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
+TYPES = [*((each, each) for each in TOLERANCE), (torch.bfloat16, torch.float32)]
+"""Of rows and of weights."""
+
 SIZES = {
     "equal": (3, 3, 3),
     "one expert": (5,),

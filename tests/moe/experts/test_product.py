@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.moe.products import grouped_product, weight_gradient
-from tests.moe.experts.plain import SIZES, TOLERANCE, WAYS, by_loop, check_close, numbers, take
+from tests.moe.experts.plain import SIZES, TOLERANCE, TYPES, WAYS, by_loop, check_close, numbers, take
 
 every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 every_type = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -30,22 +30,16 @@ def check_product(
 
 
 @every_way
-@every_type
+@pytest.mark.parametrize("types", TYPES, ids=str)
 @every_size
 def test_equals_a_loop(
-    sizes: tuple[int, ...], dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...],
+    types: tuple[torch.dtype, torch.dtype],
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     take(way, monkeypatch)
-    check_product(sizes, 16, 24, dtype)
-
-
-@every_way
-@every_size
-def test_weights_are_cast_to_the_type_of_the_rows(
-    sizes: tuple[int, ...], way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(way, monkeypatch)
-    check_product(sizes, 16, 24, torch.bfloat16, torch.float32)
+    check_product(sizes, 16, 24, *types)
 
 
 @every_way

@@ -9,23 +9,19 @@ import torch
 from torch import Tensor
 
 from penstock.moe.products import AutogradWeights, ComputeCopies, WeightGradients, grouped_product
-from tests.moe.experts.plain import SIZES, TOLERANCE, WAYS, check_close, numbers, take
+from tests.moe.experts.plain import SIZES, TOLERANCE, TYPES, WAYS, check_close, numbers, take
 from tests.support.casts import Casts
 
 Store = AutogradWeights | WeightGradients
 
 
-def autograd_with_copies() -> Store:
-    return AutogradWeights(ComputeCopies())
-
-
-def deferred_with_copies() -> Store:
-    return WeightGradients(copies=ComputeCopies())
-
-
-both = pytest.mark.parametrize(
-    "make", [AutogradWeights, WeightGradients, autograd_with_copies, deferred_with_copies]
-)
+MAKERS: dict[str, Callable[[], Store]] = {
+    "autograd": AutogradWeights,
+    "deferred": WeightGradients,
+    "autograd with copies": lambda: AutogradWeights(ComputeCopies()),
+    "deferred with copies": lambda: WeightGradients(copies=ComputeCopies()),
+}
+both = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 every_way = pytest.mark.parametrize("way", WAYS)
 
@@ -43,15 +39,7 @@ def gradient(tensor: Tensor) -> Tensor:
 @both
 @every_way
 @every_size
-@pytest.mark.parametrize(
-    ("dtype", "weight_dtype"),
-    [
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "weight_dtype"), TYPES)
 def test_equal_autograd(
     make: Callable[[], Store],
     sizes: tuple[int, ...],
