@@ -19,7 +19,7 @@ SIZES = st.integers(1, 3)
 
 @st.composite
 def meshes(draw: st.DrawFn) -> Mesh:
-    """Any world whose views fill it, with nodes or without."""
+    """Any world whose views fill it."""
     local, nodes, etp, edp = draw(st.tuples(SIZES, SIZES, SIZES, SIZES))
     world_size = local * nodes * etp * edp
     dividing = [n for n in range(1, world_size + 1) if world_size % n == 0]
@@ -29,7 +29,6 @@ def meshes(draw: st.DrawFn) -> Mesh:
         ep_local_size=local if nodes > 1 else draw(st.sampled_from([0, local])),
         tp_size=draw(st.sampled_from(dividing)),
         etp_size=etp,
-        node_size=draw(st.sampled_from([0, *dividing])),
     )
 
 
@@ -78,9 +77,9 @@ def test_a_group_is_what_remains_when_other_coordinates_are_fixed(mesh: Mesh, ax
 def test_coordinates_are_counted_with_the_last_axis_fastest(mesh: Mesh) -> None:
     for view in VIEWS:
         for rank, where in enumerate(coordinates(mesh, view)):
-            assert {axis: mesh.coordinate(rank, axis) for axis in VIEWS[view]} == where
+            assert {axis: mesh.place(rank, (axis,)) for axis in VIEWS[view]} == where
     for rank, where in enumerate(coordinates(mesh, "experts")):
-        assert mesh.coordinate(rank, "ep") == where["ep_node"] * mesh.local_size + where["ep_local"]
+        assert mesh.place(rank, ("ep",)) == where["ep_node"] * mesh.local_size + where["ep_local"]
 
 
 @given(meshes(), any_axes(), seeds)
@@ -90,15 +89,6 @@ def test_a_group_has_the_latest_time_of_its_members(mesh: Mesh, axes: Axes, seed
     assert found.tolist() == [max(times[list(group)]) for group in same_group(mesh, axes)]
 
 
-@given(meshes(), any_axes())
-def test_nodes_of_a_group_are_counted(mesh: Mesh, axes: Axes) -> None:
-    if mesh.node_size == 0:
-        assert mesh.nodes_of(axes) == 1
-        return
-    nodes = [len({rank // mesh.node_size for rank in group}) for group in same_group(mesh, axes)]
-    assert mesh.nodes_of(axes) == max(nodes)
-
-
 @given(meshes())
 def test_silent_are_the_groups_of_one_rank(mesh: Mesh) -> None:
     alone = {axes for axes in Group.NAMES.values() if all(len(g) == 1 for g in same_group(mesh, axes))}
@@ -106,7 +96,7 @@ def test_silent_are_the_groups_of_one_rank(mesh: Mesh) -> None:
 
 
 def test_two_nodes_of_two_ranks_twice() -> None:
-    mesh = Mesh(world_size=8, ep_size=4, ep_local_size=2, node_size=2)
+    mesh = Mesh(world_size=8, ep_size=4, ep_local_size=2)
     assert mesh.groups(Group.EXPERT) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert mesh.groups(Group.NODE) == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert mesh.groups(Group.RAIL) == ((0, 2), (1, 3), (4, 6), (5, 7))
@@ -114,7 +104,6 @@ def test_two_nodes_of_two_ranks_twice() -> None:
     assert mesh.groups(Group.WORLD) == (tuple(range(8)),)
     assert mesh.groups(Group.ALONE) == tuple((rank,) for rank in range(8))
     assert mesh.members(6, Group.RAIL) == (4, 6)
-    assert [mesh.nodes_of(axes) for axes in (Group.NODE, Group.RAIL, Group.WORLD)] == [1, 2, 4]
 
 
 def test_names_for_people() -> None:

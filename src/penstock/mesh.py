@@ -209,7 +209,6 @@ class Mesh:
         ep_local_size: Ranks of such a group in one node; 0: all.
         tp_size: Ranks that share attention.
         etp_size: Ranks that share every expert.
-        node_size: Consecutive ranks in one node; 0: one node, or not known.
     """
 
     world_size: int = 1
@@ -217,7 +216,6 @@ class Mesh:
     ep_local_size: int = 0
     tp_size: int = 1
     etp_size: int = 1
-    node_size: int = 0
 
     def __post_init__(self) -> None:
         for name, wanted in (("tp", self.tp_size), ("ep x etp", self.ep_size * self.etp_size)):
@@ -252,10 +250,6 @@ class Mesh:
         """Return the number of ranks in every group along `axes`."""
         return prod(self.sizes[axis] for axis in resolve(axes)[1])
 
-    def coordinate(self, rank: int, axis: str) -> int:
-        """Return the coordinate of a rank along one axis; joined axes are allowed."""
-        return self.place(rank, (axis,))
-
     def place(self, rank: int, axes: Axes) -> int:
         """Return the place of a rank within its group along `axes`."""
         view, own = resolve(axes)
@@ -288,12 +282,6 @@ class Mesh:
             rows = ranks.reshape(-1, self.size(axes)).tolist()
             groups = self._groups[axes] = tuple(map(tuple, rows))
         return groups
-
-    def nodes_of(self, axes: Axes) -> int:
-        """Return in how many nodes a group along `axes` has ranks: the largest number of any group."""
-        if not self.node_size:
-            return 1
-        return max(len({node_of(rank, self.node_size) for rank in group}) for group in self.groups(axes))
 
     def latest(self, times: Seconds, axes: Axes) -> Seconds:
         """Return for every rank the latest time within its group along `axes`.

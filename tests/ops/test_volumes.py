@@ -14,7 +14,6 @@ import pytest
 from penstock.cost import ClusterConfig, StepCost, Workload
 from penstock.features.build import build_graph
 from penstock.graph import Graph, Phase, Task
-from penstock.mesh import Mesh
 from penstock.ops.work import Collective
 from penstock.step import Sharing, StepShape
 from penstock.step.shape import ExpertForm, TokenLayout
@@ -67,9 +66,7 @@ def step(form: ExpertForm, tokens: TokenLayout, capacity: float | None) -> tuple
 
 def received(task: Task, cost: StepCost) -> tuple[float, float]:
     """Elements that a rank receives from its own node and from others, of equal parts for all it meets."""
-    work, mesh = cost.work(task), replace(cost.workload.mesh, node_size=NODE)
-    assert isinstance(mesh, Mesh)
-    peers = mesh.members(0, task.axes)
+    work, peers = cost.work(task), cost.workload.mesh.members(0, task.axes)
     inside = sum(peer < NODE for peer in peers) - 1
     each = TIMES[work.collective] * work.sent_bytes / BYTES / len(peers)
     return inside * each, (len(peers) - 1 - inside) * each

@@ -363,7 +363,6 @@ class Layout:
             ep_local_size=self.ep_node_size,
             tp_size=self.tp_size,
             etp_size=self.etp_size,
-            node_size=self.node_size,
         )
 
 
