@@ -70,7 +70,8 @@ def reference_loss(weights: Weights, settings: Settings, tokens_BL: Tensor, labe
         h = h + _attention(_norm(h, w["input_layernorm.weight"], settings.eps), w, settings, documents)
         x = _norm(h, w["post_attention_layernorm.weight"], settings.eps)
         if layer in settings.moe_layers:
-            out, more = _moe(x, layer, w, settings)
+            here = {name.removeprefix("mlp."): v for name, v in w.items() if name.startswith("mlp.")}
+            out, more = moe_layer(x, here, settings, layer)
             h, extra = h + out, extra + more
         else:
             gate, up = x @ w["mlp.gate_proj.weight"].T, x @ w["mlp.up_proj.weight"].T
@@ -118,9 +119,3 @@ def _rotated(x: Tensor, theta: float) -> Tensor:
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-def _moe(x: Tensor, layer: int, w: Weights, s: Settings) -> tuple[Tensor, Tensor]:
-    """Token by token, choice by choice. Returns the layer's output and its share of the extra losses."""
-    here = {k.removeprefix("mlp."): v for k, v in w.items() if k.startswith("mlp.")}
-    return moe_layer(x, here, s, layer)
