@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -27,6 +28,7 @@ from penstock.device import Cpu, using
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.plan.published.parm import parm_models
+from penstock.runtime.machinery import Machinery
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
@@ -44,6 +46,7 @@ TINY = (
     "data.batch_per_device=2",
 )
 BUDGET_S = 0.2
+CPU = torch.device("cpu")
 COLLECTIVES = {
     "all_to_all",
     "uneven_all_to_all",
@@ -60,13 +63,21 @@ def tiny(*overrides: str) -> RunConfig:
     return load(RunConfig, None, [*TINY, *overrides])
 
 
-def profiled(rank: int, world_size: int, overrides: tuple[str, ...], node_size: int) -> ClusterFile:
-    config = tiny(*overrides)
+@contextmanager
+def connected(
+    config: RunConfig, rank: int, world_size: int = 2, *, node_size: int = 0, device: torch.device = CPU
+) -> Iterator[Machinery]:
+    """Lanes and groups of a rank, closed behind what is measured."""
     layout = replace(Layout.build(config.parallel, world_size, rank, 4), node_size=node_size)
-    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    file = profile_run(config, machinery, budget_s=BUDGET_S, name="loopback", limits=Limits(clock=ticking()))
+    machinery = build_machinery(layout, device, config.parallel, "float32")
+    yield machinery
     machinery.lanes.close()
-    return file
+
+
+def profiled(rank: int, world_size: int, overrides: tuple[str, ...], node_size: int) -> ClusterFile:
+    config, limits = tiny(*overrides), Limits(clock=ticking())
+    with connected(config, rank, world_size, node_size=node_size) as machinery:
+        return profile_run(config, machinery, budget_s=BUDGET_S, name="loopback", limits=limits)
 
 
 def ticking(step_s: float = 0.01) -> Callable[[], float]:
@@ -169,14 +180,12 @@ def test_groups_that_share_attention_and_experts_are_measured(ranks: Pools) -> N
 def pair_traffic(rank: int, etp_size: int) -> int:
     """Bytes that a rank sends for one pair of which each has 4096 bytes."""
     config = tiny("parallel.tp_size=2", f"parallel.etp_size={etp_size}")
-    layout = Layout.build(config.parallel, 4, rank, 4)
-    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    machinery.transports.open(_groups(layout))
-    action = make_pair(machinery, 1024)
-    before = machinery.transports.traffic.total()
-    action()
-    machinery.lanes.close()
-    return machinery.transports.traffic.total() - before
+    with connected(config, rank, 4) as machinery:
+        machinery.transports.open(_groups(machinery.layout))
+        action = make_pair(machinery, 1024)
+        before = machinery.transports.traffic.total()
+        action()
+        return machinery.transports.traffic.total() - before
 
 
 @pytest.mark.slow
@@ -219,11 +228,8 @@ def test_nodes_have_links_inside_and_legs(ranks: Pools) -> None:
 def test_one_rank_has_no_links(overrides: tuple[str, ...]) -> None:
     said: list[str] = []
     config = tiny(*overrides)
-    layout = Layout(world_size=1, ep_size=1, rank=0)
-    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    with telling(said.append):
+    with connected(config, 0, 1) as machinery, telling(said.append):
         file = profile_run(config, machinery, budget_s=BUDGET_S)
-    machinery.lanes.close()
     check(file)
     assert (file.ranks, file.links, file.contended_transfers) == (1, (), 1.0)
     assert {task.contended for task in file.tasks} == {1.0}
@@ -234,12 +240,10 @@ def test_one_rank_has_no_links(overrides: tuple[str, ...]) -> None:
 
 def measured_again(rank: int) -> tuple[tuple[LinkModel, ...], bool, int]:
     config = tiny()
-    layout = Layout.build(config.parallel, 2, rank, 4)
-    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
     file = ClusterFile(name="rates", nodes=1, ranks_per_node=2, rates=ClusterConfig(flops_per_s=1e12))
-    tasks = measure_tasks(config, machinery, 0.1, file, limits=Limits(clock=ticking()))
-    links = measure_links(machinery, (), 0.0, limits=Limits(clock=ticking()))
-    machinery.lanes.close()
+    with connected(config, rank) as machinery:
+        tasks = measure_tasks(config, machinery, 0.1, file, limits=Limits(clock=ticking()))
+        links = measure_links(machinery, (), 0.0, limits=Limits(clock=ticking()))
     return links, tasks.rates.flops_per_s == 1e12, len(tasks.kernels)
 
 
@@ -256,13 +260,9 @@ def test_both_halves_alone_on_no_budget_to_speak_of(ranks: Pools) -> None:
 def profiled_by_slow_clocks(rank: int, slow: tuple[int, ...]) -> tuple[ClusterFile, int]:
     """What ranks measure if an hour passes with every look at the clock of some; how often they report it."""
     said: list[str] = []
-    config = tiny()
-    layout = Layout.build(config.parallel, 2, rank, 4)
-    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    limits = Limits(clock=ticking(3600.0 if rank in slow else 0.0001))
-    with telling(said.append):
+    config, limits = tiny(), Limits(clock=ticking(3600.0 if rank in slow else 0.0001))
+    with connected(config, rank) as machinery, telling(said.append):
         file = profile_run(config, machinery, budget_s=BUDGET_S, limits=limits)
-    machinery.lanes.close()
     return file, len(said)
 
 
@@ -282,12 +282,9 @@ def test_measuring_ends_by_the_clock_with_what_there_is(ranks: Pools, slow: tupl
 
 def part_of_links(rank: int) -> tuple[list[LinkModel], bool]:
     """What is measured until the grace is over: each look takes a sixth of it."""
-    config = tiny()
-    layout = Layout.build(config.parallel, 2, rank, 4)
-    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
     limits = Limits(clock=ticking(GRACE_S / 6))
-    links = measure_links(machinery, (), 0.0, limits=limits)
-    machinery.lanes.close()
+    with connected(tiny(), rank) as machinery:
+        links = measure_links(machinery, (), 0.0, limits=limits)
     return list(links), limits.overran
 
 
@@ -298,14 +295,10 @@ def test_what_plans_rest_on_is_measured_first(ranks: Pools) -> None:
 
 
 def profiled_for_schedules(rank: int) -> ClusterFile:
-    config = tiny()
-    layout = Layout.build(config.parallel, 2, rank, 4)
-    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    usual = ScheduleConfig(microbatches=2)
+    config, usual = tiny(), ScheduleConfig(microbatches=2)
     alike = [replace(usual, name="flowmoe", all_reduce_chunk_bytes=size) for size in (1 << 20, 1 << 22)]
-    file = profile_schedules(config, machinery, [replace(usual, name="sequential"), *alike], 0.1)
-    machinery.lanes.close()
-    return file
+    with connected(config, rank) as machinery:
+        return profile_schedules(config, machinery, [replace(usual, name="sequential"), *alike], 0.1)
 
 
 @pytest.mark.slow
@@ -339,18 +332,14 @@ def test_the_sample_has_one_layer_of_each_kind_and_something_to_cut() -> None:
 
 def traffic(rank: int, elements: int) -> dict[str, int]:
     """Bytes that this rank sends in one exchange of each collective."""
-    config = tiny()
-    layout = replace(Layout.build(config.parallel, 4, rank, 4), node_size=2)
-    machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    assert (Lane.INTER, Group.EXPERT) in _groups(layout)
-    transport = machinery.transports.inter
-    makes = exchanges(transport, Group.EXPERT, rank, torch.device("cpu"))
     found = {}
-    for name, make in makes.items():
-        before = transport.traffic.total()
-        make(elements)()
-        found[str(name)] = transport.traffic.total() - before
-    machinery.lanes.close()
+    with connected(tiny(), rank, 4, node_size=2) as machinery:
+        assert (Lane.INTER, Group.EXPERT) in _groups(machinery.layout)
+        transport = machinery.transports.inter
+        for name, make in exchanges(transport, Group.EXPERT, rank, CPU).items():
+            before = transport.traffic.total()
+            make(elements)()
+            found[str(name)] = transport.traffic.total() - before
     return found
 
 
@@ -389,7 +378,7 @@ def uneven_clocks(rank: int) -> tuple[list[float], float]:
     from penstock.topology import Control
 
     budget = Budget(Control(rank, 2), 100.0 if rank else 50.0)
-    times = budget.timed(lambda: None, 3, torch.device("cpu"))
+    times = budget.timed(lambda: None, 3, CPU)
     return times, budget.left_s
 
 
@@ -437,14 +426,11 @@ def issuing_measured(rank: int) -> tuple[float, float, float, bool]:
 
     And whether the clock of a step on the stand-in was stopped when the device had done it.
     """
-    config, layout = tiny(), Layout(world_size=1, ep_size=1, rank=rank)
-    found = []
-    for device, kind in ((install(), CardDevice()), (torch.device("cpu"), Cpu())):
-        with using(kind), counted() as waits:
-            machinery = build_machinery(layout, device, config.parallel, "float32")
+    config, found = tiny(), []
+    for device, kind in ((install(), CardDevice()), (CPU, Cpu())):
+        with using(kind), counted() as waits, connected(config, rank, 1, device=device) as machinery:
             file = ClusterFile(name="rates", nodes=1, ranks_per_node=1)
             rates = measure_tasks(config, machinery, 0.1, file, limits=Limits(clock=ticking())).rates
-            machinery.lanes.close()
             found.append((rates, {(Path(path).stem, what) for path, _, what in waits}))
     (on_card, waits_on_card), (on_cpu, _) = found
     waited = ("tasks", "wait for the device") in waits_on_card

@@ -12,40 +12,33 @@ import pytest
 from penstock.cli import main
 from penstock.config import load
 from penstock.train.config import RunConfig
+from tests.cli.conftest import Cli
 
 WRONG = '[moe]\ntop_k = "x"\nnum_expert = 3\n[train]\nsteps = 0\n'
 
 
-def output(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What the command prints."""
-    assert main(["config", *map(str, words)]) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize("ending", ["toml", "yaml", "json"])
-def test_what_is_shown_is_a_file_of_the_same_settings(
-    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_shown_is_a_file_of_the_same_settings(ending: str, tmp_path: Path, cli: Cli) -> None:
     path, overrides = tmp_path / f"shown.{ending}", ["train.steps=5", 'output.dir="\\u007f: \U0001f4a5 \\n#"']
-    path.write_text(output(capsys, "show", "tiny", *overrides, "--format", ending))
+    path.write_text(cli.prints(["config", "show", "tiny", *overrides, "--format", ending]))
     assert load(RunConfig, path) == load(RunConfig, Path("tiny"), overrides)
 
 
-def test_where_a_value_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_a_value_comes_from(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[train]\nsteps = 7\nseed = 1\n")
-    shown = json.loads(output(capsys, "show", path, "train.steps=5", "--format", "json"))
+    shown = json.loads(cli.prints(["config", "show", path, "train.steps=5", "--format", "json"]))
     expected = {"steps": (5, "command line"), "seed": (1, str(path)), "log_every": (10, "default")}
     for name, (value, where) in expected.items():
         assert (shown["train"][name], shown["$from"][f"train.{name}"]) == (value, where)
-    assert "steps = 5  # command line" in output(capsys, "show", path, "train.steps=5")
+    assert "steps = 5  # command line" in cli.prints(["config", "show", path, "train.steps=5"])
 
 
-def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(WRONG)
     assert main(["config", "validate", "tiny", str(path)]) == 2
-    said = capsys.readouterr()
+    said = cli.capsys.readouterr()
     assert said.out == "tiny: valid\n"
     assert [line.split(": ")[2].split(" ")[0] for line in said.err.splitlines()] == [
         "moe.num_expert",
@@ -55,8 +48,8 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, capsys: pytest.Captur
     assert "Did you mean moe.num_experts?" in said.err and "Nearest valid: 1." in said.err
 
 
-def test_the_schema_knows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    schema = json.loads(output(capsys, "schema"))
+def test_the_schema_knows_every_setting(cli: Cli) -> None:
+    schema = json.loads(cli.prints(["config", "schema"]))
     moe: dict[str, Any] = schema["$defs"]["MoEConfig"]
     assert moe["additionalProperties"] is False
     assert moe["properties"]["top_k"].items() >= {"minimum": 1, "maximum": 65536, "default": 2}.items()
@@ -67,10 +60,10 @@ def test_the_schema_knows_every_setting(capsys: pytest.CaptureFixture[str]) -> N
     assert sections.keys() <= schema["properties"].keys()
 
 
-def test_help_says_what_settings_mean(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_settings_mean(cli: Cli) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help-settings", "train"])
-    assert "train.steps: a whole number from 1 to 99999999 (default: 200)" in capsys.readouterr().out
+    assert "train.steps: a whole number from 1 to 99999999 (default: 200)" in cli.capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--help-settings", "trains"])
-    assert "There are model, moe" in capsys.readouterr().err
+    assert "There are model, moe" in cli.capsys.readouterr().err

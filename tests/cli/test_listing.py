@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from penstock.cli import main
@@ -13,13 +11,11 @@ from penstock.plan.models import MODELS, open_models
 from penstock.schedule import SCHEDULES
 from penstock.workloads import RoutingConfig
 from penstock.workloads.catalogue import READ_BY
+from tests.cli.conftest import Cli
 
 
-def test_all_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "--json"]) == 0
-    found = {
-        kind: [row["name"] for row in rows] for kind, rows in json.loads(capsys.readouterr().out).items()
-    }
+def test_all_names_are_listed(cli: Cli) -> None:
+    found = {kind: [row["name"] for row in rows] for kind, rows in cli.finds(["list"]).items()}
     assert found == {
         "open": list(open_models()),
         "devices": [each.name for each in DEVICES],
@@ -32,42 +28,34 @@ def test_all_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("what", ["open", "devices", "models", "clusters", "schedules", "workloads"])
-def test_one_kind_fits_the_terminal(
-    what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_kind_fits_the_terminal(what: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is cut off: each row's last word is there."""
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["list", what]) == 0
-    text = capsys.readouterr().out
+    text = cli.prints(["list", what])
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    main(["list", what, "--json"])
-    values = [each for row in json.loads(capsys.readouterr().out)[what] for each in row.values()]
+    values = [each for row in cli.finds(["list", what])[what] for each in row.values()]
     plain = [each for value in values for each in (value if isinstance(value, list) else [value])]
     assert all(word in text for each in plain for word in str(each).removesuffix(".0").split())
     assert not any(isinstance(each, str) and each[0].isdigit() for each in plain), "numbers are numbers"
 
 
-def test_heads_take_one_line_where_there_is_room(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_take_one_line_where_there_is_room(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    main(["list", "models"])
-    _, _, head, rule, *_ = capsys.readouterr().out.splitlines()
+    _, _, head, rule, *_ = cli.prints(["list", "models"]).splitlines()
     assert "hidden / expert hidden" in head and set(rule.strip()) == {"─"}
 
 
 @pytest.mark.parametrize(("what", "number"), [("models", len(MODELS)), ("devices", len(DEVICES))])
 def test_a_model_and_a_device_take_one_line_each(
-    what: str, number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    what: str, number: int, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["list", what]) == 0
-    _, rows = capsys.readouterr().out.split("─\n")
+    _, rows = cli.prints(["list", what]).split("─\n")
     assert len(rows.strip().splitlines()) == number
 
 
-def test_an_unknown_kind_is_refused_with_all_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_kind_is_refused_with_all_that_there_are(cli: Cli) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["list", "gpus"])
     assert stop.value.code == 2
-    assert "'clusters'" in capsys.readouterr().err
+    assert "'clusters'" in cli.capsys.readouterr().err

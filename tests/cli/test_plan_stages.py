@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 
-from penstock.cli import main
+from tests.cli.conftest import Cli
 
 BASE = [
     *("plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "4x2xA100-80GB,net=10gbit"),
@@ -16,18 +13,10 @@ BASE = [
 STAGES, PARTS, UPDATE = "--pipeline-parallel-size", "--virtual-pipeline-parallel-size", "--global-batch"
 
 
-def planned(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main([*BASE, *words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 @pytest.mark.slow
-def test_a_plan_in_stages_tells_its_order_its_memory_and_that_it_cannot_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_in_stages_tells_its_order_its_memory_and_that_it_cannot_run(cli: Cli) -> None:
     words = [STAGES, "4", UPDATE, "32"]
-    found = planned([*words, PARTS, "1"], capsys)
+    found = cli.finds([*BASE, *words, PARTS, "1"])
     stages = found["stages"]
     assert not found["executable"]
     assert (stages["pipeline_parallel_size"], stages["microbatches"]) == (4, 16)
@@ -36,8 +25,7 @@ def test_a_plan_in_stages_tells_its_order_its_memory_and_that_it_cannot_run(
     assert 0 < stages["bubble"] < 1
     tokens = 32 * 256 / stages["update_s"]
     assert found["throughput"]["tokens_per_s"] == pytest.approx(tokens)
-    assert main([*BASE, *words]) == 0
-    text = capsys.readouterr().out
+    text = cli.prints([*BASE, *words])
     for line in ("Plan ", "Time ", "Bubble ", "Speed ", "Memory ", "Next ", "Note "):
         assert f"\n{line}" in text
     assert "does not execute stages" in text
@@ -59,39 +47,32 @@ def test_a_plan_in_stages_tells_its_order_its_memory_and_that_it_cannot_run(
         ([STAGES, "2", UPDATE, "32", "--sweep", "batch=1,2"], "--sweep"),
     ],
 )
-def test_what_no_stages_can_have_is_refused_by_name(
-    words: list[str], key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*BASE, "--layers", "5", *words]) == 2
-    said = capsys.readouterr().err
+def test_what_no_stages_can_have_is_refused_by_name(words: list[str], key: str, cli: Cli) -> None:
+    said = cli.refuses([*BASE, "--layers", "5", *words])
     assert said.startswith((f"penstock: {key} = ", f"penstock: {key}: "))
 
 
 @pytest.mark.slow
-def test_a_plan_without_stages_says_what_they_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned([UPDATE, "256"], capsys)
+def test_a_plan_without_stages_says_what_they_would_bring(cli: Cli) -> None:
+    found = cli.finds([*BASE, UPDATE, "256"])
     hint = found["stages"]
     assert hint["pipeline_parallel_size"] == 4
     assert hint["update_s"] < found["predicted_s"]
-    then = planned([*hint["options"].split(), UPDATE, "256"], capsys)["stages"]
+    then = cli.finds([*BASE, *hint["options"].split(), UPDATE, "256"])["stages"]
     assert then["update_s"] <= hint["update_s"] * (1 + 1e-9)
 
 
 @pytest.mark.slow
-def test_without_a_size_of_updates_stages_are_weighed_for_the_samples_of_a_step(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_a_size_of_updates_stages_are_weighed_for_the_samples_of_a_step(cli: Cli) -> None:
     words = ["plan", "--model", "olmoe-1b-7b", "--cluster", "4x8xA100-80GB,net=100gbit", "--budget", "0.01"]
-    assert main([*words, "--json"]) == 0
-    hint = json.loads(capsys.readouterr().out)["stages"]
+    hint = cli.finds(words)["stages"]
     assert hint["options"] == "--global-batch 32 --pipeline-parallel-size 4 --ep-size 8"
-    assert main([*words, *hint["options"].split(), "--json"]) == 0
-    then = json.loads(capsys.readouterr().out)["stages"]
+    then = cli.finds([*words, *hint["options"].split()])["stages"]
     assert then["update_s"] <= hint["update_s"] * (1 + 1e-9)
 
 
 @pytest.mark.slow
-def test_layouts_are_weighed_in_stages_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_are_weighed_in_stages_too(cli: Cli) -> None:
     words = [UPDATE, "64", STAGES, "2", "--nodes", "2", "--layers", "2"]
-    given, best = (planned([*words, *more], capsys)["stages"] for more in ([], ["--layout", "auto"]))
+    given, best = (cli.finds([*BASE, *words, *more])["stages"] for more in ([], ["--layout", "auto"]))
     assert best["update_s"] <= given["update_s"] * 1.05
