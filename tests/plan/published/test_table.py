@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.published.partitions import PARTITION_PLANNERS
 from penstock.cost import ClusterConfig, Workload
-from penstock.decision import MOST_SLICES, Decision, ScheduleConfig
+from penstock.decision import MOST_SLICES, Decision, Partition, ScheduleConfig
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Phase
@@ -22,6 +21,7 @@ from penstock.plan import Problem
 from penstock.plan.published import (
     PUBLISHED,
     Durations,
+    adaptive,
     flowmoe_choice,
     flowmoe_published_choice,
     fsmoe_choice,
@@ -30,8 +30,8 @@ from penstock.plan.published import (
     pipemoe_choice,
     sequential_choice,
 )
-from penstock.plan.published.degree import DEGREES, total_s
-from penstock.plan.published.partition import PartitionPlanner
+from penstock.plan.published.degree import DEGREES, Backward, total_s
+from penstock.plan.published.partition import Filling, PartitionPlanner
 from penstock.plan.published.table import apart
 from penstock.step import StepShape
 from penstock.step.shape import Sharing
@@ -167,7 +167,15 @@ def test_gradients_of_dense_blocks_on_top_are_there_from_the_start() -> None:
     assert [made.layer for made in backward.above] == [2, 1]
 
 
-@pytest.mark.parametrize("partition", PARTITION_PLANNERS.values(), ids=PARTITION_PLANNERS)
+def at_the_tail(backward: Backward) -> Partition:
+    """Nothing is hidden."""
+    filling = Filling(backward)
+    for gap in backward.gaps:
+        filling.make(gap.made)
+    return filling.partition()
+
+
+@pytest.mark.parametrize("partition", [adaptive, idle_only, at_the_tail])
 def test_fsmoe_runs_by_any_partition(partition: PartitionPlanner) -> None:
     asked = problem((True, True, True))
     choice = fsmoe_choice(asked, partition)
@@ -180,7 +188,7 @@ def test_pipelining_beats_none_and_gaps_beat_the_tail() -> None:
     asked = problem((True,) * 4, all_reduce_bytes=64 << 20)
     plain_s = iteration_s(asked, sequential_choice(asked))
     piped_s = iteration_s(asked, pipemoe_choice(asked))
-    at_the_tail_s = iteration_s(asked, fsmoe_choice(asked, PARTITION_PLANNERS["tail"]))
+    at_the_tail_s = iteration_s(asked, fsmoe_choice(asked, at_the_tail))
     filled_s = iteration_s(asked, fsmoe_choice(asked))
     assert filled_s < at_the_tail_s <= piped_s < plain_s
 
@@ -192,8 +200,8 @@ def test_filling_idle_time_lengthens_no_simulated_step(megabytes: int, latency_u
     cluster = replace(SLOW_LINK, link_latency_s=latency_us * 1e-6)
     asked = problem((True,) * 3, cluster=cluster, all_reduce_bytes=megabytes << 20)
     filled = fsmoe_choice(asked, idle_only)
-    at_the_tail = replace(filled, partition=fsmoe_choice(asked, PARTITION_PLANNERS["tail"]).partition)
-    assert iteration_s(asked, filled) <= iteration_s(asked, at_the_tail) * (1 + 1e-9) + (
+    behind = replace(filled, partition=fsmoe_choice(asked, at_the_tail).partition)
+    assert iteration_s(asked, filled) <= iteration_s(asked, behind) * (1 + 1e-9) + (
         3 * asked.cluster.all_reduce(4).alpha_s  # a layer in several portions starts up several times
     )
 

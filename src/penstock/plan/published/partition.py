@@ -33,15 +33,14 @@ class Filling:
     def make(self, gradients: Sequence[Made]) -> None:
         self._queue += [[made.layer, made.size_bytes] for made in gradients]
 
-    def fill(self, slot: Slot, spare_s: float, unit_bytes: int = FLOAT32_BYTES) -> float:
+    def fill(self, slot: Slot, spare_s: float) -> float:
         """Put in as much as fits into `spare_s`; return the seconds that are left.
 
         Args:
             spare_s: The seconds that reductions may take in the gap.
-            unit_bytes: Only whole units of a layer's gradients are put in, or the rest of the layer's.
         """
         while self._queue:
-            size = self._fitting(spare_s, unit_bytes)
+            size = self._fitting(spare_s)
             if not size:
                 break
             spare_s -= self._all_reduce.seconds(size)
@@ -66,7 +65,7 @@ class Filling:
         self.take(TAIL, self.pending_bytes)
         return Partition(tuple(map(tuple, self._portions)))
 
-    def _fitting(self, spare_s: float, unit_bytes: int) -> int:
+    def _fitting(self, spare_s: float) -> int:
         """Return the bytes of the next layer that fit into `spare_s`; 0 if the start-up alone does not."""
         model, rest = self._all_reduce, self._queue[0][1]
         if model.seconds(rest) <= spare_s:
@@ -74,25 +73,17 @@ class Filling:
         if spare_s <= model.alpha_s:
             return 0
         size = min(rest, int((spare_s - model.alpha_s) / model.beta_s_per_byte))
-        size -= size % unit_bytes
-        return size if model.seconds(size) <= spare_s else size - unit_bytes
+        size -= size % FLOAT32_BYTES
+        return size if model.seconds(size) <= spare_s else size - FLOAT32_BYTES
 
 
 # ---- partitions --------------------------------------------------------------------------------------------
 
-PARTS: tuple[Part, ...] = ("moe", "dense")
 
-
-def fill_idle(
-    backward: Backward, parts: Sequence[Part] = PARTS, unit_bytes: int = FLOAT32_BYTES
-) -> tuple[Filling, list[float], list[int]]:
+def fill_idle(backward: Backward) -> tuple[Filling, list[float], list[int]]:
     """Fill every gap with as much as it hides (step 1; Eq. 3 and 4, g_inv never negative).
 
     No layer gets longer.
-
-    Args:
-        parts: The parts of gaps that are filled.
-        unit_bytes: See `Filling.fill`.
 
     Returns:
         The gradients in their gaps; by gap, the seconds of reductions in its MoE part; and by gap, the bytes
@@ -101,9 +92,8 @@ def fill_idle(
     filling, reduce_s, left = Filling(backward), [], []
     for gap in backward.gaps:
         spare_s = idle_s(gap.part, backward.degree(gap).chunks)
-        inside = spare_s - filling.fill(_slot(gap, "moe"), spare_s, unit_bytes) if "moe" in parts else 0.0
-        reduce_s.append(inside)
-        filling.fill(_slot(gap, "dense"), gap.dense_s, unit_bytes)
+        reduce_s.append(spare_s - filling.fill(_slot(gap, "moe"), spare_s))
+        filling.fill(_slot(gap, "dense"), gap.dense_s)
         left.append(filling.pending_bytes)
         filling.make(gap.made)
     return filling, reduce_s, left
@@ -115,16 +105,12 @@ def idle_only(backward: Backward) -> Partition:
 
 
 def adaptive(backward: Backward) -> Partition:
-    """Return FSMoE's partition: step 1, then the rest in MoE parts by differential evolution (step 2)."""
-    return spread_rest(backward, evolved)
-
-
-def spread_rest(backward: Backward, solve: Callable[[Rest], Sequence[float]]) -> Partition:
-    """Return step 2's partition: x_q more bytes in the MoE part of layer q, at most what is left by then."""
+    """Return FSMoE's partition: step 1, then the rest in MoE parts by differential evolution (step 2): x_q
+    more bytes in that of layer q, at most what is left by then."""
     _, reduce_s, left = fill_idle(backward)
     extra = [0.0] * len(left)
     if any(left):
-        extra = list(solve(Rest.of(backward, reduce_s, left)))
+        extra = list(evolved(Rest.of(backward, reduce_s, left)))
     # Every gap is filled as step 1 did, and `extra` more bytes are put into MoE parts.
     filling = Filling(backward)
     for gap, spare_s, more in zip(backward.gaps, reduce_s, extra, strict=True):
