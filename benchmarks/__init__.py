@@ -15,23 +15,17 @@ Ctrl-C ends each of them; what had been measured until then is printed.
 `peers` holds the other systems that `penstock bench --peers` compares with.
 """
 
-import os
 import signal
 import sys
-from types import FrameType
 
-from penstock.stops import SIGNALS, speaks
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """End at once: while modules are loaded there is nothing to clear up; the first rank says so."""
-    del frame
-    signal.signal(number, signal.SIG_IGN)  # one Ctrl-C may arrive twice
-    if speaks():
-        print("penstock: stopped; nothing had been measured yet", file=sys.stderr, flush=True)
-    os._exit(130)
+from penstock.stops import STOPS
 
 
-if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _leave)  # `python -m benchmarks.NAME`; the command takes over when it begins
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # held back until now where Penstock starts ranks
+def hear_stops() -> None:
+    """Take the signals that ask this process to stop, once."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        STOPS.hear()
+
+
+if sys.argv[:1] == ["-m"]:  # `python -m benchmarks.NAME` is about to load its modules
+    hear_stops()

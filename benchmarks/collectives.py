@@ -107,30 +107,6 @@ class CollectivesResult:
         plain = {"ranks": self.ranks, "nodes": self.nodes, "inter_rate_bit_per_s": self.inter_rate_bit_per_s}
         return plain | {"collectives": [row.to_dict() for row in self.rows]}
 
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> CollectivesResult:
-        """Restore what `to_dict` has made plain.
-
-        Raises:
-            KeyError: If a key is missing.
-        """
-        return CollectivesResult(
-            ranks=plain["ranks"],
-            nodes=plain["nodes"],
-            inter_rate_bit_per_s=plain["inter_rate_bit_per_s"],
-            rows=tuple(_row_from(row) for row in plain["collectives"]),
-        )
-
-
-def _row_from(row: Mapping[str, Any]) -> CollectiveResult:
-    return CollectiveResult(
-        collective=row["collective"],
-        size_bytes=row["size_bytes"],
-        wire_bytes=row["wire_bytes"],
-        limit_s=row["limit_s"],
-        times_s={name: Spread(**spread) for name, spread in row["times_s"].items()},
-    )
-
 
 # ---- measuring ---------------------------------------------------------------------------------------------
 

@@ -5,32 +5,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import torch
 
-from benchmarks.launching import ProgramFailedError
+from benchmarks import hear_stops
 from benchmarks.progress import PROGRESS
-from benchmarks.stopping import Stop
-from penstock.cli.ranks import (
-    NOTHING_MEASURED,
-    end_of_rank,
-    measure_as_rank,
-    on_ranks,
-)
-from penstock.cli.run import INTERRUPTED, exit_code, parse
+from penstock.cli.ranks import NOTHING_MEASURED, UNPRINTED, measure_as_rank, on_ranks
+from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError, load
 from penstock.lab.bench import BenchConfig
 from penstock.lab.bench.config import processes_of_bench
 from penstock.lab.commands.emulate import add_emulation_options, emulation
 from penstock.lab.emulate import EmulateConfig
-from penstock.stops import SIGNALS
+from penstock.stops import STOPS
 from penstock.topology import Layout, ProcessInfo, detect
+
+UNTIL_THEN: Final = "stopped; the table has what was measured until then"
 
 
 class Result(Protocol):
@@ -86,77 +81,67 @@ def run_on_ranks(
         show = partial(print_result, render=render, plain=options.json)
 
         def work(info: ProcessInfo) -> int:
+            def one_rank(layout: Layout, device: torch.device) -> R:
+                del device  # all of them measure on the CPU
+                return _unless_stopped(lambda: measure(config, layout, emulate))
+
             PROGRESS.begin(name, shown=info.rank == 0)
-            with Stop(show, speaks=info.rank == 0) as stop:
-
-                def one_rank(layout: Layout, device: torch.device) -> R:
-                    del device  # all of them measure on the CPU
-                    return _unless_stopped(lambda: measure(config, layout, emulate), stop)
-
-                code = measure_as_rank(
-                    info, parallel, config.moe.num_experts, one_rank, stop.finish, stopped=stop.tell
-                )
-                return end_of_rank(info, code)  # before the watch ends: this may have to wait for others
+            STOPS.says(partial(_left, show))
+            return measure_as_rank(info, parallel, config.moe.num_experts, one_rank, show)
 
         return on_ranks(
             parser.prog, given, processes_of_bench(config), parallel.timeout_s, emulate, work, program=program
         )
 
-    take_signals()
+    hear_stops()
     sys.exit(exit_code(command, NOTHING_MEASURED))
-
-
-def take_signals() -> None:
-    """Take signals from what ended this process while modules were loaded, unless nohup ignores them."""
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def _unless_stopped(measure: Callable[[], R], stop: Stop) -> R:
-    """Return what was measured; raise KeyboardInterrupt if it was cut short, whatever a rank saw."""
-    try:
-        result = measure()
-    except Exception:
-        if stop.asked:
-            stop.end()
-        raise
-    if stop.asked:
-        PROGRESS.keep(lambda: result)
-        stop.end()
-    return result
 
 
 def run_alone(
     parser: argparse.ArgumentParser,
     measure: Callable[[argparse.Namespace], R],
     render: Callable[[R], str],
-    given: Sequence[str] | None = None,
 ) -> NoReturn:
     """Measure in this process, or in others that it starts by itself, print, and leave the process."""
-    options = parser.parse_args(given)
+    options = parser.parse_args()
+    show = partial(print_result, render=render, plain=options.json)
 
     def command() -> int:
         if (info := detect(os.environ)) is not None:
             why = f"starts all that it needs by itself and has no use for {info.launcher}"
             raise ConfigError(parser.prog, info.rank, why, "Start it once.")
         PROGRESS.begin(parser.prog.rpartition(".")[2], shown=True)
-        with Stop(partial(print_result, render=render, plain=options.json), speaks=True) as stop:
-            try:
-                result = _unless_stopped(lambda: measure(options), stop)
-            except KeyboardInterrupt:
-                stop.tell()
-                return INTERRUPTED
-            except ProgramFailedError as error:
-                print(f"{parser.prog}: {error}", file=sys.stderr)
-                return 1
-        return print_result(result, render, options.json)
+        STOPS.says(partial(_left, show))
+        result = _unless_stopped(lambda: measure(options))
+        STOPS.finish(None, UNPRINTED)
+        return show(result)
 
-    take_signals()
-    sys.exit(exit_code(command))
+    hear_stops()
+    sys.exit(exit_code(command, NOTHING_MEASURED))
+
+
+def _unless_stopped(measure: Callable[[], R]) -> R:
+    """Return what was measured; raise KeyboardInterrupt if a stop, of another rank too, made it fail."""
+    try:
+        return measure()
+    except Exception:
+        if STOPS.heard:
+            raise KeyboardInterrupt from None
+        raise
+
+
+def _left(show: Callable[[Any], int]) -> str:
+    """Print what was measured before a stop, and return what to say of it."""
+    result = PROGRESS.kept()
+    if result is None:
+        return NOTHING_MEASURED
+    show(result)
+    sys.stdout.flush()
+    return UNTIL_THEN
 
 
 def print_result(result: R, render: Callable[[R], str], plain: bool) -> int:
-    """Print tables, or one JSON object if `plain`; return exit code 0."""
-    print(json.dumps(result.to_dict()) if plain else render(result))
+    """Print tables, or one JSON object with them as `text` if `plain`; return exit code 0."""
+    text = render(result)
+    print(json.dumps(result.to_dict() | {"text": text}) if plain else text)
     return 0

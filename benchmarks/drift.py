@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -125,11 +125,6 @@ class DriftsResult:
 
     def to_dict(self) -> dict[str, Any]:
         return {"drifts": [asdict(case) | {"distance": case.distance} for case in self.cases]}
-
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> DriftsResult:
-        rows = [{k: v for k, v in row.items() if k != "distance"} for row in plain["drifts"]]
-        return DriftsResult(cases=tuple(DriftResult(**row | {"said": tuple(row["said"])}) for row in rows))
 
 
 def measure_drifts(cases: Sequence[DriftCase] = CASES) -> DriftsResult:

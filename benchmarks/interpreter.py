@@ -64,16 +64,6 @@ class InterpreterResult:
         """Return plain values; the key `interpreter` tells it from other results."""
         return {"interpreter": asdict(self)}
 
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> InterpreterResult:
-        """Restore what `to_dict` has made plain.
-
-        Raises:
-            KeyError: If a key is missing.
-        """
-        bands = {key: Band(**each) for key, each in plain["interpreter"].items() if isinstance(each, dict)}
-        return InterpreterResult(**plain["interpreter"] | bands)
-
 
 def measure_interpreter(layout: Layout, config: BenchConfig, rounds: int = ROUNDS) -> InterpreterResult:
     """Measure as one of the ranks; the step and plain autograd take turns. 20 s."""
@@ -140,16 +130,15 @@ def render_interpreter(result: InterpreterResult) -> str:
     ranks = f"{result.ranks} process" + ("es" if result.ranks > 1 else "")
     head = f"{sizes}, {MICROBATCHES} microbatches, schedule {CONFIG.schedule.name}, {ranks}, one thread each"
     how = f"{result.rounds} rounds, in turns; median, 10 % to 90 % of rounds"
-    titles, cells = ["tasks", "step ms"], [str(result.tasks), _band(result.step_s, 1e3, 1)]
+    titles, cells = ["tasks", "step ms"], [str(result.tasks), result.step_s.text(1e3, ".1f")]
     if result.plain_s and result.ratio and result.per_task_s:
         titles += ["plain autograd ms", "step / plain", "us per task above plain"]
-        cells += [_band(result.plain_s, 1e3, 1), _band(result.ratio, 1, 2), _band(result.per_task_s, 1e6, 0)]
+        cells += [
+            result.plain_s.text(1e3, ".1f"),
+            result.ratio.text(1, ".2f"),
+            result.per_task_s.text(1e6, ".0f"),
+        ]
     return "\n".join([head, how, "", *markdown_table([titles, cells])])
-
-
-def _band(band: Band, scale: float, digits: int) -> str:
-    low, median, high = (f"{scale * value:.{digits}f}" for value in (band.low, band.median, band.high))
-    return f"{median} [{low}, {high}]"
 
 
 def measure(config: BenchConfig, layout: Layout, emulate: EmulateConfig | None) -> InterpreterResult:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from penstock.cli.run import CommandError
 from penstock.lab.emulate import Cluster
 from penstock.train.launcher import LaunchOutcome, launch
 
 GRACE_S: Final = 70.0
 
 
-class ProgramFailedError(RuntimeError):
+class ProgramFailedError(CommandError):
     """A program that a benchmark has started has failed; the message ends with what the program said."""
 
 

@@ -74,11 +74,6 @@ class LossyResult:
         """Return plain values."""
         return {"lossy": asdict(self)}
 
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> LossyResult:
-        lossy = plain["lossy"]
-        return LossyResult(steps=lossy["steps"], cases=tuple(LossyCase(**case) for case in lossy["cases"]))
-
 
 def measure(steps: int) -> LossyResult:
     """Run every case, one after the other; minutes.

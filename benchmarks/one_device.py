@@ -224,13 +224,10 @@ def render_one_device(result: OneDevice) -> str:
     )
     how = f"{result.rounds} rounds, in turns; median, 10 % to 90 % of rounds"
     rows = [["family", "way", "step ms", f"step / {PEER}"]]
-    rows += [[row.family, row.way, _band(row.step_s, 1e3, 1), _band(row.ratio, 1, 2)] for row in result.rows]
+    rows += [
+        [row.family, row.way, row.step_s.text(1e3, ".1f"), row.ratio.text(1, ".2f")] for row in result.rows
+    ]
     return "\n".join([head, how, "", *markdown_table(rows)])
-
-
-def _band(band: Band, scale: float, digits: int) -> str:
-    low, median, high = (f"{scale * value:.{digits}f}" for value in (band.low, band.median, band.high))
-    return f"{median} [{low}, {high}]"
 
 
 def sizes_here() -> Sizes:

@@ -9,7 +9,7 @@ is what they are held against.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise, product
@@ -99,20 +99,6 @@ class PlannersResult:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; the key `planners` tells it from other results."""
         return asdict(self)
-
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> PlannersResult:
-        """Restore what `to_dict` has made plain.
-
-        Raises:
-            KeyError: If a key is missing.
-        """
-        rows = {name: tuple(map(_planned, plain[name])) for name in ("planners", "by_ratio", "by_drift")}
-        return PlannersResult(**{**plain, **rows})
-
-
-def _planned(row: Mapping[str, Any]) -> Planned:
-    return Planned(**row)
 
 
 @dataclass(frozen=True)

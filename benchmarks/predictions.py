@@ -65,12 +65,6 @@ class PredictionsResult:
         """Return plain values."""
         return {"predictions": asdict(self)}
 
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> PredictionsResult:
-        section = plain["predictions"]
-        rows = (Prediction(**{**row, "interval_s": tuple(row["interval_s"])}) for row in section["rows"])
-        return PredictionsResult(virtual=section["virtual"], rows=tuple(rows))
-
 
 def measure_predictions(
     rates: Sequence[str], *, virtual: bool, overrides: Sequence[str]

@@ -104,27 +104,6 @@ class SolversResult:
         """Return plain values; the key `solved` tells it from other results."""
         return asdict(self)
 
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> SolversResult:
-        """Restore what `to_dict` has made plain.
-
-        Raises:
-            KeyError: If a key is missing.
-        """
-        return SolversResult(
-            solved=tuple(_solved(row) for row in plain["solved"]),
-            planned=tuple(PlannedIn(**row | {"seconds": _bands(row["seconds"])}) for row in plain["planned"]),
-        )
-
-
-def _solved(row: Mapping[str, Any]) -> Solved:
-    published = row["published"] and Published(**row["published"])
-    return Solved(**{**row, "solver_s": _bands(row["solver_s"]), "published": published})
-
-
-def _bands(plain: Mapping[str, Mapping[str, float]]) -> dict[str, Band]:
-    return {name: Band(**band) for name, band in plain.items()}
-
 
 def measure_solvers(rounds: int = ROUNDS) -> SolversResult:
     """Measure all sizes, solvers in turns. 60 s.
@@ -232,7 +211,7 @@ def _solved_rows(solved: tuple[Solved, ...]) -> list[list[str]]:
     head = ["nodes x devices", "samples", *(f"{name} ms" for name in SOLVERS)]
     rows = [[*head, "paper's solver ms", "dispatch + experts ms", "share of the time that hides it"]]
     for row in solved:
-        times = [_milliseconds(row.solver_s[name]) if name in row.solver_s else "" for name in SOLVERS]
+        times = [row.solver_s[name].text(1e3, ".3g") if name in row.solver_s else "" for name in SOLVERS]
         published = ["", "", ""]
         if row.published is not None:
             share = 1e3 * row.solver_s["network_simplex"].median / row.published.hiding_ms
@@ -244,14 +223,9 @@ def _solved_rows(solved: tuple[Solved, ...]) -> list[list[str]]:
 def _planned_rows(planned: tuple[PlannedIn, ...]) -> list[list[str]]:
     rows = [["ranks", "replica slots", *(f"{name} ms" for name in PLANNERS)]]
     for row in planned:
-        times = [_milliseconds(row.seconds[name]) for name in PLANNERS]
+        times = [row.seconds[name].text(1e3, ".3g") for name in PLANNERS]
         rows.append([str(row.ranks), str(row.replica_slots), *times])
     return rows
-
-
-def _milliseconds(band: Band) -> str:
-    low, median, high = (f"{1e3 * value:.3g}" for value in (band.low, band.median, band.high))
-    return f"{median} [{low}, {high}]"
 
 
 if __name__ == "__main__":

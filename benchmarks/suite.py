@@ -14,17 +14,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from benchmarks.command import take_signals
 from benchmarks.document import Section, put_section, write_document
 from benchmarks.machine import Machine
 from benchmarks.page import write_page
 from benchmarks.plot import draw
+from benchmarks.restore import restore
 from benchmarks.run import OVERVIEW, Run
 from benchmarks.runs import SUITE
-from benchmarks.text import text_of
 from penstock.cli.run import exit_code
 from penstock.config import check_name
+from penstock.lab.bench.result import render
 from penstock.lab.emulate import check_available
+from penstock.stops import heeded
 
 DOCUMENT: Final = Path("BENCHMARKS.md")
 FOLDER: Final = Path("docs", "bench")
@@ -53,6 +54,13 @@ class Outcome:
     result: Mapping[str, Any] | None = None
     failure: str | None = None
     measured: str = ""
+
+    @property
+    def table(self) -> str | None:
+        """What the command prints without `--json`."""
+        if self.result is None:
+            return None
+        return str(self.result["text"]) if "text" in self.result else render(restore(self.result))
 
     @property
     def compared(self) -> Mapping[str, Any] | None:
@@ -239,7 +247,7 @@ def _section(outcome: Outcome, pictures: Mapping[str, Path], folder: Path) -> Se
         title=run.title,
         command=run.command,
         note=f"{run.note} {LATER.format(outcome.measured)}" if outcome.measured else run.note,
-        table=None if outcome.result is None else text_of(outcome.result),
+        table=outcome.table,
         failure=outcome.failure,
         picture=_beside(pictures[run.name], folder) if run.name in pictures else None,
     )
@@ -275,8 +283,8 @@ def main() -> int:
     given = parser.parse_args()
     folder: Path = given.folder
 
-    take_signals()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in heeded():
+        signal.signal(number, signal.default_int_handler)  # it clears up for longer than other commands
 
     def command() -> int:
         check_available()

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -80,15 +80,6 @@ class TrainedResult:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> TrainedResult:
-        return TrainedResult(trained=tuple(_case(row) for row in plain["trained"]))
-
-
-def _case(row: Mapping[str, Any]) -> TrainedCase:
-    lists = {"iterations_s": tuple(row["iterations_s"]), "speedup": Spread(**row["speedup"])}
-    return TrainedCase(**{**row, **lists})
 
 
 @dataclass(frozen=True, kw_only=True)

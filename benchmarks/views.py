@@ -108,7 +108,7 @@ def view(result: Result) -> RunView:
         ranks=result["ranks"],
         nodes=result["nodes"],
         inter_rate_bit_per_s=result["inter_rate_bit_per_s"],
-        virtual=bool(result.get("virtual", False)),
+        virtual=result["virtual"],
         compute_s=result["compute_s"],
         wire_s=result["wire_s"],
         limit_s=result["limit_s"],
@@ -117,9 +117,9 @@ def view(result: Result) -> RunView:
 
 
 def _case(case: Mapping[str, Any]) -> CaseView:
-    shipped = case.get("transport", "penstock") == "gloo"
+    shipped = case["transport"] == "gloo"
     name = case["schedule"]
-    label = (case.get("label") or name).removesuffix(" (gloo)" if shipped else "")
+    label = case["label"].removesuffix(" (gloo)" if shipped else "")
     return CaseView(
         label=label,
         remark="as shipped · " if shipped and label == name else "",

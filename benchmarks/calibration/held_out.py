@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.calibration.tasks import table
-from benchmarks.published.layers import LayerSpec, flowmoe_problem
+from benchmarks.published.layers import LayerSpec, flowmoe_problem, simulated_s
 from benchmarks.published.parm_study import run_parm
 from benchmarks.published.study import FSMOE_PUBLISHED, grids, run_grid
 from penstock.cost.clusters import find_cluster
@@ -96,8 +96,7 @@ def held_out(sample: int = SAMPLE) -> list[Result]:
 
 
 def _seconds(problem: Problem, system: str) -> float:
-    choice = PLANNERS[system](problem)
-    return problem.simulate(choice, problem.plan(choice)).iteration_s
+    return simulated_s(problem, PLANNERS[system](problem))
 
 
 def _customised(system: str, baseline: str) -> float:

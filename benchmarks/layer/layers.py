@@ -75,19 +75,6 @@ class LayerCase:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"best_other": self.best_other.name}
 
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> LayerCase:
-        contenders = tuple(
-            ContenderResult(
-                name=row["name"],
-                rounds=row["rounds"],
-                step_s=Band(**row["step_s"]),
-                to_penstock=Band(**row["to_penstock"]),
-            )
-            for row in plain["contenders"]
-        )
-        return LayerCase(size=LayerSize(**plain["size"]), contenders=contenders)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerResult:
@@ -107,16 +94,6 @@ class LayerResult:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; the key `layers` tells it from other results."""
         return {"layers": asdict(self) | {"cases": [case.to_dict() for case in self.cases]}}
-
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> LayerResult:
-        """Restore what `to_dict` has made plain.
-
-        Raises:
-            KeyError: If a key is missing.
-        """
-        section = dict(plain["layers"])
-        return LayerResult(**section | {"cases": tuple(map(LayerCase.from_dict, section["cases"]))})
 
 
 def measure_layers(*, sizes: Sequence[LayerSize] = SIZES, rounds: int = ROUNDS) -> LayerResult:

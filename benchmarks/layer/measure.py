@@ -40,6 +40,11 @@ class Band:
         """Return the band of above / below, round by round: what disturbs a whole round falls out."""
         return Band.of([a / b for a, b in zip(above, below, strict=True)])
 
+    def text(self, scale: float, form: str) -> str:
+        """Return all three times `scale`, such as `8.4 [8.1, 9.0]`."""
+        low, median, high = (format(scale * value, form) for value in (self.low, self.median, self.high))
+        return f"{median} [{low}, {high}]"
+
 
 @contextmanager
 def quiet_process() -> Iterator[None]:

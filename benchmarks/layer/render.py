@@ -1,4 +1,4 @@
-"""The table of `python -m benchmarks.layer`, in Markdown, 100 columns wide at most."""
+"""The table of `python -m benchmarks.layer`, in Markdown."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Final
 from benchmarks.layer.contenders import EAGER, GROUPED, PENSTOCK
 from benchmarks.layer.layers import FEW, HOPELESS, LayerCase, LayerResult
 from benchmarks.layer.measure import Band
-from penstock.words import markdown_table
+from penstock.words import counted, markdown_table
 
-WIDTH: Final = 100
 TITLES: Final = {EAGER: "Mixtral eager", GROUPED: "Mixtral grouped"}
 
 
@@ -18,14 +17,15 @@ def render_layers(result: LayerResult) -> str:
     """Return one row for each size: Penstock's time, and that of the others over it."""
     names = [each.name for each in result.cases[0].contenders if each.name != PENSTOCK]
     head = [
-        f"whole layer, forward and backward, float32, {_threads(result.threads)}",
+        f"whole layer, forward and backward, float32, {counted(result.threads, 'thread')}",
         "E experts, T tokens of M numbers, experts H wide",
         f"Mixtral: MixtralSparseMoeBlock of transformers {result.transformers}, with two ways to run experts",
         "the others: their time over Penstock's, above 1x they are slower; median, 10 % to 90 % of rounds",
         f"{result.rounds} rounds in turns; {FEW} for what takes {HOPELESS:g} times as long as the fastest",
     ]
     titles = ["E", "T", "M", "H", "Penstock ms", *(TITLES.get(name, name) for name in names)]
-    return _text(head, titles, [_layer_row(case, names) for case in result.cases])
+    rows = [_layer_row(case, names) for case in result.cases]
+    return "\n".join([*head, "", *markdown_table([titles, *rows])])
 
 
 def _layer_row(case: LayerCase, names: Sequence[str]) -> list[str]:
@@ -42,11 +42,3 @@ def _ratio(band: Band) -> str:
 
 def _short(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}"
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread" if count == 1 else f"{count} threads"
-
-
-def _text(head: Sequence[str], titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join([*head, "", *markdown_table([titles, *rows])])

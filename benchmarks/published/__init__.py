@@ -1,9 +1,7 @@
 """Published planners on the layers of their own papers, by simulation. No torch."""
 
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from benchmarks.progress import in_rows
 from benchmarks.published.parm_study import TESTBEDS, ParmResult, run_parm
@@ -48,12 +46,6 @@ def _result(found: tuple[GridResult | ParmResult, ...]) -> PublishedResult:
     )
 
 
-def write(result: PublishedResult, path: Path) -> None:
-    """Write the result as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
-
-
 __all__ = [
     "Gain",
     "Grid",
@@ -64,5 +56,4 @@ __all__ = [
     "render_published",
     "run_grid",
     "run_published",
-    "write",
 ]

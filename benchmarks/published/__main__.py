@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from benchmarks.command import parser_of, run_alone
-from benchmarks.published import PublishedResult, render_published, run_published, write
+from benchmarks.published import PublishedResult, render_published, run_published
 
 JOINTLY_PLANNED = 60
 """Layers of each grid that the joint search plans, too; all would take most of an hour."""
 
 
 def measure(options: argparse.Namespace) -> PublishedResult:
-    result = run_published(
+    return run_published(
         sample=options.sample,
         joint_sample=options.joint,
         effort=options.effort,
         workers=options.workers,
     )
-    if options.out is not None:
-        write(result, options.out)
-    return result
 
 
 if __name__ == "__main__":  # not in the processes that share the work
@@ -38,5 +34,4 @@ if __name__ == "__main__":  # not in the processes that share the work
     )
     parser.add_argument("--effort", choices=("low", "usual"), default="low", help="of the joint search (low)")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes (2)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON there, too")
     run_alone(parser, measure, render_published)

@@ -211,3 +211,8 @@ def flowmoe_problem(spec: LayerSpec, cluster: str) -> LayerProblem:
         workload=spec.workload(file, shards=1),
         cluster=ProfiledCluster.build(file),
     )
+
+
+def simulated_s(problem: Problem, choice: Decision) -> float:
+    """Return the simulated seconds of an iteration."""
+    return problem.simulate(choice, problem.plan(choice)).iteration_s

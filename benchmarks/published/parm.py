@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from benchmarks.published.layers import simulated_s
 from penstock.cost import ProfiledCluster, Workload
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
@@ -130,17 +131,13 @@ def parm_seconds(problem: ParmProblem) -> dict[str, float]:
     """
     pairs = [Decision(schedule="parm_s2", chunks=count, backward_chunks=count) for count in SLICES]
     return {
-        BASELINE: _simulated_s(problem, Decision(schedule=BASELINE)),
-        S1: _simulated_s(problem, Decision(schedule=S1)),
-        S2: min(_simulated_s(problem, choice) for choice in pairs),
-        PARM: _simulated_s(problem, parm_choice(problem)),
-        WHOLE: _simulated_s(problem, Decision(schedule="sequential", expert_form="gather")),
-        FSMOE: _simulated_s(problem, fsmoe_choice(problem)),
+        BASELINE: simulated_s(problem, Decision(schedule=BASELINE)),
+        S1: simulated_s(problem, Decision(schedule=S1)),
+        S2: min(simulated_s(problem, choice) for choice in pairs),
+        PARM: simulated_s(problem, parm_choice(problem)),
+        WHOLE: simulated_s(problem, Decision(schedule="sequential", expert_form="gather")),
+        FSMOE: simulated_s(problem, fsmoe_choice(problem)),
     }
-
-
-def _simulated_s(problem: Problem, choice: Decision) -> float:
-    return problem.simulate(choice, problem.plan(choice)).iteration_s
 
 
 def _grid() -> Mapping[str, list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.published.parm import (
     BASELINE,
@@ -70,12 +70,6 @@ class ParmResult:
     right: float
     lost: float
     by_sharing: tuple[Spread, ...]
-
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> ParmResult:
-        """Restore what `asdict` has made plain."""
-        spreads = {key: tuple(Spread(**each) for each in plain[key]) for key in ("spreads", "by_sharing")}
-        return ParmResult(**{**plain, **spreads})
 
 
 def run_parm(cluster: str, *, sample: int | None = None, workers: int = 1) -> ParmResult:

@@ -1,13 +1,12 @@
-"""What all studies found, as values that can be written and read."""
+"""What all studies found."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.published.parm_study import ParmResult
-from benchmarks.published.study import GridResult, grid_from
+from benchmarks.published.study import GridResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +23,3 @@ class PublishedResult:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; the key `grids` tells it from other results."""
         return asdict(self)
-
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> PublishedResult:
-        """Restore what `to_dict` has made plain.
-
-        Raises:
-            KeyError: If a key is missing.
-        """
-        return PublishedResult(
-            grids=tuple(grid_from(grid) for grid in plain["grids"]),
-            parm=tuple(ParmResult.from_dict(each) for each in plain.get("parm", ())),
-        )

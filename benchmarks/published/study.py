@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Final, TypeVar
 
 from benchmarks.progress import PROGRESS
 from benchmarks.published.layers import (
@@ -25,8 +26,8 @@ from benchmarks.published.layers import (
     fsmoe_layers,
     fsmoe_problem,
     one_lane,
+    simulated_s,
 )
-from penstock.decision import Decision
 from penstock.plan import Problem
 from penstock.plan.effort import Effort
 from penstock.plan.published import (
@@ -89,16 +90,6 @@ class GridResult:
     joint: tuple[Gain, ...] = ()
 
 
-def grid_from(plain: Mapping[str, Any]) -> GridResult:
-    """Return a result from plain values.
-
-    Raises:
-        KeyError: If a key is missing.
-    """
-    gains = {key: tuple(Gain(**gain) for gain in plain[key]) for key in ("gains", "joint")}
-    return GridResult(**{**plain, **gains})
-
-
 # ---- grids -------------------------------------------------------------------------------------------------
 
 
@@ -130,12 +121,12 @@ def fsmoe_seconds(problem: LayerProblem) -> LayerSeconds:
     """Simulate the systems of the FSMoE study; on one lane, traffic in and between nodes cannot overlap."""
     narrow = one_lane(problem)
     return {
-        FSMOE_BASELINE: _simulated_s(narrow, pipemoe_choice(narrow)),
-        "dense_overlap, one lane": _simulated_s(narrow, dense_overlap_choice(narrow)),
-        "fsmoe, one lane": _simulated_s(narrow, fsmoe_choice(narrow)),
-        "fsmoe": _simulated_s(problem, fsmoe_choice(problem)),
-        "pipemoe": _simulated_s(problem, pipemoe_choice(problem)),
-        "dense_overlap": _simulated_s(problem, dense_overlap_choice(problem)),
+        FSMOE_BASELINE: simulated_s(narrow, pipemoe_choice(narrow)),
+        "dense_overlap, one lane": simulated_s(narrow, dense_overlap_choice(narrow)),
+        "fsmoe, one lane": simulated_s(narrow, fsmoe_choice(narrow)),
+        "fsmoe": simulated_s(problem, fsmoe_choice(problem)),
+        "pipemoe": simulated_s(problem, pipemoe_choice(problem)),
+        "dense_overlap": simulated_s(problem, dense_overlap_choice(problem)),
     }
 
 
@@ -149,7 +140,7 @@ def flowmoe_seconds(problem: LayerProblem) -> LayerSeconds:
         "fsmoe": fsmoe_choice,
         "flowmoe": flowmoe_published_choice,
     }
-    return {name: _simulated_s(problem, plan(problem)) for name, plan in planners.items()}
+    return {name: simulated_s(problem, plan(problem)) for name, plan in planners.items()}
 
 
 def grids() -> tuple[Grid, ...]:
@@ -210,8 +201,8 @@ def run_grid(
     """
     counts = Counter(replace(spec, heads=0) for spec in grid.specs)
     chosen = _drawn(tuple(counts), len(counts) if sample is None else sample)
-    seconds = in_processes(_Measure(grid), chosen, workers)
-    planned = in_processes(_Joint(grid, joint), _drawn(tuple(counts), joint_sample), workers)
+    seconds = in_processes(partial(_measured, grid), chosen, workers)
+    planned = in_processes(partial(_planned, grid, joint), _drawn(tuple(counts), joint_sample), workers)
     return GridResult(
         title=grid.title,
         cluster=grid.cluster,
@@ -228,23 +219,14 @@ def _drawn(specs: Sequence[LayerSpec], size: int) -> list[LayerSpec]:
     return random.Random(SEED).sample(specs, min(size, len(specs)))
 
 
-@dataclass(frozen=True)
-class _Measure:
-    grid: Grid
-
-    def __call__(self, spec: LayerSpec) -> LayerSeconds:
-        return self.grid.measure(self.grid.problem(spec, self.grid.cluster))
+def _measured(grid: Grid, spec: LayerSpec) -> LayerSeconds:
+    return grid.measure(grid.problem(spec, grid.cluster))
 
 
-@dataclass(frozen=True)
-class _Joint:
-    grid: Grid
-    plan: JointPlanner
-
-    def __call__(self, spec: LayerSpec) -> LayerSeconds:
-        problem = self.grid.problem(spec, self.grid.cluster)
-        published = {name: _simulated_s(problem, plan(problem)) for name, plan in PUBLISHED.items()}
-        return {**published, JOINT: self.plan(problem)}
+def _planned(grid: Grid, joint: JointPlanner, spec: LayerSpec) -> LayerSeconds:
+    problem = grid.problem(spec, grid.cluster)
+    published = {name: simulated_s(problem, plan(problem)) for name, plan in PUBLISHED.items()}
+    return {**published, JOINT: joint(problem)}
 
 
 Spec = TypeVar("Spec")
@@ -299,7 +281,3 @@ def _joint_gains(planned: Sequence[LayerSeconds]) -> tuple[Gain, ...]:
     best = [min(row[name] for name in PUBLISHED) / row[JOINT] for row in planned]
     gains = [Gain.of(name, [row[name] / row[JOINT] for row in planned]) for name in PUBLISHED]
     return (Gain.of("best of them", best), *gains)
-
-
-def _simulated_s(problem: Problem, choice: Decision) -> float:
-    return problem.simulate(choice, problem.plan(choice)).iteration_s

@@ -56,17 +56,6 @@ class SftResult:
         """Return plain values."""
         return {"sft": asdict(self)}
 
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> SftResult:
-        """Restore what `to_dict` has made plain.
-
-        Raises:
-            KeyError: If a key is missing.
-        """
-        section = dict(plain["sft"])
-        section["runs"] = {name: [OneRun(**each) for each in runs] for name, runs in section["runs"].items()}
-        return SftResult(**{**section, "alone": OneRun(**section["alone"]), "size": Size(**section["size"])})
-
     def distance(self, name: str) -> float:
         """Return the largest relative difference of a loss, or a gradient norm, from that of one process."""
         return max(

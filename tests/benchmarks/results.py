@@ -1,10 +1,22 @@
-"""Made-up results with round numbers, as plain dicts."""
+"""A made-up machine and results with round numbers, as plain dicts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.machine import Machine
 from penstock.lab.bench.result import BenchResult, CaseResult, Limit, Spread
+
+MACHINE = Machine(
+    cores=2,
+    cpu="Some Processor 9000",
+    memory_bytes=8 << 30,
+    kernel="Linux 6.1.90",
+    python="3.11.7",
+    torch="2.13.0+cpu",
+    date="2026-01-31",
+    commit="0123456789",
+)
 
 COMPUTE_S = 0.5
 WIRE_BYTES = 25_000_000

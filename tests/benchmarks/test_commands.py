@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
-import runpy
+import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -16,14 +14,12 @@ import torch
 
 from benchmarks.sft.contenders import CONTENDERS
 from benchmarks.sft.measure import ENVIRON
-from benchmarks.sft.result import SftResult
 from penstock.adapt import planning
-from penstock.topology.join import leave
 from tests.lab.commands.test_bench import QUICK
 from tests.support.forked import run_forked
 from tests.support.launched import start_launcher
 from tests.support.patience import HANG_S
-from tests.support.runs import check_refusal, clean_environ
+from tests.support.runs import check_refusal
 
 pytestmark = pytest.mark.slow
 
@@ -43,26 +39,11 @@ def test_collectives_as_json() -> None:
         assert row["times_s"].keys() == {"penstock", "gloo"}
 
 
-def said_here(
-    capsys: pytest.CaptureFixture[str], *arguments: str, environ: dict[str, str] | None = None
-) -> tuple[int, str, str]:
-    """Exit code, output and errors of the same command, which starts no rank, in this process."""
-    module, *rest = arguments
-    capsys.readouterr()
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*found in sys.modules")  # other tests import it, too
-        patch.setattr(sys, "argv", [module, *rest])
-        for name in os.environ.keys() - clean_environ().keys():
-            patch.delenv(name)
-        for name, value in (environ or {}).items():
-            patch.setenv(name, value)
-        try:
-            with pytest.raises(SystemExit) as ended:
-                runpy.run_module(f"benchmarks.{module}", run_name="__main__", alter_sys=True)
-        finally:
-            leave()  # a command that ends its process need not, and other tests join here
-    found = capsys.readouterr()
-    return int(ended.value.code or 0), found.out, found.err
+def said_by(
+    module: str, *arguments: str, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What becomes of a command that starts no rank, in a process of its own."""
+    return run_forked(1, *arguments, program=f"benchmarks.{module}", environs=[environ or {}])
 
 
 @pytest.mark.parametrize(
@@ -79,42 +60,26 @@ def said_here(
     ],
 )
 def test_what_is_wrong_is_named_with_a_way_out(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], environ: dict[str, str], words: list[str]
+    arguments: list[str], environ: dict[str, str], words: list[str]
 ) -> None:
-    code, out, error = said_here(capsys, *arguments, environ=environ)
-    check_refusal(code, out, error)
-    assert all(word in error for word in words), error
+    run = said_by(*arguments, environ=environ)
+    check_refusal(run.returncode, run.stdout, run.stderr)
+    assert all(word in run.stderr for word in words), run.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="it emulates a cluster")
-def test_a_program_that_fails_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, error = said_here(capsys, "predictions", "--rates", "300mbit", "moe.top_k=99")
-    assert (code, out) == (1, "")
-    assert "penstock bench at 300mbit ended with 2" in error and "moe.top_k = 99" in error
-    assert "Traceback" not in error
+def test_a_program_that_fails_is_quoted() -> None:
+    run = said_by("predictions", "--rates", "300mbit", "moe.top_k=99")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert "penstock bench at 300mbit ended with 2" in run.stderr and "moe.top_k = 99" in run.stderr
+    assert "Traceback" not in run.stderr
 
 
-HOST_ALONE = ("planners", "solvers")
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "collectives",
-        "drift",
-        "interpreter",
-        "layer",
-        "published",
-        "sft",
-        "suite",
-        *HOST_ALONE,
-    ],
-)
-def test_help_says_what_to_type(capsys: pytest.CaptureFixture[str], module: str) -> None:
-    code, out, error = said_here(capsys, module, "--help")
-    assert (code, error) == (0, "")
-    assert f"usage: python -m benchmarks.{module} " in out
+@pytest.mark.parametrize("module", ["collectives", "published", "suite"])
+def test_help_says_what_to_type(module: str) -> None:
+    run = said_by(module, "--help")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert f"usage: python -m benchmarks.{module} " in run.stdout
 
 
 def load_script() -> None:
@@ -145,8 +110,6 @@ def test_the_script_of_trl_has_the_losses_of_one_process(tmp_path: Path, contend
     words = ("--json", *once, *small, "--contenders", ";".join(contenders))
     run = start_launcher(*words, stderr=errors, stdout=out, meddle=load_script, program="benchmarks.sft")
     assert run.wait(timeout=HANG_S) == 0, errors.read_text()
-    found = SftResult.from_dict(json.loads(out.read_text()))
-    assert list(found.runs) == contenders
-    for name in found.runs:
-        assert found.distance(name) < 1e-3
-        assert f"| {name} |" in re.sub(" +", " ", found.render())
+    rows = [line.split("|") for line in json.loads(out.read_text())["text"].splitlines() if "|" in line]
+    distances = {row[1].strip(): float(row[-2]) for row in rows[2:]}
+    assert list(distances) == contenders and max(distances.values()) < 1e-3

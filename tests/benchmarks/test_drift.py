@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from benchmarks.drift import (
 )
 from benchmarks.launching import check_end
 from benchmarks.progress import PROGRESS
-from benchmarks.text import text_of
 from penstock.train.launcher import LaunchOutcome
 from tests.support.patience import HANG_S, wait_for
 
@@ -64,17 +62,10 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_a_result_survives_json_and_becomes_a_table() -> None:
-    assert DriftsResult.from_dict(RESULT.to_dict()) == RESULT
-    text = text_of(RESULT.to_dict())
-    assert text == render_drifts(RESULT)
+def test_a_result_becomes_a_table() -> None:
+    text = render_drifts(RESULT)
     assert "| 1000 to 250 Mbit/s | 1000 | 2400 | 17 | 2060 | 2000 | +3.0 % |" in text
     assert "    plan changes" in text
-
-
-def test_a_change_that_nobody_notices_is_said() -> None:
-    (case,) = RESULT.cases
-    assert "| None |" in render_drifts(DriftsResult(cases=(replace(case, noticed_after=None),)))
 
 
 @pytest.mark.parametrize(("ended", "left"), [(0, None), (1, RESULT)])
@@ -100,22 +91,11 @@ def test_a_signal_ends_all_of_it_and_keeps_what_had_ended(
     assert PROGRESS.kept() == left and len(begun) == ended + 1
 
 
-def test_a_run_that_fails_is_told_with_its_last_words() -> None:
-    failed = LaunchOutcome(exit_codes=(1, 0), first_failure=None, stopped=frozenset(), interrupted_by=None)
-    with pytest.raises(RuntimeError, match="exit code 1:\nno room"):
-        check_end(failed, "no room")
-
-
 def test_plans_before_the_change_do_not_count() -> None:
     steps = [{"plan": name} for name in "aabbbbcc"]  # the second plan is the order frozen again
     run = _Training(steps=steps, said=())
     assert run.noticed_after(4) == 2
     assert run.noticed_after(7) is None
-
-
-def test_changes_leave_time_to_learn_and_to_settle() -> None:
-    for case in CASES:
-        assert case.change_after >= 20 and case.steps - case.change_after >= 2 * case.settled
 
 
 def test_a_rank_is_found_held_and_let_go(rank: subprocess.Popen[bytes]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lossy import CASES, SETTINGS, STEPS, LossyCase, LossyResult, summary
-from benchmarks.text import text_of
+from benchmarks.lossy import CASES, SETTINGS, STEPS, LossyCase, LossyResult, render_lossy, summary
 from penstock.config import load
 from penstock.train.config import RunConfig
 
@@ -21,9 +20,7 @@ def test_the_table_has_differences_and_the_spread_of_the_controls() -> None:
     cases = tuple(
         LossyCase(name=name, loss=loss, held_out=loss + 0.1) for name, loss in zip(CASES, losses, strict=True)
     )
-    result = LossyResult(steps=STEPS, cases=cases)
-    assert LossyResult.from_dict(result.to_dict()) == result
-    text = text_of(result.to_dict())
+    text = render_lossy(LossyResult(steps=STEPS, cases=cases))
     assert "+0.0300" in text and "-0.0030" in text and "by up to 0.0030" in text
 
 

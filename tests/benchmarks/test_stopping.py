@@ -26,8 +26,10 @@ from tests.support.launched import start_launcher
 from tests.support.patience import HANG_S, OWN_TIME, wait_for
 from tests.support.runs import STARTED, clean_environ, wait_until
 
-NOTHING = "penstock: stopped; nothing had been measured yet\n"
+NOTHING = "penstock: stopped before the command began; nothing was done\n"
 UNTIL_THEN = "penstock: stopped; the table has what was measured until then\n"
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -116,171 +118,29 @@ def test_a_stop_while_modules_are_loaded(rank: str | None, said: str) -> None:
 
 
 STUCK = """
-import signal, time
-from benchmarks import stopping
-from benchmarks.progress import PROGRESS
-{clock}
-stopping.GRACE_S = 0.1
-PROGRESS.begin("stuck", shown=False)
-{keep}
-with stopping.Stop(print, speaks={speaks}):
-    try:
-        signal.raise_signal(signal.SIGINT)
-    except KeyboardInterrupt:
-        while True:  # as for others that are gone
-            pass
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keep", "speaks", "out", "error"),
-    [
-        ("", True, "", NOTHING),
-        ("PROGRESS.keep(lambda: 7)", True, "7\n", UNTIL_THEN),
-        ("PROGRESS.keep(lambda: 7)", False, "", ""),
-    ],
-)
-def test_what_does_not_end_by_itself_is_ended(keep: str, speaks: bool, out: str, error: str) -> None:
-    done = run_text(STUCK.format(clock=OWN_TIME, keep=keep, speaks=speaks))
-    assert (done.returncode, done.stdout, done.stderr) == (130, out, error)
-
-
-SLOW = """
-import signal, threading, time
-from benchmarks import stopping
-from benchmarks.progress import PROGRESS
-{clock}
-
-def for_ever():
-    while True:
-        {waits}
-
-def show(result):
-    end_s = time.thread_time() + 0.2
-    while time.thread_time() < end_s:
-        pass
-    {more}
-    print(result)
-
-stopping.GRACE_S, stopping.SAME_REQUEST_S = 0.1, {same_s}
-PROGRESS.begin("slow", shown=False)
-PROGRESS.keep(lambda: 7)
-with stopping.Stop(show, speaks=True) as stop:
-    try:
-        signal.raise_signal(signal.SIGINT)
-    except KeyboardInterrupt:
-        {then}
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("then", ["stop.tell(); for_ever()", "for_ever()"], ids=["by main", "beside"])
-def test_printing_is_not_cut_off_while_it_goes_on(then: str) -> None:
-    """For longer than a process may stand still; by the clock of a thread that computes."""
-    done = run_text(SLOW.format(clock=OWN_TIME, then=then, more="", waits="pass", same_s=60.0))
-    assert (done.returncode, done.stdout, done.stderr) == (130, "7\n", UNTIL_THEN)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "then",
-    [
-        pytest.param("stop.tell()", marks=pytest.mark.soak, id="by main"),
-        pytest.param("for_ever()", id="beside"),
-    ],
-)
-def test_printing_that_hangs_is_cut_off(then: str) -> None:
-    waits = "time.sleep(600)"
-    done = run_text(SLOW.format(clock="", then=then, more="for_ever()", waits=waits, same_s=60.0))
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-@pytest.mark.slow
-def test_another_signal_cuts_the_printing_off() -> None:
-    asked = "signal.raise_signal(signal.SIGINT)\n    while True: pass"
-    done = run_text(SLOW.format(clock="", then="stop.tell()", more=asked, waits="pass", same_s=0.0))
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-UNHEARD = """
-import signal, sys
-from benchmarks.command import _unless_stopped
-from benchmarks.progress import PROGRESS
-from benchmarks.stopping import Stop
-
-def gone():
-    stop.asked = True  # by the thread that hears of the signal first
-    raise RuntimeError("rank 1 is gone")
-
-PROGRESS.begin("unheard", shown=False)
-PROGRESS.keep(lambda: 7)
-with Stop(print, speaks=True) as stop:
-    try:
-        _unless_stopped(gone, stop)
-    except KeyboardInterrupt:
-        signal.raise_signal(signal.SIGINT)
-        stop.tell()
-"""
-
-
-@pytest.mark.slow
-def test_a_signal_that_is_heard_late_does_not_interrupt_what_is_told() -> None:
-    done = run_text(UNHEARD)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "7\n", UNTIL_THEN)
-
-
-LATE = """
-import signal, sys
-from benchmarks.collectives import CollectivesResult
-from benchmarks.command import run_on_ranks
-from benchmarks.progress import PROGRESS
-from penstock.topology import CommunicationError
-
-class Late(CommunicationError):
-    def __str__(self):
-        signal.raise_signal(signal.SIGINT)
-        return "rank 1 is gone"
-
-def measure(config, layout, emulate):
-    PROGRESS.keep(lambda: CollectivesResult(ranks=1, nodes=1, inter_rate_bit_per_s=None, rows=()))
-    raise Late
-
-sys.argv = ["late", "parallel.processes=1"]
-run_on_ranks("late", "", "", measure, lambda result: f"ranks: {result.ranks}")
-"""
-
-
-@pytest.mark.slow
-def test_a_stop_while_an_error_is_reported_prints_what_was_measured() -> None:
-    """Other ranks end at the same signal; this one may see that first."""
-    done = run_text(LATE)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "ranks: 1\n", UNTIL_THEN)
-
-
-TWICE = """
 import signal
+from functools import partial
+from benchmarks.command import _left
 from benchmarks.progress import PROGRESS
-from benchmarks.stopping import Stop
-
-def show(result):
-    print(result)
+from penstock import stops
+{clock}
+stops.GRACE_S = 0.1
+stops.STOPS.hear()
+stops.STOPS.begin("")
+PROGRESS.begin("stuck", shown=False)
+PROGRESS.keep(lambda: 7)
+stops.STOPS.says(partial(_left, print))
+try:
     signal.raise_signal(signal.SIGINT)
-
-PROGRESS.begin("twice", shown=False)
-PROGRESS.keep(lambda: 6)
-with Stop(show, speaks=True) as stop:
-    try:
-        stop.finish(7)
-    except KeyboardInterrupt:
-        stop.tell()
+except KeyboardInterrupt:
+    while True:  # as for others that are gone
+        pass
 """
 
 
-@pytest.mark.slow
-def test_a_stop_while_the_whole_result_is_printed_prints_no_other() -> None:
-    done = run_text(TWICE)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "7\n", "")
+def test_what_does_not_end_by_itself_is_ended_and_prints_what_it_has() -> None:
+    done = run_text(STUCK.format(clock=OWN_TIME))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "7\n", UNTIL_THEN)
 
 
 # ---- the commands ------------------------------------------------------------------------------------------
@@ -301,7 +161,6 @@ def stopped(tmp_path: Path, reached: str, *arguments: str, whole: bool = True) -
     return code, out.read_text(), errors.read_text()
 
 
-@pytest.mark.slow
 def test_a_benchmark_that_is_stopped_prints_what_it_has(tmp_path: Path) -> None:
     own = ("parallel.processes=1", "--json")
     code, out, error = stopped(tmp_path, r"round [2-9]", "benchmarks.interpreter", *own)
@@ -310,7 +169,6 @@ def test_a_benchmark_that_is_stopped_prints_what_it_has(tmp_path: Path) -> None:
     assert 1 <= json.loads(out)["interpreter"]["rounds"] < 60
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="the suite emulates clusters")
 def test_a_suite_that_is_stopped_keeps_what_has_ended_and_ends_its_run(tmp_path: Path) -> None:
     """Of hours of runs: the signal reaches the suite alone, as from `kill`."""
@@ -327,7 +185,6 @@ def test_a_suite_that_is_stopped_keeps_what_has_ended_and_ends_its_run(tmp_path:
         wait_for(lambda: os.killpg(STARTED[-1].pid, 0), "the end of its run")
 
 
-@pytest.mark.slow
 def test_ranks_that_are_stopped_end_together(tmp_path: Path) -> None:
     code, out, error = stopped(tmp_path, r"all-to-all", "benchmarks.collectives", "parallel.processes=2")
     assert code == 130, error
@@ -336,7 +193,6 @@ def test_ranks_that_are_stopped_end_together(tmp_path: Path) -> None:
     assert " counts " in out
 
 
-@pytest.mark.slow
 def test_a_process_that_starts_others_prints_what_it_has(tmp_path: Path) -> None:
     code, out, error = stopped(tmp_path, r"link . device", "benchmarks.planners")
     assert code == 130, error

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.text import text_of
-from benchmarks.trained import CONTENDERS, TrainedResult, _summary, _Turn
+from benchmarks.trained import CONTENDERS, TrainedResult, _summary, _Turn, render_trained
 from penstock.lab.bench.config import Named
 
 
@@ -23,17 +22,10 @@ def test_turns_are_compared_round_by_round() -> None:
     assert (case.imbalance, case.crossing, case.loss) == pytest.approx((1.6, 0.4, 2.0))
 
 
-def test_the_table_is_the_same_from_plain_values() -> None:
+def test_the_table() -> None:
     cases = [_summary(name, 1e8, [turn(1.0, loss)], [1.1]) for name, loss in (("flowmoe", 2.0), ("b", 2.2))]
-    result = TrainedResult(trained=tuple(cases))
-    assert TrainedResult.from_dict(result.to_dict()) == result
-    text = text_of(result.to_dict())
+    text = render_trained(TrainedResult(trained=tuple(cases)))
     assert "1.10 [1.10, 1.10]" in text and "40 %" in text and "differ by 1.0e-01" in text
-
-
-def test_a_step_that_tells_no_loads_counts_none() -> None:
-    silent = _Turn(steps=[{"iteration_s": 1.0, "loss": 1.0}] * 5, uplink_bytes=0)
-    assert silent.mean("rows_crossing_nodes") == 0.0
 
 
 def test_contenders_are_names_that_a_comparison_knows() -> None:

@@ -190,7 +190,6 @@ def measure_as_rank(
     num_experts: int,
     measure: Callable[[Layout, torch.device], T],
     finish: Callable[[T], int],
-    stopped: Callable[[], object] | None = None,
 ) -> int:
     """Join the other ranks, measure, leave, and return the exit code; rank 0 finishes with the result.
 
@@ -202,7 +201,6 @@ def measure_as_rank(
         num_experts: Experts of an MoE layer.
         measure: Measures on every rank.
         finish: Takes the result on rank 0 and returns the exit code.
-        stopped: Says, on every rank, what a stop has left; None = `STOPS` knows.
     """
     try:
         try:
@@ -223,10 +221,7 @@ def measure_as_rank(
         leave()
         return finish(result) if info.rank == 0 else 0
     except KeyboardInterrupt:
-        if stopped is None:
-            return STOPS.stopped()
-        stopped()
-        return INTERRUPTED
+        return STOPS.stopped()
 
 
 def refused(error: ConfigError | RefusalError) -> int:

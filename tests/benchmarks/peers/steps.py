@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -248,9 +247,7 @@ def _names() -> dict[str, Any]:
 # ---- one rank fails ----------------------------------------------------------------------------------------
 
 
-def one_rank_fails(
-    rank: int, name: str, case: Case, transport: TransportName, dies: bool
-) -> tuple[str, list[str]]:
+def one_rank_fails(rank: int, name: str, case: Case, transport: TransportName) -> tuple[str, list[str]]:
     """Rank 1 has a token that is in no vocabulary. What each rank sees, and what is changed in torch then."""
     work = work_of(rank, case, timeout_s=3.0)
     peer = build_peer(name, work, transport)
@@ -263,8 +260,6 @@ def one_rank_fails(
         peer.step()
     except Exception as caught:
         error = type(caught).__name__
-    if dies and rank == 1:
-        os._exit(3)
     return error, [key for key, thing in _names().items() if before.get(key) is not thing]
 
 
@@ -279,8 +274,3 @@ def refused(rank: int, name: str, case: Case) -> str:
 
 def unequal(case: Case, **moe: Any) -> Case:
     return replace(case, moe=replace(case.moe, **moe))
-
-
-def sentences(rank: int, name: str, case: Case) -> tuple[str, ...]:
-    with made(name, rank, case) as peer:
-        return peer.workarounds + peer.differences

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from math import prod
 
 import pytest
 
 from benchmarks.published import PublishedResult, render_published
 from benchmarks.published.parm import BASELINE, PARM, S1, ParmSpec, parm_layers, parm_problem, parm_seconds
-from benchmarks.published.parm_study import TESTBEDS, ParmResult, run_parm
+from benchmarks.published.parm_study import TESTBEDS, run_parm
 from penstock.decision import Decision
 from penstock.ops import Op
 
@@ -65,7 +63,7 @@ def test_gains_grow_with_the_ranks_that_have_the_same_tokens() -> None:
     assert 1 < gains[1] < 1.5 < gains[2] < 3 < gains[4] < 6
 
 
-def test_the_study_is_counted_shown_and_read_again() -> None:
+def test_the_study_is_counted_and_shown() -> None:
     found = run_parm("parm-testbed-a", sample=6)
     assert found.layers == 6 and found == run_parm("parm-testbed-a", sample=6, workers=2)
     assert sum(found.wins.values()) == pytest.approx(1) == pytest.approx(sum(found.whole_wins.values()))
@@ -73,8 +71,6 @@ def test_the_study_is_counted_shown_and_read_again() -> None:
     for spread in (*found.spreads, *found.by_sharing):
         assert 1 < spread.least <= spread.median <= spread.most
         assert spread.least <= spread.mean <= spread.most
-    assert ParmResult.from_dict(json.loads(json.dumps(asdict(found)))) == found
     text = render_published(PublishedResult(grids=(), parm=(found,)))
     for words in ("6 layers", "parm by tp x etp", "1.13 to 5.77", "Algorithm 1"):
         assert words in text
-    assert prod(found.wins.values()) < 1

@@ -66,7 +66,6 @@ def plotted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     return printed(run_forked(2, "bench", *options, *SMALL)), folder
 
 
-@pytest.mark.slow
 def test_schedules_in_turns(plotted: tuple[dict[str, Any], Path]) -> None:
     found, _ = plotted
     for case in found["cases"]:
@@ -75,7 +74,6 @@ def test_schedules_in_turns(plotted: tuple[dict[str, Any], Path]) -> None:
         assert 0 <= case["overhead_s"] < case["iteration_s_median"]
 
 
-@pytest.mark.slow
 def test_json_has_what_people_look_for(plotted: tuple[dict[str, Any], Path]) -> None:
     found, _ = plotted
     assert (found["virtual"], found["virtual_devices"], found["ranks"]) == (False, None, 2)
@@ -93,7 +91,6 @@ def test_json_has_what_people_look_for(plotted: tuple[dict[str, Any], Path]) -> 
         assert other["speedup"] == pytest.approx(median(ours / theirs for ours, theirs in rounds))
 
 
-@pytest.mark.slow
 def test_figures_and_a_page_are_written(plotted: tuple[dict[str, Any], Path]) -> None:
     _, folder = plotted
     figures = sorted(folder.glob("*.png"))
@@ -121,7 +118,6 @@ def test_a_stop_ends_all_of_it_and_prints_what_was_measured(tmp_path: Path) -> N
 # ---- virtual devices ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_virtual_devices_are_marked_in_json() -> None:
     zipf = ("virtual.routing=zipf", "virtual.zipf_exponent=1.5")
     found = printed(run_forked(2, "bench", "--virtual", "--json", "--schedules", "flowmoe", *QUICK, *zipf))
@@ -130,7 +126,6 @@ def test_virtual_devices_are_marked_in_json() -> None:
     assert found["cases"][0].keys() >= CASE_KEYS
 
 
-@pytest.mark.slow
 def test_virtual_devices_are_marked_in_text_and_page(tmp_path: Path) -> None:
     result = run_forked(2, "bench", "--virtual", "--plot", tmp_path, "--schedules", "flowmoe", *QUICK)
     assert result.returncode == 0, result.stderr
@@ -139,7 +134,6 @@ def test_virtual_devices_are_marked_in_text_and_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_nothing_is_called_virtual_that_is_not() -> None:
     """And without options the usual three are compared."""
     result = run("bench", *QUICK)
@@ -171,7 +165,6 @@ def test_a_peer_that_is_not_installed_says_how(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_peers_take_part_in_both_columns() -> None:
     peers = [peer for peer in PEERS if not missing(peer)]
     if not peers:
