@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from types import ModuleType
 
 from penstock import __version__
 from penstock.cli.config import HelpSettings, add_config
@@ -23,31 +23,12 @@ from penstock.cli.run import BAD_USAGE, NO_RESULT, NOT_BEGUN, commands, exit_cod
 from penstock.cli.schedule import add_schedule
 from penstock.stops import STOPPED, STOPS
 
-if TYPE_CHECKING:
-    from penstock.cli.ranks import Emulated
-
 Commands = argparse._SubParsersAction  # argparse has no public name for it
 
 
-class LabCommands(Protocol):
-    """The module `penstock.lab.commands`."""
-
-    def add_bench(self, commands: Commands[argparse.ArgumentParser]) -> None:
-        """Add the command `bench`."""
-
-    def add_emulate(self, commands: Commands[argparse.ArgumentParser]) -> None:
-        """Add the command `emulate`."""
-
-    def add_emulation_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options with which a command runs its ranks in a cluster of its own."""
-
-    def emulation(self, options: argparse.Namespace) -> Emulated | None:
-        """Return the cluster that these options ask for; None if they ask for none."""
-
-
-def lab() -> LabCommands:
-    """Return the lab's commands, without torch."""
-    return cast(LabCommands, import_module("penstock.lab.commands"))
+def lab() -> ModuleType:
+    """Return the lab's commands, without torch; it is loaded by name, since it is built on this package."""
+    return import_module("penstock.lab.commands")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -104,14 +104,19 @@ class Sample:
     overhead_s: float | None
 
 
+def timed(step: Callable[[int], None], number: int) -> float:
+    """Return the seconds of step `number`."""
+    start_s = time.perf_counter()
+    step(number)
+    wait_for_gpu()  # or the clock would tell how long launching took
+    return time.perf_counter() - start_s
+
+
 def run_step(entry: Entry, number: int, control: Control) -> Sample:
     """Run one step, which all ranks start together."""
     entry.contender.prepare(number)
     control.barrier("starting a measured step")
-    start_s = time.perf_counter()
-    entry.contender.step(number)
-    wait_for_gpu()  # or the clock would tell how long launching took
-    iteration_s = time.perf_counter() - start_s
+    iteration_s = timed(entry.contender.step, number)
     if entry.plan is None:
         return Sample(iteration_s=iteration_s, busy_s={}, exposed_s=None, overhead_s=None)
     records = entry.contender.records()

@@ -16,8 +16,8 @@ from penstock.cost.measured import listed
 from penstock.decision import ScheduleConfig
 from penstock.lab.bench import checkout
 from penstock.lab.bench.config import AUTO, BenchConfig, Named, variants
-from penstock.lab.bench.contender import Entry, first_of_every_work
-from penstock.lab.bench.scheduled import Stacks, timed
+from penstock.lab.bench.contender import Entry, first_of_every_work, timed
+from penstock.lab.bench.scheduled import Stacks
 from penstock.plan import Candidate, FoundPlan, Problem, evaluate, find_plan, reasons
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import time_limit

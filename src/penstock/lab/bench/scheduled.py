@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 
 from penstock.data import DataConfig
 from penstock.decision import ScheduleConfig
-from penstock.device import wait_for_gpu
 from penstock.lab.bench.config import BenchConfig, Named
 from penstock.models import MoEDecoder
 from penstock.moe.build import dispatch_of
@@ -194,11 +191,3 @@ def batch_of(config: BenchConfig, layout: Layout) -> tuple[Tensor, Tensor]:
     shape = (config.compare.batch_per_device, config.model.seq_len)
     high = config.model.vocab_size
     return torch.randint(high, shape, generator=generator), torch.randint(high, shape, generator=generator)
-
-
-def timed(step: Callable[[int], None], number: int) -> float:
-    """Return the seconds of one step."""
-    start_s = time.perf_counter()
-    step(number)
-    wait_for_gpu()  # or the clock would tell how long launching took
-    return time.perf_counter() - start_s

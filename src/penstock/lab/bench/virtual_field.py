@@ -31,9 +31,9 @@ from penstock.cost.measured import listed
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.lab.bench.config import AUTO, BenchConfig, Named, variants
-from penstock.lab.bench.contender import Entry
+from penstock.lab.bench.contender import Entry, timed
 from penstock.lab.bench.field import chosen, layout_words
-from penstock.lab.bench.scheduled import run_config_of, run_of, timed
+from penstock.lab.bench.scheduled import run_config_of, run_of
 from penstock.lab.virtual import VirtualConfig, VirtualStack, build_virtual
 from penstock.lab.virtual.handlers import sleep_until
 from penstock.plan import Problem, reasons
