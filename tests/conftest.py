@@ -18,6 +18,7 @@ from tests.support.pairwise import leave_to_soak
 from tests.support.workers import GroupScheduling, slow_first
 
 if TYPE_CHECKING:
+    from tests.support.cli import Cli
     from tests.support.ranks import Pools
 
 # torch asks a name server who ::ffff:127.0.0.1 is, at every connection; of many questions at once some are
@@ -90,6 +91,14 @@ def left_as_found() -> Iterator[None]:
     group = left_group()
     if group:
         pytest.fail(group, pytrace=False)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Asks the command in this process."""
+    from tests.support.cli import Cli
+
+    return Cli(capsys)
 
 
 @pytest.fixture

@@ -29,8 +29,9 @@ from penstock.schedule import SCHEDULES
 from penstock.topology import Control, Layout
 from penstock.train.assemble import build_optimizer, build_stack
 from penstock.train.config import RunConfig
+from tests.support.cli import Cli
 from tests.support.draws import draws
-from tests.support.runs import refused, write_config
+from tests.support.runs import write_config
 from tests.support.searching import short_search
 
 pytestmark = pytest.mark.slow
@@ -167,9 +168,9 @@ def test_the_early_check_finds_what_building_finds(
     ],
 )
 def test_the_command_says_it_before_ranks_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: tuple[str, ...], key: str
+    tmp_path: Path, cli: Cli, settings: tuple[str, ...], key: str
 ) -> None:
-    assert refused(capsys, "train", write_config(tmp_path), *settings).startswith(f"penstock: {key} = ")
+    assert cli.refuses(["train", write_config(tmp_path), *settings]).startswith(f"penstock: {key} = ")
 
 
 @pytest.mark.parametrize(
@@ -183,6 +184,6 @@ def test_the_command_says_it_before_ranks_start(
     ],
 )
 def test_commands_that_measure_say_it_too(
-    capsys: pytest.CaptureFixture[str], command: str, settings: tuple[str, ...], key: str
+    cli: Cli, command: str, settings: tuple[str, ...], key: str
 ) -> None:
-    assert refused(capsys, command, *settings).startswith(f"penstock: {key} = ")
+    assert cli.refuses([command, *settings]).startswith(f"penstock: {key} = ")

@@ -18,8 +18,9 @@ from penstock.plan.layouts import FoundLayouts, LayoutSizes
 from penstock.plan.plan_config import PlanConfig
 from penstock.train.config import RunConfig
 from penstock.train.metrics import read_metrics
+from tests.support.cli import Cli
 from tests.support.ranks import Pools
-from tests.support.runs import refused, write_config
+from tests.support.runs import write_config
 from tests.support.training import Told, folder_of, train_on
 
 AUTO = ("plan.mode=auto", "plan.layout=auto", "plan.budget=0.01", "plan.trials=1", "plan.watch=false")
@@ -119,11 +120,9 @@ def test_what_is_wrong_with_every_layout_is_told(tmp_path: Path) -> None:
         check_some_layout(soft, RANKS, RANKS, None)
 
 
-def test_a_model_too_large_for_any_layout_is_refused_before_ranks_start(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_model_too_large_for_any_layout_is_refused_before_ranks_start(cli: Cli, tmp_path: Path) -> None:
     large = ("model.hidden_size=65536", "model.num_layers=64", "parallel.processes=4")
-    error = refused(capsys, "train", write_config(tmp_path), *AUTO, *large)
+    error = cli.refuses(["train", write_config(tmp_path), *AUTO, *large])
     assert "each of 4 ranks needs" in error
 
 

@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.cli import main
 from penstock.plan.problem import Problem
 from penstock.plan.search import FoundPlan, find_plan
-from tests.support.runs import refused
-
-
-class Cli:
-    """The command in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self.capsys = capsys
-
-    def prints(self, words: Sequence[str | Path]) -> str:
-        """What it prints as it succeeds."""
-        self.capsys.readouterr()  # what an earlier command said
-        assert main(list(map(str, words))) == 0
-        return self.capsys.readouterr().out
-
-    def finds(self, words: Sequence[str | Path]) -> dict[str, Any]:
-        """Its one JSON object."""
-        found: dict[str, Any] = json.loads(self.prints([*words, "--json"]))
-        return found
-
-    def refuses(self, words: Sequence[str | Path]) -> str:
-        """What it says of bad usage."""
-        return refused(self.capsys, *words)
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
 
 
 @pytest.fixture

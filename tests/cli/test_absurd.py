@@ -10,8 +10,9 @@ import pytest
 
 from penstock.cli import ranks as ranks_module
 from penstock.cli import train as train_module
+from tests.support.cli import Cli
 from tests.support.forked import run_forked
-from tests.support.runs import refused, write_config
+from tests.support.runs import write_config
 
 BIG, DIGITS = "1000000007", "9" * 5000
 
@@ -63,8 +64,8 @@ SETTINGS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", SETTINGS, ids=lambda text: text[:50])
-def test_train_refuses_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
-    said = refused(capsys, "train", write_config(tmp_path), *given.split())
+def test_train_refuses_in_a_sentence(tmp_path: Path, cli: Cli, given: str) -> None:
+    said = cli.refuses(["train", write_config(tmp_path), *given.split()])
     assert said.startswith("penstock: ") and said.count("\n") == 1 and len(said) < 1000
     assert given.split("=", maxsplit=1)[0].rpartition(".")[2][:8] in said or "chars" in said or "GiB" in said
 
@@ -85,8 +86,8 @@ def test_train_refuses_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
     ids=lambda words: words[0],
 )
-def test_plan_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    said = refused(capsys, "plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "flowmoe-cluster-1", *words)
+def test_plan_refuses_in_a_sentence(cli: Cli, words: list[str]) -> None:
+    said = cli.refuses(["plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "flowmoe-cluster-1", *words])
     assert said.count("\n") == 1 and len(said) < 1000 and words[0] in said
 
 
@@ -102,9 +103,7 @@ COMMANDS: dict[str, Callable[[str], list[str]]] = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "folder", "deep", "digits"])
-def test_no_command_waits_for_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
-) -> None:
+def test_no_command_waits_for_a_file(tmp_path: Path, cli: Cli, name: str, kind: str) -> None:
     path = tmp_path / "file.json"
     if kind == "pipe":
         os.mkfifo(path)
@@ -114,17 +113,15 @@ def test_no_command_waits_for_a_file(
         path.write_text("[" * 50_000)
     elif kind == "digits":
         path.write_text(DIGITS)
-    said = refused(capsys, *COMMANDS[name]("/dev/zero" if kind == "/dev/zero" else str(path)))
+    said = cli.refuses([*COMMANDS[name]("/dev/zero" if kind == "/dev/zero" else str(path))])
     assert said.count("\n") == 1 and len(said) < 1000
 
 
 @pytest.mark.parametrize("place", ["/dev/zero", "pipe", "nowhere", "empty"])
-def test_a_run_does_not_wait_for_its_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
+def test_a_run_does_not_wait_for_its_text(tmp_path: Path, cli: Cli, place: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").touch()
-    said = refused(capsys, "train", write_config(tmp_path), f"data.path={tmp_path / place}")
+    said = cli.refuses(["train", write_config(tmp_path), f"data.path={tmp_path / place}"])
     assert said.startswith("penstock: data.path = ") and said.count("\n") == 1
 
 

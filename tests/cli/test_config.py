@@ -12,7 +12,7 @@ import pytest
 from penstock.cli import main
 from penstock.config import load
 from penstock.train.config import RunConfig
-from tests.cli.conftest import Cli
+from tests.support.cli import Cli
 
 WRONG = '[moe]\ntop_k = "x"\nnum_expert = 3\n[train]\nsteps = 0\n'
 

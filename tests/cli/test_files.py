@@ -11,7 +11,7 @@ from penstock.cli.out import check_folder, check_out, save_out
 from penstock.config import ConfigError
 from penstock.plan.plan_config import PlanConfig
 from penstock.train.output import OutputFolder
-from tests.support.runs import refused
+from tests.support.cli import Cli
 
 PLAN = (
     *("plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "flowmoe-cluster-2"),
@@ -50,10 +50,10 @@ def contents(folder: Path) -> dict[str, str | None]:
 @pytest.mark.parametrize("command", [PLAN, PROFILE], ids=["plan", "profile"])
 @pytest.mark.parametrize(("place", "why"), BAD)
 def test_a_place_that_cannot_be_written_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...], place: str, why: str
+    folder: Path, cli: Cli, command: tuple[str, ...], place: str, why: str
 ) -> None:
     before = contents(folder)
-    said = refused(capsys, *command, "--out", folder / place)
+    said = cli.refuses([*command, "--out", folder / place])
     assert said.startswith("penstock: --out = ") and why in said and "Name a file" in said
     assert contents(folder) == before
 
@@ -79,10 +79,10 @@ def test_the_place_is_tried_and_left_as_it_was(folder: Path) -> None:
     ],
 )
 def test_a_folder_of_figures_is_tried_before_anything_is_measured(
-    folder: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...], place: str, why: str
+    folder: Path, cli: Cli, command: tuple[str, ...], place: str, why: str
 ) -> None:
     before = contents(folder)
-    said = refused(capsys, *command, "--plot", folder / place)
+    said = cli.refuses([*command, "--plot", folder / place])
     assert said.startswith("penstock: --plot = ") and why in said and "Name a folder" in said
     assert contents(folder) == before
 
@@ -136,9 +136,9 @@ TOO_LONG = "x" * 300
     ids=["cluster", "cluster file", "routing", "plan", "train", "report"],
 )
 def test_a_name_that_no_file_can_have_is_refused_in_a_line(
-    capsys: pytest.CaptureFixture[str], command: tuple[str, ...], why: str
+    cli: Cli, command: tuple[str, ...], why: str
 ) -> None:
-    said = refused(capsys, *command)
+    said = cli.refuses(command)
     assert said.count("\n") <= 1 and why in said
 
 

@@ -11,7 +11,7 @@ from penstock.plan.models import MODELS, open_models
 from penstock.schedule import SCHEDULES
 from penstock.workloads import RoutingConfig
 from penstock.workloads.catalogue import READ_BY
-from tests.cli.conftest import Cli
+from tests.support.cli import Cli
 
 
 def test_all_names_are_listed(cli: Cli) -> None:

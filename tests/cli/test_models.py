@@ -30,10 +30,11 @@ from penstock.train.config import RunConfig
 from penstock.train.logs import telling
 from penstock.train.trainer import Trainer
 from tests.support.adapted import small
+from tests.support.cli import Cli
 from tests.support.parity import machinery
 from tests.support.patience import HANG_S
 from tests.support.ranks import Pools
-from tests.support.runs import refused, write_config
+from tests.support.runs import write_config
 from tests.support.training import train_on
 
 STEPS = 8
@@ -58,17 +59,9 @@ def judge_sample(trainer: Trainer, step: int) -> None:
         (trainer.config.output.dir / "loss").write_text(str(trainer.stack.statistics.cross_entropy.item()))
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    capsys.readouterr()
-    assert main(list(map(str, words))) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_what_can_be_done_with_a_run(
-    ranks: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str]
-) -> None:
+def test_what_can_be_done_with_a_run(ranks: Pools, tmp_path: Path, cli: Cli, settings: list[str]) -> None:
     write_config(tmp_path)
     ranks(2).run(train_on, 2, tmp_path, [*settings, f"train.steps={STEPS}"], judge_sample)
     folder = tmp_path / "run"
@@ -76,19 +69,19 @@ def test_what_can_be_done_with_a_run(
 
     sample = tmp_path / "sample.txt"
     sample.write_text(SAMPLE)
-    found = json.loads(said(capsys, "evaluate", folder, sample, "--json"))
+    found = cli.finds(["evaluate", folder, sample])
     assert found["tokens"] == len(SAMPLE) - 1
     assert found["loss"] == pytest.approx(float((folder / "loss").read_text()), rel=1e-5)
-    assert "perplexity" in said(capsys, "evaluate", checkpoint, sample, "--length", "5")
+    assert "perplexity" in cli.prints(["evaluate", checkpoint, sample, "--length", "5"])
     told = list[str]()
     with telling(told.append):
         loss = judge(open_model(folder, None), SAMPLE, 1).loss
     assert len(told) > 1 and told[-1] == f"16 of 16 tokens, loss so far {loss:.4f}"
 
     asked = ("--prompt", "line 1", "--max-new-tokens", "24")  # more than the model has positions for
-    text = said(capsys, "generate", folder, *asked)
+    text = cli.prints(["generate", folder, *asked])
     assert text.startswith("line 1") and len(text) > len("line 1\n")
-    drawn = [said(capsys, "generate", folder, *asked, "--temperature", "2", "--seed", seed) for seed in "112"]
+    drawn = [cli.prints(["generate", folder, *asked, "--temperature", "2", "--seed", seed]) for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -154,7 +147,7 @@ def words_file(folder: Path, last: str = "cube") -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_run_on_tokens_is_asked_in_its_tokens(
-    ranks: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str], prepared: bool
+    ranks: Pools, tmp_path: Path, cli: Cli, prepared: bool
 ) -> None:
     """By the file that it was given, while that is the same; otherwise a user has to name it, in a folder of
     transformers, too. There is no guessing at bytes."""
@@ -162,26 +155,26 @@ def test_a_run_on_tokens_is_asked_in_its_tokens(
     text, file = tmp_path / "text.txt", words_file(tmp_path / "words")
     data = [f"data.tokenizer={file}", f"data.cache={tmp_path}"]
     if prepared:
-        said(capsys, "prepare", text, "--tokenizer", file, "--out", tmp_path / "tokens")
+        cli.prints(["prepare", text, "--tokenizer", file, "--out", tmp_path / "tokens"])
         data = [f"data.path={tmp_path / 'tokens'}"]
     settings = ["model.vocab_size=300", "train.steps=1", *data]
     assert ranks(2).run(train_on, 2, tmp_path, settings, None)[0].summary is not None
     run, sample = tmp_path / "run", tmp_path / "sample"
     sample.write_text("the square of the line")
-    found = said(capsys, "evaluate", run, sample, "--tokenizer", file)
+    found = cli.prints(["evaluate", run, sample, "--tokenizer", file])
     assert found.endswith(", 4 tokens\n")
     if prepared:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
-        said_of = refused(capsys, "evaluate", run, sample)
+        said_of = cli.refuses(["evaluate", run, sample])
         assert f"was trained on tokens of a tokenizer {digest}: name its tokenizer.json" in said_of
     else:
-        assert said(capsys, "evaluate", run, sample) == found
+        assert cli.prints(["evaluate", run, sample]) == found
         words_file(tmp_path / "words", last="Cube")
-        assert "is not there any more or has changed" in refused(capsys, "evaluate", run, sample)
-    assert "not on bytes" in refused(capsys, "evaluate", run, sample, "--tokenizer", "bytes")
+        assert "is not there any more or has changed" in cli.refuses(["evaluate", run, sample])
+    assert "not on bytes" in cli.refuses(["evaluate", run, sample, "--tokenizer", "bytes"])
     other = words_file(tmp_path / "other", last="Sphere")
     assert main(["evaluate", str(run), str(sample), "--tokenizer", str(other)]) == 0
-    assert "is not the file that the model was trained with" in capsys.readouterr().err
+    assert "is not the file that the model was trained with" in cli.capsys.readouterr().err
 
 
 def checkpoint_of(folder: Path, tokenizer: str | None = None, **moe: object) -> Path:
@@ -204,50 +197,46 @@ def checkpoint_of(folder: Path, tokenizer: str | None = None, **moe: object) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", ["softmax", "cosine"])
-def test_a_model_with_room_for_more_than_bytes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], gate: str
-) -> None:
+def test_a_model_with_room_for_more_than_bytes(tmp_path: Path, cli: Cli, gate: str) -> None:
     """It draws what is asked for, once it is known what its tokens are."""
     asked = ("generate", checkpoint_of(tmp_path, gate=gate), "--prompt", "line", "--max-new-tokens", "8")
-    assert "--tokenizer bytes" in refused(capsys, *asked)
-    known = said(capsys, *asked, "--tokenizer", "bytes")
+    assert "--tokenizer bytes" in cli.refuses(asked)
+    known = cli.prints([*asked, "--tokenizer", "bytes"])
     asked = ("generate", checkpoint_of(tmp_path, "bytes", gate=gate), *asked[2:])
-    assert said(capsys, *asked) == known
+    assert cli.prints(asked) == known
     likeliest, *drawn = (
-        said(capsys, *asked, *more) for more in ((), *(("--top-k", "250", "--seed", seed) for seed in "112"))
+        cli.prints([*asked, *more]) for more in ((), *(("--top-k", "250", "--seed", seed) for seed in "112"))
     )
     assert likeliest.startswith("line") and drawn[0] == drawn[1] != drawn[2]
     assert Judgement(loss=1e4, tokens=1).perplexity == float("inf")
 
 
-def test_a_tokenizer_keeps_the_space_between_a_prompt_and_what_follows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_keeps_the_space_between_a_prompt_and_what_follows(tmp_path: Path, cli: Cli) -> None:
     words = {f"\u2581w{number}": number for number in range(61)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="\u2581w0"))
     tokenizer.pre_tokenizer, tokenizer.decoder = Metaspace(), MetaspaceDecoder()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
     small("mixtral").save_pretrained(tmp_path)
-    text = said(capsys, "generate", tmp_path, "--prompt", "w7 w8", "--max-new-tokens", "3")
+    text = cli.prints(["generate", tmp_path, "--prompt", "w7 w8", "--max-new-tokens", "3"])
     assert text.startswith("w7 w8 w")
 
 
 @pytest.mark.slow
-def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said_of = refused(capsys, "generate", tmp_path, "--prompt", "a")
+def test_what_cannot_be_opened_is_refused(tmp_path: Path, cli: Cli) -> None:
+    said_of = cli.refuses(["generate", tmp_path, "--prompt", "a"])
     assert "neither a Hugging Face model folder" in said_of
     small("mixtral").save_pretrained(tmp_path / "mixtral")
-    assert "has no tokenizer" in refused(capsys, "generate", tmp_path / "mixtral", "--prompt", "a")
+    assert "has no tokenizer" in cli.refuses(["generate", tmp_path / "mixtral", "--prompt", "a"])
     for name, number in (("tokenizer.json", 1), ("large", 10**6)):
         model = tokenizers.models.WordLevel({"a": 0, "b": number}, unk_token="a")
         tokenizers.Tokenizer(model).save(str(tmp_path / name))
     asked = ("generate", tmp_path / "mixtral", "--prompt", "b", "--tokenizer")
-    assert said(capsys, *asked, tmp_path / "tokenizer.json", "--max-new-tokens", "3").startswith("b")
-    assert "has tokens up to 1000000, and the model knows" in refused(capsys, *asked, tmp_path / "large")
-    assert "is no tokenizer.json" in refused(capsys, *asked, tmp_path / "nothing")
+    assert cli.prints([*asked, tmp_path / "tokenizer.json", "--max-new-tokens", "3"]).startswith("b")
+    assert "has tokens up to 1000000, and the model knows" in cli.refuses([*asked, tmp_path / "large"])
+    assert "is no tokenizer.json" in cli.refuses([*asked, tmp_path / "nothing"])
     (tmp_path / "large").rename(words_file(tmp_path / "folder"))
     judging = ("evaluate", tmp_path / "mixtral", __file__, "--tokenizer", tmp_path / "folder")
-    assert "has tokens up to 1000000, and the model knows 61: it is the" in refused(capsys, *judging)
+    assert "has tokens up to 1000000, and the model knows 61: it is the" in cli.refuses(judging)
     small("mixtral", vocab_size=256).save_pretrained(tmp_path / "bytes")
     text = tmp_path / "text"
     text.write_text("several words")
@@ -255,7 +244,7 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
     empty.write_text("")
     latin.write_bytes(b"several\nw\xf6rter")
     for command, *rest in (("generate", "--prompt", "b"), ("evaluate", str(text))):
-        said_of = refused(capsys, command, tmp_path / "mixtral", *rest, "--tokenizer", "bytes")
+        said_of = cli.refuses([command, tmp_path / "mixtral", *rest, "--tokenizer", "bytes"])
         assert "bytes are 256 tokens, and the model knows 61" in said_of
     for more, words in (
         (["generate", "--prompt", ""], "prompt is empty"),
@@ -266,8 +255,8 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
         (["evaluate", latin], f"{latin}: is not UTF-8 text (line 2). Save it as UTF-8."),
     ):
         name, *options = map(str, more)
-        assert words in refused(capsys, name, tmp_path / "bytes", *options)
-    assert "several words" in said(capsys, "generate", tmp_path / "bytes", "--prompt", "several words")
+        assert words in cli.refuses([name, tmp_path / "bytes", *options])
+    assert "several words" in cli.prints(["generate", tmp_path / "bytes", "--prompt", "several words"])
 
 
 def with_settings(folder: Path, section: str, name: str, value: object) -> Path:
@@ -293,22 +282,22 @@ def with_settings(folder: Path, section: str, name: str, value: object) -> Path:
     ],
 )
 def test_a_checkpoint_without_a_setting_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, name: str, value: object
+    tmp_path: Path, cli: Cli, section: str, name: str, value: object
 ) -> None:
     path = with_settings(tmp_path / "run", section, name, value)
     with pytest.raises(ConfigError) as caught:
         open_model(tmp_path / "run")
     assert caught.value.key == f"{path / RECORD}: settings.{section}.{name}"
-    said_of = refused(capsys, "generate", tmp_path / "run", "--prompt", "a")
+    said_of = cli.refuses(["generate", tmp_path / "run", "--prompt", "a"])
     assert said_of.strip() == f"penstock: {caught.value}"
 
 
 @pytest.mark.parametrize(("name", "value"), [("hidden_size", 1 << 20), ("num_layers", 2)])
 def test_a_checkpoint_is_compared_with_its_settings_before_memory_is_allocated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: int
+    tmp_path: Path, cli: Cli, name: str, value: int
 ) -> None:
     with_settings(tmp_path / "run", "model", name, value)
-    said_of = refused(capsys, "generate", tmp_path / "run", "--prompt", "a")
+    said_of = cli.refuses(["generate", tmp_path / "run", "--prompt", "a"])
     assert "holds another model than its settings say" in said_of and said_of.count("\n") == 1
 
 
@@ -332,9 +321,7 @@ def test_an_option_that_cannot_be_used_is_named(
     assert f"argument {option}: " in said and why in said
 
 
-def test_a_model_whose_numbers_are_not_finite_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_whose_numbers_are_not_finite_is_refused(tmp_path: Path, cli: Cli) -> None:
     """Its likeliest token would be token 0, and its loss no number in JSON."""
     model = small("mixtral", vocab_size=256)
     with torch.no_grad():
@@ -342,12 +329,10 @@ def test_a_model_whose_numbers_are_not_finite_is_refused(
     model.save_pretrained(tmp_path)
     (tmp_path / "text").write_text("several words")
     for command in (("generate", tmp_path, "--prompt", "ab"), ("evaluate", tmp_path, tmp_path / "text")):
-        assert refused(capsys, *command, "--json").count("\n") == 1
+        assert cli.refuses([*command, "--json"]).count("\n") == 1
 
 
-def test_the_least_temperature_takes_the_likeliest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_least_temperature_takes_the_likeliest(tmp_path: Path, cli: Cli) -> None:
     small("mixtral", vocab_size=256).save_pretrained(tmp_path)
     asked = ("generate", tmp_path, "--prompt", "several words", "--max-new-tokens", "5")
-    assert said(capsys, *asked, "--temperature", "0.0001") == said(capsys, *asked)
+    assert cli.prints([*asked, "--temperature", "0.0001"]) == cli.prints(asked)

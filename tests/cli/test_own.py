@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.own import own_modules
-from tests.support.runs import clean_environ, command, refused, write_config
+from tests.support.cli import Cli
+from tests.support.runs import clean_environ, command, write_config
 
 SCHEDULES = """
 from penstock.schedule import register_schedule
@@ -66,7 +67,7 @@ def test_commands_without_torch_know_it_too(tmp_path: Path) -> None:
 def test_a_module_that_cannot_be_imported_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     text: str | None,
     name: str,
     shown: str,
@@ -75,7 +76,7 @@ def test_a_module_that_cannot_be_imported_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     if text is not None:
         (tmp_path / f"{name}.py").write_text(text)
-    assert shown in refused(capsys, "--import", name, "list")
+    assert shown in cli.refuses(["--import", name, "list"])
 
 
 def test_words_of_another_program_stay() -> None:

@@ -24,8 +24,8 @@ from penstock.plan import PlanFile, published_problem
 from penstock.plan.problem import Problem
 from penstock.plan.search import FoundPlan, find_plan
 from penstock.plan.subject import Overrides, Subject
-from tests.cli.conftest import Cli
 from tests.plan.problems import problem
+from tests.support.cli import Cli
 from tests.support.runs import write_config
 
 pytestmark = pytest.mark.usefixtures("searched_once")

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.plan.models import model_name, open_models
-from tests.cli.conftest import Cli
+from tests.support.cli import Cli
 
 pytestmark = pytest.mark.usefixtures("searched_once")
 

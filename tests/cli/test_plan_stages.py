@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.conftest import Cli
+from tests.support.cli import Cli
 
 BASE = [
     *("plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "4x2xA100-80GB,net=10gbit"),

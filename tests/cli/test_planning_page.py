@@ -11,6 +11,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.plan.models import open_models
+from tests.support.cli import Cli
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"```\n\$ penstock (plan .*)\n((?:(?!```).*\n)*)```", PAGE)
@@ -33,11 +34,10 @@ def test_all_open_models_are_in_the_table_and_the_page_is_short() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("command", "shown"), SHOWN)
 def test_every_line_that_is_shown_is_printed(
-    command: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, shown: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    assert main(command.split()) == 0
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    printed = [line.rstrip() for line in cli.prints(command.split()).splitlines()]
     wanted = [line.rstrip() for line in shown.splitlines() if line.strip() not in ("...", "")]
     assert [line for line in wanted if line not in printed] == []
 

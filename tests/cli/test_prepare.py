@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -11,10 +10,11 @@ import pytest
 
 from penstock.cli import main
 from penstock.data.tokens import read_record
+from tests.support.cli import Cli
 from tests.support.forked import run_text
 
 
-def test_prepare_and_prepare_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_and_prepare_again(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(3):
         (tmp_path / "texts" / f"{number}.md").write_text("Water runs downhill.\n" * 50)
@@ -22,15 +22,14 @@ def test_prepare_and_prepare_again(tmp_path: Path, capsys: pytest.CaptureFixture
     command = ["prepare", str(tmp_path / "texts"), "--out", str(out)]
     for _ in range(2):
         assert main(command) == 0
-        printed = capsys.readouterr()
+        printed = cli.capsys.readouterr()
         assert f"{out}: 3 documents, 3,153 tokens in 1 shard\n" in printed.out
         assert f"data.path={out} model.vocab_size=256" in printed.out and not printed.err
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == 3153
+    assert cli.finds(command)["tokens"] == 3153
     shard = out / "tokens-00000.npy"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
     assert main(command) == 1
-    assert f"{shard} is damaged" in capsys.readouterr().err
+    assert f"{shard} is damaged" in cli.capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -69,9 +68,7 @@ def test_what_cannot_be_prepared(
     assert re.search(why, capsys.readouterr().err)
 
 
-def test_inputs_need_no_name_in_utf8_and_the_result_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inputs_need_no_name_in_utf8_and_the_result_does(tmp_path: Path, cli: Cli) -> None:
     """What a configuration cannot name is refused before anything is read."""
     texts, out = tmp_path / os.fsdecode(b"\xff"), tmp_path / "tokens"
     texts.mkdir()
@@ -79,9 +76,8 @@ def test_inputs_need_no_name_in_utf8_and_the_result_does(
     for _ in range(2):
         assert main(["prepare", str(texts), "--out", str(out)]) == 0
     assert read_record(out / "tokens.json").source == f"{tmp_path}/\\xff"
-    capsys.readouterr()
-    assert main(["prepare", str(texts), "--out", f"{texts}-tokens"]) == 2
-    assert "--out = " in (told := capsys.readouterr().err) and "is not UTF-8" in told
+    told = cli.refuses(["prepare", texts, "--out", f"{texts}-tokens"])
+    assert "--out = " in told and "is not UTF-8" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["tokens", texts.name])
 
 

@@ -13,10 +13,11 @@ from penstock.config import to_dict
 from penstock.cost.clusters import find_cluster
 from penstock.cost.measured import STOPPED
 from tests.autotune.test_profile import TINY, check
+from tests.support.cli import Cli
 from tests.support.forked import run_forked
 from tests.support.launched import start_launcher
 from tests.support.patience import HANG_S, wait_for
-from tests.support.runs import refused, run, wait_until
+from tests.support.runs import run, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +73,6 @@ def test_a_stop_ends_all_of_it_and_keeps_what_was_measured(tmp_path: Path) -> No
     ],
 )
 def test_bad_usage_is_refused_before_any_process_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], shown: str
+    tmp_path: Path, cli: Cli, arguments: tuple[str, ...], shown: str
 ) -> None:
-    assert shown in refused(capsys, "profile", *(word.format(folder=tmp_path) for word in arguments))
+    assert shown in cli.refuses(["profile", *(word.format(folder=tmp_path) for word in arguments)])

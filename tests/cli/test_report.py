@@ -16,8 +16,8 @@ from penstock.report.loads import LoadCourse
 from penstock.report.summary import RunSummary
 from penstock.trace.step_file import StepFile
 from penstock.train.metrics import read_metrics
+from tests.support.cli import Cli
 from tests.support.ranks import Pools
-from tests.support.runs import refused
 from tests.support.training import folder_of, train_on
 
 STEPS, RANKS = 6, 2
@@ -48,16 +48,14 @@ def run(folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(folder, tmp_path / "copy")
 
 
-def reported(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main(["report", str(run), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+def reported(run: Path, cli: Cli) -> dict[str, Any]:
+    found = cli.finds(["report", run])
     assert Path(found["page"]).read_text().startswith("<!DOCTYPE html>")
     return found
 
 
-def test_a_report_says_what_the_run_has_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = reported(folder, capsys)
+def test_a_report_says_what_the_run_has_left(folder: Path, cli: Cli) -> None:
+    found = reported(folder, cli)
     step, plan = StepFile.read(folder / "step.json"), PlanFile.read(folder / "plan.json")
     assert found["steps"] == STEPS and found["missing"] == []
     assert step.step == STEPS and step.ranks == RANKS
@@ -74,10 +72,9 @@ def test_a_report_says_what_the_run_has_left(folder: Path, capsys: pytest.Captur
     assert found["binding"]["critical_path_s"] == pytest.approx(lasts, abs=1e-5)
 
 
-def test_the_page_tells_the_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_tells_the_run(folder: Path, tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "elsewhere" / "page.html"
-    assert main(["report", str(folder), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
+    said = cli.prints(["report", str(folder), "--out", str(out)])
     assert str(out) in said and "limits this step" in said
     page = out.read_text()
     summary = RunSummary.read(folder / "summary.json")
@@ -107,41 +104,35 @@ def test_what_a_run_keeps_for_its_report_agrees_with_its_metrics(folder: Path) -
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_missing_is_said_and_the_rest_reported(
-    run: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_said_and_the_rest_reported(run: Path, name: str, cli: Cli) -> None:
     (run / name).unlink()
-    (missing,) = reported(run, capsys)["missing"]
+    (missing,) = reported(run, cli)["missing"]
     assert missing.startswith(f"{name} is not there: ")
 
 
-def test_a_run_that_was_killed_is_reported_as_far_as_it_came(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_was_killed_is_reported_as_far_as_it_came(run: Path, cli: Cli) -> None:
     for name in LEFT:
         (run / name).unlink()
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:20])
-    found = reported(run, capsys)
+    found = reported(run, cli)
     assert found["steps"] == 3 and found["binding"] is None and len(found["missing"]) == len(LEFT)
 
 
-def test_a_summary_of_the_start_before_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_summary_of_the_start_before_is_left_out(run: Path, cli: Cli) -> None:
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(b"".join(lines) + lines[-1].replace(b'"step":6', b'"step":7'))
-    found = reported(run, capsys)
+    found = reported(run, cli)
     assert found["steps"] == STEPS + 1
     assert found["missing"] == ["summary.json is of the start before, which ended after step 6."]
 
 
 @pytest.mark.parametrize("name", [*LEFT, "metrics.jsonl"])
-def test_a_damaged_file_is_refused_by_its_name(
-    run: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_is_refused_by_its_name(run: Path, name: str, cli: Cli) -> None:
     content = (run / name).read_bytes()
     for damaged in (content[: len(content) // 2] + b"\n}{\n", b'{"version": 1}\n', b"\x00\xff\n"):
         (run / name).write_bytes(damaged)
-        assert name in refused(capsys, "report", run)
+        assert name in cli.refuses(["report", run])
 
 
 @pytest.mark.parametrize(
@@ -154,36 +145,32 @@ def test_a_damaged_file_is_refused_by_its_name(
         ("shown", []),
     ],
 )
-def test_a_step_that_does_not_fit_together_is_refused(
-    run: Path, key: str, value: object, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_does_not_fit_together_is_refused(run: Path, key: str, value: object, cli: Cli) -> None:
     table = json.loads((run / "step.json").read_text())
     (run / "step.json").write_text(json.dumps({**table, key: value}))
-    assert "step.json" in refused(capsys, "report", run)
+    assert "step.json" in cli.refuses(["report", run])
 
 
 @pytest.mark.parametrize("where", [("predicted", "end_s", 0, 0), ("path", 0, "start_s")])
-def test_a_moment_that_no_step_has_is_refused(
-    run: Path, where: tuple[str | int, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_moment_that_no_step_has_is_refused(run: Path, where: tuple[str | int, ...], cli: Cli) -> None:
     step = json.loads((run / "step.json").read_text())
     inner: Any = step
     for key in where[:-1]:
         inner = inner[key]
     inner[where[-1]] = 1e308
     (run / "step.json").write_text(json.dumps(step))
-    said = refused(capsys, "report", run)
+    said = cli.refuses(["report", run])
     assert "step.json" in said and "it is a moment of a step" in said
 
 
 @pytest.mark.parametrize("change", [lambda found: found[:-1], lambda found: [*found, 1.0]])
 def test_steps_of_models_with_other_layers_are_refused(
-    run: Path, change: Callable[[list[float]], list[float]], capsys: pytest.CaptureFixture[str]
+    run: Path, change: Callable[[list[float]], list[float]], cli: Cli
 ) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines[-1]["rows_dropped"] = change(lines[-1]["rows_dropped"])
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    said = refused(capsys, "report", run)
+    said = cli.refuses(["report", run])
     assert "metrics.jsonl" in said and f"rows_dropped has {len(lines[-1]['rows_dropped'])} numbers" in said
 
 
@@ -191,16 +178,14 @@ SHOWN = ("config.toml", "metrics.jsonl", "failure-rank1.txt", *LEFT)
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_no_file_is_shown_that_is_not_the_run_s(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_no_file_is_shown_that_is_not_the_run_s(run: Path, tmp_path: Path, cli: Cli, name: str) -> None:
     """A folder from someone else may have links to what its reader would not pass on."""
     (run / "report.html").unlink(missing_ok=True)  # of another test
     (run / "summary.json").unlink()  # a run without one shows why its ranks have failed
     (tmp_path / "mine").write_text("a secret")
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(tmp_path / "mine")
-    said = refused(capsys, "report", run)
+    said = cli.refuses(["report", run])
     assert str(run / name) in said and "secret" not in said
     assert not (run / "report.html").exists()
 
@@ -218,6 +203,6 @@ def test_a_page_is_written_into_no_other_file(
     capsys.readouterr()
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no such folder" in refused(capsys, "report", tmp_path / "none")
-    assert "holds no run" in refused(capsys, "report", tmp_path)
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, cli: Cli) -> None:
+    assert "there is no such folder" in cli.refuses(["report", tmp_path / "none"])
+    assert "holds no run" in cli.refuses(["report", tmp_path])

@@ -14,6 +14,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.cli.run import exit_code
 from penstock.config import HintWarning
+from tests.support.cli import Cli
 from tests.support.runs import clean_environ, command, write_config
 
 HINT = "penstock: parallel.tensor_parallel_size: taken as parallel.tp_size\n"
@@ -85,11 +86,9 @@ def test_no_command_at_all_shows_which_there_are(capsys: pytest.CaptureFixture[s
     assert not shown.out and "train" in shown.err and "plan" in shown.err
 
 
-def test_a_model_that_is_not_there_is_refused_by_the_name_of_its_setting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", str(write_config(tmp_path)), "model.config=Qwen/Qwen3-30B-A3B"]) == 2
-    assert 'model.config = "Qwen/Qwen3-30B-A3B": ' in capsys.readouterr().err
+def test_a_model_that_is_not_there_is_refused_by_the_name_of_its_setting(tmp_path: Path, cli: Cli) -> None:
+    said = cli.refuses(["train", write_config(tmp_path), "model.config=Qwen/Qwen3-30B-A3B"])
+    assert 'model.config = "Qwen/Qwen3-30B-A3B": ' in said
 
 
 @pytest.mark.parametrize(

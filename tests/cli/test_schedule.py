@@ -8,7 +8,7 @@ from penstock.cli import main
 from penstock.graph import Lane
 from penstock.schedule import SCHEDULES
 from penstock.schedule.schedule import parse_orders
-from tests.cli.conftest import Cli
+from tests.support.cli import Cli
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

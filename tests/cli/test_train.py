@@ -26,6 +26,7 @@ from penstock.report import RunSummary
 from penstock.train.metrics import read_metrics
 from penstock.train.run_folder import read_run
 from penstock.workloads import RecordedModel, read_recording
+from tests.support.cli import Cli
 from tests.support.forked import run_forked
 from tests.support.launched import pid_of_rank, start_launcher
 from tests.support.patience import HANG_S
@@ -34,7 +35,6 @@ from tests.support.runs import (
     check_refusal,
     clean_environ,
     losses,
-    refused,
     run,
     start,
     wait_until,
@@ -419,15 +419,13 @@ def test_routing_is_recorded_only_when_asked_for(whole_run: Whole) -> None:
         ("output.dir=/proc/x", ['output.dir = "/proc/x"', "Choose a path that you can write to."]),
     ],
 )
-def test_bad_settings_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, words: list[str]
-) -> None:
-    error = refused(capsys, "train", write_config(tmp_path), override, "moe.num_experts=4")
+def test_bad_settings_are_named(tmp_path: Path, cli: Cli, override: str, words: list[str]) -> None:
+    error = cli.refuses(["train", write_config(tmp_path), override, "moe.num_experts=4"])
     assert all(word in error for word in words), error
 
 
-def test_an_unlike_name_gets_no_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Nearest" not in refused(capsys, "train", write_config(tmp_path), "plan.cluster=nope")
+def test_an_unlike_name_gets_no_suggestion(tmp_path: Path, cli: Cli) -> None:
+    assert "Nearest" not in cli.refuses(["train", write_config(tmp_path), "plan.cluster=nope"])
 
 
 def test_what_ranks_refuse_the_command_says_once(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from penstock.words import UNKNOWN, folded, markdown_table, stacked, terminal_wi
 from tests.autotune.test_trials import run as run_trials
 from tests.lab.bench.test_summarise import result
 from tests.report.test_summary import SUMMARY
+from tests.support.cli import Cli
 from tests.support.metrics import step
 
 WIDTH = 80
@@ -50,9 +51,8 @@ def fits(text: str) -> bool:
         pytest.param(STAGES.split(), marks=pytest.mark.slow),
     ],
 )
-def test_commands_fit(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 0
-    assert fits(capsys.readouterr().out)
+def test_commands_fit(words: list[str], cli: Cli) -> None:
+    assert fits(cli.prints(words))
 
 
 @pytest.mark.parametrize("command", HELP)

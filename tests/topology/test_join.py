@@ -20,9 +20,10 @@ from penstock.device import Cpu, using
 from penstock.topology.control import CommunicationError
 from penstock.topology.join import ALONE, ProcessInfo, _store, detect, join, leave, rendezvous_env
 from penstock.topology.meeting_point import interface_names
+from tests.support.cli import Cli
 from tests.support.forked import run_forked
 from tests.support.patience import HANG_S
-from tests.support.runs import refused, write_config
+from tests.support.runs import write_config
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
@@ -371,10 +372,10 @@ def test_an_interface_that_is_not_there_is_refused(clean: pytest.MonkeyPatch) ->
 
 
 def test_the_command_refuses_an_interface_that_is_not_there(
-    clean: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    clean: pytest.MonkeyPatch, tmp_path: Path, cli: Cli
 ) -> None:
     clean.setenv("GLOO_SOCKET_IFNAME", "nothing0")
-    assert 'GLOO_SOCKET_IFNAME = "nothing0"' in refused(capsys, "train", write_config(tmp_path))
+    assert 'GLOO_SOCKET_IFNAME = "nothing0"' in cli.refuses(["train", write_config(tmp_path)])
 
 
 # ---- real processes ----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from penstock.doctor.meeting import Meeting
 from penstock.topology import ProcessInfo
 from penstock.topology.join import ALONE
 from penstock.train.config import RunConfig
+from tests.support.cli import Cli
 from tests.support.forked import run_forked
 from tests.support.patience import HANG_S
 
@@ -200,11 +201,10 @@ def child_here() -> Here:
     ],
 )
 def test_what_cannot_be_done_is_refused(
-    words: list[str], key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], key: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["doctor", "--gpu", *words]) == 2
-    assert f"penstock: {key} = " in capsys.readouterr().err
+    assert f"penstock: {key} = " in cli.refuses(["doctor", "--gpu", *words])
 
 
 def test_where_nothing_can_be_saved_the_first_rank_says_so_before_it_waits_for_others(

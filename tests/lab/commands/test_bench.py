@@ -17,10 +17,11 @@ from benchmarks.peers import require
 from penstock.config import ConfigError
 from penstock.lab.bench import checkout
 from penstock.lab.bench.config import PEERS
+from tests.support.cli import Cli
 from tests.support.forked import run_forked
 from tests.support.launched import start_launcher
 from tests.support.patience import HANG_S
-from tests.support.runs import check_refusal, clean_environ, command, refused, run, wait_until
+from tests.support.runs import check_refusal, clean_environ, command, run, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -158,10 +159,10 @@ def missing(peer: str) -> str:
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_a_peer_that_is_not_installed_says_how(capsys: pytest.CaptureFixture[str], peer: str) -> None:
+def test_a_peer_that_is_not_installed_says_how(cli: Cli, peer: str) -> None:
     if not missing(peer):
         pytest.skip(f"{peer} is installed")
-    assert "pip install --editable '.[peers]'" in refused(capsys, "bench", "--peers", peer, *QUICK)
+    assert "pip install --editable '.[peers]'" in cli.refuses(["bench", "--peers", peer, *QUICK])
 
 
 @pytest.mark.soak
@@ -184,10 +185,10 @@ def test_peers_take_part_in_both_columns() -> None:
 
 @pytest.mark.parametrize("option", ["--peers", "--plot"])
 def test_without_the_source_code_one_sentence_says_what_to_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
 ) -> None:
     monkeypatch.setattr(checkout, "ROOT", tmp_path)
-    error = refused(capsys, "bench", option, "deepspeed", *QUICK)
+    error = cli.refuses(["bench", option, "deepspeed", *QUICK])
     assert option in error and "folder benchmarks/ of the source code" in error
     assert "Run pip install --editable . in a copy of the source code." in error
 
@@ -239,8 +240,6 @@ def test_ranks_that_somebody_else_started_get_no_second_network() -> None:
         ("compare.peer=deepspeed", "compare.peer"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(
-    capsys: pytest.CaptureFixture[str], arguments: str, key: str
-) -> None:
-    error = refused(capsys, "bench", *arguments.split())
+def test_what_is_wrong_is_refused_by_name(cli: Cli, arguments: str, key: str) -> None:
+    error = cli.refuses(["bench", *arguments.split()])
     assert error.startswith((f"penstock: {key} = ", f"penstock: {key}: ")), error

@@ -16,6 +16,7 @@ import pytest
 from penstock.cli import main
 from penstock.lab.emulate import clusters, open_cluster, remove_stale
 from penstock.lab.emulate.system import NAMESPACES
+from tests.support.cli import Cli
 from tests.support.launched import pid_of_rank, start_launcher
 from tests.support.patience import HANG_S, wait_for
 from tests.support.runs import (
@@ -31,11 +32,10 @@ real = pytest.mark.usefixtures("emulation")
 
 
 @pytest.fixture
-def made(emulation: None, capsys: pytest.CaptureFixture[str]) -> Iterator[dict[str, Any]]:
+def made(emulation: None, cli: Cli) -> Iterator[dict[str, Any]]:
     """A cluster of two nodes with two devices each, as `up --json` describes it."""
     del emulation
-    assert main(["emulate", "up", "2x2", "--inter-rate", "700mbit", "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found = cli.finds(["emulate", "up", "2x2", "--inter-rate", "700mbit"])
     yield found
     if found["id"] in {state.name for state in clusters()}:
         open_cluster(found["id"]).down()
@@ -52,42 +52,34 @@ def test_up_says_what_there_is(made: dict[str, Any]) -> None:
     assert {rank["namespace"] for rank in made["ranks"]} <= set(namespaces())
 
 
-def test_list(made: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["emulate", "list"]) == 0
-    assert (
-        f"{made['id']}: 2x2 (2 nodes of 2), made with uplinks 700mbit, inside 8gbit, until `down`"
-        in capsys.readouterr().out
-    )
-    assert main(["emulate", "list", "--json"]) == 0
-    listed = {each["id"]: each for each in json.loads(capsys.readouterr().out)["clusters"]}
+def test_list(made: dict[str, Any], cli: Cli) -> None:
+    said = f"{made['id']}: 2x2 (2 nodes of 2), made with uplinks 700mbit, inside 8gbit, until `down`"
+    assert said in cli.prints(["emulate", "list"])
+    listed = {each["id"]: each for each in cli.finds(["emulate", "list"])["clusters"]}
     assert listed[made["id"]]["owner_pid"] is None
     assert [uplink["rate_bit_per_s"] for uplink in listed[made["id"]]["uplinks"]] == [7e8, 7e8]
 
 
-def test_a_cluster_that_was_removed_in_part_is_listed(
-    made: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_that_was_removed_in_part_is_listed(made: dict[str, Any], cli: Cli) -> None:
     """Who made or removed it was killed; it is nobody's, so no other start removes the rest."""
     subprocess.run(["ip", "netns", "delete", f"{made['id']}-core"], check=True)
-    assert main(["emulate", "list", "--json"]) == 0
-    listed = {each["id"]: each for each in json.loads(capsys.readouterr().out)["clusters"]}
+    listed = {each["id"]: each for each in cli.finds(["emulate", "list"])["clusters"]}
     assert listed[made["id"]]["uplinks"] == []
     assert main(["emulate", "down", made["id"]]) == 0
     assert not [name for name in namespaces() if name.startswith(made["id"])]
 
 
-def test_rate_cut_and_restore(made: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_rate_cut_and_restore(made: dict[str, Any], cli: Cli) -> None:
     def uplinks(*arguments: str) -> list[dict[str, Any]]:
-        assert main(["emulate", *arguments, "--json"]) == 0
-        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["uplinks"]
+        found: list[dict[str, Any]] = cli.finds(["emulate", *arguments])["uplinks"]
         return found
 
     changed = uplinks("rate", made["id"], "--inter-rate", "300mbit", "--node", "1")
     assert [each["rate_bit_per_s"] for each in changed] == [7e8, 3e8]
     assert [each["is_up"] for each in uplinks("cut", made["id"], "0")] == [False, True]
     assert [each["is_up"] for each in uplinks("restore", made["id"], "0")] == [True, True]
-    assert main(["emulate", "rate", made["id"], "--intra-rate", "1gbit"]) == 0
-    assert "node 1   uplink 300mbit  up " in capsys.readouterr().out
+    said = cli.prints(["emulate", "rate", made["id"], "--intra-rate", "1gbit"])
+    assert "node 1   uplink 300mbit  up " in said
 
 
 def test_exec_is_the_command(made: dict[str, Any]) -> None:
@@ -98,12 +90,10 @@ def test_exec_is_the_command(made: dict[str, Any]) -> None:
     assert result.stdout.startswith("3 198.18.0.1\n") and made["ranks"][3]["address"] in result.stdout
 
 
-def test_down_once_and_again(made: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["emulate", "down", made["id"]]) == 0
-    assert capsys.readouterr().out == f"removed {made['id']}\n"
+def test_down_once_and_again(made: dict[str, Any], cli: Cli) -> None:
+    assert cli.prints(["emulate", "down", made["id"]]) == f"removed {made['id']}\n"
     assert not [name for name in namespaces() if name.startswith(made["id"])]
-    assert main(["emulate", "down", made["id"]]) == 2
-    assert "there is no such emulated cluster" in capsys.readouterr().err
+    assert "there is no such emulated cluster" in cli.refuses(["emulate", "down", made["id"]])
 
 
 @pytest.mark.parametrize(
@@ -119,19 +109,15 @@ def test_down_once_and_again(made: dict[str, Any], capsys: pytest.CaptureFixture
         ("exec pen1-0 0", "there is no command to run"),
     ],
 )
-def test_bad_usage(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["emulate", *shlex.split(arguments)]) == 2
-    assert message in capsys.readouterr().err
+def test_bad_usage(arguments: str, message: str, cli: Cli) -> None:
+    assert message in cli.refuses(["emulate", *shlex.split(arguments)])
 
 
 @pytest.mark.parametrize(
     "arguments", ["cut ID 2", "restore ID -1", "exec ID 4 -- true", "rate ID --inter-rate 1mbit --node 2"]
 )
-def test_what_the_cluster_has_not(
-    arguments: str, made: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["emulate", *arguments.replace("ID", made["id"]).split()]) == 2
-    assert "must be from 0 to" in capsys.readouterr().err
+def test_what_the_cluster_has_not(arguments: str, made: dict[str, Any], cli: Cli) -> None:
+    assert "must be from 0 to" in cli.refuses(["emulate", *arguments.replace("ID", made["id"]).split()])
 
 
 @pytest.mark.slow
@@ -146,9 +132,8 @@ def test_without_the_tools_it_says_what_to_install() -> None:
 # ---- training in it ----------------------------------------------------------------------------------------
 
 
-def test_rates_need_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(write_config(tmp_path)), "--inter-rate", "1gbit"]) == 2
-    assert "Add --emulate" in capsys.readouterr().err
+def test_rates_need_a_cluster(tmp_path: Path, cli: Cli) -> None:
+    assert "Add --emulate" in cli.refuses(["train", str(write_config(tmp_path)), "--inter-rate", "1gbit"])
 
 
 def test_ranks_of_torchrun_are_left_alone(
