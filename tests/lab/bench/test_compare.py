@@ -14,31 +14,21 @@ from penstock.lab.bench.config import CompareConfig
 from penstock.lab.bench.contender import Entry
 from penstock.lab.bench.result import render
 from penstock.topology import Control
-from penstock.trace import TaskRecord
-from tests.lab.bench.test_summarise import plan
+from tests.lab.bench.test_summarise import Idle, plan
 
 
 @dataclass
-class Told:
+class Told(Idle):
     """A contender that is sent a signal in one of its steps, the first being 1."""
 
     stop_at: int
     steps: int = 0
-
-    def prepare(self, number: int) -> None:
-        """Nothing is needed."""
 
     def step(self, number: int) -> None:
         del number
         self.steps += 1
         if self.steps == self.stop_at:
             signal.raise_signal(signal.SIGTERM)
-
-    def records(self) -> list[TaskRecord]:
-        return []
-
-    def close(self) -> None:
-        """Nothing was opened."""
 
 
 class OneEntry:
