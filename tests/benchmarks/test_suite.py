@@ -40,7 +40,7 @@ def test_one_run_fails_and_all_is_written(tmp_path: Path) -> None:
     out = io.StringIO()
     assert run_suite((WRONG, TINY), tmp_path, out) == 1
     said = out.getvalue()
-    assert "[1/2] A wrong run" in said and "FAILED" in said and "no schedule is called flow" in said
+    assert "[1/2] A wrong run" in said and "FAILED" in said and 'compare.schedules = "flow": ' in said
     assert "[2/2] A tiny run" in said and "1 of 2 runs failed: A wrong run" in said
     text = (tmp_path / "BENCHMARKS.md").read_text()
     assert "**1 of 2 runs failed: A wrong run.**" in text and "exit code 2. penstock: " in text
