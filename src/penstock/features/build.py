@@ -66,16 +66,6 @@ def build_graph(shape: StepShape) -> Graph:
     return _small_graph(shape) if pieces <= SMALL else _large_graph(shape)
 
 
-@lru_cache(maxsize=1024)
-def _small_graph(shape: StepShape) -> Graph:
-    return _built(shape)
-
-
-@lru_cache(maxsize=8)
-def _large_graph(shape: StepShape) -> Graph:
-    return _built(shape)
-
-
 def _built(shape: StepShape) -> Graph:
     plain = PlainStep(
         moe_layers=shape.moe_layers,
@@ -88,6 +78,10 @@ def _built(shape: StepShape) -> Graph:
     if shape.more:
         check_complete(graph, shape)
     return graph
+
+
+_small_graph = lru_cache(maxsize=1024)(_built)
+_large_graph = lru_cache(maxsize=8)(_built)
 
 
 @lru_cache(maxsize=128)

@@ -195,14 +195,7 @@ class Task:
         return Task, (self.name, self.lane, self.axes, self.inputs, self.cut, *touched)
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Task) and self._facts == other._facts
-
-    @property
-    def _facts(self) -> tuple[object, ...]:
-        state = self.accumulates, self.reads, self.writes
-        return (self.name, self.lane, self.axes, self.inputs, self.cut, state)
+        return self is other or (isinstance(other, Task) and self.__reduce__() == other.__reduce__())
 
     def __str__(self) -> str:
         return str(self.name)

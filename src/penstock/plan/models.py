@@ -53,15 +53,7 @@ def _flowmoe(layers: int, seq_len: int, hidden: int, ffn: int, experts: int, top
     )
 
 
-def _fsmoe(
-    layers: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    expert: Literal["gelu", "swiglu"],
-    note: str = "",
-    on: Mapping[str, Mapping[str, Any]] | None = None,
-) -> PublishedModel:
+def _fsmoe(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> PublishedModel:
     return PublishedModel(
         num_layers=layers,
         batch=1,
@@ -72,10 +64,8 @@ def _fsmoe(
         top_k=2,
         capacity_factor=1.2,
         num_heads=heads,
-        expert=expert,
         sharded=True,
-        on=on or {},
-        note=note,
+        **more,
     )
 
 
@@ -108,15 +98,14 @@ MODELS: dict[str, PublishedModel] = {
         1600,
         6400,
         25,
-        "gelu",
         note="24 layers taken, the study does not say whether 24 or 48",
         on={TESTBED_B: {"seq_len": 256}},
     ),
     "fsmoe/mixtral-7b-layers": _fsmoe(
-        32, 4096, 14336, 32, "swiglu", on={TESTBED_B: {"num_layers": 7, "seq_len": 256}}
+        32, 4096, 14336, 32, expert="swiglu", on={TESTBED_B: {"num_layers": 7, "seq_len": 256}}
     ),
     "fsmoe/mixtral-22b-layers": _fsmoe(
-        33, 6144, 16384, 48, "swiglu", note="the study trains it on fsmoe-testbed-a only"
+        33, 6144, 16384, 48, expert="swiglu", note="the study trains it on fsmoe-testbed-a only"
     ),
     "pro-prophet/moe-gpt-s": _pro_prophet(12, 512),
     "pro-prophet/moe-gpt-m": _pro_prophet(12, 1024),

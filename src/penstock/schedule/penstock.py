@@ -49,16 +49,14 @@ class Penstock(FlowMoE):
         )
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
+        return self.quick_order(graph, cost, choice, 1)
+
+    def quick_order(self, graph: Graph, cost: Cost, choice: Decision, part: int) -> Schedule:
         if choice.priority == "critical_path":
             remaining_s = remaining_path(graph, cost)
             return freeze(self.name, graph, cost, lambda task: (-remaining_s[task],))
         if choice.priority == "all_to_all_first":
             return freeze(self.name, graph, cost, all_to_all_first)
-        return search(self.name, graph, cost, _starts(graph, cost), trials(len(graph.tasks)))
-
-    def quick_order(self, graph: Graph, cost: Cost, choice: Decision, part: int) -> Schedule:
-        if choice.priority != "search":
-            return self.order(graph, cost, choice)
         return search(self.name, graph, cost, _starts(graph, cost), trials(len(graph.tasks)) // part)
 
 
@@ -68,8 +66,7 @@ def trials(tasks: int) -> int:
 
 
 def _starts(graph: Graph, cost: Cost) -> list[dict[Task, float]]:
-    """Return the priorities with which the search begins: longest remaining path first, also with staggered
-    microbatches, and FlowMoE's rule."""
+    """Return the first priorities: longest remaining path, also with staggered microbatches; FlowMoE's."""
     remaining_s = remaining_path(graph, cost)
     usual_s = max(remaining_s.values()) / len(graph.tasks)
     whole_s = max(remaining_s.values())

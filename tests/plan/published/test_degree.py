@@ -41,8 +41,10 @@ def simulated_s(cases: list[tuple[MoEPart, float]], degree: int, phase: Phase) -
     )
     plan = planned("fsmoe", shape, chunks=degree)
     chain = CHAIN if phase is F else tuple(reversed(CHAIN))
-    chunks = [part.chunk(degree) for part, _ in cases]
-    of_chain = [[chunk.a2a_s, chunk.ag_s, chunk.experts_s, chunk.rs_s, chunk.a2a_s] for chunk in chunks]
+    of_chain = [
+        [each.chunk_s(degree) for each in (part.a2a, part.ag, part.experts, part.rs, part.a2a)]
+        for part, _ in cases
+    ]
     seconds = {(op, phase): column for op, column in zip(chain, np.array(of_chain).T, strict=True)}
     seconds[Op.ALL_REDUCE, B] = np.array([reduce_s for _, reduce_s in cases])
     graph = Graph(tuple(replace(task, axes=()) for task in plan.graph.tasks))

@@ -10,10 +10,11 @@ computes on shards of weights needs all tokens and leaves a partial sum of them:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.features.routed import Move, Routed, RoutedStep, within
 from penstock.graph.task import Task
-from penstock.ops.base import Backward, Family, Kind, Op, OpSpec, Place, Turn
+from penstock.ops.base import Backward, Family, Kind, Op, OpSpec, Place
 from penstock.ops.core import PARTIAL, REPLICATED
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
 from penstock.routing.sizes import split_sizes
@@ -142,57 +143,46 @@ def _around(what: str, ways: Ways, place: Place = "block") -> list[OpSpec]:
     return [spec for spec in specs if spec.name]
 
 
-def _computed(
-    name: str,
-    title: str,
-    work: WorkOf,
-    gradients: str | tuple[str, ...],
-    *,
-    recomputable: bool = True,
-    launches: int = OpSpec.launches,
-    family: Family | None = None,
-    place: Place = "block",
-    turn: Turn | None = None,
-) -> OpSpec:
-    return OpSpec(
-        name=name,
-        title=title,
-        kind=Kind.COMPUTE,
-        work=work,
-        gradients=gradients,
-        given=frozenset({"metadata"}),
-        recomputable=recomputable,
-        launches=launches,
-        family=family,
-        place=place,
-        turn=turn,
-    )
-
+_computed = partial(OpSpec, kind=Kind.COMPUTE, given=frozenset({"metadata"}))
+_recomputable = partial(_computed, recomputable=True)
 
 OPS = (
     *_around("attention", ATTENTION),
     *_around("dense feed-forward parts", DENSE),
     *_around("the embedding", EMBED, "input"),
     *_around("the output head", HEAD, "output"),
-    _computed(Op.HEADS, "attention of this rank's heads", _heads, BOTH, launches=43, family=Family.ATTENTION),
-    _computed(
-        Op.GATE,
-        "residual, norm, router, permute",
-        _gate,
-        REPLICATED,
+    _recomputable(
+        name=Op.HEADS,
+        title="attention of this rank's heads",
+        work=_heads,
+        gradients=BOTH,
+        launches=43,
+        family=Family.ATTENTION,
+    ),
+    _recomputable(
+        name=Op.GATE,
+        title="residual, norm, router, permute",
+        work=_gate,
+        gradients=REPLICATED,
         turn="gated",
         launches=39,
         family=Family.ATTENTION,
     ),
-    _computed(Op.DENSE_NORM, "residual and norm of a dense block", _passing, REPLICATED),
-    _computed(Op.DENSE, "this rank's part of a dense feed-forward part", _dense, REPLICATED),
-    _computed(Op.DENSE_ADD, "output of a dense block", _passing, "", recomputable=False),
+    _recomputable(
+        name=Op.DENSE_NORM, title="residual and norm of a dense block", work=_passing, gradients=REPLICATED
+    ),
+    _recomputable(
+        name=Op.DENSE,
+        title="this rank's part of a dense feed-forward part",
+        work=_dense,
+        gradients=REPLICATED,
+    ),
+    _computed(name=Op.DENSE_ADD, title="output of a dense block", work=_passing),
     _computed(
-        Op.LOGITS,
-        "final norm, logits of this rank's vocabulary",
-        _logits,
-        BOTH,
-        recomputable=False,
+        name=Op.LOGITS,
+        title="final norm, logits of this rank's vocabulary",
+        work=_logits,
+        gradients=BOTH,
         place="output",
         launches=16,
     ),

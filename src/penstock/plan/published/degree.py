@@ -58,26 +58,6 @@ class MoEPart:
         """The backward part if experts take twice as long, in the start-up as well as in the linear term."""
         return replace(self, experts=self.experts.times(2))
 
-    def chunk(self, degree: float) -> Chunk:
-        return Chunk(
-            degree,
-            self.a2a.chunk_s(degree),
-            self.ag.chunk_s(degree),
-            self.rs.chunk_s(degree),
-            self.experts.chunk_s(degree),
-        )
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Seconds of one of `degree` chunks."""
-
-    degree: float
-    a2a_s: float
-    ag_s: float
-    rs_s: float
-    experts_s: float
-
 
 @dataclass(frozen=True, kw_only=True)
 class Degree:
@@ -93,8 +73,9 @@ def makespan_s(part: MoEPart, degree: int, reduce_s: float = 0.0) -> float:
     It is the longest path through the three lanes, hence exact: the busy network between nodes, the two
     slower of three neighbours in a row, or the slowest of all.
     """
-    chunk = part.chunk(degree)
-    a2a_s, ag_s, rs_s, experts_s = chunk.a2a_s, chunk.ag_s, chunk.rs_s, chunk.experts_s
+    a2a_s, ag_s, rs_s, experts_s = (
+        each.chunk_s(degree) for each in (part.a2a, part.ag, part.rs, part.experts)
+    )
     once_s = 2 * a2a_s + ag_s + rs_s
     return max(
         2 * degree * a2a_s + reduce_s,

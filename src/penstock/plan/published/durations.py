@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.decision import Decision
@@ -30,6 +30,7 @@ class Durations:
     """The costs of a problem whose batch is not cut."""
 
     problem: Problem
+    _known: dict[tuple[int, Phase], MoEPart] = field(default_factory=dict, init=False, compare=False)
 
     @property
     def choice(self) -> Decision:
@@ -57,7 +58,7 @@ class Durations:
         if self.problem.evidence is None:  # otherwise rows tell layers of one kind apart
             layer = self.problem.layer_kinds.index(self.problem.layer_kinds[layer])
         key = layer, phase
-        if key not in self._known_parts:
+        if key not in self._known:
             once, twice = self._shape(1), self._shape(2)
             first = (layer, phase, 0, 0)
             moves = [
@@ -75,17 +76,13 @@ class Durations:
                 start_s = max(0.0, halves_s - whole_s)  # two start-ups less one
                 return Linear(alpha_s=start_s, linear_s=whole_s - start_s)
 
-            self._known_parts[key] = MoEPart(
+            self._known[key] = MoEPart(
                 a2a=linear(before, Lane.INTER),
                 ag=linear(before, Lane.INTRA),
                 rs=linear(after, Lane.INTRA),
                 experts=linear(experts, Lane.COMPUTE),
             )
-        return self._known_parts[key]
-
-    @cached_property
-    def _known_parts(self) -> dict[tuple[int, Phase], MoEPart]:
-        return {}
+        return self._known[key]
 
     def backward(self) -> Backward:
         """Return the backward pass for a partition.
@@ -121,8 +118,7 @@ class Durations:
 
     @cached_property
     def _dense(self) -> dict[tuple[str, int], list[tuple[int, float]]]:
-        """Places and seconds of backward tasks outside MoE parts, by whether they come before (in the forward
-        order) or after that of their layer, and by the layer."""
+        """Backward tasks outside MoE parts with their seconds, by whether they come before that part."""
         cost, by_place = self._costs[1], dict[tuple[str, int], list[tuple[int, float]]]()
         for place, task in enumerate(self._graphs[1].tasks):
             whole = task.chunk is None and task.piece is None  # neither rows in transit nor a reduction
