@@ -13,123 +13,7 @@ from hypothesis import strategies as st
 from penstock.features.build import build_graph
 from penstock.graph import Cut, Graph, Lane, Name, Phase, ScheduleError, Task
 from penstock.graph.graph import lasts
-from penstock.graph.task import WHOLE
 from penstock.step import StepShape
-
-GRADIENTS, WEIGHTS, GATHERED = "gradients of L0", "parameters of L0", "gathered parameters of L0"
-
-
-Names = tuple[str, ...]
-
-
-def task(
-    text: str,
-    lane: Lane = Lane.COMPUTE,
-    after: str = "",
-    *,
-    accumulates: Names = (),
-    reads: Names = (),
-    writes: Names = (),
-) -> Task:
-    inputs = {"after": tuple(Name.parse(name) for name in after.split())} if after else {}
-    return Task(Name.parse(text), lane, (), inputs, WHOLE, accumulates, reads, writes)
-
-
-def refuses(tasks: tuple[Task, ...], message: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
-        Graph.of(tasks).check()
-    assert str(caught.value) == message
-
-
-USE = task("L0.AT.m0.F", reads=(WEIGHTS,))
-UPDATE = task("L0.UP.B", Lane.HOST, writes=(WEIGHTS, "moments of L0"), reads=("moments of L0",))
-
-
-def test_what_lasts_may_be_read_first() -> None:
-    """The value of the step before, which edges keep until it has been read."""
-    assert [lasts(state) for state in (WEIGHTS, "expert moments of L3", GRADIENTS, GATHERED)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    Graph.of([USE, replace(UPDATE, inputs={"gradients": (USE.name,)})]).check()
-    Graph.of([UPDATE, replace(USE, inputs={"weights": (UPDATE.name,)})]).check()
-
-
-def test_what_lasts_needs_an_edge_to_or_from_its_writer() -> None:
-    refuses(
-        (USE, UPDATE),
-        "L0.AT.m0.F reads parameters of L0, which L0.UP.B writes: without an edge between them the schedule "
-        "decides whether that is this step's value or the last one's",
-    )
-
-
-def test_what_a_step_makes_is_read_behind_its_writer() -> None:
-    gather = task("L0.PG.F", Lane.INTER, writes=(GATHERED,))
-    use = task("L0.AT.m0.F", reads=(GATHERED,))
-    Graph.of([gather, replace(use, inputs={"weights": (gather.name,)})]).check()
-    message = (
-        "L0.AT.m0.F reads gathered parameters of L0 before L0.PG.F has written it: no edge leads from one to "
-        "the other"
-    )
-    refuses((gather, use), message)
-    refuses((use, replace(gather, inputs={"after": (use.name,)})), message)
-
-
-def test_what_is_changed_in_place_may_have_been_read_before() -> None:
-    """Gradients are summed over ranks, then clipped, then used: both of the first read and write."""
-    add = task("L0.AT.m0.B", accumulates=(GRADIENTS,))
-    both = (GRADIENTS,)
-    reduce = task("L0.AR.B", Lane.INTER, after="L0.AT.m0.B", reads=both, writes=both)
-    clip = task("L0.CL.B", after="L0.AR.B", reads=both, writes=both)
-    Graph.of([add, reduce, clip, task("L0.UP.B", after="L0.CL.B", reads=(GRADIENTS,))]).check()
-    refuses(
-        (add, reduce, clip, task("L0.UP.B", after="L0.AR.B", reads=(GRADIENTS,), writes=(GRADIENTS,))),
-        "L0.CL.B reads gradients of L0 before L0.UP.B has written it: no edge leads from one to the other",
-    )
-
-
-def test_two_writers_need_an_order() -> None:
-    first, second = task("L0.UP.B", writes=(WEIGHTS,)), task("L0.MV.B", Lane.INTER, writes=(WEIGHTS,))
-    refuses(
-        (first, second),
-        "L0.UP.B and L0.MV.B both write parameters of L0, and no edge says which of them comes last",
-    )
-    Graph.of([first, replace(second, inputs={"weights": (first.name,)})]).check()
-
-
-def test_whoever_starts_a_sum_stands_before_all_that_add() -> None:
-    clear = task("L0.ZG.B", writes=(GRADIENTS,))
-    add = task("L0.AT.m0.B", accumulates=(GRADIENTS,))
-    refuses(
-        (clear, add),
-        "L0.AT.m0.B adds to gradients of L0, which L0.ZG.B writes, and no edge says which comes first",
-    )
-    Graph.of([clear, replace(add, inputs={"cleared": (clear.name,)})]).check()
-
-
-def test_two_lanes_do_not_add_at_the_same_time() -> None:
-    first = task("L0.AT.m0.B", accumulates=(GRADIENTS,))
-    second = task("L0.AG.m0.B", Lane.INTRA, accumulates=(GRADIENTS,))
-    refuses(
-        (first, second),
-        "L0.AT.m0.B on lane compute and L0.AG.m0.B on lane intra both add to gradients of L0, perhaps at the "
-        "same time: give them an edge or one lane",
-    )
-    Graph.of([first, replace(second, lane=Lane.COMPUTE)]).check()
-    Graph.of([first, replace(second, inputs={"rows": (first.name,)})]).check()
-
-
-def test_pieces_of_a_buffer_do_not_meet() -> None:
-    """Cut alike; where cuts differ, any two pieces may overlap."""
-    thirds = Cut(parts=(1, 1, 1))
-    pieces = [replace(task(f"L0.UP.p{i}.B", writes=(WEIGHTS,)), cut=thirds) for i in range(3)]
-    Graph.of(pieces).check()
-    reader = replace(task("L0.PG.p1.B", Lane.INTER, after="L0.UP.p1.B", reads=(WEIGHTS,)), cut=thirds)
-    Graph.of([*pieces, reader]).check()
-    with pytest.raises(ScheduleError, match=r"L0\.PG\.p1\.B reads parameters of L0, which L0\.UP\.p0\.B"):
-        Graph.of([*pieces, replace(reader, cut=Cut(parts=(2, 1)))]).check()
 
 
 def test_tasks_of_a_step_read_their_parameters() -> None:
@@ -145,9 +29,14 @@ def test_tasks_of_a_step_read_their_parameters() -> None:
     Graph.of([*graph.tasks, replace(early, inputs=last)]).check()
 
 
+def test_what_lasts_from_step_to_step() -> None:
+    assert lasts("parameters of L0") and lasts("expert moments of L3")
+    assert not lasts("gradients of L0") and not lasts("gathered parameters of L0")
+
+
 # ---- against every pair ------------------------------------------------------------------------------------
 
-STATES = (WEIGHTS, GRADIENTS)
+STATES = ("parameters of L0", "gradients of L0")
 ACCESS = ("", "r", "w", "rw", "a")
 
 

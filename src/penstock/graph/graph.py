@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
@@ -175,113 +175,75 @@ def lasts(state: str) -> bool:
     return state.partition(" of ")[0] in LASTING
 
 
-@dataclass
-class _Touching:
-    """The places of the tasks that touch one state, by how they touch it, in program order."""
-
-    reading: list[int] = field(default_factory=list)
-    writing: list[int] = field(default_factory=list)
-    adding: list[int] = field(default_factory=list)
-
-
 def check_state(graph: Graph) -> None:
     """Raise ScheduleError, naming a state and two tasks that touch it without an order between them."""
-    by_state: dict[str, _Touching] = {}
+    reading, writing, adding = (defaultdict[str, list[int]](list) for _ in range(3))
     for place, task in enumerate(graph.tasks):
-        for state in task.writes:
-            by_state.setdefault(state, _Touching()).writing.append(place)
-        for state in task.accumulates:
-            by_state.setdefault(state, _Touching()).adding.append(place)
-    for place, task in enumerate(graph.tasks):
-        for state in task.reads:
-            if state in by_state:  # state that no task changes may be read at any time
-                by_state[state].reading.append(place)
-    for state, touching in by_state.items():
-        check = _Check(state, touching, graph)
-        check.reads()
-        check.changes()
+        for touching, states in ((reading, task.reads), (writing, task.writes), (adding, task.accumulates)):
+            for state in states:
+                touching[state].append(place)
+    for state in dict.fromkeys((*writing, *adding)):  # state that no task changes may be read at any time
+        _check_reads(graph, state, reading[state], writing[state], adding[state])
+        _check_changes(graph, state, writing[state], adding[state])
 
 
-@dataclass
-class _Check:
-    """The check of one state."""
-
-    state: str
-    touching: _Touching
-    graph: Graph
-
-    def reads(self) -> None:
-        """Check that a reader stands after every task that adds, and before or after each that writes."""
-        checked: set[tuple[int, ...]] = set()  # pieces of one buffer read the same tasks
-        writing = _by_part(self.graph, self.touching.writing)
-        for reader in self.touching.reading:
-            if (needs := self.graph.links[reader]) not in checked:
-                checked.add(needs)
-                for adder in self.touching.adding:
-                    if adder != reader and not self._before(adder, reader):
-                        raise ScheduleError(
-                            f"{self._task(reader)} reads {self.state} before {self._task(adder)} has added "
-                            "to it: no edge leads from one to the other"
-                        )
-            for writer in writing(reader):
-                if writer != reader:
-                    self._read(reader, writer)
-
-    def _read(self, reader: int, writer: int) -> None:
-        if self._before(writer, reader):
-            return
-        early, late = self._task(reader), self._task(writer)
-        first = self._before(reader, writer)
-        if not lasts(self.state) and not (first and self.state in late.reads):
-            raise ScheduleError(
-                f"{early} reads {self.state} before {late} has written it: no edge leads from one to the "
-                "other"
-            )
-        if not first:
-            raise ScheduleError(
-                f"{early} reads {self.state}, which {late} writes: without an edge between them the schedule "
-                "decides whether that is this step's value or the last one's"
-            )
-
-    def changes(self) -> None:
-        """Check that edges order two writers of one part, and a writer and a task that adds."""
-        adding, writing = self.touching.adding, _by_part(self.graph, self.touching.writing)
-        for writer in self.touching.writing:
-            task = self._task(writer)
-            for other in writing(writer):
-                if other > writer and not self._before(writer, other):
+def _check_reads(graph: Graph, state: str, reading: list[int], writing: list[int], adding: list[int]) -> None:
+    """Check that a reader stands after every task that adds, and before or after each that writes."""
+    checked: set[tuple[int, ...]] = set()  # pieces of one buffer read the same tasks
+    writers = _by_part(graph, writing)
+    for reader in reading:
+        early = graph.tasks[reader]
+        if (needs := graph.links[reader]) not in checked:
+            checked.add(needs)
+            for adder in adding:
+                if adder != reader and not graph.leads(adder, reader):
                     raise ScheduleError(
-                        f"{task} and {self._task(other)} both write {self.state}, and no edge says which of "
-                        "them comes last"
+                        f"{early} reads {state} before {graph.tasks[adder]} has added to it: no edge leads "
+                        "from one to the other"
                     )
-            # A writer that also reads the state stands after every task that adds to it.
-            for adder in adding if self.state not in task.reads else ():
-                if not (self._before(writer, adder) or self._before(adder, writer)):
-                    raise ScheduleError(
-                        f"{self._task(adder)} adds to {self.state}, which {task} writes, and no edge says "
-                        "which comes first"
-                    )
-        if len({self._task(adder).lane for adder in adding}) > 1:
-            for i, j in combinations(self.touching.adding, 2):
-                first, second = self._task(i), self._task(j)
-                if first.lane is not second.lane and not self._before(i, j):
-                    raise ScheduleError(
-                        f"{first} on lane {first.lane} and {second} on lane {second.lane} both add to "
-                        f"{self.state}, perhaps at the same time: give them an edge or one lane"
-                    )
+        for writer in writers(reader):
+            if writer == reader or graph.leads(writer, reader):
+                continue
+            late, first = graph.tasks[writer], graph.leads(reader, writer)
+            if not lasts(state) and not (first and state in late.reads):
+                raise ScheduleError(
+                    f"{early} reads {state} before {late} has written it: no edge leads from one to the other"
+                )
+            if not first:
+                raise ScheduleError(
+                    f"{early} reads {state}, which {late} writes: without an edge between them the schedule "
+                    "decides whether that is this step's value or the last one's"
+                )
 
-    def _task(self, place: int) -> Task:
-        return self.graph.tasks[place]
 
-    def _before(self, first: int, last: int) -> bool:
-        return self.graph.leads(first, last)
+def _check_changes(graph: Graph, state: str, writing: list[int], adding: list[int]) -> None:
+    """Check that edges order two writers of one part, and a writer and a task that adds."""
+    tasks, before, writers = graph.tasks, graph.leads, _by_part(graph, writing)
+    for writer in writing:
+        task = tasks[writer]
+        for other in writers(writer):
+            if other > writer and not before(writer, other):
+                raise ScheduleError(
+                    f"{task} and {tasks[other]} both write {state}, and no edge says which of them comes last"
+                )
+        # A writer that also reads the state stands after every task that adds to it.
+        for adder in adding if state not in task.reads else ():
+            if not (before(writer, adder) or before(adder, writer)):
+                raise ScheduleError(
+                    f"{tasks[adder]} adds to {state}, which {task} writes, and no edge says which comes first"
+                )
+    if len({tasks[adder].lane for adder in adding}) > 1:
+        for i, j in combinations(adding, 2):
+            first, second = tasks[i], tasks[j]
+            if first.lane is not second.lane and not before(i, j):
+                raise ScheduleError(
+                    f"{first} on lane {first.lane} and {second} on lane {second.lane} both add to {state}, "
+                    "perhaps at the same time: give them an edge or one lane"
+                )
 
 
 def _by_part(graph: Graph, places: Sequence[int]) -> Callable[[int], Iterable[int]]:
-    """Return a function that finds which of the tasks at `places` share a part of a buffer with a given one.
-
-    A layer may have thousands of pieces: where all are cut alike they are looked up, not compared in pairs.
-    """
+    """Return what finds tasks that share a part of a buffer with one: of pieces cut alike by a look-up."""
     cuts = {_parts(graph.tasks[place]) for place in places}
     by_piece: dict[int | None, list[int]] = {}
     for place in places:
