@@ -121,7 +121,7 @@ def test_exchanged_counts_say_the_splits(step: Step) -> None:
             )
             for chunk in range(shape.chunks):
                 dispatch = own[task.name._replace(op=Op.DISPATCH, chunk=chunk)]
-                splits, held = splits_of(cost, dispatch, rank), list(shape.slices_of(chunk, task.phase))
+                splits, held = splits_of(cost, dispatch, rank), list(dispatch.cut.held)
                 assert sent[:, held].sum(axis=(1, 2)).tolist() == splits[0]
                 assert received[:, held].sum(axis=(1, 2)).tolist() == splits[1]
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from penstock.features.build import build_graph
-from penstock.graph import Graph, Name, ScheduleError, Task
+from penstock.graph import Cut, Graph, ScheduleError
+from penstock.graph.task import Inputs
 from penstock.mesh import Group
 from penstock.step import Stage, StepShape
+from penstock.step.rewrite import changed
 from tests.step.support import Rewriting
 from tests.steps import SHARED, task_at
 
@@ -23,47 +26,26 @@ def without(name: str) -> Callable[[Graph], Graph]:
     return lambda graph: Graph.of(task for task in graph.tasks if str(task) != name)
 
 
+def reading(name: str, change: Callable[[Inputs], Inputs]) -> Callable[[Graph], Graph]:
+    """Change what a task reads."""
+    return lambda graph: Graph.of(
+        task.reading(change(task.inputs)) if str(task) == name else task for task in graph.tasks
+    )
+
+
 def unread(name: str, role: str) -> Callable[[Graph], Graph]:
     """Take all edges of one role away from a task."""
-
-    def rewrite(graph: Graph) -> Graph:
-        return Graph.of(
-            task if str(task) != name else task.reading(_less(task, role)) for task in graph.tasks
-        )
-
-    return rewrite
-
-
-def _less(task: Task, role: str) -> dict[str, tuple[Name, ...]]:
-    assert role in task.inputs, task.text
-    return {each: names for each, names in task.inputs.items() if each != role}
+    return reading(name, lambda inputs: {each: inputs[each] for each in inputs if each != role})
 
 
 def first_of(name: str, role: str) -> Callable[[Graph], Graph]:
     """Leave a task one edge of a role."""
-
-    def rewrite(graph: Graph) -> Graph:
-        return Graph.of(
-            task if str(task) != name else task.reading({**task.inputs, role: task.inputs[role][:1]})
-            for task in graph.tasks
-        )
-
-    return rewrite
+    return reading(name, lambda inputs: {**inputs, role: inputs[role][:1]})
 
 
-def halved(graph: Graph) -> Graph:
-    """Cut the buffer of layer 1 in four, and reduce the first two."""
-    return Graph.of(
-        replace(task, cut=replace(task.cut, parts=(1, 1, 1, 1))) if task.op == "AR" and task.layer else task
-        for task in graph.tasks
-    )
-
-
-def inside_nodes(graph: Graph) -> Graph:
-    """Sum the gradients of layer 1 over the ranks of a node only."""
-    return Graph.of(
-        replace(task, axes=Group.NODE) if task.op == "AR" and task.layer else task for task in graph.tasks
-    )
+def of_layer_1(op: str, **changes: Any) -> Callable[[Graph], Graph]:
+    """Change the reductions of one kind in layer 1."""
+    return lambda graph: changed(graph, (op,), lambda task: replace(task, **changes) if task.layer else task)
 
 
 LOST: dict[str, tuple[Callable[[Graph], Graph], str]] = {
@@ -71,9 +53,9 @@ LOST: dict[str, tuple[Callable[[Graph], Graph], str]] = {
         without("L1.AR.p1.B"),
         "gradients of L1 are not reduced over the ranks, or not all of them: no AR of layer 1",
     ),
-    "part of a buffer": (halved, "no AR of layer 1 writes that piece"),
+    "part of a buffer": (of_layer_1("AR", cut=Cut(parts=(1,) * 4)), "no AR of layer 1 writes that piece"),
     "ranks": (
-        inside_nodes,
+        of_layer_1("AR", axes=Group.NODE),
         "L1.AR.p0.B sums over ep_local, and gradients of that kind are summed over dp x tp",
     ),
     "shared experts": (unread("L0.AT.m1.B", "d_tokens"), "nobody reads d_tokens of L0.S.m1.B"),
@@ -87,24 +69,6 @@ LOST: dict[str, tuple[Callable[[Graph], Graph], str]] = {
 """What a pass may lose, and what is said of it."""
 
 
-@pytest.mark.parametrize("lost", LOST)
-def test_what_a_pass_must_not_lose(lost: str) -> None:
-    rewrite, why = LOST[lost]
-    stage = Stage.SETTLE if "AR" in why else Stage.WEIGHTS
-    with pytest.raises(ScheduleError, match=re.escape(why)):
-        build_graph(replace(SHAPE, more=(Rewriting("losing", stage, rewrite),)))
-
-
-SHARING = replace(SHAPE, sharing=SHARED)
-
-
-def over_other_samples(graph: Graph) -> Graph:
-    """Sum partial gradients of layer 1 as if every rank had all of them."""
-    return Graph.of(
-        replace(task, axes=Group.DATA) if task.op == "PR" and task.layer else task for task in graph.tasks
-    )
-
-
 LOST_BY_SHARING: dict[str, tuple[Callable[[Graph], Graph], str]] = {
     "partial gradients": (
         without("L1.PR.p0.B"),
@@ -112,7 +76,7 @@ LOST_BY_SHARING: dict[str, tuple[Callable[[Graph], Graph], str]] = {
     ),
     "gradients of shards": (without("L0.AR.p1.B"), "gradients of L0 are not reduced over the ranks"),
     "ranks of partial gradients": (
-        over_other_samples,
+        of_layer_1("PR", axes=Group.DATA),
         "L1.PR.p0.B sums over dp, and gradients of that kind are summed over dp x tp",
     ),
     "attention": (unread("L1.TG.m0.B", "d_hidden"), "nobody reads d_hidden of L1.TA.m0.B"),
@@ -123,12 +87,13 @@ LOST_BY_SHARING: dict[str, tuple[Callable[[Graph], Graph], str]] = {
 """The same of ranks that share attention and experts."""
 
 
-@pytest.mark.parametrize("lost", LOST_BY_SHARING)
-def test_what_a_pass_must_not_lose_where_ranks_share(lost: str) -> None:
-    rewrite, why = LOST_BY_SHARING[lost]
-    stage = Stage.WEIGHTS if "nobody reads" in why else Stage.SETTLE
+@pytest.mark.parametrize("lost", [*LOST, *LOST_BY_SHARING])
+def test_what_a_pass_must_not_lose(lost: str) -> None:
+    rewrite, why = (LOST | LOST_BY_SHARING)[lost]
+    stage = Stage.WEIGHTS if "reads d_" in why else Stage.SETTLE
+    shape = replace(SHAPE, more=(Rewriting("losing", stage, rewrite),))
     with pytest.raises(ScheduleError, match=re.escape(why)):
-        build_graph(replace(SHARING, more=(Rewriting("losing", stage, rewrite),)))
+        build_graph(shape if lost in LOST else replace(shape, sharing=SHARED))
 
 
 @pytest.mark.parametrize("chunks", [(1, 1), (3, 2), (2, 4)])

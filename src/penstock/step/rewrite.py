@@ -7,7 +7,7 @@ not complete. Tools put a task on an edge or after a task, cut tasks into pieces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, Protocol
@@ -126,6 +126,11 @@ def require(graph: Graph, op: str, role: str = "") -> None:
         raise ScheduleError(f"the step has no task {op}")
     if role and (without := [task for task in tasks if role not in task.inputs]):
         raise ScheduleError(f"{without[0]} has no input {role}; it reads {', '.join(without[0].inputs)}")
+
+
+def changed(graph: Graph, ops: Collection[str], change: Callable[[Task], Task]) -> Graph:
+    """Return the graph with the tasks of `ops` changed."""
+    return Graph.of(change(task) if task.op in ops else task for task in graph.tasks)
 
 
 def insert_before(graph: Graph, op: str, role: str, make: Callable[[Task, Names], Task]) -> Graph:

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import lcm
 from typing import Literal
 
-from penstock.graph.task import Phase, ScheduleError
+from penstock.graph.task import ScheduleError
 from penstock.ops.base import Op
 from penstock.ops.core import COMBINE_OF, FLAT, GRADIENT_KINDS, ByKind, Hop, KindName
 from penstock.step.rewrite import Pass, check_passes
@@ -219,10 +219,6 @@ class StepShape:
         """
         return self.sharing.tp_size > 1 and self.expert_form == "baseline" and any(self.moe_layers)
 
-    def chunks_of(self, phase: Phase) -> int:
-        """Return the number of chunks of an MoE layer in this phase."""
-        return self.chunks if phase is Phase.FORWARD else self.backward_chunks
-
     @property
     def degrees(self) -> tuple[int, int]:
         """Chunks of an MoE layer, forward and backward."""
@@ -243,11 +239,6 @@ class StepShape:
         equal = {n: (1,) * n for numbers in self.pieces.values() for n in numbers}
         parts = {name: tuple(equal[n] for n in numbers) for name, numbers in self.pieces.items()}
         return parts | ({"replicated": self.all_reduce_parts} if self.all_reduce_parts else {})
-
-    def slices_of(self, chunk: int, phase: Phase) -> range:
-        """Return the slices that a chunk is made of."""
-        size = self.slices // self.chunks_of(phase)
-        return range(chunk * size, (chunk + 1) * size)
 
     @property
     def num_layers(self) -> int:

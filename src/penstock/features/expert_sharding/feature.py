@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -23,11 +24,11 @@ from penstock.ops.base import Family, Kind, Op, OpSpec
 from penstock.ops.core import TRANSFERS, Hop
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
 from penstock.routing.routes import in_turn
-from penstock.step.rewrite import Beside, Pass, Stage, insert_after, insert_before, split
+from penstock.step.rewrite import Beside, Pass, Stage, changed, insert_after, insert_before, split
 from penstock.step.shape import ExpertForm, StepShape
 
 
-def _over(ranks_of: Callable[[Sizes], int], forward: Collective, backward: Collective) -> WorkOf:
+def _work(ranks_of: Callable[[Sizes], int], forward: Collective, backward: Collective) -> WorkOf:
     """Return the work of a collective on all meeting ranks' rows, by phase; "" = rows are only copied."""
 
     def work(task: Task, sizes: Sizes) -> Work:
@@ -40,14 +41,8 @@ def _over(ranks_of: Callable[[Sizes], int], forward: Collective, backward: Colle
     return work
 
 
-def _over_shards(forward: Collective, backward: Collective) -> WorkOf:
-    """Return the work of a collective over the shards of an expert."""
-    return _over(lambda sizes: sizes.etp_size, forward, backward)
-
-
-def _over_tokens(forward: Collective, backward: Collective) -> WorkOf:
-    """Return the work of a collective over ranks with the same tokens."""
-    return _over(lambda sizes: sizes.tp_size, forward, backward)
+_of_shards = partial(_work, lambda sizes: sizes.etp_size)
+_of_tokens = partial(_work, lambda sizes: sizes.tp_size)
 
 
 def _spec(name: str, title: str, work: WorkOf, transpose: str) -> OpSpec:
@@ -68,13 +63,13 @@ GATHER: Collective = "all_gather"
 SCATTER: Collective = "reduce_scatter"
 
 OPS = (
-    _spec(Op.SHARD_GATHER, "rows to all shards", _over_shards(GATHER, SCATTER), Op.SHARD_SCATTER),
-    _spec(Op.SHARD_SCATTER, "sums of all shards' outputs", _over_shards(SCATTER, GATHER), Op.SHARD_GATHER),
-    _spec(Op.DEAL_SLOTS, "this rank's share of equal rows", _over_tokens("", GATHER), Op.GATHER_SLOTS),
-    _spec(Op.GATHER_SLOTS, "outputs of all ranks' shares", _over_tokens(GATHER, ""), Op.DEAL_SLOTS),
-    _spec(Op.ROWS_GATHER, "rows of all sharing ranks", _over_shards(GATHER, SCATTER), Op.SHARD_SCATTER),
-    _spec(Op.ROWS_REDUCE, "sums of outputs, to all", _over_shards("all_reduce", ""), Op.ROWS_REDUCE),
-    _spec(Op.ROWS_KEEP, "this rank's rows", _over_shards("", GATHER), Op.ROWS_GATHER),
+    _spec(Op.SHARD_GATHER, "rows to all shards", _of_shards(GATHER, SCATTER), Op.SHARD_SCATTER),
+    _spec(Op.SHARD_SCATTER, "sums of all shards' outputs", _of_shards(SCATTER, GATHER), Op.SHARD_GATHER),
+    _spec(Op.DEAL_SLOTS, "this rank's share of equal rows", _of_tokens("", GATHER), Op.GATHER_SLOTS),
+    _spec(Op.GATHER_SLOTS, "outputs of all ranks' shares", _of_tokens(GATHER, ""), Op.DEAL_SLOTS),
+    _spec(Op.ROWS_GATHER, "rows of all sharing ranks", _of_shards(GATHER, SCATTER), Op.SHARD_SCATTER),
+    _spec(Op.ROWS_REDUCE, "sums of outputs, to all", _of_shards("all_reduce", ""), Op.ROWS_REDUCE),
+    _spec(Op.ROWS_KEEP, "this rank's rows", _of_shards("", GATHER), Op.ROWS_GATHER),
 )
 
 
@@ -152,9 +147,7 @@ class FusedShards:
 
     def __call__(self, graph: Graph) -> Graph:
         _refuse_legs(graph, self.name)
-        fused = Graph.of(
-            replace(task, axes=Group.EXPERT_SHARDS) if task.op in BETWEEN else task for task in graph.tasks
-        )
+        fused = changed(graph, BETWEEN, _over_shards)
         return _counts_known_to_all(_copied(fused, (*BETWEEN, Op.EXPERTS), self.shards))
 
 
@@ -178,10 +171,7 @@ class DealtSlots:
         graph = insert_before(graph, Op.DISPATCH, "rows", Beside(Hop(Op.DEAL_SLOTS, Group.TENSOR)).before)
         graph = insert_after(graph, Op.COMBINE, "rows", Beside(Hop(Op.GATHER_SLOTS, Group.TENSOR)).after)
         shared = (*BETWEEN, Op.DEAL_SLOTS, Op.GATHER_SLOTS, Op.EXPERTS)
-        return Graph.of(
-            replace(task, cut=replace(task.cut, token_shards=self.ranks)) if task.op in shared else task
-            for task in graph.tasks
-        )
+        return changed(graph, shared, lambda t: replace(t, cut=replace(t.cut, token_shards=self.ranks)))
 
 
 @dataclass(frozen=True)
@@ -213,17 +203,16 @@ class RepeatedRows:
 
 def _copied(graph: Graph, ops: Collection[str], shards: int) -> Graph:
     """Return the graph whose tasks of `ops` have the rows of all shards, or send theirs to all of them."""
-    return Graph.of(
-        replace(task, cut=replace(task.cut, row_copies=shards)) if task.op in ops else task
-        for task in graph.tasks
-    )
+    return changed(graph, ops, lambda task: replace(task, cut=replace(task.cut, row_copies=shards)))
+
+
+def _over_shards(task: Task) -> Task:
+    return replace(task, axes=Group.EXPERT_SHARDS)
 
 
 def _counts_known_to_all(graph: Graph) -> Graph:
     """Return the graph whose counts are exchanged over all shards: each must know what others receive."""
-    return Graph.of(
-        replace(task, axes=Group.EXPERT_SHARDS) if task.op == Op.COUNTS else task for task in graph.tasks
-    )
+    return changed(graph, (Op.COUNTS,), _over_shards)
 
 
 def _refuse_legs(graph: Graph, name: str) -> None:
