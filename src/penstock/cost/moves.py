@@ -59,6 +59,8 @@ class RowMoves:
     columns: tuple[int, ...] = field(default=(), kw_only=True)
     places: Placed | None = field(default=None, kw_only=True)
     arriving_PRCYE: Counts | None = field(default=None, kw_only=True)
+    _known_joined: dict[object, Counts] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_tables: dict[object, Counts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def shape(self) -> StepShape:
@@ -255,10 +257,7 @@ class RowMoves:
         return [hop.op for hop in self.even.shape.dispatch].index(outward(task.op))
 
     def _planes(self, task: Task) -> Counts:
-        """Return rows from rank to rank that a leg between nodes carries for every shard, [G, H, S, T].
-
-        Joined rows that cross nodes go to the rank of the same place there, for all ranks that need them.
-        """
+        """Return rows from rank to rank, [G, H, S, T]; joined ones cross to the same place there."""
         work = self.even.workload
         if work.joins_rows:
             across = self._legs.joins_rows and self._number(task) == 0
@@ -280,10 +279,6 @@ class RowMoves:
         if task.cut.row_copies > 1:  # rows are gathered before they leave
             table_GSHT = np.broadcast_to(table_GSHT.sum(axis=2, keepdims=True), table_GSHT.shape)
         return table_GSHT.transpose(0, 2, 1, 3)
-
-    @cached_property
-    def _known_joined(self) -> dict[object, Counts]:
-        return {}
 
     def _sizes(self, task: Task) -> Counts:
         """Return the rows of every member of a task's group, by rank, [P, W]."""
@@ -309,10 +304,6 @@ class RowMoves:
                 self._known_tables.clear()
                 self._known_tables[key] = self._by_target(self._held(rows, task).sum(axis=1), task)
         return self._known_tables[key]
-
-    @cached_property
-    def _known_tables(self) -> dict[object, Counts]:
-        return {}
 
     def splits(self, task: Task) -> bool:
         """Return whether rows of the task's layer are split by the loads of the step."""

@@ -171,10 +171,7 @@ class ProfiledCluster(ClusterConfig):
     def _of_size(
         self, by_rates: Callable[[Any], AlphaBeta], group: Span | int, links: Sequence[LinkModel]
     ) -> AlphaBeta:
-        """Return the line of a group of this size: measured, scaled from the nearest size, or by the rates.
-
-        Scaling uses the start-up and the bytes per rank that the collective has among `ranks`.
-        """
+        """Return the line of a group of this size: measured, scaled from the nearest, or by rates."""
         usable = [link for link in links if link.ranks > 1]
         ranks = group if isinstance(group, int) else group.ranks
         if ranks == 1 or not usable:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -59,6 +59,8 @@ class RoutedCost:
     counts_DBYE: Counts
     placed: Placed | None = None
     columns: tuple[int, ...] = ()
+    _known: dict[Name, Seconds] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Seconds of tasks that follow rows, by name, with the layer of the counts."""
 
     def __call__(self, task: Task) -> Seconds:
         """Return seconds on every rank, [P]; of a transfer without the time to wait for partners."""
@@ -72,11 +74,6 @@ class RoutedCost:
     def _alike(self, task: Task) -> Name:
         """Return what a task that follows rows has in common with those of layers that are routed alike."""
         return task.name._replace(layer=self.moves.column(task))
-
-    @cached_property
-    def _known(self) -> dict[Name, Seconds]:
-        """Seconds of tasks that follow rows, by name, with the layer of the counts."""
-        return {}
 
     def seconds(self, task: Task) -> Seconds:
         """Return seconds of a compute task on every rank, [P]."""

@@ -76,35 +76,17 @@ class Work:
 class Sizes(Protocol):
     """The sizes of a step on one rank, as `work` of an op asks for them."""
 
-    @property
-    def num_experts(self) -> int: ...
-
-    @property
-    def top_k(self) -> int: ...
-
-    @property
-    def tp_size(self) -> int: ...
-
-    @property
-    def etp_size(self) -> int: ...
-
-    @property
-    def moe_layers(self) -> tuple[bool, ...]: ...
-
-    @property
-    def packed_residual(self) -> bool:
-        """Whether rows bring the residual stream of samples that move."""
-        ...
-
-    @property
-    def num_replica_slots(self) -> int:
-        """Slots for replicas in one layer, summed over the ranks of an expert group."""
-        ...
-
-    @property
-    def replica_bytes(self) -> float:
-        """Bytes of the parameters of all experts for which a rank has room as replicas in one layer."""
-        ...
+    num_experts: int
+    top_k: int
+    tp_size: int
+    etp_size: int
+    moe_layers: tuple[bool, ...]
+    packed_residual: bool
+    """Whether rows bring the residual stream of samples that move."""
+    num_replica_slots: int
+    """Slots for replicas in one layer, summed over the ranks of an expert group."""
+    replica_bytes: float
+    """Bytes of the parameters of all experts for which a rank has room as replicas in one layer."""
 
     def tokens(self, task: Task) -> int:
         """Return the tokens of the task's microbatch: this rank's part where ranks share them."""

@@ -85,6 +85,13 @@ class Problem:
     forced: Table = OPEN
     passes: int = 1
     ends: Callable[[], bool] = field(default=lambda: False, compare=False)
+    _known_loads: dict[object, Floats] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_placed: dict[object, Placed] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _last_cost: dict[object, Cost] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_prices: dict[Decision, dict[object, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Seconds of tasks, by all that prices them beside the cut: see `StepCost.shared`."""
 
     @property
     def has_nodes(self) -> bool:
@@ -175,10 +182,6 @@ class Problem:
             self._known_loads[key] = received_YP / mean_Y1
         return self._known_loads[key]
 
-    @cached_property
-    def _known_loads(self) -> dict[object, Floats]:
-        return {}
-
     def with_imbalance(self, ratio: float) -> Problem:
         """Return the problem with one popular rank per expert group: its experts get `ratio` times the mean.
 
@@ -221,15 +224,6 @@ class Problem:
             self._last_cost[key] = slowed(made, self.slowness) if self.slowness else made
         return self._last_cost[key]
 
-    @cached_property
-    def _last_cost(self) -> dict[object, Cost]:
-        return {}
-
-    @cached_property
-    def _known_prices(self) -> dict[Decision, dict[object, float]]:
-        """Seconds of tasks, by all that prices them beside the cut: see `StepCost.shared`."""
-        return {}
-
     def placed(self, choice: Decision, cut: StepShape) -> Placed | None:
         """Return where the samples and replicas of the known steps would be; None = nothing moves."""
         evidence = self.evidence or self.observed
@@ -269,19 +263,11 @@ class Problem:
         return self._known_placed[key]
 
     def _priced_by(self, choice: Decision) -> Decision:
-        """Return what of a choice prices tasks beside the cut.
-
-        Replicas of a known routing are planned with the slack of a quick order, on which everything but the
-        rule of the order has an effect.
-        """
+        """Return what of a choice prices tasks beside the cut: replicas by a quick order's slack."""
         evidence = self.evidence or self.observed
         if evidence is None or not choice.num_replica_slots:
             return choice.affecting("cost")
         return replace(choice, priority=QUICK)
-
-    @cached_property
-    def _known_placed(self) -> dict[object, Placed]:
-        return {}
 
     @property
     def issuing(self) -> Issuing | None:

@@ -34,7 +34,7 @@ from penstock.plan.pipeline import (
 )
 from penstock.plan.predict import closing_s, predict_s, task_cost
 from penstock.plan.problem import Problem
-from penstock.schedule import Schedule, StepPlan, freeze
+from penstock.schedule import StepPlan, freeze
 from penstock.schedule.flowmoe import all_to_all_first
 from penstock.schedule.penstock import remaining_path
 from penstock.timing import Issuing, iteration_s, simulate, slowest
@@ -85,8 +85,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A part's step: its order, the seconds of its tasks by name, and how many times longer it takes than
-    simulated, with scatter and what was measured of whole steps."""
+    """A part's step, the seconds of its tasks, and how many times longer it takes than simulated."""
 
     problem: Problem
     plan: StepPlan
@@ -129,16 +128,12 @@ class Stages:
                 raise ConfigError(SIZE, stages, f"is {more}", f"Use {most} or fewer.")
             why = f"makes {pipeline.parts} parts of {stages} stages, {more}"
             raise ConfigError(VIRTUAL_SIZE, virtual, why, f"Use {most // stages} or fewer.")
-        return self.cut(layers) if layers else self.split(pipeline.parts)
-
-    def split(self, parts: int) -> tuple[Part, ...]:
-        """Return the model in as many parts that take nearly the same time.
-
-        Embedding and head are dealt out as if they were the first and the last layer.
-        """
+        if layers:
+            return self.cut(layers)
+        # Embedding and head are dealt out as if they were the first and the last layer.
         alone = [Part(range(layer, layer + 1)) for layer in range(self.problem.shape.num_layers)]
         items = [Part(range(0), begins=True), *alone, Part(range(0), ends=True)]
-        return self._cut(evenly([self.both_s(each) for each in items], parts))
+        return self._cut(evenly([self.both_s(each) for each in items], pipeline.parts))
 
     def cut(self, layers: Sequence[int]) -> tuple[Part, ...]:
         """Return parts with these numbers of layers."""
@@ -164,10 +159,7 @@ class Stages:
         """
         key = self._kind(part), forward, edge
         if key not in self._known:
-            prepared, half = self._prepared(part), self._half(part, forward, edge)
-            tasks = half.of(prepared.plan.graph)
-            order = in_order(prepared.plan.schedule, tasks)
-            self._known[key] = prepared.factor * self._run_s(tasks, order, prepared.seconds)
+            self._known[key] = self._run_s(self._prepared(part), self._half(part, forward, edge))
         return self._known[key]
 
     def network_s(self, part: Part, *, forward: bool, across: bool, edge: bool = False) -> float:
@@ -248,9 +240,7 @@ class Stages:
         if not updating.clips:
             return 0.0  # every piece is updated when it is summed, in the last backward
         whole = replace(self._half(part, False, True), updates=True)
-        tasks = whole.of(prepared.plan.graph)
-        all_s = self._run_s(tasks, in_order(prepared.plan.schedule, tasks), prepared.seconds)
-        return max(0.0, prepared.factor * all_s - self.half_s(part, forward=False, edge=True))
+        return max(0.0, self._run_s(prepared, whole) - self.half_s(part, forward=False, edge=True))
 
     def memory(self, part: Part) -> MemoryEstimate:
         """Return the memory of a part with the activations of one microbatch."""
@@ -357,12 +347,13 @@ class Stages:
             )
         return self._parts[key]
 
-    def _run_s(self, tasks: Sequence[Task], order: Schedule, seconds: dict[object, Any]) -> float:
-        """Return when the last of the tasks ends; forward and backward tasks are handed out as they come."""
-        if not tasks:
+    def _run_s(self, prepared: _Prepared, half: Half) -> float:
+        """Return when the last task of a half ends; they are handed out as they come."""
+        if not (tasks := half.of(prepared.plan.graph)):
             return 0.0
-        graph, mesh = Graph(tuple(tasks)), self.problem.mesh
-        return iteration_s(order, graph, lambda task: seconds[task.name], mesh, self._issuing)
+        order, graph, seconds = in_order(prepared.plan.schedule, tasks), Graph(tuple(tasks)), prepared.seconds
+        mesh, issuing = self.problem.mesh, self._issuing
+        return prepared.factor * iteration_s(order, graph, lambda task: seconds[task.name], mesh, issuing)
 
 
 @dataclass(frozen=True, kw_only=True)
