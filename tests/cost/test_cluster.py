@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.cost import AlphaBeta, ClusterConfig, Span
 from penstock.cost.span import span_of
-from penstock.graph import Lane
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
-from penstock.ops.core import Hop
 from penstock.step import StepShape
 from penstock.topology import Layout
 from tests.cost.test_step import workload
@@ -56,11 +54,6 @@ def test_all_to_all_costs_what_leaves_the_rank(size: int) -> None:
     model = UNIT.all_to_all(size)
     assert model.alpha_s == len(shares)
     assert 1e3 * model.beta_s_per_byte == pytest.approx(len(shares) / size)
-
-
-def test_nothing_to_move_costs_nothing() -> None:
-    model = AlphaBeta(alpha_s=1.0, beta_s_per_byte=1.0)
-    assert (model.seconds(0), model.seconds(1)) == (0.0, 2.0)
 
 
 # ---- nodes -------------------------------------------------------------------------------------------------
@@ -199,12 +192,6 @@ def test_nodes_of_one_device_are_a_flat_group(name: str, size: int, sent: int) -
     for rate_of in ("device", "node"):
         assert seconds(replace(even, link_rate_of=rate_of), name, Span.regular(size, 1), sent) == flat
     assert seconds(even, name, Span.regular(1, size), sent) == pytest.approx(flat)
-
-
-def test_the_lane_inside_has_its_own_links() -> None:
-    assert Hop(Op.DISPATCH_GATHER, Group.NODE).lane is Lane.INTRA
-    leg = SHARED.leg("hierarchical_2d", Op.DISPATCH_GATHER, Span.regular(4, 2))
-    assert leg.beta_s_per_byte == pytest.approx(0.5 / 15.75e9)
 
 
 # ---- where groups are --------------------------------------------------------------------------------------

@@ -172,8 +172,10 @@ def test_products_of_others_in_float8_are_faster_and_attention_is_not() -> None:
         assert least <= times[0] / times[1] < 2
 
 
-def test_every_device_has_units_of_an_architecture() -> None:
-    assert all(each.units > 0 and each.architecture in SHARES for each in DEVICES)
+def test_every_device_has_a_whole_data_sheet() -> None:
+    for each in DEVICES:
+        assert each.units > 0 and each.architecture in SHARES
+        assert each.memory_gb and each.memory_gb_per_s > 0 and each.link_gb_per_s > 0
 
 
 # ---- a cluster in one line ---------------------------------------------------------------------------------
@@ -275,7 +277,3 @@ def test_start_ups_of_many_ranks_do_not_add_up() -> None:
 
 def test_a_name_is_no_line() -> None:
     assert in_line("fsmoe-testbed-b") is None and in_line("runs/tiny/cluster.json") is None
-
-
-def test_every_device_has_a_whole_data_sheet() -> None:
-    assert all(each.memory_gb and each.memory_gb_per_s > 0 and each.link_gb_per_s > 0 for each in DEVICES)

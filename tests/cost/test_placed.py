@@ -32,28 +32,19 @@ from penstock.runtime.features.sample_placement import Habits, Relocation, Sampl
 from penstock.step import StepShape
 from penstock.topology import Layout, ParallelConfig
 from penstock.workloads import Routing, RoutingConfig, routing_of
+from tests.plan.problems import problem
 from tests.support.draws import draws
 from tests.support.replicas import random_replication
 from tests.workloads.strategies import CLUSTER, steps
 
 Step = tuple[StepShape, Workload, Routing]
-WORK = Workload(
-    batch=4,
+WORK = replace(
+    problem((True, False, True), ranks=8).workload,
     seq_len=16,
     hidden_size=8,
     ffn_hidden_size=12,
-    vocab_size=50,
     num_experts=8,
-    top_k=2,
-    expert_matrices=2,
-    capacity_factor=None,
-    min_capacity=1,
-    world_size=8,
     ep_size=8,
-    element_bytes=4,
-    all_reduce_bytes=(400,) * 3,
-    expert_all_reduce_bytes=(0,) * 3,
-    node_size=2,
 )
 SHAPE = StepShape(moe_layers=(True, False, True))
 

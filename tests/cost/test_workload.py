@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import ClusterFile, Workload
+from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, KernelModel
 from penstock.cost.devices import Computing
 from penstock.cost.model_flops import ModelFlops
@@ -20,23 +20,7 @@ from tests.plan.problems import problem
 
 counts = st.integers(1, 64)
 
-WORK = Workload(
-    batch=6,
-    seq_len=10,
-    hidden_size=8,
-    ffn_hidden_size=16,
-    vocab_size=100,
-    num_experts=4,
-    top_k=2,
-    expert_matrices=2,
-    capacity_factor=None,
-    min_capacity=4,
-    world_size=4,
-    ep_size=2,
-    element_bytes=2,
-    all_reduce_bytes=(100,),
-    expert_all_reduce_bytes=(0,),
-)
+WORK = replace(problem().workload, batch=6, seq_len=10, min_capacity=4, ep_size=2, node_size=0)
 
 
 @given(st.integers(0, 300), counts)
@@ -90,22 +74,6 @@ def test_ranks_with_the_same_tokens_deal_the_slots_of_all_of_them(
     unit = work.top_k if factor is None else work.num_experts
     assert work.rows(0, 1, 0, 1, 1, dealt) == math.ceil(work.rows(0, 1, 0, 1) / unit / dealt) * unit
     assert work.rows(0, 1, 0, 1, dealt) >= (factor is not None) * minimum * unit
-
-
-@pytest.mark.parametrize(("matrices", "flops"), [(2, 512), (3, 768)])
-def test_expert_flops_are_two_per_weight_and_row(matrices: int, flops: int) -> None:
-    assert replace(WORK, expert_matrices=matrices).expert_flops(1) == flops
-
-
-def test_flops_of_one_token() -> None:
-    assert WORK.head_flops(1) == 2 * 8 * 100
-    assert WORK.attention_flops(1) == 2 * (4 * 8 * 8) + 2 * 10 * 8 + 2 * 8 * 4
-
-
-@given(st.integers(0, 10**6), st.integers(0, 10**6))
-def test_work_grows_linearly(first: int, second: int) -> None:
-    for work in (WORK.attention_flops, WORK.expert_flops, WORK.head_flops, WORK.hidden_bytes):
-        assert work(first) + work(second) == work(first + second)
 
 
 @pytest.mark.parametrize(
