@@ -172,65 +172,56 @@ def put(section: str | None, key: str, value: object) -> Edit:
     return edit
 
 
-def portions(layers: int) -> Edit:
-    """FSMoE without any gradient to reduce, for so many layers: ranks would drift apart."""
+def portions(layers: list[list[object]]) -> Edit:
+    """A partition for FSMoE; without any gradient to reduce, ranks would drift apart."""
 
-    def edit(plain: dict[str, Any]) -> None:
-        plain["schedule"] = None
-        plain["choice"] |= {"schedule": "fsmoe", "partition": {"portions": [[]] * layers}}
+    def edit(table: dict[str, Any]) -> None:
+        table["schedule"] = None
+        table["choice"] |= {"schedule": "fsmoe", "partition": {"portions": layers}}
 
     return edit
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("edit", "key"),
     [
-        (put("choice", "schedule", "flowmo"), ("choice.schedule", "flowmo", "Nearest: flowmoe")),
-        (put("choice", "microbatches", 0), ("choice.microbatches = 0", "Nearest valid: 1")),
-        (put("choice", "microbatches", "two"), ("choice.microbatches", "whole number")),
-        (put("choice", "all_reduce_chunk_bytes", 3), ("choice.all_reduce_chunk_bytes = 3", "512")),
-        (put("choice", "priority", "luck"), ("choice.priority", "luck", "critical_path")),
-        (put("choice", "more", 3), ("choice.more = 3", "a table of names")),
-        (put("choice", "microbatch", 2), ("choice.microbatch", "Did you mean", "microbatches")),
-        (put(None, "version", 9), ("version = 9", "penstock plan --out")),
-        (put("sizes", "layers", None), ("sizes.layers", "whole number")),
-        (
-            put(
-                "choice",
-                "partition",
-                {"portions": [[], [{"size_bytes": 0, "slot": {"layer": 0, "part": "moe"}}]]},
-            ),
-            ("choice.partition", "layer 1", "null"),
-        ),
+        (put("choice", "schedule", "flowmo"), "choice.schedule"),
+        (put("choice", "microbatches", 0), "choice.microbatches"),
+        (put("choice", "microbatches", "two"), "choice.microbatches"),
+        (put("choice", "all_reduce_chunk_bytes", 3), "choice.all_reduce_chunk_bytes"),
+        (put("choice", "priority", "luck"), "choice.priority"),
+        (put("choice", "more", 3), "choice.more"),
+        (put("choice", "microbatch", 2), "choice.microbatch"),
+        (put(None, "version", 9), "version"),
+        (put("sizes", "layers", None), "sizes.layers"),
+        (portions([[], [{"size_bytes": 0, "slot": {"layer": 0, "part": "moe"}}]]), "choice.partition"),
+        *((put(None, "predicted_s", value), "predicted_s") for value in (math.nan, math.inf, -1.0, 0)),
+        *((put(None, "lower_bound_s", value), "lower_bound_s") for value in (math.nan, math.inf, -1.0)),
     ],
 )
-def test_a_wrong_value_is_named_when_it_is_read(path: Path, edit: Edit, words: tuple[str, ...]) -> None:
+def test_a_wrong_value_is_named_when_it_is_read(path: Path, edit: Edit, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         edited(path, edit)
-    for word in (str(path), *words):
-        assert word in str(caught.value)
+    assert caught.value.key == f"{path}.{key}" and caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("edit", "key"),
     [
-        (put("choice", "microbatches", 4), ("plan.json.schedule", "m2", 'Delete "schedule"')),
-        (put(None, "schedule", ["schedule flowmoe", "compute: L0.EM.m0"]), ("line 2", 'Delete "schedule"')),
-        (put("choice", "dispatch", "hierarchical_2d"), ("choice.dispatch", "Use one of flat")),
-        (put("choice", "microbatches", 8), ("choice.microbatches = 8", "Nearest valid: 4")),
-        (put("sizes", "layers", 3), ("sizes.layers = 3", "this step has 2")),
-        (portions(1), ("choice.partition", "1 layers", "has 2")),
-        (portions(2), ("choice.partition.portions[0]", "0 bytes", "layer 0 has", "null")),
+        (put("choice", "microbatches", 4), "schedule"),
+        (put(None, "schedule", ["schedule flowmoe", "compute: L0.EM.m0"]), "schedule"),
+        (put("choice", "dispatch", "hierarchical_2d"), "choice.dispatch"),
+        (put("choice", "microbatches", 8), "choice.microbatches"),
+        (put("sizes", "layers", 3), "sizes.layers"),
+        (portions([[]]), "choice.partition"),
+        (portions([[], []]), "choice.partition.portions[0]"),
     ],
 )
-def test_what_does_not_fit_is_named_when_it_is_replayed(
-    path: Path, edit: Edit, words: tuple[str, ...]
-) -> None:
+def test_what_does_not_fit_is_named_when_it_is_replayed(path: Path, edit: Edit, key: str) -> None:
     file = edited(path, edit)
     with pytest.raises(ConfigError) as caught:
         file.step_plan(problem(), path.name)
-    for word in words:
-        assert word in str(caught.value)
+    assert caught.value.key == f"plan.json.{key}" and caught.value.hint
 
 
 @pytest.mark.parametrize("more", [[["tp", 2]], {"tp": 2}])
@@ -273,15 +264,6 @@ def test_a_decision_that_is_registered_no_more_is_refused_when_it_is_replayed(tm
         file.step_plan(each, "mine")
 
 
-@pytest.mark.parametrize("key", ["predicted_s", "lower_bound_s"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-def test_times_are_finite(path: Path, key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{key} = {value}: must be (above|from) 0"):
-        edited(path, put(None, key, value))
-    with pytest.raises(ConfigError, match=r"predicted_s = 0\.0: must be above 0 and at most"):
-        edited(path, put(None, "predicted_s", 0))
-
-
 def test_an_explanation_is_of_one_choice(path: Path) -> None:
     words = PlanFile.read(path).choice.words
     rounded = f"{words} (5 MiB of rows per rank and step instead of 10 MiB, rounded: plan.comm_dtype)"
@@ -294,14 +276,6 @@ def test_an_explanation_is_of_one_choice(path: Path) -> None:
     assert not edited(path, put("choice", "microbatches", 4)).explains_choice
     assert edited(path, put(None, "why", ["order frozen again"])).explains_choice, "it explains nothing"
     assert edited(path, put(None, "why", [])).explains_choice
-
-
-def test_what_is_no_plan_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such file"):
-        PlanFile.read(tmp_path / "nowhere.json")
-    (tmp_path / "text.json").write_text("plan: fast")
-    with pytest.raises(ConfigError, match="is not valid JSON"):
-        PlanFile.read(tmp_path / "text.json")
 
 
 def test_a_file_says_last_what_a_run_has_changed_to(path: Path) -> None:
