@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.cost import ClusterConfig, Workload
+from penstock.cost import ClusterConfig
 from penstock.decision import Decision
 from penstock.plan import Candidate, Problem, evaluate, find_plan
 from penstock.plan.effort import Meter, OutOfBudgetError
 from penstock.plan.space import space
 from penstock.plan.successive_halving import SuccessiveHalving
-from penstock.step import StepShape
+from tests.plan.problems import problem
 
 MISLEADING = 5
 """Of the random problems one whose best cut by rules is not the best once orders are searched for."""
@@ -33,29 +33,10 @@ def random_problem(seed: int) -> Problem:
         task_overhead_s=rate(-5, -4),
         link_latency_s=rate(-5, -3.7),
     )
-    work = Workload(
-        batch=4,
-        seq_len=64,
-        hidden_size=128,
-        ffn_hidden_size=256,
-        vocab_size=64,
-        num_experts=4,
-        top_k=2,
-        expert_matrices=2,
-        capacity_factor=None,
-        min_capacity=1,
-        world_size=4,
-        ep_size=4,
-        element_bytes=4,
-        all_reduce_bytes=(rng.choice([1 << 18, 1 << 20]),) * layers,
-        expert_all_reduce_bytes=(0,) * layers,
-        dense_ffn_hidden_size=256,
-        node_size=2,
-    )
+    size = rng.choice([1 << 18, 1 << 20])
     moe_layers = (True, *(rng.random() < 0.8 for _ in range(layers - 1)))
     dispatches = rng.choice([("flat",), ("flat", "hierarchical_2d")])
-    shape = StepShape(moe_layers=moe_layers)
-    return Problem(shape=shape, workload=work, cluster=cluster, dispatches=dispatches)
+    return problem(moe_layers, cluster=cluster, all_reduce_bytes=size, dispatches=dispatches)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Task
 from penstock.lab.bench.config import BenchConfig
 from penstock.lab.bench.scheduled import run_config_of
-from penstock.schedule import SCHEDULES, Schedule, cut, freeze, unit_cost
+from penstock.schedule import SCHEDULES, Schedule, cut, freeze
 from penstock.schedule.penstock import remaining_path
 from penstock.schedule.search import TotalOrder, search
 from penstock.step import StepShape
@@ -26,7 +26,6 @@ from penstock.timing import Cost, Keys, ListScheduler, path_ends, simulate
 from penstock.topology import Layout
 from penstock.train.assemble import gradient_bytes, workload
 from tests.steps import random_orders, random_seconds, seeds, shapes
-from tests.support.draws import draws
 
 TRIALS = 45
 SLOW_LINK = ClusterConfig(link_bytes_per_s=2.5e7)
@@ -76,14 +75,6 @@ def schedule_of(graph: Graph, orders: Sequence[Sequence[int]]) -> Schedule:
 
 
 @given(st.data(), graphs(), seeds)
-def test_a_board_gives_the_order_of_the_list_scheduler(data: st.DataObject, graph: Graph, seed: int) -> None:
-    seconds, keys = random_seconds(graph, seed), data.draw(key_lists(graph))
-    played = ListScheduler(graph, seconds_of(graph, seconds.__getitem__)).play(keys)
-    frozen = freeze("s", graph, seconds.__getitem__, lambda task: (keys[graph.position[task]],))
-    assert schedule_of(graph, played.orders) == frozen
-
-
-@given(st.data(), graphs(), seeds)
 def test_a_board_tells_the_seconds_that_the_simulator_tells(
     data: st.DataObject, graph: Graph, seed: int
 ) -> None:
@@ -91,13 +82,6 @@ def test_a_board_tells_the_seconds_that_the_simulator_tells(
     played = ListScheduler(graph, seconds_of(graph, seconds.__getitem__)).play(keys)
     simulated = simulate(schedule_of(graph, played.orders), graph, seconds.__getitem__)
     assert played.seconds == simulated.iteration_s
-
-
-@given(graphs(), seeds)
-def test_a_board_can_be_played_again(graph: Graph, seed: int) -> None:
-    scheduler = ListScheduler(graph, seconds_of(graph, random_seconds(graph, seed).__getitem__))
-    keys = as_keys(graph, random_seconds(graph, seed + 1))
-    assert scheduler.play(keys) == scheduler.play(keys)
 
 
 @given(st.data(), graphs(), seeds, st.floats(0.5, 1.5))
@@ -235,18 +219,3 @@ def test_on_the_default_step_a_slow_link_leaves_room_above_every_rule() -> None:
     found_s = simulate(found, graph, slow_link).iteration_s
     assert found_s < simulate(rule_alone(graph, slow_link), graph, slow_link).iteration_s
     assert found_s < simulate(ordered("flowmoe", graph, slow_link), graph, slow_link).iteration_s
-
-
-@pytest.mark.slow
-def test_on_the_default_step_with_equal_tasks_no_rule_is_better() -> None:
-    """Computation is all there is here: the rule leaves nothing to gain, so nothing may be lost."""
-    graph, _ = default_step()
-    found_s = simulate(ordered("penstock", graph, unit_cost), graph, unit_cost).iteration_s
-    assert found_s <= simulate(rule_alone(graph, unit_cost), graph, unit_cost).iteration_s
-
-
-@pytest.mark.slow
-@draws(20)  # each searches in full
-@given(graphs(), seeds)
-def test_penstock_finds_a_valid_order_for_any_shape(graph: Graph, seed: int) -> None:
-    ordered("penstock", graph, random_seconds(graph, seed).__getitem__).check(graph)

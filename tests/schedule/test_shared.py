@@ -27,7 +27,6 @@ from tests.steps import (
     gradients_of,
     overlapping,
     planned,
-    ready_s,
     task_at,
 )
 from tests.steps import run_alone as run
@@ -225,18 +224,6 @@ def test_a_partition_says_nothing_of_partial_gradients() -> None:
 
 
 # ---- flowmoe, lina -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["flowmoe", "lina"])
-@pytest.mark.parametrize("form", FORMS)
-def test_no_reduction_of_any_kind_starts_while_an_all_to_all_is_ready(name: str, form: ExpertForm) -> None:
-    shape = StepShape(moe_layers=(True,) * 3, sharing=SHARED, pieces={"replicated": (2, 2, 2)})
-    plan, times = run(name, shape, 3, chunks=2, backward_chunks=2, expert_form=form)
-    order = plan.schedule.lanes[Lane.INTER]
-    for i, task in enumerate(order):
-        if is_all_reduce(task):
-            for other in order[i + 1 :]:
-                assert is_all_reduce(other) or ready_s(other, plan.graph, times) > times[task][0]
 
 
 @pytest.mark.parametrize("name", ["flowmoe", "lina", "penstock"])
