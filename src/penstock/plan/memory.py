@@ -228,10 +228,7 @@ def _owners(problem: Problem) -> dict[KindName, int]:
 
 
 def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, load_P: Floats) -> Floats:
-    """Return the bytes that one layer keeps for its backward, for the whole batch of every rank.
-
-    load_P: how many times the mean number of rows the rank's experts receive.
-    """
+    """Return what one layer keeps for its backward; load_P: each rank's rows over their mean."""
     tokens, hidden, tp_size = work.tokens(0, 1), work.hidden_size, work.tp_size
     kept = work.tokens(0, 1, tp_size if cut.sharing.tokens == "split" else 1)
     heads = work.heads.kept / tp_size

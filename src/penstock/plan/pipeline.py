@@ -120,8 +120,7 @@ class Pipeline:
         return slots + [(cell,) for cell in backward[cells - before :]]
 
     def _cells(self, forward: bool, stage: int) -> Iterator[Cell]:
-        """Yield all forwards or backwards of a stage: a group of as many microbatches as there are stages
-        passes through one part of the stage, then through the next."""
+        """Yield all forwards or backwards of a stage: `stages` microbatches by one part, then by the next."""
         stages, _, microbatches = self.sizes
         parts = self.parts_of(stage)
         for first in range(0, microbatches, stages):

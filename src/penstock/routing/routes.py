@@ -297,11 +297,7 @@ class RouteMaker:
         rows_at: RowsAt,
         degrees: Degrees | None,
     ) -> Routes:
-        """Make routes of rows that are for one rank each.
-
-        Args:
-            rows: The rows that leave for every rank and come from it, [C, P] each.
-        """
+        """Make routes of rows, [C, P] each, that are for one rank each."""
         slices = sent_PCN.shape[1]
         cuts = _alone(slices, degrees)
         if self.place.ep_size > 1:

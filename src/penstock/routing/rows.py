@@ -104,11 +104,7 @@ def _owners(mesh: Mesh, parts: int) -> tuple[Counts, Counts]:
 
 
 def _cut_samples(counts_DBYE: Counts, length: int, copies: int, rows_DCYE: Counts) -> None:
-    """Add the samples' counts to the slices. A slice is a range of the microbatch's tokens.
-
-    Where a slice's border cuts a sample, each part gets its even share of the sample's experts. length: of
-    the samples; copies: of every token.
-    """
+    """Add samples' counts to the slices, ranges of tokens; a sample on a border is shared evenly."""
     ends = np.cumsum(split_sizes(counts_DBYE.shape[1] * length, rows_DCYE.shape[1]))
     piece = 0
     for sample in range(counts_DBYE.shape[1]):

@@ -329,10 +329,7 @@ def _by_rank(ranks: Counts, count: int) -> tuple[int, ...]:
 def _row_order(
     table: SampleTable, device_I: Counts, place_I: Counts, member: int, chunk: int
 ) -> RowOrder | None:
-    """Return the order from (source, position, sample) to (home, position, sample there); None if unchanged.
-
-    A sample's rows stay in order.
-    """
+    """Return the order of rows by their samples' homes, a sample's in order; None if unchanged."""
     exchange_group = table.exchange_group
     plane_DK = np.array(exchange_group.plane_B)[exchange_group.member_DK]
     rank_DK = np.array(exchange_group.rank_B)[exchange_group.member_DK]

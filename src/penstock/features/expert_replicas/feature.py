@@ -26,8 +26,7 @@ REPLICAS = "replica gradients of L{layer}"
 
 
 def _replicas(task: Task, sizes: Sizes) -> Work:
-    """Return the work at most: every rank has as many replicas as it has room for, and owners send as
-    many."""
+    """Return the work at most: every rank has all replicas for which it has room."""
     assert task.piece is not None, task
     parts = task.cut.parts
     return Work(collective="all_to_all", sent_bytes=sizes.replica_bytes * parts[task.piece] / sum(parts))

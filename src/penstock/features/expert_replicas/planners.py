@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -40,28 +39,21 @@ EXCLUDED = (0.0, 0.25, 0.5, 0.75)
 def pro_prophet(problem: ExpertProblem) -> Replication:
     """Return Pro-Prophet's plan, with the number of excluded ranks for which Eq 8 promises most."""
     plans = [greedy(problem, excluded) for excluded in sorted({int(n * problem.ranks) for n in EXCLUDED})]
-    return min(plans, key=lambda plan: plan.seconds).replicas.replication()
+    _, best = min(plans, key=lambda plan: plan[0])
+    return best.replication()
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Replicas, and the time that Eq 8 promises."""
-
-    replicas: Replicas
-    seconds: float
-
-
-def greedy(problem: ExpertProblem, excluded: int) -> Plan:
+def greedy(problem: ExpertProblem, excluded: int) -> tuple[float, Replicas]:
     """Return the best prefix of copies of the heaviest ranks' experts: Algorithm 1 of Pro-Prophet.
 
-    A rank with several experts gives its largest one that is not yet copied.
+    A rank with several experts gives its largest one that is not yet copied. The seconds are those of Eq 8.
 
     Args:
         excluded: The number n of ranks with the fewest rows of an expert, which do not get it; ties by rank.
     """
     replicas = Replicas(problem)
     load = replicas.load()
-    best = Plan(replicas.taken(), paper_seconds(problem.costs, load.received, load.computed, 0, 0))
+    best_s, best = paper_seconds(problem.costs, load.received, load.computed, 0, 0), replicas.taken()
     while not balanced(problem, load.computed):
         held = problem.placement.held(int(load.computed.argmax()))
         left = [expert for expert in held if expert not in replicas.copied]
@@ -76,9 +68,9 @@ def greedy(problem: ExpertProblem, excluded: int) -> Plan:
         load = replicas.load()
         copied = len(replicas.copied)
         seconds = paper_seconds(problem.costs, load.received, load.computed, copied, excluded)
-        if seconds < best.seconds:
-            best = Plan(replicas.taken(), seconds)
-    return best
+        if seconds < best_s:
+            best_s, best = seconds, replicas.taken()
+    return best_s, best
 
 
 def balanced(problem: ExpertProblem, computed: Floats) -> bool:
@@ -223,8 +215,7 @@ def _evened_out(problem: ExpertProblem) -> ReplicationBuilder:
 
 
 def _surplus(builder: ReplicationBuilder) -> tuple[int, int] | None:
-    """Return the largest expert of the most loaded rank that the least loaded rank with room can take, and
-    that rank; None if loads are even."""
+    """Return the largest expert of the most loaded rank and the least loaded one with room; None if even."""
     mean = builder.problem.mean_rows
     ranks = sorted(range(len(builder.computed)), key=lambda rank: builder.computed[rank])
     heaviest = ranks[-1]
@@ -301,10 +292,7 @@ def _between(builder: ReplicationBuilder) -> ReplicationBuilder:
 
 
 def _promising(builder: ReplicationBuilder, exposed: bool) -> tuple[int, int] | None:
-    """Return the expert and rank whose replica promises to save most seconds; None if none promises any.
-
-    exposed: whether Trans or Agg take longer than the schedule hides, so that weights have a price.
-    """
+    """Return the expert and rank whose replica saves most; `exposed`: weights take longer than is hidden."""
     problem, costs = builder.problem, builder.problem.costs
     owners = list(problem.placement.owners)
     to_rank_s = costs.links.pair_s_per_byte[owners]

@@ -362,11 +362,7 @@ def assign(problem: SampleProblem, solver: str = "network_simplex") -> Ints:
 
 
 def _costs(kept_SC: Ints, present_S: Ints, places_C: Ints) -> Floats:
-    """Return the costs of places: the rows kept there less than the most that any sample keeps, and a cost of
-    moving that is below one row in all.
-
-    What all samples keep alike in one place drops out: it changes no optimum, and so not which one is found.
-    """
+    """Return the rows kept at places less the most of any sample, and below one row in all for moving."""
     lost_SC: Ints = (kept_SC.max(axis=0) - kept_SC) * (len(kept_SC) + 1)
     lost_SC += present_S[:, None] != places_C
     return lost_SC.astype(np.float64)

@@ -184,11 +184,7 @@ def _gather_at_once(scatter: Task) -> Task:
 
 
 def _gathered_first(graph: Graph, gathers: list[Task]) -> Iterator[Task]:
-    """Yield the step with the gathers of each state before the first task that reads it, which waits for
-    them.
-
-    A task after one that has waited need not wait again.
-    """
+    """Yield the step with each state's gathers before its first reader, which waits for them for all."""
     made: dict[str, list[Task]] = defaultdict(list)
     for gather in gathers:
         made[gather.writes[0]].append(gather)

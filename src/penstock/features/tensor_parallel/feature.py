@@ -157,10 +157,7 @@ class _Rewriting:
         return self._settled(made, split=split) if tokenwise else self._on_part(made) if split else made
 
     def _settled(self, task: Task, *, split: bool) -> Task:
-        """Return a task that has whole parameters; on this rank's tokens their gradients are partial.
-
-        So are those of parameters of another layer: where samples move, a task asks the next layer's gate.
-        """
+        """Return a task with whole parameters, its own or the next layer's; their gradients are partial."""
         reads = task.reads
         if split or self._how.copies_differ:
             layers = self._moe_layers | {task.layer}
