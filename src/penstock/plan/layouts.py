@@ -66,18 +66,12 @@ class RankedLayout:
         form = f", expert form {self.best.plan.shape.expert_form}" if own.shares else ""
         seconds = _seconds(self)
         time = within(seconds, interval_s(self.problem, seconds))
-        return f"{sizes}{tokens}{form}: {time}, {self._costs}"
-
-    @property
-    def _costs(self) -> str:
         bound = self.best.bound
-        chain = bound.critical_path_s > bound.busiest_lane_s
-        limit = (
-            "the longest chain of tasks"
-            if chain
-            else lane_words(bound.busiest_lane, nodes=self.problem.has_nodes)
-        )
-        return f"limited by {limit}, {gib(self.best.memory_bytes)} per rank"
+        limit = "the longest chain of tasks"
+        if bound.critical_path_s <= bound.busiest_lane_s:
+            limit = lane_words(bound.busiest_lane, nodes=self.problem.has_nodes)
+        costs = f"limited by {limit}, {gib(self.best.memory_bytes)} per rank"
+        return f"{sizes}{tokens}{form}: {time}, {costs}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from penstock.cost import RoutedCost, routing_sizes
+from penstock.cost import routing_sizes
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, Movable
 from penstock.decision.record import FIELDS
@@ -246,7 +246,9 @@ def _line(
     against = f"{best.predicted} ({change(best.predicted_s, still.predicted_s)})"
     err = miss(lost, best.choice, still.choice)
     tried = "" if err == 1 else f" by a trial, whose steps took {err:.2f} times as long as predicted"
-    both = [(_routed(problem, each), each.plan.graph.tasks) for each in (still, best)]
+    both = [
+        (problem.routed_cost(each.choice, each.plan.shape), each.plan.graph.tasks) for each in (still, best)
+    ]
     if best.choice.samples != "none":
         before, after = (routed.crossing_rows(tasks) for routed, tasks in both)
         where = "nodes" if problem.workload.nodes > 1 else "ranks"
@@ -271,14 +273,6 @@ def _words(candidate: Candidate) -> str:
 
 def _moves(choice: Decision) -> str:
     return " and ".join(name for name in (choice.samples, choice.experts) if name != "none")
-
-
-def _routed(problem: Problem, candidate: Candidate) -> RoutedCost:
-    assert problem.evidence is not None, "without it nothing is known of routing"
-    work, shape = problem.workload_of(candidate.choice), candidate.plan.shape
-    placed = problem.placed(candidate.choice, shape)
-    now_DBYE, columns = problem.evidence.now_DBYE, problem.evidence.columns
-    return RoutedCost(shape, work, problem.cluster, now_DBYE, placed=placed, columns=columns)
 
 
 # ---- a known routing of a large step by a sample of it: the expert groups that stand for all, and some

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,8 +162,7 @@ def settle(plan: StepPlan, cost: ContendedCost, ranks: Mesh, paces: tuple[float,
     """
     shares: Shares = dict.fromkeys(plan.graph.tasks, 1.0)
     for _ in range(PASSES):
-        now = partial(_at_share, cost, shares)
-        timeline = simulate(plan.schedule, plan.graph, now, ranks)
+        timeline = simulate(plan.schedule, plan.graph, _at(cost, shares), ranks)
         if not paces:
             shares = contention(timeline)
             continue
@@ -175,8 +173,8 @@ def settle(plan: StepPlan, cost: ContendedCost, ranks: Mesh, paces: tuple[float,
     return shares
 
 
-def _at_share(cost: ContendedCost, shares: Shares, task: Task) -> Any:
-    return cost(task, shares[task])
+def _at(cost: ContendedCost, shares: Shares) -> Cost:
+    return lambda task: cost(task, shares[task])
 
 
 def contention(timeline: Timeline, rank: int = 0) -> dict[Task, float]:
@@ -223,8 +221,7 @@ def _between(problem: Problem, choice: Decision, plan: StepPlan) -> Cost:
         solo_s = apart(task)
         return solo_s + share * (beside(task) - solo_s)
 
-    shares = settle(plan, cost, problem.mesh, problem.paces)
-    return lambda task: cost(task, shares[task])
+    return _at(cost, settle(plan, cost, problem.mesh, problem.paces))
 
 
 def _drawn(cost: Cost, jitter: float, ranks: int, seed: int) -> Cost:

@@ -216,13 +216,18 @@ class Problem:
             made: Cost
             made = even = StepCost(cut, self.workload_of(choice), self.cluster, shared)
             if self.evidence is not None:
-                now_DBYE, columns = self.evidence.now_DBYE, self.evidence.columns
-                placed = self.placed(choice, cut)
-                made = RoutedCost(cut, even.workload, self.cluster, now_DBYE, placed=placed, columns=columns)
+                made = self.routed_cost(choice, cut)
             elif self.load:
                 made = UnevenRanks(even, self.load)
             self._last_cost[key] = slowed(made, self.slowness) if self.slowness else made
         return self._last_cost[key]
+
+    def routed_cost(self, choice: Decision, cut: StepShape) -> RoutedCost:
+        """Return the cost of a step whose routing is known, on ranks that are equally fast."""
+        assert self.evidence is not None, "without it nothing is known of routing"
+        work, placed = self.workload_of(choice), self.placed(choice, cut)
+        now_DBYE, columns = self.evidence.now_DBYE, self.evidence.columns
+        return RoutedCost(cut, work, self.cluster, now_DBYE, placed=placed, columns=columns)
 
     def placed(self, choice: Decision, cut: StepShape) -> Placed | None:
         """Return where the samples and replicas of the known steps would be; None = nothing moves."""

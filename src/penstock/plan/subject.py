@@ -155,16 +155,12 @@ class Subject:
         """The sizes of a step in one line of text."""
         work, shape = self.problem.workload, self.problem.shape
         capacity = "dropless" if work.capacity_factor is None else f"capacity {work.capacity_factor:g}"
+        sharing = f"group of {work.tp_size} ranks" if work.tp_size > 1 else "rank"
         return (
             f"{counted(shape.num_layers, 'layer')} ({sum(shape.moe_layers)} MoE), hidden {work.hidden_size}, "
             f"{counted(work.num_experts, 'expert')} of {work.ffn_hidden_size}, top-{work.top_k}, {capacity}; "
-            f"{work.batch} x {work.seq_len} tokens per {self._sharing_attention}"
+            f"{work.batch} x {work.seq_len} tokens per {sharing}"
         )
-
-    @property
-    def _sharing_attention(self) -> str:
-        size = self.problem.workload.tp_size
-        return f"group of {size} ranks" if size > 1 else "rank"
 
     @property
     def ranks(self) -> str:

@@ -9,7 +9,6 @@ from functools import cached_property
 from penstock.decision import Decision
 from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, Phase
-from penstock.mesh import Axes
 from penstock.ops.base import place_of
 from penstock.ops.core import GRADIENT_KINDS, computes_experts
 from penstock.plan.problem import Problem
@@ -108,10 +107,11 @@ class Durations:
             dense_s = sum((seconds for _, seconds in sorted(between)), 0.0)
             part = self.part(layer, Phase.BACKWARD)
             gaps.append(GapLayer(layer=layer, part=part, dense_s=dense_s, made=made(layer, end)))
+        summing = GRADIENT_KINDS["replicated"].axes_of(sharing=problem.workload.tp_size > 1)
         return Backward(
             num_layers=problem.shape.num_layers,
             gaps=tuple(gaps),
-            all_reduce=problem.cluster.all_reduce(problem.workload.span(self._reduced_over)),
+            all_reduce=problem.cluster.all_reduce(problem.workload.span(summing)),
             above=made(problem.shape.last, layers[0]),
             degrees=self.degrees,
         )
@@ -126,11 +126,6 @@ class Durations:
             if where and whole and task.phase is Phase.BACKWARD:
                 by_place.setdefault((where, task.layer), []).append((place, slowest(cost(task))))
         return by_place
-
-    @property
-    def _reduced_over(self) -> Axes:
-        """The ranks that sum the gradients that a partition places."""
-        return GRADIENT_KINDS["replicated"].axes_of(sharing=self.problem.workload.tp_size > 1)
 
     @cached_property
     def _costs(self) -> dict[int, Cost]:
