@@ -140,7 +140,7 @@ def one_lane(problem: LayerProblem) -> LayerProblem:
     A chunk's all-gather goes with its all-to-all, and so does its reduce-scatter: one transfer with the time
     of the two.
     """
-    return OneLaneProblem(**{each.name: getattr(problem, each.name) for each in fields(problem)})
+    return OneLaneProblem(**{each.name: getattr(problem, each.name) for each in fields(problem) if each.init})
 
 
 class OneLaneProblem(LayerProblem):

@@ -41,11 +41,9 @@ def simulated_s(cases: list[tuple[MoEPart, float]], degree: int, phase: Phase) -
     )
     plan = planned("fsmoe", shape, chunks=degree)
     chain = CHAIN if phase is F else tuple(reversed(CHAIN))
-    of_chain = [
-        [each.chunk_s(degree) for each in (part.a2a, part.ag, part.experts, part.rs, part.a2a)]
-        for part, _ in cases
-    ]
-    seconds = {(op, phase): column for op, column in zip(chain, np.array(of_chain).T, strict=True)}
+    a2a_s, ag_s, rs_s, experts_s = np.array([part.chunk_s(degree) for part, _ in cases]).T
+    of_chain = (a2a_s, ag_s, experts_s, rs_s, a2a_s)
+    seconds = {(op, phase): column for op, column in zip(chain, of_chain, strict=True)}
     seconds[Op.ALL_REDUCE, B] = np.array([reduce_s for _, reduce_s in cases])
     graph = Graph(tuple(replace(task, axes=()) for task in plan.graph.tasks))
     lanes = {

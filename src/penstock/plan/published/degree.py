@@ -58,6 +58,10 @@ class MoEPart:
         """The backward part if experts take twice as long, in the start-up as well as in the linear term."""
         return replace(self, experts=self.experts.times(2))
 
+    def chunk_s(self, degree: float) -> tuple[float, ...]:
+        """Return the seconds of one of `degree` chunks: an all-to-all, gather, scatter and experts."""
+        return tuple(each.chunk_s(degree) for each in (self.a2a, self.ag, self.rs, self.experts))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Degree:
@@ -73,9 +77,7 @@ def makespan_s(part: MoEPart, degree: int, reduce_s: float = 0.0) -> float:
     It is the longest path through the three lanes, hence exact: the busy network between nodes, the two
     slower of three neighbours in a row, or the slowest of all.
     """
-    a2a_s, ag_s, rs_s, experts_s = (
-        each.chunk_s(degree) for each in (part.a2a, part.ag, part.rs, part.experts)
-    )
+    a2a_s, ag_s, rs_s, experts_s = part.chunk_s(degree)
     once_s = 2 * a2a_s + ag_s + rs_s
     return max(
         2 * degree * a2a_s + reduce_s,
