@@ -6,13 +6,9 @@ import re
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
 
-from penstock.features.build import build_graph
 from penstock.graph import Graph, Lane, Name, ScheduleError, Task
 from penstock.mesh import Group
-from penstock.step import StepShape
-from tests.steps import shapes
 
 
 def task(
@@ -61,20 +57,6 @@ def test_the_text_form_has_a_line_per_task() -> None:
         "L0.AT.m0.F compute - hidden=L0.EM.m0.F\n"
         "L0.D.m0.c1.F inter dpxtp rows=L0.AT.m0.F\n"
     )
-
-
-@given(shapes(layers=2))
-def test_graphs_of_equal_text_are_of_equal_names_lanes_and_edges(shape: StepShape) -> None:
-    graph = build_graph(shape)
-    lines = graph.text().splitlines()
-    assert [line.split()[0] for line in lines] == [str(each) for each in graph.tasks]
-    for line, each in zip(lines, graph.tasks, strict=True):
-        _, lane, axes, *inputs = line.split()
-        assert (lane, axes) == (each.lane, "x".join(each.axes) or "-")
-        assert {
-            role: tuple(map(Name.parse, filter(None, names.split(","))))
-            for role, _, names in (part.partition("=") for part in inputs)
-        } == each.inputs
 
 
 def refuses(tasks: tuple[Task, ...], why: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,8 @@ from penstock.features.build import build_graph
 from penstock.graph import Cut, Graph, Lane, Name, Phase, ScheduleError, Task
 from penstock.graph.graph import lasts
 from penstock.step import StepShape
+
+Piece = tuple[int | None, tuple[int, ...]]
 
 
 def test_tasks_of_a_step_read_their_parameters() -> None:
@@ -38,29 +40,33 @@ def test_what_lasts_from_step_to_step() -> None:
 
 STATES = ("parameters of L0", "gradients of L0")
 ACCESS = ("", "r", "w", "rw", "a")
+LANES = (Lane.COMPUTE, Lane.INTER)
+PIECES = ((None, (1,)), (0, (1, 1)), (1, (1, 1)), (0, (2, 1)))
+"""Pieces of a buffer, and how it is cut."""
+
+
+def task(after: Sequence[Task], number: int, lane: Lane, piece: Piece, touch: dict[str, str]) -> Task:
+    """A task after others; touch: how it touches states."""
+    index, parts = piece
+    return Task(
+        Name(number, "UP", Phase.BACKWARD, piece=index),
+        lane,
+        (),
+        {"after": tuple(each.name for each in after)},
+        Cut(parts=parts),
+        accumulates=tuple(state for state, how in touch.items() if how == "a"),
+        reads=tuple(state for state, how in touch.items() if "r" in how),
+        writes=tuple(state for state, how in touch.items() if "w" in how),
+    )
 
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
     tasks: list[Task] = []
     for i in range(draw(st.integers(2, 6))):
-        after = draw(st.sets(st.sampled_from(range(i)))) if i else set()
+        after = [tasks[j] for j in sorted(draw(st.sets(st.sampled_from(range(i)))))] if i else []
         touch = {state: draw(st.sampled_from(ACCESS)) for state in STATES}
-        inputs = {"after": tuple(tasks[j].name for j in sorted(after))} if after else {}
-        piece = draw(st.sampled_from([None, None, 0, 1]))
-        name = Name(i, "UP", Phase.BACKWARD, piece=piece)
-        tasks.append(
-            Task(
-                name,
-                draw(st.sampled_from([Lane.COMPUTE, Lane.INTER])),
-                (),
-                inputs,
-                Cut(parts=draw(st.sampled_from([(1, 1), (2, 1)])) if piece is not None else (1,)),
-                accumulates=tuple(state for state, how in touch.items() if how == "a"),
-                reads=tuple(state for state, how in touch.items() if "r" in how),
-                writes=tuple(state for state, how in touch.items() if "w" in how),
-            )
-        )
+        tasks.append(task(after, i, draw(st.sampled_from(LANES)), draw(st.sampled_from(PIECES)), touch))
     return Graph.of(tasks)
 
 
@@ -93,8 +99,8 @@ def conflicts(graph: Graph) -> Iterator[tuple[str, Task, Task]]:
                 yield state, one, two
 
 
-@given(graphs())
-def test_a_graph_is_refused_if_and_only_if_a_pair_lacks_its_order(graph: Graph) -> None:
+def check(graph: Graph) -> None:
+    """The graph is refused if and only if a pair lacks its order."""
     wrong = list(conflicts(graph))
     if not wrong:
         graph.check()
@@ -103,3 +109,16 @@ def test_a_graph_is_refused_if_and_only_if_a_pair_lacks_its_order(graph: Graph) 
         graph.check()
     said = str(caught.value)
     assert any(state in said and str(one) in said and str(two) in said for state, one, two in wrong), said
+
+
+@given(graphs())
+def test_a_graph_is_refused_if_and_only_if_a_pair_lacks_its_order(graph: Graph) -> None:
+    check(graph)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_two_tasks_are_refused_if_and_only_if_they_lack_an_order(state: str) -> None:
+    every = list(product(LANES, PIECES, ACCESS))
+    for (lane, piece, how), (other, part, also), linked in product(every, every, (False, True)):
+        first = task((), 0, lane, piece, {state: how})
+        check(Graph.of([first, task((first,) * linked, 1, other, part, {state: also})]))

@@ -95,13 +95,6 @@ def test_any_text_is_a_name_or_refused(text: str) -> None:
     assert str(name) == text
 
 
-@given(names())
-def test_the_backward_is_of_the_same_piece(name: Name) -> None:
-    back = name.back
-    assert back.phase is Phase.BACKWARD
-    assert back._replace(phase=name.phase) == name
-
-
 def test_a_task_tells_what_its_name_says() -> None:
     assert (TASK.layer, TASK.op, TASK.phase) == (2, "D", Phase.FORWARD)
     assert (TASK.microbatch, TASK.chunk, TASK.piece) == (0, 1, None)
