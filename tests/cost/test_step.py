@@ -123,13 +123,6 @@ def test_every_task_has_a_cost(shape: StepShape, ep_size: int, factor: float | N
         assert minimum <= cost(task) < 60.0
 
 
-def test_one_rank_communicates_for_nothing() -> None:
-    shape = StepShape(moe_layers=(True,), pieces={"experts": (1,)})
-    cost = StepCost(shape, replace(workload(shape), world_size=1, ep_size=1), CLUSTER)
-    sent = [task for task in build_graph(shape).tasks if task.lane is Lane.INTER]
-    assert [cost(task) for task in sent] == [0.0] * len(sent)
-
-
 def test_seconds_written_out() -> None:
     shape = StepShape(moe_layers=(True, False), chunks=5, pieces={"replicated": (3, 1)})
     cost, graph = cost_of(shape), build_graph(shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
@@ -17,11 +16,9 @@ from penstock.ops import Op
 from penstock.schedule import SCHEDULES, StepPlan, cut, plan_step, unit_cost
 from penstock.schedule.system import is_all_reduce, pieces_of, whole
 from penstock.step import StepShape
-from penstock.timing import simulate
 from tests.steps import (
     CUT_INSIDE,
     PICTURE_WIDTH,
-    cut_by,
     decision,
     example_plan,
     gradients_of,
@@ -31,7 +28,6 @@ from tests.steps import (
     ready_s,
     seeds,
     shapes,
-    task_at,
 )
 from tests.steps import run_alone as run
 
@@ -114,17 +110,6 @@ def test_moe_pipeline_overlaps_inside_moe_layers_alone(shape: StepShape, seed: i
         assert compute.chunk != network.chunk
 
 
-@given(shapes(dense=False, plain=True), seeds, st.integers(2, 4))
-def test_moe_pipeline_computes_while_the_next_chunk_is_under_way(
-    shape: StepShape, seed: int, chunks: int
-) -> None:
-    _, times = run("moe_pipeline", uncut(shape), seed, chunks=chunks)
-    pairs = {(str(compute), str(network)) for compute, network in overlapping(times)}
-    for layer in range(shape.num_layers):
-        assert (f"L{layer}.X.m0.c0.F", f"L{layer}.D.m0.c1.F") in pairs
-        assert (f"L{layer}.X.m0.c0.B", f"L{layer}.C.m0.c1.B") in pairs
-
-
 # ---- dense_overlap, fsmoe ----------------------------------------------------------------------------------
 
 
@@ -156,16 +141,6 @@ def test_dense_overlap_reduces_under_dense_parts_only(
             assert not any(is_move_back(t, next_layer) for t in order[i:])
             for lower in range(next_layer):
                 assert not any(is_move_back(t, lower) for t in order[:i])
-
-
-def test_dense_overlap_hides_an_all_reduce_that_is_as_long_as_attention() -> None:
-    shape = StepShape(moe_layers=(True, True, True))
-    reduced = planned("dense_overlap", shape)
-    times = simulate(reduced.schedule, reduced.graph, unit_cost).times
-    for upper in (1, 2):
-        names = (f"L{upper - 1}.AT.m0.B", f"L{upper}.AR.p0.B")
-        attention, all_reduce = (task_at(reduced.graph, name) for name in names)
-        assert times[attention].start == times[all_reduce].start
 
 
 @given(shapes(), seeds, degrees, degrees)
@@ -274,28 +249,6 @@ def test_an_all_reduce_starts_as_soon_as_the_network_has_nothing_else(
         if free_s < times[task][0]:
             assert all(ready[other] >= times[task][0] for other in order[i:] if is_all_reduce(other))
         free_s = times[task][1]
-
-
-@given(shapes(chunks=1), st.integers(1, 4))
-def test_flowmoe_cuts_the_batch_and_the_gradients(shape: StepShape, microbatches: int) -> None:
-    cut = cut_by("flowmoe", shape, microbatches=microbatches)
-    assert cut == replace(shape, microbatches=microbatches)
-
-
-def test_lina_cuts_layers_as_moe_pipeline_and_gradients_as_flowmoe() -> None:
-    shape = StepShape(moe_layers=(True, True), pieces={"replicated": (3, 2)})
-    cut = cut_by("lina", shape, backward_chunks=5)
-    assert cut == replace(shape, chunks=2, degree_backward=5)
-
-
-def test_flowmoe_serves_an_all_reduce_in_order_of_its_chunks() -> None:
-    shape = StepShape(moe_layers=(True, True, False), pieces={"replicated": (3, 2, 2)})
-    plan, _ = run("flowmoe", shape, 0)
-    served: dict[int, list[int | None]] = defaultdict(list)
-    for task in plan.schedule.lanes[Lane.INTER]:
-        if is_all_reduce(task):
-            served[task.layer].append(task.piece)
-    assert served == {0: [0, 1, 2], 1: [0, 1], 2: [0, 1]}
 
 
 # ---- pieces ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from penstock.graph.task import Lane, Name, Phase, Task
@@ -84,70 +85,61 @@ def _head(task: Task, sizes: Sizes) -> Work:
     )
 
 
+_computed = partial(OpSpec, kind=Kind.COMPUTE, gradients=REPLICATED)
+
 register(
-    OpSpec(
+    _computed(
         name=Op.EMBED,
         place="input",
         launches=4,
         title="token embedding",
-        kind=Kind.COMPUTE,
         work=_copies,
-        gradients=REPLICATED,
     ),
-    OpSpec(
+    _computed(
         name=Op.ATTENTION,
         turn="gated",
         family=Family.ATTENTION,
         launches=82,
         title="attention, router, permute (a dense block: all of it)",
-        kind=Kind.COMPUTE,
         work=_attention,
         given=frozenset({"metadata"}),
-        gradients=REPLICATED,
         recomputable=True,
     ),
-    OpSpec(
+    _computed(
         name=Op.SHARED,
         place="beside",
         family=Family.EXPERTS,
         title="shared experts",
-        kind=Kind.COMPUTE,
         work=_shared,
-        gradients=REPLICATED,
         recomputable=True,
     ),
-    OpSpec(
+    _computed(
         name=Op.EXPERTS,
         turn="computed",
         family=Family.EXPERTS,
         launches=16,
         title="expert computation",
-        kind=Kind.COMPUTE,
         work=_experts,
         given=frozenset({"route", "replicas"}),
         indices="mc",
         gradients=EXPERTS,
         recomputable=True,
     ),
-    OpSpec(
+    _computed(
         name=Op.UNPERMUTE,
         place="after",
         launches=6,
         title="unpermute, gate weights, residual",
-        kind=Kind.COMPUTE,
         work=_unpermuted,
         given=frozenset({"order", "metadata"}),
-        gradients=REPLICATED,
     ),
-    OpSpec(
+    _computed(
         name=Op.HEAD,
         place="output",
         launches=8,
         title="final norm, output head, loss",
-        kind=Kind.COMPUTE,
         work=_head,
         given=frozenset({"metadata"}),
-        gradients=REPLICATED,
     ),
 )
 

@@ -21,7 +21,7 @@ from penstock.routing.legs import place_in
 from penstock.step.passes import Transpose
 from penstock.step.plain import PlainStep
 from tests.step.passes.pictures import check_picture
-from tests.step.support import check_chain, names, reads
+from tests.step.support import check_chain, reads
 from tests.steps import task_at
 from tests.support.draws import draws
 
@@ -185,23 +185,6 @@ def test_every_leg_knows_the_route_and_its_group(name: str) -> None:
             leg = task_at(graph, f"L0.{op}.m0.c0.F")
             assert (leg.lane, leg.axes) == (hop.lane, hop.axes)
             assert reads(graph, str(leg))["route"] == "L0.N.m0.F"
-
-
-def test_which_legs_between_nodes_follow_rails() -> None:
-    axes = {name: task_at(rewritten(name), "L1.C.m0.c0.F").axes for name in CHAINS}
-    wide = ("flat", "hierarchical_1d")
-    assert axes == {name: Group.EXPERT if name in wide else Group.RAIL for name in CHAINS}
-
-
-def test_a_flat_dispatch_changes_nothing() -> None:
-    assert rewritten("flat") == PLAIN
-
-
-def test_only_legs_are_added() -> None:
-    graph = rewritten("hierarchical_1d")
-    legs = [name for name in names(graph) if task_at(graph, name).lane is Lane.INTRA]
-    assert [name for name in names(graph) if name not in legs] == names(PLAIN)
-    assert len(legs) == 2 * 4
 
 
 # ---- one copy per node -------------------------------------------------------------------------------------

@@ -20,13 +20,13 @@ from penstock.features.expert_sharding.feature import (
 )
 from penstock.graph import Graph, Lane, Phase, ScheduleError, Task
 from penstock.mesh import Axes, Group
-from penstock.ops import Op, spec_of
+from penstock.ops import Op
 from penstock.step import Pass, Sharing, StepShape
 from penstock.step.passes import Chunks, Transpose
 from penstock.step.plain import PlainStep
 from penstock.step.shape import ExpertForm
 from tests.step.passes.pictures import check_picture
-from tests.step.support import check_chain, needs, reads
+from tests.step.support import check_chain, reads
 from tests.steps import SHARED, task_at
 
 PLAIN = PlainStep(moe_layers=(True, True)).graph()
@@ -111,12 +111,6 @@ def test_dealt_rows_are_one_rank_s_share_until_they_are_gathered() -> None:
     assert dealt == {"SD", "D", "X", "C", "SG"}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_transfers_save_nothing_and_the_route_has_no_gradient(form: ExpertForm) -> None:
-    for op in MEETS[form]:
-        assert (spec_of(op).saves, spec_of(op).given) == (False, frozenset({"route"}))
-
-
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "gather"])
 @pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d"])
 def test_legs_inside_nodes_do_not_go_with_one_all_to_all_to_all_shards(
@@ -194,21 +188,6 @@ def test_only_the_pair_is_cut(count: int, microbatches: int) -> None:
         task for task in graph.tasks if task.layer != 1 and task.op in ("GT", "U", "N", "X", "SD", "SG")
     ]
     assert {task.cut.slices for task in routed} == {count}
-
-
-def test_a_slice_is_gathered_when_it_has_come_and_waits_for_no_other() -> None:
-    graph = paired(3)
-    for i in range(3):
-        assert needs(graph, f"L2.SG.m0.c{i}.F") == {f"L2.C.m0.c{i}.F", "L2.N.m0.F"}
-        assert needs(graph, f"L2.SD.m0.c{i}.B") == {f"L2.D.m0.c{i}.B", "L2.N.m0.F"}
-    assert {f"L2.SG.m0.c{i}.F" for i in range(3)} < needs(graph, "L2.U.m0.F")
-    assert needs(graph, "L2.C.m0.c0.B") == {"L2.SG.m0.c0.B", "L2.N.m0.F"}
-
-
-def test_without_a_pair_there_is_nothing_to_cut() -> None:
-    once = build_graph(WHOLE)
-    assert {task.chunk for task in once.tasks} == {None, 0}
-    assert {task.cut.slices for task in once.tasks} == {1}
 
 
 @pytest.mark.parametrize(

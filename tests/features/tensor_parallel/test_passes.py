@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.features.tensor_parallel.feature import TensorParallel
-from penstock.graph import Graph, Lane, Phase, Task
+from penstock.graph import Graph, Lane, Phase
 from penstock.mesh import Group
 from penstock.ops import Kind, spec_of
 from penstock.step.passes import Transpose
@@ -130,12 +130,3 @@ def test_what_knows_the_peaks_of_all_shards_makes_their_gradient_alone() -> None
     assert reads(graph, "L2.HV.m0.B") == {"d_logits": "L2.HL.m0.B", "saved": "L2.HV.m0.F"}
     backward = [task for task in graph.tasks if task.layer == 2 and not task.forward]
     assert [first.op for first, _ in pairwise(backward)][:3] == ["HL", "HV", "HG"]
-
-
-def test_a_task_that_is_none_of_them_stays_as_it_is() -> None:
-    graph = rewritten(split=False, moe_split=False)
-
-    def same(task: Task) -> bool:
-        return task.op in ("N", "D", "S", "X", "C", "U")
-
-    assert [t.cut for t in graph.tasks if same(t)] == [t.cut for t in PLAIN.tasks if same(t)]

@@ -119,29 +119,6 @@ def test_nothing_is_lost_and_what_is_settled_stays(shape: StepShape) -> None:
     assert Counter(Settle()(scattered).tasks) == Counter(graph.tasks)
 
 
-@given(shapes())
-def test_microbatches_go_up_forward_and_down_backward(shape: StepShape) -> None:
-    graph = build_graph(shape)
-    for forward in (True, False):
-        for op in {task.op for task in graph.tasks}:
-            for layer in range(shape.num_layers):
-                tasks = [t for t in graph.tasks if (t.op, t.layer, t.forward) == (op, layer, forward)]
-                turns = [((t.microbatch or 0) * (1 if forward else -1), t.chunk or 0) for t in tasks]
-                assert turns == sorted(turns)
-
-
-@given(shapes())
-def test_shared_experts_stand_before_the_routed_ones(shape: StepShape) -> None:
-    graph = build_graph(shape)
-    place = graph.position
-    for task in graph.tasks:
-        if task.op == "S":
-            experts = [
-                t for t in graph.tasks if (t.op, t.layer, t.forward) == ("X", task.layer, task.forward)
-            ]
-            assert all(place[task] < place[expert] for expert in experts)
-
-
 # ---- microbatches ------------------------------------------------------------------------------------------
 
 

@@ -61,16 +61,6 @@ def test_pieces_know_their_buffer_their_size_and_whom_they_meet() -> None:
     }
 
 
-def test_a_piece_reads_the_last_that_add_and_stands_behind_the_others() -> None:
-    """In the first layer the embedding adds behind attention; shared experts and U add before it."""
-    graph = GradientPieces({"replicated": [(1,), (1,)], "experts": [(1,), (1,)]})(
-        whole(True, True, microbatches=2, shared_experts=True)
-    ).check()
-    assert reads(graph, "L0.AR.p0.B") == {"gradients": "L0.EM.m0.B L0.EM.m1.B"}
-    assert reads(graph, "L1.AR.p0.B") == {"gradients": "L1.AT.m0.B L1.AT.m1.B"}
-    assert reads(graph, "L1.XR.p0.B") == {"gradients": "L1.X.m0.c0.B L1.X.m1.c0.B"}
-
-
 @draws(40)
 @given(shapes(layers=2), st.booleans())
 def test_a_piece_waits_for_all_that_add_and_for_no_one_twice(shape: StepShape, split_experts: bool) -> None:
@@ -108,15 +98,6 @@ def derived(*moe_layers: bool) -> Graph:
 def test_the_picture_of_weight_gradients_is_true() -> None:
     graph = derived(True, True)
     check_picture(WeightGradients, graph, WeightGradients()(graph), layer=1)
-
-
-def test_the_wire_waits_for_input_gradients_only() -> None:
-    graph = WeightGradients()(derived(True)).check()
-    assert reads(graph, "L0.X.m0.c0.I") == {"d_rows": "L0.C.m0.c0.B", "saved": "L0.X.m0.c0.F"}
-    assert reads(graph, "L0.D.m0.c0.B")["d_rows"] == "L0.X.m0.c0.I"
-    assert reads(graph, "L0.X.m0.c0.W") == {"left": "L0.X.m0.c0.I"}
-    assert graph.readers[task_at(graph, "L0.X.m0.c0.W")] == ()
-    assert "L0.X.m0.c0.B" not in names(graph)
 
 
 def test_the_weights_are_what_is_added_to_the_buffer() -> None:

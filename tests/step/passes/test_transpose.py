@@ -60,33 +60,6 @@ def test_the_forward_half_stays_as_it_is_and_the_backward_half_is_its_mirror() -
     WHOLE.check()
 
 
-def test_a_transfer_reads_again_what_is_given_and_saves_nothing() -> None:
-    assert reads(WHOLE, "L1.D.m0.c0.B") == {"d_rows": "L1.X.m0.c0.B", "route": "L1.N.m0.F"}
-    assert reads(WHOLE, "L1.C.m0.c0.B") == {"d_rows": "L1.U.m0.B", "route": "L1.N.m0.F"}
-
-
-def test_computation_reads_what_it_saved_and_not_what_is_given() -> None:
-    assert reads(WHOLE, "L1.X.m0.c0.B") == {"d_rows": "L1.C.m0.c0.B", "saved": "L1.X.m0.c0.F"}
-    assert reads(WHOLE, "L1.U.m0.B") == {"d_hidden": "L1.HD.m0.B", "saved": "L1.U.m0.F"}
-
-
-def test_every_output_that_is_differentiated_has_a_role() -> None:
-    """Of the order and of the counts there is no gradient; the balance term comes with the statistics."""
-    assert reads(WHOLE, "L0.AT.m0.B") == {
-        "d_rows": "L0.D.m0.c0.B",
-        "d_tokens": "L0.S.m0.B",
-        "d_residual": "L0.U.m0.B",
-        "d_weights": "L0.U.m0.B",
-        "d_routers": "L1.ST.F",
-        "saved": "L0.AT.m0.F",
-    }
-
-
-def test_a_value_stands_for_the_gradients_of_what_was_summed() -> None:
-    assert reads(WHOLE, "L1.HD.m0.B") == {"d_loss": "L1.ST.F", "saved": "L1.HD.m0.F"}
-    assert not any(t.op == Op.STATISTICS and not t.forward for t in WHOLE.tasks)
-
-
 def test_several_gradients_of_one_output_are_all_read_in_program_order() -> None:
     """Two blocks that read the same hidden states: their gradients are added where those were made."""
     graph = Graph.of(
