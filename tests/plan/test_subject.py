@@ -105,18 +105,6 @@ def one_rank() -> ClusterFile:
     return replace(CLUSTER_1, nodes=1, ranks_per_node=1, links=())
 
 
-def test_one_of_a_kind_is_told_in_the_singular() -> None:
-    subject = published_problem("flowmoe/gpt2-tiny", one_rank(), Overrides(top_k=1, layers=1))
-    assert subject.step.startswith("1 layer (1 MoE), hidden 256, 1 expert of 512, top-1, ")
-    assert subject.ranks == "1 rank, 1 per node; experts spread over 1 rank"
-    shards = published_problem(
-        "fsmoe/mixtral-7b-layers", replace(TESTBED_B, nodes=1), Overrides(top_k=1, num_experts=4, ep_size=1)
-    )
-    assert shards.ranks.endswith("experts spread over 1 group of ranks")
-    with pytest.raises(ConfigError, match="--top-k = 2: there is 1 expert"):
-        published_problem("flowmoe/gpt2-tiny", one_rank(), Overrides(top_k=2))
-
-
 @pytest.mark.parametrize(
     ("name", "given", "words"),
     [

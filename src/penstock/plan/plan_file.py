@@ -246,14 +246,8 @@ class PlanFile:
         Args:
             name: What messages call the file, such as its path.
         """
-        samples, interval_s, microbatches = (
-            self.sizes.batch_per_rank,
-            self.interval_s,
-            self.choice.microbatches,
-        )
-        if microbatches > samples:
-            why = f"a batch of {samples} samples has at most {samples} microbatches"
-            raise ConfigError(f"{name}.choice.microbatches", microbatches, why, RECOMPUTE)
+        self._check_microbatches(name)
+        interval_s, microbatches = self.interval_s, self.choice.microbatches
         if interval_s and (len(interval_s) != 2 or interval_s[0] > interval_s[1]):
             why = "needs its two ends, the smaller first"
             raise ConfigError(f"{name}.interval_s", str(list(interval_s)), why, RECOMPUTE)
@@ -306,10 +300,7 @@ class PlanFile:
             key, why = f"{name}.choice.comm_dtype", "rounds rows in transit, which this run does not allow"
             raise ConfigError(key, choice.comm_dtype, why, "Set plan.comm_dtype=auto, or use another plan.")
         self._check_partition(problem, choice, name)
-        if choice.microbatches > (samples := problem.batch):
-            key, why = f"{name}.choice.microbatches", f"a batch of {samples} samples has at most {samples}"
-            why += " microbatches"
-            raise ConfigError(key, choice.microbatches, why, f"Nearest valid: {samples}.")
+        self._check_microbatches(name)
         try:
             if self.schedule is None:
                 return problem.plan(choice)
@@ -321,6 +312,12 @@ class PlanFile:
             key = "choice" if self.schedule is None else "schedule"
             raise ConfigError(f"{name}.{key}", UNSET, f"{error}", NEW_ORDER) from error
         return StepPlan(graph, schedule, shape)
+
+    def _check_microbatches(self, name: str) -> None:
+        most, given = self.sizes.batch_per_rank, self.choice.microbatches
+        if given > most:
+            why = f"a batch of {most} samples has at most {most} microbatches"
+            raise ConfigError(f"{name}.choice.microbatches", given, why, f"Nearest valid: {most}.")
 
     @staticmethod
     def _check_partition(problem: Problem, choice: Decision, name: str) -> None:
