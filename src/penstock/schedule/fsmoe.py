@@ -7,13 +7,14 @@ from dataclasses import replace
 from penstock.decision import TAIL, Decision, GradientBytes, Partition, Portion, Slot
 from penstock.graph import Graph, Task
 from penstock.ops.core import summed
+from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.system import System, dense_gap, reduce_in_gaps, whole
+from penstock.schedule.system import dense_gap, reduce_in_gaps
 from penstock.step import StepShape
 from penstock.timing import Cost
 
 
-class FSMoE(System):
+class FSMoE(MoEPipeline):
     """Chunks inside the MoE layer, a different number in the backward pass, and gradients in the gaps there.
 
     Where ranks of a node share experts, rows cross nodes once (D, C) and meet all shards inside the node
@@ -48,18 +49,12 @@ class FSMoE(System):
 
     name = "fsmoe"
     reads = ("chunks", "backward_chunks", "partition")
+    usual_chunks = 1
     expert_form = "gather"
 
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
         partition = choice.partition or next_gap(shape.moe_layers, gradients.replicated)
-        return replace(
-            shape,
-            microbatches=1,
-            chunks=choice.chunks or self.usual_chunks,
-            degree_backward=choice.backward_chunks or 0,
-            pieces=whole(gradients),
-            all_reduce_parts=partition.parts,
-        )
+        return replace(super().shape(shape, choice, gradients), all_reduce_parts=partition.parts)
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
         del cost  # costs have decided the partition; the order follows from it

@@ -32,12 +32,7 @@ class Sequential(System):
 
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
         del choice
-        return replace(
-            shape,
-            microbatches=1,
-            chunks=1,
-            pieces=whole(gradients),
-        )
+        return replace(shape, microbatches=1, chunks=1, pieces=whole(gradients))
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
         del cost, choice  # program order needs no durations
