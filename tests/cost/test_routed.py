@@ -227,14 +227,6 @@ def test_a_transfer_of_nothing_costs_nothing() -> None:
     assert stay(task_at(build_graph(stay.shape), "L1.D.m0.c0.F")).tolist() == [0.0, 0.0]
 
 
-def test_alone_is_the_sum_of_the_computation() -> None:
-    cost = written_out()
-    tasks = build_graph(cost.shape).tasks
-    alone = cost.solo_s(tasks)
-    assert alone == pytest.approx(sum(cost(task) for task in tasks if task.lane is Lane.COMPUTE))
-    assert alone[1] > alone[0]
-
-
 @draws(25)
 @given(steps(), st.sampled_from(sorted(SCHEDULES)))
 def test_the_simulator_predicts_it(step: Step, name: str) -> None:

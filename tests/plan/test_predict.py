@@ -69,11 +69,6 @@ def test_partial_company_lies_between_none_and_full() -> None:
     assert seconds(quiet, FLOWMOE) == pytest.approx(predict_s(quiet, FLOWMOE, quiet.plan(FLOWMOE)))
 
 
-def test_bounds_hold_for_tasks_without_company() -> None:
-    found = evaluate(profiled(contended=1.6, transfers=1.3), FLOWMOE)
-    assert found.bound.seconds <= found.predicted_s
-
-
 def test_scattered_tasks_take_longer_together_than_on_average() -> None:
     calm_s, scattered_s, wild_s = (seconds(profiled(jitter=j), FLOWMOE) for j in (0.0, 0.1, 0.3))
     assert calm_s < scattered_s < wild_s

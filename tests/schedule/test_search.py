@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from math import inf
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,17 +163,6 @@ def test_the_same_question_has_the_same_answer(shape: StepShape, seed: int) -> N
     cost, starts = random_seconds(graph, seed).__getitem__, some_starts(graph, seed)
     first = search("s", graph, cost, starts, TRIALS).text()
     assert search("s", build_graph(shape), cost, starts, TRIALS).text() == first
-
-
-@pytest.mark.slow
-@given(graphs(), seeds)
-def test_a_rank_that_is_slow_counts_for_all(graph: Graph, seed: int) -> None:
-    """Durations of two ranks give what the slower one of each task gives."""
-    one, two = random_seconds(graph, seed), random_seconds(graph, seed + 1)
-    slowest = {task: max(one[task], two[task]) for task in graph.tasks}
-    starts = some_starts(graph, seed)
-    both = search("s", graph, lambda t: np.array([one[t], two[t]]), starts, TRIALS)
-    assert both == search("s", graph, slowest.__getitem__, starts, TRIALS)
 
 
 # ---- penstock's order --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import ClusterConfig, Workload
+from penstock.cost import ClusterConfig
 from penstock.decision import MOST_SLICES, Decision, Partition, ScheduleConfig
 from penstock.features.build import build_graph
 from penstock.features.dispatch import DISPATCHES
@@ -35,6 +35,7 @@ from penstock.plan.published.partition import Filling, PartitionPlanner
 from penstock.plan.published.table import apart
 from penstock.step import StepShape
 from penstock.step.shape import Sharing
+from tests.plan import problems
 from tests.plan.published.layers import random_part
 from tests.steps import task_at
 from tests.support.draws import draws
@@ -55,23 +56,15 @@ def problem(
 ) -> Problem:
     """Four ranks, or groups of ranks that share attention and experts, with one expert each."""
     layers = len(moe_layers)
-    workload = Workload(
-        batch=batch,
+    plain = problems.problem(moe_layers, batch=batch, all_reduce_bytes=all_reduce_bytes)
+    workload = replace(
+        plain.workload,
         seq_len=840,
         hidden_size=512,
         ffn_hidden_size=2048,
-        vocab_size=1,
-        num_experts=4,
-        top_k=2,
-        expert_matrices=2,
-        capacity_factor=None,
-        min_capacity=1,
-        world_size=4 * shards,
-        ep_size=4,
-        element_bytes=4,
-        all_reduce_bytes=(all_reduce_bytes,) * layers,
-        expert_all_reduce_bytes=(0,) * layers,
         dense_ffn_hidden_size=2048,
+        vocab_size=1,
+        world_size=4 * shards,
         partial_all_reduce_bytes=(1 << 14 if shards > 1 else 0,) * layers,
         tp_size=shards,
         etp_size=shards,
