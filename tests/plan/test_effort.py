@@ -9,25 +9,16 @@ from itertools import count, pairwise
 import pytest
 
 from penstock.config import ConfigError
-from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
-from penstock.plan import FoundPlan, Problem, evaluate, find_plan, published_problem
+from penstock.plan import FoundPlan, evaluate, find_plan
 from penstock.plan.effort import PLACEMENTS, QUICK, Effort, Meter, Searched
 from penstock.plan.published import PUBLISHED
 from penstock.plan.search import first_choices
-from penstock.plan.subject import Overrides
 from penstock.schedule.penstock import MOST_PLACEMENTS, trials
 from tests.plan.problems import problem
 
 BUDGETS = (2e-4, 0.025, 0.075, 0.25)
 LARGE = (0.75, 2.5)
-
-
-def tiny() -> Problem:
-    """FlowMoE's small model, whose search a clock used to end."""
-    return published_problem(
-        "flowmoe/gpt2-tiny", find_cluster("flowmoe-cluster-1"), Overrides(layers=4)
-    ).problem
 
 
 @pytest.mark.slow
@@ -94,7 +85,7 @@ def test_a_search_that_others_wait_for_ends_by_the_clock(looks: int) -> None:
 
 @pytest.mark.slow
 def test_what_was_left_out_is_said() -> None:
-    found = find_plan(tiny(), budget=1e-4)
+    found = find_plan(problem(), budget=1e-4)
     searched = found.searched
     assert not searched.complete and searched.left_out > 100
     assert searched.stopped == "better cuts" and searched.skipped == tuple(PUBLISHED)
@@ -130,7 +121,7 @@ def test_every_choice_is_counted_once() -> None:
 
 
 def test_work_is_counted_by_tasks_and_timelines() -> None:
-    each, meter = tiny(), Meter("usual", 1.0)
+    each, meter = problem(), Meter("usual", 1.0)
     meter.note(each, Decision(schedule="lina"), 100)
     assert meter.spent == 200  # ordered and simulated
     meter.note(each, Decision(schedule="penstock", priority="search"), 100)

@@ -31,7 +31,7 @@ from penstock.plan.predict import bound
 from penstock.plan.space import neighbours, space
 from penstock.schedule import SCHEDULES, StepPlan
 from penstock.step.passes import WeightGradients
-from penstock.step.rewrite import Stage
+from penstock.step.rewrite import Stage, changed
 from penstock.workloads import RoutingConfig
 from tests.plan.problems import FILE, every_kind, problem
 from tests.support.draws import draws
@@ -92,10 +92,7 @@ class NearCounts:
 
     def __call__(self, graph: Graph) -> Graph:
         last = max((task.layer for task in graph.tasks if task.op == Op.COUNTS), default=0)
-        return Graph.of(
-            replace(task, axes=Group.NODE) if task.op == Op.COUNTS and task.layer == last else task
-            for task in graph.tasks
-        )
+        return changed(graph, (Op.COUNTS,), lambda t: replace(t, axes=Group.NODE) if t.layer == last else t)
 
 
 @pytest.fixture

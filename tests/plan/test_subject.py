@@ -20,6 +20,7 @@ TESTBED_A, TESTBED_B = find_cluster("fsmoe-testbed-a"), find_cluster("fsmoe-test
 CLUSTER_1 = find_cluster("flowmoe-cluster-1")
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cluster", names())
 def test_every_model_has_a_step_on_every_cluster(name: str, cluster: str) -> None:

@@ -79,6 +79,7 @@ def iteration_s(asked: Problem, choice: Decision) -> float:
     return asked.simulate(choice, asked.plan(choice)).iteration_s
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("moe_layers", [(True,), (True, False, True, False), (False, True, True), (False,)])
 @pytest.mark.parametrize("batch", [1, 3, 4])
