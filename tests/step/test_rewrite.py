@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.graph import Cut, Graph, Lane, Name, ScheduleError, Task
 from penstock.step.plain import PlainStep
-from penstock.step.rewrite import Axis, Names, end_layers, insert_after, insert_before, require, split
+from penstock.step.rewrite import Axis, Names, end_layers, insert_after, insert_before, split
 from tests.step.support import names, reads
 from tests.steps import task_at
 
@@ -45,17 +45,6 @@ def test_a_task_after_another_stands_on_all_edges_of_one_output() -> None:
     assert reads(graph, "L0.U.m0.F")["residual"] == "L0.AT.m0.F", "another output is left alone"
 
 
-def test_what_is_not_touched_stays_as_it_is() -> None:
-    for graph in (
-        insert_before(PLAIN, "C", "rows", before_reader),
-        insert_after(PLAIN, "X", "rows", after_task),
-    ):
-        changed = {"L0.C.m0.c0.F", "L0.Q.m0.c0.F"}
-        assert [t for t in graph.tasks if str(t) not in changed] == [
-            t for t in PLAIN.tasks if str(t) not in changed
-        ]
-
-
 def test_an_insertion_that_fits_nowhere_is_refused() -> None:
     for insert in (
         lambda: insert_before(PLAIN, "N", "rows", before_reader),
@@ -66,11 +55,6 @@ def test_an_insertion_that_fits_nowhere_is_refused() -> None:
     why = re.escape("L0.D.m0.c0.F has no input hidden; it reads rows, route")
     with pytest.raises(ScheduleError, match=f"^{why}$"):
         insert_before(PLAIN, "D", "hidden", before_reader)
-
-
-def test_a_task_that_is_there_is_no_error() -> None:
-    require(PLAIN, "D")
-    require(PLAIN, "D", "rows")
 
 
 # ---- cutting -----------------------------------------------------------------------------------------------
