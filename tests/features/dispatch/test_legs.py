@@ -187,6 +187,12 @@ def test_every_leg_knows_the_route_and_its_group(name: str) -> None:
             assert reads(graph, str(leg))["route"] == "L0.N.m0.F"
 
 
+def test_which_legs_between_nodes_follow_rails() -> None:
+    axes = {name: task_at(rewritten(name), "L1.C.m0.c0.F").axes for name in CHAINS}
+    wide = ("flat", "hierarchical_1d")
+    assert axes == {name: Group.EXPERT if name in wide else Group.RAIL for name in CHAINS}
+
+
 # ---- one copy per node -------------------------------------------------------------------------------------
 
 
