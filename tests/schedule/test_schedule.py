@@ -86,6 +86,16 @@ def test_digests_are_equal_when_texts_are(shape: StepShape, first: int, second: 
     assert (a.digest == b.digest) == (a.text() == b.text())
 
 
+@given(plans(), seeds)
+def test_two_tasks_swapped_change_the_digest(plan: StepPlan, seed: int) -> None:
+    lane = random.Random(seed).choice(list(plan.schedule.lanes))
+    order = list(plan.schedule.lanes[lane])
+    at = random.Random(seed).randrange(len(order))
+    order[at - 1], order[at] = order[at], order[at - 1]
+    assume(len(order) > 1)
+    assert with_lane(plan.schedule, lane, order).digest != plan.schedule.digest
+
+
 # ---- check -------------------------------------------------------------------------------------------------
 
 
