@@ -79,8 +79,10 @@ def trained_at_the_gate(rank: int, case: Case) -> tuple[GradientBytes, Any, Any]
         parameter.requires_grad_(".gate." in name or ".experts." in name)
     stack.replan()
     run(stack, rank, case)
-    buckets = stack.buckets.by_kind.items()
-    sizes = {kind: tuple(each.size_bytes for each in layers) for kind, layers in buckets}
+    sizes = {
+        kind: tuple(sum(p.nbytes for flat in bucket for p in flat.parameters) for bucket in layers)
+        for kind, layers in stack.buckets.by_kind.items()
+    }
     made = GradientBytes(sizes["replicated"], sizes["experts"], sizes["partial"])
     assert stack.gradients.sizes_bytes.of_form(stack.plan.shape.expert_form).by_kind == made.by_kind
     return made, wanted, of_gates(stack)

@@ -267,7 +267,7 @@ def test_a_sharded_optimizer_refuses_sums_that_a_pass_has_cleared_and_not_made(
     stack, optimizer = sharded()
     stack(*batch_of(CASE)).backward()
     loss = stack(*batch_of(CASE))
-    monkeypatch.setattr(stack.buckets.all[-1].flats[-1], "begin", boom)
+    monkeypatch.setattr(stack.buckets.all[-1], "begin", boom)
     with pytest.raises(ZeroDivisionError) as caught:
         loss.backward()
     assert any("call optimizer.zero_grad()" in note for note in caught.value.__notes__)

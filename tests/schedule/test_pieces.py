@@ -17,7 +17,7 @@ from penstock.plan.published import PUBLISHED
 from penstock.plan.tuner import SizeRange
 from penstock.routing import sizes
 from penstock.runtime import buckets
-from penstock.runtime.buckets import GradientBucket
+from penstock.runtime.buckets import FlatGradients
 from penstock.schedule.system import MOST_REDUCTIONS, least_chunk_bytes, pieces_of
 from tests.plan.problems import problem
 from tests.support.work import calls_of
@@ -46,12 +46,12 @@ def test_a_layer_is_cut_once_however_many_its_pieces() -> None:
 
 
 def test_a_bucket_is_cut_once_per_step() -> None:
-    bucket, parts = GradientBucket([nn.Parameter(torch.zeros(5000))]), (1,) * 1000
+    bucket, parts = FlatGradients([nn.Parameter(torch.zeros(5000))]), (1,) * 1000
     with mock.patch.object(buckets, "part_sizes", wraps=sizes.part_sizes) as cut:
         bucket.begin()
-        pieces = [bucket.chunk(index, parts)[0] for index in range(1000)]
+        pieces = [bucket.piece(index, parts) for index in range(1000)]
         assert cut.call_count == 1
-        bucket.chunk(0, (1, 2))
+        bucket.piece(0, (1, 2))
         assert cut.call_count == 2
     assert [piece.numel() for piece in pieces] == [5] * 1000
     assert [piece.storage_offset() for piece in pieces] == list(range(0, 5000, 5))

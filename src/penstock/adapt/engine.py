@@ -32,6 +32,7 @@ from penstock.moe import MoEConfig
 from penstock.moe.routers import GlobalBalance
 from penstock.runtime import ParameterMismatchError, PipelinedStack
 from penstock.runtime.batch import NO_LABEL
+from penstock.runtime.consistency import LABELLED
 from penstock.runtime.endings import RankLoss, StepStates
 from penstock.runtime.handlers import Ending
 from penstock.runtime.ops import TokenLoss
@@ -151,7 +152,7 @@ class Engine:
 
     def step(self, given: StepInputs) -> tuple[Tensor, Tensor | None]:
         """Return the loss of the labels, and the balance loss, which is part of it."""
-        self.stack.turns.labelled()
+        self.stack.turns.begin(LABELLED)
         balances = given.inputs.routers == "balanced"
         weight = (self.decoder.coefficient or 0.0) if balances else 0.0
         if self.averages:

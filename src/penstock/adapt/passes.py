@@ -26,7 +26,7 @@ from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.permute.sort import SortPermutation
 from penstock.runtime import Machinery
-from penstock.runtime.consistency import Turns
+from penstock.runtime.consistency import UNTRAINED, Turns
 from penstock.runtime.transport import Later, exchange_counts, send_home, send_out, to_host
 from penstock.topology import Control
 from penstock.topology.faults import give_up
@@ -68,7 +68,7 @@ class Passes:
         if self._generates:
             self._agree(runs=True)
         else:
-            self._turns.untrained()
+            self._turns.begin(UNTRAINED)
         self._next = 0
         try:
             try:
@@ -105,7 +105,7 @@ class Passes:
         """
         if self._generates or not self.meetings:
             return run()
-        self._turns.untrained()
+        self._turns.begin(UNTRAINED)
         self._generates, failure = True, None
         try:
             try:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,14 +139,14 @@ class Samples:
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=on_gpu)
 
-        return replace(
-            self,
-            tokens_BL=moved(self.tokens_BL),
-            labels_BL=moved(self.labels_BL),
-            ids_B=moved(self.ids_B),
-            valid_BL=None if self.valid_BL is None else moved(self.valid_BL),
-            documents_BL=None if self.documents_BL is None else moved(self.documents_BL),
-        )
+        return replace(self._each(moved), ids_B=moved(self.ids_B))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Samples:
+        """Return these samples with all tensors [B, L] changed."""
+        names = ("tokens_BL", "labels_BL", "valid_BL", "documents_BL")
+        tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors.items()}
+        return replace(self, **changed)
 
     def cut(self, microbatches: int, seed: int) -> Batch:
         """Cut the batch into microbatches, the larger first; some are empty where samples are fewer."""
@@ -171,32 +172,20 @@ class Samples:
         """Return these samples; an empty batch becomes [0, length]."""
         if len(self.tokens_BL):
             return self
-        tokens_BL, labels_BL = (tensor.new_empty(0, length) for tensor in (self.tokens_BL, self.labels_BL))
-        valid_BL, documents_BL = (
-            None if tensor is None else tensor.new_empty(0, length)
-            for tensor in (self.valid_BL, self.documents_BL)
-        )
-        return replace(
-            self, tokens_BL=tokens_BL, labels_BL=labels_BL, valid_BL=valid_BL, documents_BL=documents_BL
-        )
+        return self._each(lambda tensor: tensor.new_empty(0, length))
 
     def filled(self, samples: int, length: int) -> Samples:
         """Return these samples with padding after them, [samples, length]."""
         more = samples - len(self.tokens_BL)
         if more == 0:
             return self
-        valid_BL = self.valid_BL
-        if valid_BL is None:
-            valid_BL = torch.ones_like(self.tokens_BL, dtype=torch.bool)
-        wide = replace(self, valid_BL=valid_BL).of_length(length)
-        assert wide.valid_BL is not None
-        return Samples(
-            tokens_BL=pad(wide.tokens_BL, (0, 0, 0, more)),
-            labels_BL=pad(wide.labels_BL, (0, 0, 0, more), value=NO_LABEL),
-            ids_B=pad(self.ids_B, (0, more)),
-            valid_BL=pad(wide.valid_BL, (0, 0, 0, more), value=False),
-            documents_BL=None if wide.documents_BL is None else pad(wide.documents_BL, (0, 0, 0, more)),
+        valid_BL = (
+            torch.ones_like(self.tokens_BL, dtype=torch.bool) if self.valid_BL is None else self.valid_BL
         )
+        wide = replace(self, valid_BL=valid_BL).of_length(length)
+        labels_BL = pad(wide.labels_BL, (0, 0, 0, more), value=NO_LABEL)
+        padded = wide._each(lambda tensor: pad(tensor, (0, 0, 0, more)))
+        return replace(padded, labels_BL=labels_BL, ids_B=pad(self.ids_B, (0, more)))
 
 
 class SampleNumbers:
@@ -294,18 +283,16 @@ def shared_sizes(layout: Layout, control: Control, samples: Samples, largest_bat
                     "samples move between them: give all ranks samples of one length, filled up with "
                     "padding (say so with valid_BL), or set placement.samples=none"
                 )
-            if marked != marks_padding:
-                raise ValueError(
-                    f"rank {rank if marked else first} marks padding (valid_BL) and rank "
-                    f"{first if marked else rank} does not, and samples move between them: give valid_BL "
-                    "on all ranks, or set placement.samples=none"
-                )
-            if separate != separates:
-                raise ValueError(
-                    f"rank {rank if separate else first} separates documents (documents_BL) and rank "
-                    f"{first if separate else rank} does not, and samples move between them: give "
-                    "documents_BL on all ranks, or set placement.samples=none"
-                )
+            for does, here, there in (
+                ("marks padding (valid_BL)", marked, marks_padding),
+                ("separates documents (documents_BL)", separate, separates),
+            ):
+                if here != there:
+                    raise ValueError(
+                        f"rank {rank if here else first} {does} and rank {first if here else rank} does not, "
+                        "and samples move between them: give all ranks the same tensors, or set "
+                        "placement.samples=none"
+                    )
     members = layout.mesh.members(layout.rank, layout.mesh.all_experts)
     lengths = [everyone[rank][1] for rank in members if everyone[rank][0]]
     companions = tuple(everyone[rank][0] for rank in members)

@@ -101,7 +101,7 @@ class History:
             self.bounds = tuple(Bounds(rows_N.tolist()) for rows_N in np.split(rows_X, self._cuts))
 
 
-class BoundedStep:
+class BoundedStep(StepBounds):
     """The bounds of one step of a stack.
 
     Args:

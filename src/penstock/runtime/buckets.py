@@ -20,6 +20,10 @@ from penstock.routing.sizes import part_sizes
 class FlatGradients:
     """The gradients of parameters of one type and device, back to back in one buffer.
 
+    Call `check` and `begin` before a backward pass, `piece` for the pieces to reduce, and `finish` after the
+    last piece, or `abandon`. Gradients that existed before (gradient accumulation) are kept aside and added
+    to by `finish`, so that they are not reduced twice.
+
     Between two backward passes the buffer belongs to the code that holds a gradient in it. If any code does
     when the next pass begins, that pass gets a new buffer; otherwise it reuses the old one, since memory
     fresh from the system costs several times as much as clearing what is there.
@@ -53,10 +57,6 @@ class FlatGradients:
         """The buffer of the current backward pass."""
         assert self._flat is not None, "`begin` makes the buffer"
         return self._flat
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(p.nbytes for p in self.parameters)
 
     def check(self) -> None:
         """Raise RuntimeError for a parameter with which no pass can begin; nothing is changed.
@@ -235,60 +235,27 @@ class ReleasedGradients(ScatteredGradients):
             parameter.grad = None
 
 
-class GradientBucket:
-    """The gradients of some parameters, in one flat buffer per type and device.
+Bucket = Sequence[FlatGradients]
+"""The gradients of some parameters, in one buffer per type, device and share."""
 
-    Call `check` and `begin` before a backward pass, `chunk` for the pieces to reduce, and `finish` after the
-    last piece, or `abandon`.
 
-    Gradients that existed before (gradient accumulation) are kept aside and added to by `finish`, so that
-    they are not reduced twice.
+def bucket_of(
+    parameters: Iterable[nn.Parameter],
+    shares: Mapping[int, float] | None = None,
+    flat: type[FlatGradients] = FlatGradients,
+) -> Bucket:
+    """Return the buffers for the gradients of these parameters.
 
     Args:
         shares: By id of a parameter, the fraction of the sum that is its gradient, where that is not the
             whole sum.
         flat: The kind of buffer, which decides what is done with sums.
     """
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        shares: Mapping[int, float] | None = None,
-        flat: type[FlatGradients] = FlatGradients,
-    ) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device, float], list[nn.Parameter]] = {}
-        for parameter in parameters:
-            share = 1.0 if shares is None else shares.get(id(parameter), 1.0)
-            kinds.setdefault((parameter.dtype, parameter.device, share), []).append(parameter)
-        self.flats = [flat(members, share) for (_, _, share), members in kinds.items()]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(flat.size_bytes for flat in self.flats)
-
-    def check(self) -> None:
-        """Raise RuntimeError for a parameter with which no pass can begin; nothing is changed."""
-        for flat in self.flats:
-            flat.check()
-
-    def begin(self) -> None:
-        """Point every `param.grad` at its zeroed part of a buffer."""
-        for flat in self.flats:
-            flat.begin()
-
-    def chunk(self, index: int, parts: tuple[int, ...]) -> list[Tensor]:
-        """Return piece `index` of those of relative sizes `parts`, by buffer, without empty ones."""
-        pieces = (flat.piece(index, parts) for flat in self.flats)
-        return [piece for piece in pieces if piece.numel()]
-
-    def finish(self) -> list[nn.Parameter]:
-        """Add to earlier gradients; return parameters replaced or updated, or whose gradient was."""
-        return [parameter for flat in self.flats for parameter in flat.finish()]
-
-    def abandon(self) -> None:
-        """Restore earlier gradients, in place of `finish`, if the backward pass has failed."""
-        for flat in self.flats:
-            flat.abandon()
+    kinds: dict[tuple[torch.dtype, torch.device, float], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        share = 1.0 if shares is None else shares.get(id(parameter), 1.0)
+        kinds.setdefault((parameter.dtype, parameter.device, share), []).append(parameter)
+    return [flat(members, share) for (_, _, share), members in kinds.items()]
 
 
 @dataclass(frozen=True)
@@ -301,16 +268,12 @@ class Buckets:
             with a layer below those that use them.
     """
 
-    by_kind: Mapping[KindName, Sequence[GradientBucket]]
+    by_kind: Mapping[KindName, Sequence[Bucket]]
     at_once: frozenset[int] = frozenset()
 
     @property
-    def all(self) -> tuple[GradientBucket, ...]:
-        return tuple(bucket for kind in GRADIENT_KINDS for bucket in self.by_kind[kind])
-
-    def of(self, kind: KindName) -> Sequence[GradientBucket]:
-        """Return the buckets of one kind of gradients, by layer."""
-        return self.by_kind[kind]
+    def all(self) -> Bucket:
+        return [flat for kind in GRADIENT_KINDS for bucket in self.by_kind[kind] for flat in bucket]
 
 
 def _holders(flat: Tensor) -> int:
@@ -412,20 +375,12 @@ def _standing_in(empty: Tensor) -> InShares:
 NameOf = Callable[[nn.Parameter], str]
 
 
-@dataclass(frozen=True)
-class _Before:
-    """The gradient that a parameter had, and how often that had been changed in place."""
-
-    parameter: nn.Parameter
-    grad: Tensor | None
-    version: int
-
-
 class InPlace:
     """Gradients to which a pass adds in place: `check` and `begin`, then `finish` or `abandon`."""
 
     def __init__(self) -> None:
-        self._before: Sequence[_Before] = ()
+        # The gradients that parameters had, and how often these had been changed in place.
+        self._before: Sequence[tuple[nn.Parameter, Tensor | None, int]] = ()
         self._doubtful: list[tuple[nn.Parameter, Tensor]] = []
 
     def check(self, name_of: NameOf) -> None:
@@ -439,7 +394,7 @@ class InPlace:
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note the present gradients."""
         grads = ((p, p.grad) for p in parameters)
-        self._before = [_Before(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
+        self._before = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
 
     def finish(self) -> None:
         """End a pass that has succeeded."""
@@ -448,10 +403,10 @@ class InPlace:
     def abandon(self, name_of: NameOf) -> str:
         """Restore earlier gradients; return in words what could not be restored, "" if all could."""
         changed = []
-        for before in self._before:
-            before.parameter.grad = before.grad
-            if before.grad is not None and before.grad._version != before.version:
-                changed.append((before.parameter, before.grad))
+        for parameter, grad, version in self._before:
+            parameter.grad = grad
+            if grad is not None and grad._version != version:
+                changed.append((parameter, grad))
         self._before, self._doubtful = (), [*self._doubtful, *changed]
         return self._words(name_of) if changed else ""
 
@@ -474,12 +429,12 @@ class BackwardPass:
 
     def __init__(
         self,
-        buckets: Sequence[GradientBucket],
+        flats: Bucket,
         in_place: InPlace,
         apart: Sequence[nn.Parameter],
         name_of: NameOf,
     ) -> None:
-        self._buckets, self._in_place, self._apart, self._name_of = buckets, in_place, apart, name_of
+        self._flats, self._in_place, self._apart, self._name_of = flats, in_place, apart, name_of
 
     @property
     def can_be_undone(self) -> bool:
@@ -487,28 +442,28 @@ class BackwardPass:
         return all(parameter.grad is None for parameter in self._apart)
 
     def check(self) -> None:
-        """Raise RuntimeError as `InPlace.check` and `GradientBucket.check` do.
+        """Raise RuntimeError as `InPlace.check` and `FlatGradients.check` do.
 
         All are checked before anything is cleared: a buffer may hold sums of earlier passes, which only the
         optimiser that owns them knows of.
         """
         self._in_place.check(self._name_of)
-        for bucket in self._buckets:
-            bucket.check()
+        for flat in self._flats:
+            flat.check()
 
     def begin(self) -> None:
         """Put earlier gradients aside. Call it after `check`; call `abandon` if it fails."""
         self._in_place.begin(self._apart)
-        for bucket in self._buckets:
-            bucket.begin()
+        for flat in self._flats:
+            flat.begin()
 
     def finish(self) -> list[nn.Parameter]:
         """Add to earlier gradients; return parameters whose gradient was replaced in backward."""
         self._in_place.finish()
-        return [parameter for bucket in self._buckets for parameter in bucket.finish()]
+        return [parameter for flat in self._flats for parameter in flat.finish()]
 
     def abandon(self) -> str:
         """Restore earlier gradients; return in words what is in doubt, "" if nothing is."""
-        for bucket in self._buckets:
-            bucket.abandon()
+        for flat in self._flats:
+            flat.abandon()
         return self._in_place.abandon(self._name_of)

@@ -369,53 +369,37 @@ MOST = 64
 
 
 class Turns:
-    """What this rank has begun, by the numbers of steps without labels."""
+    """What this rank has begun, by the numbers of steps without labels.
+
+    Attributes:
+        last: The number of the step that has begun last.
+    """
 
     def __init__(self, control: Control) -> None:
-        self._control, self._last = control, 0
+        self._control, self.last = control, 0
         self._open: list[int] = []  # steps whose backward pass may come
 
     def forward(self) -> None:
-        """Begin the forward pass of a step without labels.
-
-        Raises:
-            ScheduleMismatchError: On all ranks, if they begin different passes.
-        """
-        self._begin(FORWARD, self._last + 1)
-        self._last += 1
-        self._open = [*self._open, self._last][-MOST:]
-
-    def labelled(self) -> None:
-        """Begin a step with labels.
-
-        Raises:
-            ScheduleMismatchError: On all ranks, if they begin different passes.
-        """
-        self._begin(LABELLED)
-
-    def untrained(self) -> None:
-        """Begin a pass without gradients.
-
-        Raises:
-            ScheduleMismatchError: On all ranks, if they begin different passes.
-        """
-        self._begin(UNTRAINED)
+        """Begin the forward pass of a step without labels. Raises as `begin` does."""
+        self.begin(FORWARD, self.last + 1)
+        self.last += 1
+        self._open = [*self._open, self.last][-MOST:]
 
     def backward(self, number: int) -> None:
-        """Begin the backward half of a step.
+        """Begin the backward half of a step. Raises as `begin` does."""
+        self.begin(BACKWARD, number)
+        self._open = [each for each in self._open if each != number]
+
+    def begin(self, what: int, number: int = 0) -> None:
+        """Begin a pass.
+
+        Args:
+            what: A key of `WORDS`.
+            number: That of a step without labels.
 
         Raises:
             ScheduleMismatchError: On all ranks, if they begin different passes.
         """
-        self._begin(BACKWARD, number)
-        self._open = [each for each in self._open if each != number]
-
-    @property
-    def last(self) -> int:
-        """The number of the step that has begun last."""
-        return self._last
-
-    def _begin(self, what: int, number: int = 0) -> None:
         if not self._open:
             return
         control, purpose = self._control, "agreeing on the next pass"

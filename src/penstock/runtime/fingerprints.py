@@ -416,11 +416,6 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
 
-    @property
-    def line(self) -> str:
-        """All facts on one line."""
-        return f"{self.layer} {self.name} {self.trained} {self.dtype} {self.shape}"
-
     def differs(self, other: Entry) -> str | None:
         """Return what is different, in words about self and other; None if nothing is."""
         if self.trained != other.trained:
@@ -456,9 +451,9 @@ def check_count(facts: Sequence[float], layout: Layout) -> None:
     """Raise CommunicationError, on all ranks, unless every rank is in the sums once."""
     if facts[RANKS] != layout.world_size:
         raise CommunicationError(
-            f"the sums of a step's statistics count {facts[RANKS]:g} ranks, and there are "
-            f"{layout.world_size}: what a rank sent was lost or counted twice, so losses and comparisons of "
-            "this step are wrong. Look for a fault of the transport; begin again from the last checkpoint"
+            f"a sum over {layout.world_size} ranks counts {facts[RANKS]:g}: what a rank sent was lost or "
+            "counted twice, so losses and comparisons are wrong. Look for a fault of the transport; begin "
+            "again from the last checkpoint"
         )
 
 
@@ -490,7 +485,7 @@ def _mismatch(what: str) -> ParameterMismatchError:
 
 
 def _digest_of_entries(entries: Iterable[Entry]) -> int:
-    lines = "\n".join(entry.line for entry in entries)
+    lines = "\n".join(f"{e.layer} {e.name} {e.trained} {e.dtype} {e.shape}" for e in entries)
     return int.from_bytes(hashlib.blake2b(lines.encode(), digest_size=4).digest(), "big")
 
 

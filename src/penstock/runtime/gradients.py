@@ -25,12 +25,13 @@ from penstock.moe.experts import Experts
 from penstock.ops.core import GRADIENT_KINDS, KindName
 from penstock.runtime.buckets import (
     BackwardPass,
+    Bucket,
     Buckets,
     FlatGradients,
-    GradientBucket,
     InPlace,
     ReleasedGradients,
     ScatteredGradients,
+    bucket_of,
 )
 from penstock.runtime.fingerprints import Entry, Marks, Replicated, Snapshot, buffers_of
 from penstock.runtime.machinery import Machinery
@@ -231,9 +232,9 @@ class Gradients:
             # A plan serves that has the same partial gradients, and reduces them all.
             splits = [(s.sharing, FORM_TOKENS[s.expert_form], s.copies_differ) for s in (shape, self._shape)]
             if splits[0] != splits[1] or any(
-                bucket.flats and not pieces
+                bucket and not pieces
                 for kind, numbers in shape.pieces.items()
-                for pieces, bucket in zip(numbers, self.buckets.of(kind), strict=True)
+                for pieces, bucket in zip(numbers, self.buckets.by_kind[kind], strict=True)
             ):
                 return False
         self._shape = shape
@@ -339,14 +340,6 @@ class Gradients:
         """Return the trained parameters of this rank's experts, each once."""
         return [p for layer in self._experts for p in layer if p.requires_grad]
 
-    def watched(self) -> GradientBucket:
-        """Return a bucket of experts without replicas that have hooks on their accumulated gradient.
-
-        It is not reduced, but tells if a hook took a gradient away before the last microbatch.
-        """
-        experts = [] if self._sums_experts else self.experts()
-        return GradientBucket([p for p in experts if p._post_accumulate_grad_hooks])
-
     def backward_pass(self, buckets: Buckets) -> BackwardPass:
         """Return the handling of gradients in a backward pass.
 
@@ -355,7 +348,9 @@ class Gradients:
         """
         experts = [] if self._sums_experts else self.experts()
         apart = [p for p in experts if not p._post_accumulate_grad_hooks]
-        return BackwardPass((*buckets.all, self.watched()), self._in_place, apart, self.name_of)
+        # Those with a hook are not reduced, but told if it took a gradient away before the last microbatch.
+        watched = bucket_of(p for p in experts if p._post_accumulate_grad_hooks)
+        return BackwardPass([*buckets.all, *watched], self._in_place, apart, self.name_of)
 
     def _look(self) -> Assignment:
         """Look at the model as it is now, check it, and return the assignment of its parameters."""
@@ -395,13 +390,13 @@ class Gradients:
         layers: dict[KindName, Layers] = {"replicated": replicated, "partial": partial, "experts": reduced}
         shares, updating, mesh = {"partial": self._shares}, self._base.updating, self._layout.mesh
 
-        def buckets(kind: KindName) -> list[GradientBucket]:
+        def buckets(kind: KindName) -> list[Bucket]:
             flat = FlatGradients
             if updating is not None:  # a sole owner keeps all
                 owners = mesh.size(GRADIENT_KINDS[kind].axes_of(sharing=self._layout.tp_size > 1))
                 flat = ReleasedGradients if updating.releases and owners > 1 else ScatteredGradients
             trained = ([p for p in layer if p.requires_grad] for layer in layers[kind])
-            return [GradientBucket(each, shares.get(kind), flat) for each in trained]
+            return [bucket_of(each, shares.get(kind), flat) for each in trained]
 
         self.buckets = Buckets({kind: buckets(kind) for kind in GRADIENT_KINDS}, at_once=at_once)
 
@@ -449,14 +444,6 @@ def _covered(layers: Layers, chunks: Sequence[int], names: dict[int, str]) -> tu
 _ENGINE = Variable._execution_engine
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """The node that accumulates a parameter's gradient. While it is kept, autograd makes no other."""
-
-    node: Node
-    shape: torch.Size
-
-
 class OutsideGradients:
     """Catches gradients that a model's own code makes outside of steps, and sums them over ranks.
 
@@ -467,7 +454,8 @@ class OutsideGradients:
     def __init__(self, gradients: Gradients, machinery: Machinery) -> None:
         self._gradients, self._machinery = gradients, machinery
         self.averaged = machinery.layout.dp_size
-        self._watched: dict[nn.Parameter, _Watched] = {}
+        # The nodes that accumulate gradients, and shapes: while a node is kept, autograd makes no other.
+        self._watched: dict[nn.Parameter, tuple[Node, torch.Size]] = {}
         self._caught: dict[nn.Parameter, Tensor] = {}
         self._apart = 0
         self._ends = -1  # the backward pass at whose end the rest is summed
@@ -487,14 +475,16 @@ class OutsideGradients:
         for parameter in parameters:
             if not (parameter.requires_grad and parameter.is_leaf):
                 continue
-            before = watched.get(parameter)
-            if before is not None and before.shape != parameter.shape:
+            before, shape = watched.get(parameter, (None, None))
+            if shape != parameter.shape:
                 before = None
-                del watched[parameter]  # autograd makes a node of the present shape when this one is gone
+                watched.pop(
+                    parameter, None
+                )  # autograd makes a node of the present shape when this one is gone
             node = get_gradient_edge(parameter).node
-            if before is None or before.node is not node:
+            if before is not node:
                 node.register_prehook(partial(self._catch, parameter))
-            self._watched[parameter] = _Watched(node, parameter.shape)
+            self._watched[parameter] = node, parameter.shape
 
     @contextmanager
     def apart(self) -> Iterator[None]:

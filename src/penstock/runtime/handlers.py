@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -135,26 +135,25 @@ BySum = Mapping[int, Sequence[RouterSums]]
 """The sums of gates by layer and microbatch."""
 
 
-class StepBounds(Protocol):
-    """The bounds of one step."""
+class StepBounds:
+    """The bounds of one step; here there are none."""
 
     def applied(self) -> AbstractContextManager[None]:
         """Bound the rows of the step's layers inside."""
-        ...
+        return nullcontext()
 
     def tell(self, sums: BySum, transport: Transport, axes: Axes) -> None:
         """Tell all ranks what the gates of this one wanted."""
-        ...
 
     def exceeded(self) -> bool:
         """Return whether a rank wanted more rows than it had, the same on all ranks.
 
         The host waits for the end of the forward half.
         """
-        ...
+        return False
 
 
-class Counted:
+class Counted(StepBounds):
     """The steps of a stack, and each of them, whose rows are always counted."""
 
     repeats, repeats_steps, late = 0, False, False
@@ -163,15 +162,6 @@ class Counted:
         """Return the bounds of the next step."""
         del microbatches, training, counted
         return self
-
-    def applied(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def tell(self, sums: BySum, transport: Transport, axes: Axes) -> None:
-        pass
-
-    def exceeded(self) -> bool:
-        return False
 
 
 # ---- the layers of a step's model -------------------------------------------------------------------------
@@ -205,45 +195,29 @@ class Layer:
 # Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, R rows.
 
 
-class ResidualTransport(Protocol):
+@dataclass(frozen=True)
+class ResidualTransport:
     """What leaves the ranks of tokens, and what their experts' ranks send.
 
+    Here the residual stream stays at home, or follows its sample.
+
     Attributes:
+        wire_dtype: The type of rows in transit; None: unchanged.
         separate_bytes: Bytes per number of the residual stream that follow a sample beside its rows.
     """
 
-    @property
-    def separate_bytes(self) -> int: ...
+    wire_dtype: torch.dtype | None = None
+    separate_bytes: ClassVar[int] = torch.float32.itemsize
 
     def route(
         self, layer: Layer, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
     ) -> RoutedTokens:
         """Choose experts for tokens x, and order rows of the tokens or of the residual stream."""
-        ...
-
-    def compute(self, layer: Layer, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
-        """Return what goes home for rows that have come to this rank's experts, [R, M]."""
-        ...
-
-
-@dataclass(frozen=True)
-class SeparateResidual:
-    """The residual stream stays at home, or follows its sample.
-
-    Attributes:
-        wire_dtype: The type of rows in transit; None: unchanged.
-    """
-
-    wire_dtype: torch.dtype | None = None
-    separate_bytes = torch.float32.itemsize
-
-    def route(
-        self, layer: Layer, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
-    ) -> RoutedTokens:
         del residual_BLM
         return layer.experts.route(in_dtype(x_TM, self.wire_dtype), tokens, slices)
 
     def compute(self, layer: Layer, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
+        """Return what goes home for rows that have come to this rank's experts, [R, M]."""
         return layer.experts.expert_rows(rows, route, product)
 
 
@@ -412,8 +386,8 @@ class StepContext:
     bounds: StepBounds = field(default_factory=Counted)
     training: bool = True
     slopes: LossGradients = field(default_factory=lambda: LossGradients(torch.ones(()), torch.ones(())))
-    total: StepStatistics | None = None
-    marks_total: HostCounts | None = None
+    total: StepStatistics = field(init=False, repr=False)
+    marks_total: HostCounts = field(init=False, repr=False)
     loads_PYE: Tensor | None = None
     sample_loads: LayerLoads = ()
     features: dict[type, object] = field(default_factory=dict)
@@ -436,7 +410,6 @@ class StepContext:
     @cached_property
     def z_slope(self) -> Tensor:
         """The gradient of every sum of squared log-partitions, in a backward pass."""
-        assert self.total is not None, "backward follows forward"
         return self.slopes.balance * (self.moe.z_loss_coeff / self.total.tokens)
 
     def maybe(self, kind: type[Part]) -> Part | None:
@@ -478,6 +451,10 @@ class StepContext:
         """Return where the experts of an MoE layer are, replicas among them."""
         replication = self.replications[layer] if self.replications else None
         return replication or Replication.none(self.layers[layer].experts.placement, 0)
+
+    def transport(self, task: Task) -> Transport:
+        """Return the transport by which a task meets other ranks."""
+        return self.transports.of(task.lane, task.axes)
 
     def maker(self, layer: int) -> RouteMaker:
         """Return the maker of the routes of an MoE layer."""

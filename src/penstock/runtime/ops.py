@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -45,8 +45,7 @@ Rows = Tensor | tuple[Tensor, ...]
 @handles(Op.COUNTS, F)
 def counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return route: how many rows go where."""
-    maker = context.counting(task.layer)
-    transport = context.transports.of(task.lane, task.axes)
+    maker, transport = context.counting(task.layer), context.transport(task)
     return {"route": exchange_counts(inputs.one("counts"), maker, transport, context.degrees, task.axes)}
 
 
@@ -184,39 +183,44 @@ class SavedRoute:
     chosen_BE: Tensor
 
 
-@dataclass(frozen=True)
-class SavedUnpermute:
-    """The values that U.B needs of U.F.
-
-    Attributes:
-        roles: The roles of what entered U.F.
-        sizes: The number of rows of every slice.
-    """
-
-    segment: AnySegment
-    roles: tuple[str, ...]
-    sizes: tuple[int, ...]
+Compute = Callable[..., Sequence[Tensor]]
+"""Computes outputs of a task, from the context, the task, its inputs, and those that have entered."""
 
 
-@handles(Op.EMBED, F)
-def embed(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+def computes(op: str, entered: Sequence[str], left: Sequence[str]) -> Callable[[Compute], Compute]:
+    """Register what makes the outputs `left` of the inputs `entered`, as one segment, and its backward."""
+
+    def register(compute: Compute) -> Compute:
+        def forward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+            segment = context.segment()
+            tensors = segment.enter(*map(inputs.one, entered))
+            with context.autocast():
+                outputs = segment.leave(*compute(context, task, inputs, *tensors))
+            return {**dict(zip(left, outputs, strict=True)), "saved": segment}
+
+        def backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+            del context
+            return segment_gradients(entered, left, task, inputs)
+
+        handles(op, F)(forward)
+        handles(op, B)(backward)
+        return compute
+
+    return register
+
+
+def segment_gradients(entered: Sequence[str], left: Sequence[str], task: Task, inputs: Inputs) -> Outputs:
+    """Return gradients of what has entered a segment, by those of what has left it."""
+    segment: AnySegment = inputs.one("saved")
+    grads = segment.backward([added(inputs.all(f"d_{name}")) for name in left])
+    return {role: present(grad, task) for role, grad in zip(entered, grads, strict=True)}
+
+
+@computes(Op.EMBED, (), ("hidden",))
+def embed(context: StepContext, task: Task, inputs: Inputs) -> Sequence[Tensor]:
     """Return hidden: [B, L, M]."""
     tokens_BL = context.batch.tokens[microbatch(task)]
-    keys = context.metadata_of(task, inputs).keys
-    segment = context.segment()
-    segment.enter()
-    with context.autocast():
-        (h_BLM,) = segment.leave(context.parts.embed(tokens_BL, keys))
-    return {"hidden": h_BLM, "saved": segment}
-
-
-@handles(Op.EMBED, B)
-def embed_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Accumulate the gradients of the embedding."""
-    del context, task
-    segment: AnySegment = inputs.one("saved")
-    segment.backward([added(inputs.all("d_hidden"))])
-    return NOTHING
+    return (context.parts.embed(tokens_BL, context.metadata_of(task, inputs).keys),)
 
 
 @handles(Op.ATTENTION, F)
@@ -316,22 +320,13 @@ def route_gradients(
     ]
 
 
-@handles(Op.SHARED, F)
-def shared(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+@computes(Op.SHARED, ("tokens",), ("shared",))
+def shared(context: StepContext, task: Task, inputs: Inputs, x_TM: Tensor) -> Sequence[Tensor]:
     """Return shared: the output of the shared experts, [T, M]."""
+    del inputs
     moe = context.layers[task.layer].experts
     assert moe.shared is not None, task
-    segment = context.segment()
-    (x_TM,) = segment.enter(inputs.one("tokens"))
-    with context.autocast():
-        (out_TM,) = segment.leave(moe.shared(x_TM))
-    return {"shared": out_TM, "saved": segment}
-
-
-@handles(Op.SHARED, B)
-def shared_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return tokens: the gradient of what shared experts read, [T, M]."""
-    return one_back("tokens", "shared", context, task, inputs)
+    return (moe.shared(x_TM),)
 
 
 @handles(Op.UNPERMUTE, F)
@@ -351,10 +346,7 @@ def unpermute(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         else:
             out_BLM = layer.block.add(residual_BLM, out_TM, metadata.keys)
         (h_BLM,) = segment.leave(out_BLM)
-    return {
-        "hidden": h_BLM,
-        "saved": SavedUnpermute(segment, tuple(given), tuple(rows.shape[0] for rows in slices)),
-    }
+    return {"hidden": h_BLM, "saved": (segment, tuple(given), [rows.shape[0] for rows in slices])}
 
 
 @handles(Op.UNPERMUTE, B)
@@ -364,18 +356,9 @@ def unpermute_backward(context: StepContext, task: Task, inputs: Inputs) -> Outp
     That of weights is None where they travelled with the rows.
     """
     del context
-    saved: SavedUnpermute = inputs.one("saved")
-    gradients = saved.segment.backward([added(inputs.all("d_hidden"))])
-    grads = dict(zip(saved.roles, gradients, strict=True))
-    return {**grads, "rows": present(grads["rows"], task).split_with_sizes(saved.sizes)}
-
-
-@dataclass(frozen=True)
-class SavedHead:
-    """The values that HD.B needs of HD.F."""
-
-    segment: AnySegment
-    loss_dtype: torch.dtype
+    segment, roles, sizes = inputs.one("saved")
+    grads = dict(zip(roles, segment.backward([added(inputs.all("d_hidden"))]), strict=True))
+    return {**grads, "rows": present(grads["rows"], task).split_with_sizes(sizes)}
 
 
 class TokenLoss:
@@ -391,13 +374,13 @@ class TokenLoss:
         with context.autocast():
             (loss,) = segment.leave(context.parts.head(h_BLM, metadata.labels_BL))
         sums = HeadSums(loss, (metadata.labels_BL >= 0).sum(), metadata.num_tokens())
-        return {"loss": sums, "saved": SavedHead(segment, loss.dtype)}
+        return {"loss": sums, "saved": (segment, loss.dtype)}
 
     def backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return the gradient of what entered the head."""
-        saved: SavedHead = inputs.one("saved")
-        slope = (context.slopes.loss / self._divisor(inputs.one("d_loss"))).to(saved.loss_dtype)
-        (grad_BLM,) = saved.segment.backward([slope])
+        segment, loss_dtype = inputs.one("saved")
+        slope = (context.slopes.loss / self._divisor(inputs.one("d_loss"))).to(loss_dtype)
+        (grad_BLM,) = segment.backward([slope])
         return {"hidden": present(grad_BLM, task)}
 
     def take(self, task: Task, logits_TE: Tensor) -> None:
@@ -433,14 +416,6 @@ def head_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     return context.ending.backward(context, task, inputs)
 
 
-def one_back(role: str, left: str, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Run the backward of a segment with one input, `role`, and one output, `left`."""
-    del context
-    segment: AnySegment = inputs.one("saved")
-    (grad,) = segment.backward([added(inputs.all(f"d_{left}"))])
-    return {role: present(grad, task)}
-
-
 def microbatch(task: Task) -> int:
     """Return the number of a task's microbatch."""
     assert task.microbatch is not None, task
@@ -472,12 +447,8 @@ def added(grads: Sequence[Tensor]) -> Tensor:
 Left = TypeVar("Left")
 
 
-@dataclass(frozen=True)
-class SavedSlice:
-    """The values that the backward of X needs of one slice of X.F."""
-
-    segment: AnySegment
-    weights: WeightGradients | AutogradWeights
+SavedSlice = tuple[AnySegment, WeightGradients | AutogradWeights]
+"""What the backward of X needs of one slice of X.F."""
 
 
 @handles(Op.EXPERTS, Phase.FORWARD)
@@ -499,7 +470,7 @@ def compute_slice(
     (rows_RM,) = segment.enter(rows_RM)
     with context.autocast():
         (out_RM,) = segment.leave(context.residual_transport.compute(layer, rows_RM, route, weights.product))
-    return out_RM, SavedSlice(segment, weights)
+    return out_RM, (segment, weights)
 
 
 @handles(Op.EXPERTS, Phase.BACKWARD, Phase.INPUT)
@@ -508,8 +479,8 @@ def experts_backward(context: StepContext, task: Task, inputs: Inputs) -> Output
     del context
     saved = take_slices(task, inputs.all("saved"))
     pairs = zip(saved, inputs.one("d_rows"), strict=True)
-    rows = tuple(present(left.segment.backward([grad_RM])[0], task) for left, grad_RM in pairs)
-    return {"rows": rows, "left": tuple(left.weights for left in saved)}
+    rows = tuple(present(segment.backward([grad_RM])[0], task) for (segment, _), grad_RM in pairs)
+    return {"rows": rows, "left": tuple(weights for _, weights in saved)}
 
 
 def take_slices(task: Task, saved: tuple[dict[int, Left], ...]) -> list[Left]:
@@ -549,8 +520,8 @@ def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     if context.fingerprint is not None:  # here, since by now parameters that were updated are gathered
         context.marks[VALUES] = context.fingerprint()
     everything = torch.cat([packed, context.marks])
-    context.transports.of(task.lane, task.axes).all_reduce(everything, task.axes)
-    context.bounds.tell(layers, context.transports.of(task.lane, task.axes), task.axes)
+    context.transport(task).all_reduce(everything, task.axes)
+    context.bounds.tell(layers, context.transport(task), task.axes)
     context.total = context.codec.unpack(everything[: len(packed)])
     context.marks_total = HostCounts(everything[len(packed) :])
     return dict.fromkeys(("loss", "routers", "statistics"), context.total)
@@ -565,9 +536,8 @@ def all_reduce(kind: KindName, context: StepContext, task: Task, inputs: Inputs)
     """Sum one piece of a layer's gradients of one kind over the task's ranks, in place."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
     assert task.piece is not None, task
-    bucket = context.buckets.of(kind)[task.layer]
-    for piece in bucket.chunk(task.piece, task.cut.parts):
-        context.transports.of(task.lane, task.axes).all_reduce(piece, task.axes)
+    for flat in context.buckets.by_kind[kind][task.layer]:
+        context.transport(task).all_reduce(flat.piece(task.piece, task.cut.parts), task.axes)
     return NOTHING
 
 
@@ -592,7 +562,7 @@ def gather_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         samples.setdefault(name.layer, []).append(SampleLoads(sums.ids_B, sums.chosen_BE))
     context.sample_loads = list(samples.values())
     chosen_YE = torch.stack([torch.stack(layer).sum(dim=0).int() for layer in chosen.values()])
-    transport = context.transports.of(task.lane, task.axes)
+    transport = context.transport(task)
     once = [1] * transport.size(task.axes)
     context.loads_PYE = transport.all_gather(chosen_YE.unsqueeze(0), once, task.axes)
     return {"loads": context.loads_PYE}

@@ -28,8 +28,8 @@ from penstock.runtime.handlers import (
     Counted,
     Ending,
     PassThrough,
+    ResidualTransport,
     Segment,
-    SeparateResidual,
     StepContext,
     TensorPlace,
     anchor_on,
@@ -146,7 +146,7 @@ class Step:
             # Where tasks compute without autocast, `computing` has switched off what the caller has on.
             autocast=nullcontext if machinery.autocast_dtype is None else machinery.autocast,
             wire_dtype=machinery.autocast_dtype,
-            residual_transport=SeparateResidual(machinery.autocast_dtype),
+            residual_transport=ResidualTransport(machinery.autocast_dtype),
             degrees=self.shape.transfer_degrees,
             weights=partial(WeightGradients, self.buckets.at_once, copies)
             if taken.plan.separate_weights
@@ -171,11 +171,10 @@ class Step:
         with torch.set_grad_enabled(self.training):
             self._run()
         if not self.training:
-            self._give_back()
+            for feature in self.taken.features:
+                feature.over()
         statistics = self.context.total
-        assert statistics is not None, "the statistics task has run"
-        self._show(statistics)
-        assert self.context.marks_total is not None, "the statistics task has run"
+        self.stack.execution, self.stack.statistics = self.execution, statistics
         self.consistency.judge(self.context.marks_total)
         if self.training:
             self.model_state.note()
@@ -190,14 +189,6 @@ class Step:
                 inside.enter_context(feature.applied())
             inside.enter_context(self.bounds.applied())
             self.execution.run()
-
-    def _give_back(self) -> None:
-        for feature in self.taken.features:
-            feature.over()
-
-    def _show(self, statistics: StepStatistics) -> None:
-        """Show this step on the stack as the one that ran last, in either of its halves."""
-        self.stack.execution, self.stack.statistics = self.execution, statistics
 
     def backward(self, *grads: Tensor) -> None:
         """Run the backward half from the gradients of what the step has returned."""
@@ -224,7 +215,8 @@ class Step:
                 self.finished = True
                 self.stack.outside.add()
                 self._run()
-                self._give_back()
+                for feature in self.taken.features:
+                    feature.over()
                 if self.bounds.exceeded():
                     gradients.abandon()
                     self._repeat(grads)
@@ -244,8 +236,6 @@ class Step:
 
     def _end(self) -> None:
         """End a backward pass that has succeeded: what is learnt from it is for steps to come."""
-        statistics = self.context.total
-        assert statistics is not None, "backward follows this step's forward"
         if not self.stack.gradients.in_shares:
             # An expert that saw no token has a gradient of zero.
             for parameter in self.stack.gradients.experts():
@@ -253,7 +243,7 @@ class Step:
                     parameter.grad = torch.zeros_like(parameter)
         # Gates with a bias learn which choices this step has trained on, the same on all ranks.
         layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
-        for moe, chosen_E in zip(layers, statistics.chosen_YE, strict=True):
+        for moe, chosen_E in zip(layers, self.context.total.chosen_YE, strict=True):
             if moe.gate.bias is not None:
                 moe.gate.bias.count(chosen_E)
         if self.context.loads_PYE is not None:
@@ -261,7 +251,7 @@ class Step:
             self.stack.loads.add(loads, samples, self.context.replications)
         for feature in self.taken.features:
             feature.end(self.context, self.taken.plan.graph)
-        self._show(statistics)
+        self.stack.execution, self.stack.statistics = self.execution, self.context.total
 
     def _check(self, gradients: BackwardPass) -> None:
         """Raise RuntimeError where gradients would be wrong."""

@@ -91,11 +91,23 @@ class StreamLanes:
         self._host.shutdown()
 
     def _run_on_host(self, call: Call, needed: Sequence[Event], execute: Execute) -> Ran:
-        """Run a task of the host in a stream of its own: its copies wait for nothing else."""
+        """Run a task of the host when the device has done what it needs. Raises LaneError.
+
+        It has a stream of its own: its copies wait for nothing else.
+        """
         if Lane.HOST not in self._streams:
             self._streams[Lane.HOST] = self._kind.new_stream(self._device, str(Lane.HOST))
         with self._kind.running(call.task, self._streams[Lane.HOST]):
-            return run_on_host(call, needed, execute)
+            start_s = time.perf_counter()
+            try:
+                for event in needed:
+                    event.synchronize()
+                start_s = time.perf_counter()
+                ACTIVITY.check()
+                execute(call)
+            except BaseException as error:
+                raise LaneError(call.task, time.perf_counter() - start_s) from _ended_by_others(error)
+            return Ran(call.task, start_s, time.perf_counter())
 
     def _wait(self, hosted: Sequence[Pending[Ran]]) -> None:
         """Wait until these host tasks have ended. Raises LaneError."""
@@ -144,24 +156,6 @@ class StreamLanes:
             return origin_s + origin.elapsed_time(event) / 1e3
 
         return [Ran(task, since(start), since(end)) for task, start, end in spans]
-
-
-def run_on_host(call: Call, needed: Sequence[Event], execute: Execute) -> Ran:
-    """Run a task of the host when the device has done what the task needs.
-
-    Raises:
-        LaneError: If the task fails.
-    """
-    start_s = time.perf_counter()
-    try:
-        for event in needed:
-            event.synchronize()
-        start_s = time.perf_counter()
-        ACTIVITY.check()
-        execute(call)
-    except BaseException as error:
-        raise LaneError(call.task, time.perf_counter() - start_s) from _ended_by_others(error)
-    return Ran(call.task, start_s, time.perf_counter())
 
 
 def _ended_by_others(error: BaseException) -> BaseException:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.runtime.buckets import FlatGradients, GradientBucket
+from penstock.runtime.buckets import FlatGradients, bucket_of
 from tests.support.close import check_close
 from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of, gradients_of, logical, stack_of
@@ -44,7 +44,6 @@ def test_gradients_become_views_of_one_buffer(sizes: list[tuple[int, int]]) -> N
     for i, parameter in enumerate(parameters):
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0 * (i + 1)))
-    assert held.size_bytes == 4 * len(expected)
 
 
 @given(shapes, st.integers(1, 60))
@@ -77,15 +76,13 @@ def test_gradients_from_before_are_added_to_in_place_after_the_reduction(
 ) -> None:
     """`ranks` ranks with the same gradient: a pass is worth `ranks`, whatever was there."""
     ranks, parameters = 3, parameters_of(sizes)
-    bucket = GradientBucket(parameters)
-    first = None
+    held, first = FlatGradients(parameters), None
     for _ in range(passes):
-        bucket.begin()
+        held.begin()
         for parameter in parameters:
             parameter.sum().backward()
-        for piece in bucket.chunk(0, (1,)):
-            piece.mul_(ranks)
-        assert bucket.finish() == []
+        held.piece(0, (1,)).mul_(ranks)
+        assert held.finish() == []
         first = first or [parameter.grad for parameter in parameters]
     assert first is not None
     for parameter, gradient in zip(parameters, first, strict=True):
@@ -94,39 +91,28 @@ def test_gradients_from_before_are_added_to_in_place_after_the_reduction(
         assert gradient.eq(ranks * passes).all()
 
 
-def test_a_parameter_without_a_gradient_gets_zeros() -> None:
+def test_a_parameter_without_a_gradient_gets_zeros_and_a_bucket_without_parameters_has_no_buffer() -> None:
     (parameter,) = parameters_of([(2, 2)])
-    bucket = GradientBucket([parameter])
-    bucket.begin()
-    bucket.finish()
-    assert parameter.grad is not None
-    assert not parameter.grad.any()
-
-
-def test_an_empty_bucket_holds_nothing() -> None:
-    bucket = GradientBucket([])
-    bucket.begin()
-    bucket.finish()
-    assert bucket.size_bytes == 0
-    assert bucket.chunk(0, (1,)) == []
+    begun([parameter]).finish()
+    assert parameter.grad is not None and not parameter.grad.any()
+    assert bucket_of([]) == []
 
 
 @given(shapes, st.integers(1, 5))
 def test_mixed_types_have_a_buffer_each(sizes: list[tuple[int, int]], chunks: int) -> None:
     types = (torch.float32, torch.float64)
     mixed = [nn.Parameter(torch.ones(size, dtype=types[i % 2])) for i, size in enumerate(sizes)]
-    bucket = GradientBucket(mixed)
-    bucket.begin()
-    for index in range(chunks):
-        for piece in bucket.chunk(index, (1,) * chunks):
-            assert piece.numel()
-            piece.add_(1)
-    assert bucket.finish() == []
+    bucket = bucket_of(mixed)
+    assert len(bucket) == min(2, len(mixed))
+    for flat in bucket:
+        flat.begin()
+        for index in range(chunks):
+            flat.piece(index, (1,) * chunks).add_(1)
+        assert flat.finish() == []
     for parameter in mixed:
         assert parameter.grad is not None
         assert parameter.grad.dtype == parameter.dtype
         assert parameter.grad.eq(1).all()
-    assert bucket.size_bytes == sum(parameter.nbytes for parameter in mixed)
 
 
 # ---- who holds the memory ----------------------------------------------------------------------------------
@@ -148,24 +134,23 @@ def kept(parameter: nn.Parameter, how: str) -> Any:
 @pytest.mark.parametrize("how", ["itself", "detached", "part", "numpy"])
 def test_a_gradient_that_somebody_keeps_is_not_overwritten(how: str) -> None:
     parameters = parameters_of([(2, 3), (1, 2)])
-    bucket = GradientBucket(parameters)
-    bucket.begin()
+    bucket = begun(parameters)
     bucket.finish()
     held = kept(parameters[0], how)
     for parameter in parameters:
         parameter.grad = None
     bucket.begin()
-    bucket.chunk(0, (1,))[0].fill_(5.0)
+    bucket.flat.fill_(5.0)
     bucket.finish()
     assert not held.any()
 
 
 def test_memory_that_nobody_keeps_is_used_again() -> None:
     (parameter,) = parameters_of([(2, 3)])
-    bucket, places = GradientBucket([parameter]), []
+    bucket, places = FlatGradients([parameter]), []
     for _ in range(3):
         bucket.begin()
-        places.append(bucket.flats[0].flat.data_ptr())
+        places.append(bucket.flat.data_ptr())
         bucket.finish()
         parameter.grad = None
     assert len(set(places)) == 1
@@ -173,15 +158,14 @@ def test_memory_that_nobody_keeps_is_used_again() -> None:
 
 def test_a_gradient_that_is_replaced_in_backward_is_told() -> None:
     first, second = parameters_of([(2, 3), (1, 2)])
-    bucket = GradientBucket([first, second])
-    bucket.begin()
+    bucket = begun([first, second])
     second.grad = torch.ones_like(second)
     assert bucket.finish() == [second]
 
 
 def test_a_parameter_converted_between_forward_and_backward_is_refused() -> None:
     (parameter,) = parameters_of([(2, 3)])
-    bucket = GradientBucket([parameter])
+    bucket = FlatGradients([parameter])
     parameter.data = parameter.data.double()
     with pytest.raises(RuntimeError, match=r"was torch.float32 \[2, 3\] on cpu in the forward pass"):
         bucket.check()

@@ -24,13 +24,14 @@ from penstock.runtime.clip import ExpertRanks, is_marked, mark_experts
 from penstock.runtime.fingerprints import (
     MODULUS,
     Replicated,
+    check_count,
     compare,
     fingerprint,
     is_due,
     weight_among,
 )
 from penstock.runtime.transport import HostCounts
-from penstock.topology import CommunicationError, Control
+from penstock.topology import Control
 
 MOST_KNOWN = 16
 """Ways of calling a layer that are remembered: training, evaluation, under autocast."""
@@ -173,12 +174,9 @@ class ExpertGuard:
         """
         if self.unread is None:
             return
-        (ranks, layer, values), self.unread = self.unread.numbers.tolist(), None
-        if ranks != self._ranks.layout.world_size:
-            raise CommunicationError(
-                f"a sum over {self._ranks.layout.world_size} ranks counts {ranks:g}: what a rank sent was "
-                "lost or counted twice. Look for a fault of the transport; begin again from a checkpoint"
-            )
+        sums, self.unread = self.unread.numbers.tolist(), None
+        check_count(sums, self._ranks.layout)
+        _, layer, values = sums
         if layer:
             _require_equal(self._now.words, self._ranks, self._control)
         self._agreed = self._now

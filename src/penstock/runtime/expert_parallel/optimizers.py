@@ -153,20 +153,14 @@ NUMBERWISE = frozenset(
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
-class _Watch:
-    """The one hook of this process on all optimisers; it stays, and does nothing where nothing is marked."""
-
-    begun = False
-
-
+@cache
 def watch_optimizers() -> None:
     """Check every optimiser of this process before each of its steps, and mark its state, from now on.
 
-    Costs a look into a table and a set in every step of an optimiser.
+    Costs a look into a table and a set in every step of an optimiser. The one hook stays, and does nothing
+    where nothing is marked.
     """
-    if not _Watch.begun:
-        _Watch.begun = True
-        register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(_before_step)
 
 
 @_disable_dynamo
@@ -205,10 +199,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 @cache
 def _needs(names: Sequence[str]) -> tuple[tuple[str, Whole], ...]:
-    """Return what updates need, in words, and what must be whole for that.
-
-    names: of an optimiser's class and its base classes.
-    """
+    """Return, for the names of an optimiser's classes, what updates need and what must be whole for that."""
     words = _words(names)
     found = {whole: table[name] for whole, table in NEEDS.items() for name in table.keys() & words}
     return tuple((what, whole) for whole, what in found.items())

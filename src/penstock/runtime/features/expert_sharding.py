@@ -7,7 +7,7 @@ ranks of the expert group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -20,26 +20,22 @@ from penstock.ops import Op
 from penstock.routing.routes import ShardPlace, Shares
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops import held, joined, routes_of, to_ranks, to_slices
-from penstock.runtime.transport import Transport
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 Slices = tuple[Tensor, ...]
 Move = Callable[[StepContext, Task, Slices, Sequence[Shares]], Slices]
 
 
+def _moved(role: str, move: Move, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return rows: after a move of those that are read by this role."""
+    shares = routes_of(inputs).shares[task.cut.first : task.cut.stop]
+    return {"rows": move(context, task, held(inputs.one(role), task.cut), shares)}
+
+
 def _moves(op: str, forward: Move, backward: Move) -> None:
     """Register handlers of an op that moves rows."""
-
-    def run(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        shares = routes_of(inputs).shares[task.cut.first : task.cut.stop]
-        return {"rows": forward(context, task, held(inputs.one("rows"), task.cut), shares)}
-
-    def run_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        shares = routes_of(inputs).shares[task.cut.first : task.cut.stop]
-        return {"rows": backward(context, task, held(inputs.one("d_rows"), task.cut), shares)}
-
-    handles(op, F)(run)
-    handles(op, B)(run_back)
+    handles(op, F)(partial(_moved, "rows", forward))
+    handles(op, B)(partial(_moved, "d_rows", backward))
 
 
 # ---- FSMoE: after the all-to-all ---------------------------------------------------------------------------
@@ -48,7 +44,7 @@ def _moves(op: str, forward: Move, backward: Move) -> None:
 def gather_peers(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
     """Gather the rows that came to all shards, shard by shard."""
     sizes = [each.peers for each in shares]
-    found = _transport(context, task).all_gather(joined(rows), _totals(sizes), task.axes)
+    found = context.transport(task).all_gather(joined(rows), _totals(sizes), task.axes)
     return to_slices(found, sizes)
 
 
@@ -56,7 +52,7 @@ def scatter_peers(context: StepContext, task: Task, rows: Slices, shares: Sequen
     """Return the sum of all shards' partial rows, to each shard the rows that came to it."""
     sizes, place = [each.peers for each in shares], _place(context, task).rank
     sent = to_ranks(rows, sizes)
-    mine = _transport(context, task).reduce_scatter(sent, _totals(sizes), task.axes)
+    mine = context.transport(task).reduce_scatter(sent, _totals(sizes), task.axes)
     return tuple(mine.split([each[place] for each in sizes]))
 
 
@@ -66,7 +62,7 @@ def scatter_peers(context: StepContext, task: Task, rows: Slices, shares: Sequen
 def gather_blocks(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
     """Gather the rows of all shards, by target rank and inside it by shard."""
     sizes = [[sum(blocks) for blocks in each.blocks] for each in shares]
-    found = _transport(context, task).all_gather(joined(rows), _totals(sizes), task.axes)
+    found = context.transport(task).all_gather(joined(rows), _totals(sizes), task.axes)
     by_target = []
     for rows_RM, share in zip(to_slices(found, sizes), shares, strict=True):
         count, targets = len(share.blocks), len(share.blocks[0])
@@ -82,7 +78,7 @@ def scatter_blocks(context: StepContext, task: Task, rows: Slices, shares: Seque
     sizes = [[sum(blocks) for blocks in each.blocks] for each in shares]
     by_shard = [_by_shard(each, share) for each, share in zip(rows, shares, strict=True)]
     sent = to_ranks(by_shard, sizes)
-    mine = _transport(context, task).reduce_scatter(sent, _totals(sizes), task.axes)
+    mine = context.transport(task).reduce_scatter(sent, _totals(sizes), task.axes)
     return tuple(mine.split([each[place] for each in sizes]))
 
 
@@ -99,7 +95,7 @@ def reduce_rows(context: StepContext, task: Task, rows: Slices, shares: Sequence
     """Return the sum of all shards' partial rows, to all of them."""
     del shares
     total = torch.cat(rows)  # a copy: what experts left may be needed by their backward
-    _transport(context, task).all_reduce(total, task.axes)
+    context.transport(task).all_reduce(total, task.axes)
     return tuple(total.split([len(each) for each in rows]))
 
 
@@ -139,7 +135,7 @@ def gather_dealt(context: StepContext, task: Task, rows: Slices, shares: Sequenc
     dealt, device = _place(context, task).dealt, rows[0].device
     places = [[_turn(share.counts, turn, dealt, device) for turn in range(dealt)] for share in shares]
     sizes = [[len(place) for place in each] for each in places]
-    found = _transport(context, task).all_gather(joined(rows), _totals(sizes), task.axes)
+    found = context.transport(task).all_gather(joined(rows), _totals(sizes), task.axes)
     by_turn = to_slices(found, sizes)
     return tuple(
         torch.empty_like(each).index_copy_(0, torch.cat(place), each)
@@ -169,10 +165,6 @@ def _by_shard(rows: Tensor, share: Shares) -> Tensor:
 def _totals(sizes: Sequence[Sequence[int]]) -> list[int]:
     """Return the sizes of every rank, summed over all slices."""
     return [sum(column) for column in zip(*sizes, strict=True)]
-
-
-def _transport(context: StepContext, task: Task) -> Transport:
-    return context.transports.of(task.lane, task.axes)
 
 
 def _place(context: StepContext, task: Task) -> ShardPlace:

@@ -27,7 +27,6 @@ from penstock.features.sample_placement.assign import (
 )
 from penstock.features.sample_placement.feature import Prediction
 from penstock.graph import Phase, Task
-from penstock.mesh import Axes
 from penstock.moe import ChunkRoute, MoELayer, Product, Tokens
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts import ResidualRows, given_back
@@ -48,11 +47,19 @@ from penstock.routing.samples import (
     settle,
 )
 from penstock.runtime.batch import Sizes, shared_sizes
-from penstock.runtime.handlers import Inputs, Layer, Outputs, StepContext, handles, in_dtype
+from penstock.runtime.handlers import (
+    Inputs,
+    Layer,
+    Outputs,
+    ResidualTransport,
+    StepContext,
+    handles,
+    in_dtype,
+)
 from penstock.runtime.machinery import FeatureStack, StackFeature, StepFeature
 from penstock.runtime.ops import BESIDE_ROWS, added, microbatch
 from penstock.runtime.parts import BlockParts, ModelParts
-from penstock.runtime.transport import Later, Transport, to_host
+from penstock.runtime.transport import Later, to_host
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.topology import Layout
@@ -222,15 +229,9 @@ class Relocation:
 # Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, R rows.
 
 
-@dataclass(frozen=True)
-class PackedResidual:
-    """Rows bring the residual stream: see `penstock.moe.experts`.
+class PackedResidual(ResidualTransport):
+    """Rows bring the residual stream: see `penstock.moe.experts`."""
 
-    Attributes:
-        wire_dtype: Of tokens for the gate.
-    """
-
-    wire_dtype: torch.dtype | None = None
     separate_bytes = 0
 
     def route(
@@ -421,8 +422,7 @@ def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         positions=counts.shape[1] - (0 if following is None else following.num_experts),
         chunks=task.cut.slices,
     )
-    transport = context.transports.of(task.lane, task.axes)
-    everyone = to_host(transport.all_gather(counts, samples_P, task.axes))
+    everyone = to_host(context.transport(task).all_gather(counts, samples_P, task.axes))
     loads = Later.after(everyone, made)
     route = Later.after(loads, lambda table: maker.from_table(table.sent(table.device_I), context.degrees))
     return {"route": route, "loads": loads}
@@ -459,7 +459,7 @@ def sample_homes(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         PlacementError: Unless all members found the same.
     """
     homes: SampleHomes = inputs.one("homes")
-    transport = context.transports.of(task.lane, task.axes)
+    transport = context.transport(task)
     mine = on_device([homes.digest], context.batch.tokens[0].device)
     once = [1] * transport.size(task.axes)
     gathered = transport.all_gather(mine, once, task.axes)
@@ -481,42 +481,31 @@ def sample_homes(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 # ---- samples -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ferry:
-    """Takes what belongs to samples along a crossing: one all-to-all of bytes for all tensors."""
+def carry(context: StepContext, task: Task, way: Crossing | None, columns: Sequence[Tensor]) -> list[Tensor]:
+    """Move tensors by sample, [B, ...], along a crossing, by one all-to-all of bytes for all of them.
 
-    crossing: Crossing | None
-    transport: Transport
-    axes: Axes
-
-    @property
-    def back(self) -> Ferry:
-        """The ferry along which gradients return."""
-        return self if self.crossing is None else replace(self, crossing=self.crossing.back)
-
-    def take(self, columns: Sequence[Tensor]) -> list[Tensor]:
-        """Move tensors by sample, [B, ...]; return those of the samples that are here afterwards."""
-        way = self.crossing
-        if way is None:
-            return list(columns)
-        device = columns[0].device
-        leaving, arriving, stayed, staying = (
-            on_device(numbers, device) for numbers in (way.leaving, way.arriving, way.kept_from, way.kept_to)
-        )
-        rows = [each.index_select(0, leaving) for each in columns]
-        flat = [each.reshape(len(each), each.shape[1:].numel()).view(torch.uint8) for each in rows]
-        packed = torch.cat(flat, dim=1)
-        came = self.transport.all_to_all(packed, way.sent, way.received, self.axes)
-        found = []
-        sizes_bytes = [each.shape[1:].numel() * each.element_size() for each in columns]
-        for each, part in zip(columns, came.split(sizes_bytes, dim=1), strict=True):
-            found.append(out := torch.empty_like(each))
-            out.index_copy_(0, staying, each.index_select(0, stayed))
-            # As one row: of samples without bytes (a rank may have none of their tokens) torch views no
-            # matrix.
-            numbers = part.clone(memory_format=torch.contiguous_format).view(-1).view(each.dtype)
-            out.index_copy_(0, arriving, numbers.view(len(part), *each.shape[1:]))
-        return found
+    Returns:
+        Those of the samples that are here afterwards.
+    """
+    if way is None:
+        return list(columns)
+    device = columns[0].device
+    leaving, arriving, stayed, staying = (
+        on_device(numbers, device) for numbers in (way.leaving, way.arriving, way.kept_from, way.kept_to)
+    )
+    rows = [each.index_select(0, leaving) for each in columns]
+    flat = [each.reshape(len(each), each.shape[1:].numel()).view(torch.uint8) for each in rows]
+    packed = torch.cat(flat, dim=1)
+    came = context.transport(task).all_to_all(packed, way.sent, way.received, task.axes)
+    found = []
+    sizes_bytes = [each.shape[1:].numel() * each.element_size() for each in columns]
+    for each, part in zip(columns, came.split(sizes_bytes, dim=1), strict=True):
+        found.append(out := torch.empty_like(each))
+        out.index_copy_(0, staying, each.index_select(0, stayed))
+        # As one row: of samples without bytes (a rank may have none of their tokens) torch views no matrix.
+        numbers = part.clone(memory_format=torch.contiguous_format).view(-1).view(each.dtype)
+        out.index_copy_(0, arriving, numbers.view(len(part), *each.shape[1:]))
+    return found
 
 
 @handles(Op.SAMPLE_MOVE, F)
@@ -528,7 +517,9 @@ def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     marks = {"valid": known.valid_BL, "documents": known.keys.documents_BL}
     given = {name: each for name, each in marks.items() if each is not None}
     facts = (known.keys.sample_ids_B, known.labels_BL, *given.values())
-    taken = _ferry(context, task, inputs).take([*_by_sample(context, task, inputs, by_token), *facts])
+    homes: SampleHomes = inputs.one("homes")
+    columns = [*_by_sample(context, task, inputs, by_token), *facts]
+    taken = carry(context, task, homes.crossing, columns)
     ids_B, labels_BL, *others = taken[len(by_token) :]
     came_marks = dict(zip(given, others, strict=True))
     came = replace(
@@ -549,8 +540,9 @@ def sample_move_back(context: StepContext, task: Task, inputs: Inputs) -> Output
     """Return gradients of moved residual, weights and shared, on the ranks where these were computed."""
     grads = {role: inputs.all(f"d_{role}") for role in BESIDE_ROWS}
     given = {role: added(found) for role, found in grads.items() if found}
-    back = _ferry(context, task, inputs).back.take(_by_sample(context, task, inputs, given))
-    return _by_token(given, back)
+    way = inputs.one("homes").crossing
+    columns = _by_sample(context, task, inputs, given)
+    return _by_token(given, carry(context, task, None if way is None else way.back, columns))
 
 
 def _by_sample(
@@ -565,11 +557,6 @@ def _by_token(like: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> dict[str
     """Return tensors by token and role, as many as `like` has: the inverse of `_by_sample`."""
     pairs = zip(like, tensors[: len(like)], strict=True)
     return {role: each if role == "residual" else each.flatten(0, 1) for role, each in pairs}
-
-
-def _ferry(context: StepContext, task: Task, inputs: Inputs) -> Ferry:
-    homes: SampleHomes = inputs.one("homes")
-    return Ferry(homes.crossing, context.transports.of(task.lane, task.axes), task.axes)
 
 
 # ---- rows at their experts ---------------------------------------------------------------------------------

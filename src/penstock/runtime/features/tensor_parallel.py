@@ -6,9 +6,7 @@ L tokens, V vocabulary of this rank, P ranks that share attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +14,21 @@ from torch import Tensor
 from penstock.features.tensor_parallel import ops as tensor
 from penstock.graph import Phase, Task
 from penstock.ops import Op
-from penstock.runtime.batch import NO_LABEL, check_vocabulary
+from penstock.runtime.batch import NO_LABEL, check_vocabulary, part_of
 from penstock.runtime.endings import HiddenStates
-from penstock.runtime.handlers import AnySegment, Inputs, Outputs, StepContext, handles
-from penstock.runtime.ops import SavedRoute, added, microbatch, one_back, present, route, route_gradients
+from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
+from penstock.runtime.ops import (
+    SavedRoute,
+    added,
+    computes,
+    microbatch,
+    present,
+    route,
+    route_gradients,
+    segment_gradients,
+)
 from penstock.runtime.statistics import HeadSums, StepStatistics, in_pieces
-from penstock.runtime.transport import Transport, gathered, scattered
+from penstock.runtime.transport import gathered, scattered
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 Move = Callable[[StepContext, Task, Tensor], Tensor]
@@ -33,38 +40,33 @@ Move = Callable[[StepContext, Task, Tensor], Tensor]
 def gather(context: StepContext, task: Task, mine_BLM: Tensor) -> Tensor:
     """Gather the tokens of all ranks, [B, L, M], from each rank's part of every sample."""
     lengths = context.tensor.lengths(context.batch.tokens[microbatch(task)].shape[1])
-    return gathered(mine_BLM, lengths, _transport(context, task), task.axes)
+    return gathered(mine_BLM, lengths, context.transport(task), task.axes)
 
 
 def scatter(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
     """Return the sum over ranks of this rank's part of every sample's tokens."""
     lengths = context.tensor.lengths(all_BLM.shape[1])
-    return scattered(all_BLM, lengths, context.tensor.rank, _transport(context, task), task.axes)
+    return scattered(all_BLM, lengths, context.tensor.rank, context.transport(task), task.axes)
 
 
 def reduce(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
     """Return the sum over ranks, on all of them."""
     total_BLM = all_BLM.clone(memory_format=torch.contiguous_format)
-    _transport(context, task).all_reduce(total_BLM, task.axes)
+    context.transport(task).all_reduce(total_BLM, task.axes)
     return total_BLM
 
 
 def keep(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
     """Return this rank's part of every sample's tokens, all of which every rank has."""
     del task
-    lengths = context.tensor.lengths(all_BLM.shape[1])
-    first = sum(lengths[: context.tensor.rank])
-    return all_BLM[:, first : first + lengths[context.tensor.rank]].contiguous()
+    here = part_of(all_BLM.shape[1], context.tensor.rank, context.tensor.size)
+    return all_BLM[:, here].contiguous()
 
 
 def unchanged(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
     """Return tokens unchanged."""
     del context, task
     return all_BLM
-
-
-def _transport(context: StepContext, task: Task) -> Transport:
-    return context.transports.of(task.lane, task.axes)
 
 
 def _moves(role: str, op: str, forward: Move, backward: Move, also: str = "") -> None:
@@ -117,28 +119,18 @@ def gathered_tokens_backward(context: StepContext, task: Task, inputs: Inputs) -
 def choices(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return choices: summed over the ranks that share every sample's tokens, [B, E]."""
     total_BE = inputs.one("choices").clone()
-    _transport(context, task).all_reduce(total_BE, task.axes)
+    context.transport(task).all_reduce(total_BE, task.axes)
     return {"choices": total_BE}
 
 
 # ---- computing on shards -----------------------------------------------------------------------------------
 
 
-@handles(Op.HEADS, F)
-def heads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+@computes(Op.HEADS, ("hidden",), ("attended",))
+def heads(context: StepContext, task: Task, inputs: Inputs, h_BLM: Tensor) -> Sequence[Tensor]:
     """Return attended: what this rank's heads add, [B, L, M] of all tokens."""
     block, keys = context.layers[task.layer].block, context.metadata_of(task, inputs).keys
-    segment = context.segment()
-    (h_BLM,) = segment.enter(inputs.one("hidden"))
-    with context.autocast():
-        (attended_BLM,) = segment.leave(block.mix(h_BLM, keys))
-    return {"attended": attended_BLM, "saved": segment}
-
-
-@handles(Op.HEADS, B)
-def heads_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return hidden: what this rank's heads add to the gradient of all tokens."""
-    return one_back("hidden", "attended", context, task, inputs)
+    return (block.mix(h_BLM, keys),)
 
 
 @handles(Op.GATE, F)
@@ -161,68 +153,36 @@ def gate_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     return {"hidden": present(h_BLM, task), "attended": present(attended_BLM, task)}
 
 
-@handles(Op.DENSE_NORM, F)
-def dense_norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+@computes(Op.DENSE_NORM, ("hidden", "attended"), ("residual", "tokens"))
+def dense_norm(
+    context: StepContext, task: Task, inputs: Inputs, h_BLM: Tensor, attended_BLM: Tensor
+) -> Sequence[Tensor]:
     """Return residual, tokens: the residual stream after attention and its norm, [B, L, M]."""
     block, keys = context.layers[task.layer].block, context.metadata_of(task, inputs).keys
-    segment = context.segment()
-    h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
-    with context.autocast():
-        residual_BLM, x_TM = block.settle(h_BLM, attended_BLM, keys)
-        residual_BLM, x_BLM = segment.leave(residual_BLM, x_TM.view_as(residual_BLM))
-    return {"residual": residual_BLM, "tokens": x_BLM, "saved": segment}
+    residual_BLM, x_TM = block.settle(h_BLM, attended_BLM, keys)
+    return residual_BLM, x_TM.view_as(residual_BLM)
 
 
-@handles(Op.DENSE_NORM, B)
-def dense_norm_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return gradients of the residual stream before attention, and of what attention added to it."""
-    del context
-    segment: AnySegment = inputs.one("saved")
-    h_BLM, attended_BLM = segment.backward([inputs.one("d_residual"), inputs.one("d_tokens")])
-    return {"hidden": present(h_BLM, task), "attended": present(attended_BLM, task)}
-
-
-@handles(Op.DENSE, F)
-def dense(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+@computes(Op.DENSE, ("tokens",), ("out",))
+def dense(context: StepContext, task: Task, inputs: Inputs, x_BLM: Tensor) -> Sequence[Tensor]:
     """Return out: what this rank's part of the hidden width adds, [B, L, M] of all tokens."""
-    block = context.layers[task.layer].block
-    segment = context.segment()
-    (x_BLM,) = segment.enter(inputs.one("tokens"))
-    with context.autocast():
-        (out_BLM,) = segment.leave(block.dense(x_BLM.flatten(0, 1)).view_as(x_BLM))
-    return {"out": out_BLM, "saved": segment}
+    del inputs
+    return (context.layers[task.layer].block.dense(x_BLM.flatten(0, 1)).view_as(x_BLM),)
 
 
-@handles(Op.DENSE, B)
-def dense_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return tokens: what this rank's part adds to the gradient of tokens."""
-    return one_back("tokens", "out", context, task, inputs)
-
-
-@handles(Op.DENSE_ADD, F)
-def dense_add(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+@computes(Op.DENSE_ADD, ("residual", "out"), ("hidden",))
+def dense_add(
+    context: StepContext, task: Task, inputs: Inputs, residual_BLM: Tensor, out_BLM: Tensor
+) -> Sequence[Tensor]:
     """Return hidden: what leaves the block."""
     block, keys = context.layers[task.layer].block, context.metadata_of(task, inputs).keys
-    segment = context.segment()
-    residual_BLM, out_BLM = segment.enter(inputs.one("residual"), inputs.one("out"))
-    with context.autocast():
-        (h_BLM,) = segment.leave(block.add(residual_BLM, out_BLM.flatten(0, 1), keys))
-    return {"hidden": h_BLM, "saved": segment}
-
-
-@handles(Op.DENSE_ADD, B)
-def dense_add_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return gradients of the residual stream and of what is added to it."""
-    del context
-    segment: AnySegment = inputs.one("saved")
-    residual_BLM, out_BLM = segment.backward([added(inputs.all("d_hidden"))])
-    return {"residual": present(residual_BLM, task), "out": present(out_BLM, task)}
+    return (block.add(residual_BLM, out_BLM.flatten(0, 1), keys),)
 
 
 # ---- the head, of which every rank has a shard of the vocabulary -------------------------------------------
 
 
-def _shards(context: StepContext) -> SharedHead:
+def _shards(context: StepContext) -> HiddenStates | LossOverShards:
     """Return what stands for the ending's `forward` and `backward` where ranks share the vocabulary."""
     ending = context.ending
     return ending if isinstance(ending, HiddenStates) else LossOverShards()
@@ -245,7 +205,7 @@ def peaks(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return peaks: those of every rank, [P, T, 3]."""
     mine_T3: Tensor = inputs.one("peaks")
     size = context.tensor.size
-    found = _transport(context, task).all_gather(mine_T3.unsqueeze(0), [1] * size, task.axes)
+    found = context.transport(task).all_gather(mine_T3.unsqueeze(0), [1] * size, task.axes)
     return {"peaks": found}
 
 
@@ -266,66 +226,17 @@ def loss_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 
 # ---- the loss of labels where every rank has a shard of the vocabulary: logits stay where they are made
-#
-# Shapes: B samples, L tokens per sample (of all ranks that share them), M hidden size, T = B * L tokens, V
-# vocabulary of this rank, P ranks that share attention.
-
-
-@dataclass(frozen=True)
-class ShardLogits:
-    """Logits over this rank's vocabulary.
-
-    Attributes:
-        mine_T: The label's place in this rank's vocabulary, -1 where it is another rank's or counts for
-            nothing.
-    """
-
-    logits_TV: Tensor
-    mine_T: Tensor
-
-
-@dataclass(frozen=True)
-class SavedLoss:
-    """The forward values that the backward of the loss needs.
-
-    Attributes:
-        total_T: Logarithm of the sum of all exponentials.
-        counts_T: Whether a token has a label.
-    """
-
-    shard: ShardLogits
-    total_T: Tensor
-    counts_T: Tensor
-
-
-class SharedHead(Protocol):
-    """What happens at the head where every rank has a shard of the vocabulary, and all tokens."""
-
-    def logits(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return logits, for `loss`; peaks, which all ranks exchange, of one shape; and what is saved."""
-        ...
-
-    def logits_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return hidden: a gradient of all tokens, of which the sum over ranks is taken."""
-        ...
-
-    def loss(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return loss: sums of a microbatch; and what is saved."""
-        ...
-
-    def loss_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return logits: their gradient, for `logits_backward`."""
-        ...
 
 
 class LossOverShards:
     """Makes the loss of what all shards know of a token's logits."""
 
     def logits(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-        """Return logits: those of this rank's vocabulary; peaks: [T, 3] float64 or float32.
+        """Return logits: those of this rank's vocabulary, [T, V], and every label's place in it, [T].
 
-        They are what others must know of every token: the largest logit here, the sum of exponentials
-        relative to it, and the label's logit if it is here (else 0).
+        The place is -1 where the label is another rank's or counts for nothing. And peaks, [T, 3] float64 or
+        float32: what others must know of every token, which is the largest logit here, the sum of
+        exponentials relative to it, and the label's logit if it is here (else 0).
         """
         parts = context.parts
         segment = context.segment()
@@ -343,11 +254,12 @@ class LossOverShards:
             sums_T = (precise_TV - most_T.unsqueeze(1)).exp().sum(dim=1)
             label_T = precise_TV.gather(1, part_T.clamp(min=0).unsqueeze(1)).squeeze(1) * (part_T >= 0)
             peaks.append(torch.stack([most_T, sums_T, label_T], dim=1))
-        return {"logits": ShardLogits(logits_TV, mine_T), "peaks": torch.cat(peaks), "saved": segment}
+        return {"logits": (logits_TV, mine_T), "peaks": torch.cat(peaks), "saved": segment}
 
     def logits_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return hidden: what this rank's vocabulary adds to the gradient of all tokens."""
-        return one_back("hidden", "logits", context, task, inputs)
+        del context
+        return segment_gradients(("hidden",), ("logits",), task, inputs)
 
     def loss(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return loss: sums of a microbatch."""
@@ -359,19 +271,18 @@ class LossOverShards:
         counts_T = labels_T >= 0
         loss = ((total_T - labelled_PT.sum(dim=0)) * counts_T).sum()
         sums = HeadSums(loss, counts_T.sum(), known.num_tokens())
-        return {"loss": sums, "saved": SavedLoss(inputs.one("logits"), total_T, counts_T)}
+        return {"loss": sums, "saved": (*inputs.one("logits"), total_T, counts_T)}
 
     def loss_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return logits: their gradient, probability minus one for the label, [T, V]."""
         del task
         statistics: StepStatistics = inputs.one("d_loss")
-        saved: SavedLoss = inputs.one("saved")
-        logits_TV, mine_T = saved.shard.logits_TV, saved.shard.mine_T
-        slope = (context.slopes.loss / statistics.valid).to(saved.total_T.dtype)
+        logits_TV, mine_T, total_T, counts_T = inputs.one("saved")
+        slope = (context.slopes.loss / statistics.valid).to(total_T.dtype)
         grad_TV = torch.empty_like(logits_TV)
-        parts = in_pieces(logits_TV, mine_T, saved.total_T, saved.counts_T * slope, grad_TV)
-        for part_TV, place_T, total_T, slope_T, out_TV in parts:
-            slope_TV = (_precise(part_TV) - total_T.unsqueeze(1)).exp_()
+        parts = in_pieces(logits_TV, mine_T, total_T, counts_T * slope, grad_TV)
+        for part_TV, place_T, sum_T, slope_T, out_TV in parts:
+            slope_TV = (_precise(part_TV) - sum_T.unsqueeze(1)).exp_()
             here_T1 = (place_T >= 0).to(slope_TV).unsqueeze(1)  # without asking the device which these are
             slope_TV.scatter_add_(1, place_T.clamp(min=0).unsqueeze(1), -here_T1)
             out_TV.copy_(slope_TV.mul_(slope_T.unsqueeze(1)))

@@ -23,7 +23,6 @@ from penstock.train.checkpoint import Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state
 from penstock.train.run_state import DecoderNaming, read_steps, take_steps
 from penstock.train.run_state import state_of as tensors_of
-from tests.runtime.features.expert_replicas.test_moving import small
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.checkpoints import CASE, IDENTITY, bare, check_equal, state_of, train
 from tests.support.close import check_close
@@ -227,38 +226,6 @@ def test_a_group_with_replicas_goes_on_though_another_has_none(ranks: Pools, tmp
     assert ranks(4).run(one_group_again, tmp_path) == [True] * 4
 
 
-def gone_on(rank: int, folder: Path) -> tuple[list[float], list[float], bool]:
-    """Losses of two more steps of a run whose replicas are planned, as it is and as it was saved."""
-    hosts = replace(REPLICAS_OF_ALL, moving=small(2, "least_loaded"))
-    tokens, labels = batch_of(STEP)
-    mine = STEP.mine(rank)
-
-    def steps(run: Checkpoints) -> list[float]:
-        losses = []
-        for _ in range(2):
-            run.optimizer.zero_grad()
-            loss = run.stack(tokens[mine], labels[mine], torch.arange(len(tokens))[mine])
-            loss.backward()
-            run.optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    going, fresh = (checkpoints(stack_with_replicas(rank, STEP, hosts), folder) for _ in range(2))
-    steps(going)
-    path = going.save(2)
-    fresh.load(path)
-    plans = going.stack.of(ExpertReplicas).manager.plans
-    assert fresh.stack.of(ExpertReplicas).manager.plans == plans
-    return steps(going), steps(fresh), all(replication.is_empty for replication in plans.made)
-
-
-def test_planned_replicas_are_kept_and_losses_are_what_they_would_have_been(
-    ranks: Pools, tmp_path: Path
-) -> None:
-    for going, fresh, empty in ranks(2).run(gone_on, tmp_path):
-        assert going == fresh and not empty
-
-
 @pytest.mark.parametrize("replicas", [{"a": 1}, [{"age_steps": 0}], [[]], 3, ["{}"]])
 def test_nonsense_about_replicas_is_damage(replicas: object) -> None:
     stack = stack_with_replicas(0, CASE, REPLICAS_OF_ALL)
@@ -367,7 +334,7 @@ def test_a_room_that_comes_back_from_a_step_of_an_earlier_plan_is_not_lent_again
     under_way = host.lend(layers)
     host.open(layers, replace(shape, replica_slots=2))
     host.take_back(under_way)
-    slots = {room.replicas.num_local_experts for room in host.lend(layers).rooms if room is not None}
+    slots = {each.room.replicas.num_local_experts for each in host.lend(layers).replicas if each is not None}
     assert slots == {2}
 
 

@@ -64,7 +64,7 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         PlacementError: If premises differ.
     """
     numbers: Numbers = inputs.one("replications")
-    transport, device = context.transports.of(task.lane, task.axes), context.marks.device
+    transport, device = context.transport(task), context.marks.device
     manager, size = context.of(StepReplicas).manager, transport.size(task.axes)
     premise = manager.premise
     mine = on_device([[premise, len(numbers)]], device)
@@ -87,7 +87,7 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 def _piece(context: StepContext, task: Task) -> Piece:
     assert task.piece is not None, task
-    return Piece(task.piece, task.cut.parts, context.transports.of(task.lane, task.axes), task.axes)
+    return Piece(task.piece, task.cut.parts, context.transport(task), task.axes)
 
 
 # ---- replicas in a stack -----------------------------------------------------------------------------------

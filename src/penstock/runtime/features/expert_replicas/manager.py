@@ -21,7 +21,7 @@ from penstock.moe.experts import Experts, Spread, slots_with_replicas
 from penstock.placement import Replication
 from penstock.routing.replicas import ExactSplit
 from penstock.routing.sizes import Ints
-from penstock.runtime.features.expert_replicas.replicas import LayerReplicas, Trip
+from penstock.runtime.features.expert_replicas.replicas import LayerReplicas, Room, Trip
 from penstock.runtime.handlers import StepContext
 from penstock.runtime.machinery import StepFeature
 from penstock.runtime.statistics import Loads
@@ -171,7 +171,6 @@ Replications = tuple[Replication | None, ...]
 """By layer; None for a dense layer."""
 MOST_FREE = 1
 """Rooms kept for the next step; several steps that run at once make their own."""
-Kinds = tuple[tuple[str, torch.dtype, torch.device, torch.Size, bool], ...]
 
 
 @dataclass(frozen=True)
@@ -182,32 +181,6 @@ class LayerReplication:
     trip: Trip
     spread: Spread | None
     split: ExactSplit | None
-
-
-@dataclass(frozen=True)
-class Room:
-    """Experts of one layer whose parameters are brought.
-
-    Attributes:
-        own: The layer's experts that they are like.
-    """
-
-    own: Experts
-    kinds: Kinds
-    replicas: Experts
-
-    @staticmethod
-    def like(own: Experts, slots: int) -> Room:
-        """Make a new room with `slots` slots. Later steps use it, too, and lanes fill it on threads of their
-        own, so its tensors are ordinary ones even where the step that needs it is in inference mode."""
-        with torch.inference_mode(mode=False):
-            return Room(own, kinds_of(own), own.replicas(slots))
-
-    def fits(self, own: Experts, slots: int) -> bool:
-        """Return whether the room has `slots` slots and still matches the layer's experts, which may have
-        been exchanged or converted."""
-        same = self.own is own and self.kinds == kinds_of(own)
-        return same and self.replicas.num_local_experts == slots
 
 
 @dataclass
@@ -221,7 +194,6 @@ class StepReplicas(StepFeature):
     manager: ReplicaManager
     layers: Layers
     replicas: tuple[LayerReplicas | None, ...]
-    rooms: tuple[Room | None, ...]
     replications: Replications = ()
     next_plans: Later[Plans] | Plans | None = None
 
@@ -267,6 +239,7 @@ class ReplicaManager:
 
     Attributes:
         moving: How replicas are planned; None: the replication stays until `use` is called.
+        plans: The replications of MoE layers, including planned ones that are not used as they would not pay.
     """
 
     def __init__(self, layout: Layout, device: torch.device, moving: ExpertMoving | None = None) -> None:
@@ -274,7 +247,7 @@ class ReplicaManager:
         self._in_use: tuple[LayerReplication | None, ...] = ()
         self._splits: tuple[bool, ...] = ()
         self._free: list[tuple[Room | None, ...]] = []
-        self._plans = Plans.none(())
+        self.plans = Plans.none(())
 
     @property
     def replications(self) -> Replications:
@@ -284,15 +257,10 @@ class ReplicaManager:
             for layer_replication in self._in_use
         )
 
-    @property
-    def plans(self) -> Plans:
-        """The replications of MoE layers, including planned ones that are not used as they would not pay."""
-        return self._plans
-
     def copy(self) -> ReplicaManager:
         """Return a manager with the same replications, for a copy of the layers."""
         found = ReplicaManager(self._layout, self._device, self.moving)
-        found._in_use, found._splits, found._plans = self._in_use, self._splits, self._plans
+        found._in_use, found._splits, found.plans = self._in_use, self._splits, self.plans
         return found
 
     def open(self, layers: Layers, shape: StepShape) -> None:
@@ -316,7 +284,7 @@ class ReplicaManager:
             slots = shape.replica_slots
             self.use(tuple(None if at is None else Replication.none(at.placement, slots) for at in layers))
         else:
-            self._in_use, self._plans = (), Plans.none(())
+            self._in_use, self.plans = (), Plans.none(())
 
     def use(self, replications: Replications) -> None:
         """Use these replications from the next forward pass on."""
@@ -333,7 +301,7 @@ class ReplicaManager:
                 spread = Spread(at.splits[layout.ep_rank], self._device)
                 in_use.append(LayerReplication(at, trip, spread, None))
         self._in_use = tuple(in_use)
-        self._plans = Plans.none([replication for replication in replications if replication is not None])
+        self.plans = Plans.none([replication for replication in replications if replication is not None])
 
     def plan(self, loads_PYE: Tensor) -> Numbers:
         """Return the replications after a step with these loads of all ranks: this rank's share of the
@@ -345,21 +313,21 @@ class ReplicaManager:
             return numbers_of((), ())
         layout, (place, places) = self._layout, self._planners
         loads_YPE = loads_of_group(loads_PYE.cpu().numpy(), layout.mesh, layout.rank)
-        share = self._plans.share(loads_YPE, self.moving, place, places)
+        share = self.plans.share(loads_YPE, self.moving, place, places)
         return numbers_of(share, self._known_of(place))
 
     def joined(self, told: Sequence[Numbers]) -> Plans:
         """Return the plans joined from what all ranks that exchange rows have found, by place."""
         if self.moving is None:
-            return self._plans
+            return self.plans
         shares = [share_of(numbers, self._known_of(place)) for place, numbers in enumerate(told)]
-        return self._plans.joined(shares, self.moving)
+        return self.plans.joined(shares, self.moving)
 
     @property
     def premise(self) -> int:
         """A hash, of 8 bytes, of what ranks must agree on before each plans its layers."""
         how = "nobody" if self.moving is None else self.moving.name
-        found = hashlib.blake2b(f"{self._plans.hash64} {self._plans.age_steps} {how}".encode(), digest_size=8)
+        found = hashlib.blake2b(f"{self.plans.hash64} {self.plans.age_steps} {how}".encode(), digest_size=8)
         return int.from_bytes(found.digest(), signed=True)
 
     @property
@@ -370,17 +338,17 @@ class ReplicaManager:
 
     def _known_of(self, place: int) -> list[Replication]:
         """Return the earlier plans of the layers that one of these ranks plans."""
-        return [self._plans.made[y] for y in self._plans.layers_of(place, self._planners[1])]
+        return [self.plans.made[y] for y in self.plans.layers_of(place, self._planners[1])]
 
     def follow(self, plans: Plans) -> None:
         """Use what was planned, the same on all ranks, from the next forward pass on."""
-        if plans is self._plans or not self._in_use:
+        if plans is self.plans or not self._in_use:
             return
         found = iter(plans.replications)
         self.use(
             tuple(None if layer_replication is None else next(found) for layer_replication in self._in_use)
         )
-        self._plans = plans
+        self.plans = plans
 
     def lend(self, layers: Layers) -> StepReplicas:
         """Return the replicas for one step.
@@ -389,38 +357,31 @@ class ReplicaManager:
             ValueError: For an expert with a gradient hook.
         """
         if not self._in_use:
-            return StepReplicas(self, (), (), ())
+            return StepReplicas(self, (), ())
         free = self._free.pop() if self._free else (None,) * len(layers)
-        rooms: list[Room | None] = []
         replicas: list[LayerReplicas | None] = []
-        for layer, layer_replication, room in zip(layers, self._in_use, free, strict=True):
-            if layer is None or layer_replication is None:
-                rooms.append(None)
+        for layer, planned, room in zip(layers, self._in_use, free, strict=True):
+            if layer is None or planned is None:
                 replicas.append(None)
                 continue
-            own, replication = layer.experts, layer_replication.replication
+            own, replication = layer.experts, planned.replication
             check_no_hooks(own)
             if room is None or not room.fits(own, replication.replica_slots):
                 room = Room.like(own, replication.replica_slots)  # noqa: PLW2901
             expert_slots = slots_with_replicas(
-                own, room.replicas, layer.permutation, replication, layer_replication.spread
+                own, room.replicas, layer.permutation, replication, planned.spread
             )
-            rooms.append(room)
-            replicas.append(
-                LayerReplicas(
-                    layer_replication.trip, own, room.replicas, expert_slots, layer_replication.split
-                )
-            )
-        return StepReplicas(self, layers, tuple(replicas), tuple(rooms), self.replications)
+            replicas.append(LayerReplicas(planned.trip, room, expert_slots, planned.split))
+        return StepReplicas(self, layers, tuple(replicas), self.replications)
 
     def take_back(self, step_replicas: StepReplicas) -> None:
         """Take back the rooms of a step that is over, so that another may have them."""
-        if not step_replicas.rooms or len(self._free) >= MOST_FREE:
+        if not step_replicas.replicas or len(self._free) >= MOST_FREE:
             return
         for replicas in step_replicas.replicas:
             if replicas is not None:
                 replicas.forget()
-        self._free.append(step_replicas.rooms)
+        self._free.append(tuple(r.room if r else None for r in step_replicas.replicas))
 
 
 def splits_exactly(layer: MoELayer | None, shape: StepShape) -> bool:
@@ -432,11 +393,6 @@ def splits_exactly(layer: MoELayer | None, shape: StepShape) -> bool:
     if layer is None or shape.moves_samples:
         return False
     return shape.expert_form in ("gather", "s1") and not layer.permutation.row_counts
-
-
-def kinds_of(experts: Experts) -> Kinds:
-    """Return what replicas must match: names, types, devices, shapes and trainability of parameters."""
-    return tuple((n, p.dtype, p.device, p.shape, p.requires_grad) for n, p in experts.named_parameters())
 
 
 def check_no_hooks(experts: Experts) -> None:

@@ -84,19 +84,51 @@ class Piece:
         return found
 
 
+Kinds = tuple[tuple[str, torch.dtype, torch.device, torch.Size, bool], ...]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Experts of one layer whose parameters are brought.
+
+    Attributes:
+        own: The layer's experts that they are like.
+    """
+
+    own: Experts
+    kinds: Kinds
+    replicas: Experts
+
+    @staticmethod
+    def like(own: Experts, slots: int) -> Room:
+        """Make a new room with `slots` slots. Later steps use it, too, and lanes fill it on threads of their
+        own, so its tensors are ordinary ones even where the step that needs it is in inference mode."""
+        with torch.inference_mode(mode=False):
+            return Room(own, kinds_of(own), own.replicas(slots))
+
+    def fits(self, own: Experts, slots: int) -> bool:
+        """Return whether the room has `slots` slots and still matches the layer's experts, which may have
+        been exchanged or converted."""
+        same = self.own is own and self.kinds == kinds_of(own)
+        return same and self.replicas.num_local_experts == slots
+
+
+def kinds_of(experts: Experts) -> Kinds:
+    """Return what replicas must match: names, types, devices, shapes and trainability of parameters."""
+    return tuple((n, p.dtype, p.device, p.shape, p.requires_grad) for n, p in experts.named_parameters())
+
+
 @dataclass(frozen=True)
 class LayerReplicas:
     """Replicas of one rank in one layer of one step.
 
     Attributes:
-        own: The layer's experts.
-        replicas: Room for other ranks' experts.
+        room: The layer's experts, and room for other ranks'.
         split: Whose rows the replicas compute, where that is settled by the step's own counts.
     """
 
     trip: Trip
-    own: Experts
-    replicas: Experts
+    room: Room
     expert_slots: SlotsWithReplicas
     split: ExactSplit | None = None
 
@@ -119,16 +151,16 @@ class LayerReplicas:
     @cached_property
     def _parameters(self) -> tuple[Sequence[Flats], Sequence[Flats]]:
         """The parameters of own experts and of replicas, looked up for the first piece."""
-        return _by_slot(self.own, lambda p: p), _by_slot(self.replicas, lambda p: p)
+        return _by_slot(self.room.own, lambda p: p), _by_slot(self.room.replicas, lambda p: p)
 
     @cached_property
     def _gradients(self) -> tuple[Sequence[Flats], Sequence[Flats]]:
         """The gradients of own experts and of replicas, after the last task that adds to them."""
-        return _by_slot(self.own, _kept), _by_slot(self.replicas, _left)
+        return _by_slot(self.room.own, _kept), _by_slot(self.room.replicas, _left)
 
     def forget(self) -> None:
         """Drop the gradients, which their owners have now."""
-        for parameter in self.replicas.parameters():
+        for parameter in self.room.replicas.parameters():
             parameter.grad = None
 
 

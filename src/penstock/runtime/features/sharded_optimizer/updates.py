@@ -36,15 +36,14 @@ def group_numbers(groups: Groups) -> dict[int, int]:
 def refuse_left_out(buckets: Buckets, groups: Groups, name_of: Callable[[nn.Parameter], str]) -> None:
     """Raise RuntimeError if a step would sum gradients of a parameter that is in no group."""
     known = group_numbers(groups)
-    for bucket in buckets.all:
-        for parameter in (p for flat in bucket.flats for p in flat.parameters):
-            if id(parameter) not in known:
-                raise RuntimeError(
-                    f"{name_of(parameter)} is trained and in no group of the ShardedAdamW, and no other "
-                    "optimizer can update it, since its gradient is summed in shares: give it to "
-                    "optimizer.add_param_group, freeze it (requires_grad_(False)) before the forward pass, "
-                    "or use optimizer.zero_stage=0"
-                )
+    for parameter in (p for flat in buckets.all for p in flat.parameters):
+        if id(parameter) not in known:
+            raise RuntimeError(
+                f"{name_of(parameter)} is trained and in no group of the ShardedAdamW, and no other "
+                "optimizer can update it, since its gradient is summed in shares: give it to "
+                "optimizer.add_param_group, freeze it (requires_grad_(False)) before the forward pass, "
+                "or use optimizer.zero_stage=0"
+            )
 
 
 LOST_SUMS = (
@@ -168,9 +167,9 @@ class Updates:
             return
         made: Shares = {}
         for kind in GRADIENT_KINDS:
-            for layer, bucket in enumerate(buckets.of(kind)):
+            for layer, bucket in enumerate(buckets.by_kind[kind]):
                 parts = shape.parts_of(layer, kind) or (1,)
-                made[kind, layer] = [self._share(kind, flat, parts) for flat in bucket.flats]
+                made[kind, layer] = [self._share(kind, flat, parts) for flat in bucket]
         # A share for each parameter that the optimiser still has and no step trains now.
         trained = {id(p) for shares in made.values() for each in shares for p in each.flat.parameters}
         asleep: Shares = {}
@@ -194,7 +193,7 @@ class Updates:
         """
         pairs: list[tuple[Share, FlatGradients]] = []
         for (kind, layer), shares in self._shares.items():
-            flats = buckets.of(kind)[layer].flats
+            flats = buckets.by_kind[kind][layer]
             if len(flats) != len(shares):
                 return False
             pairs.extend(zip(shares, flats, strict=True))
@@ -484,7 +483,6 @@ class StepUpdates(StepFeature):
         self.updates.begin(buckets, self.shape, self.changes)
 
     def end(self, context: StepContext, graph: Graph) -> None:
-        assert context.total is not None, "backward follows forward"
         self.updates.end(graph, context.total.loss)
 
     def failed(self, *, begun: bool) -> str:
@@ -546,7 +544,7 @@ class ShardedUpdates(StackFeature):
 def scatter(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Sum a piece of a layer's gradients; this rank has its share of the sum."""
     del inputs  # the gradients are in the bucket; the edges say that they are complete
-    context.of(Updates).scatter(task, context.transports.of(task.lane, task.axes))
+    context.of(Updates).scatter(task, context.transport(task))
     return NOTHING
 
 
@@ -555,9 +553,7 @@ def norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Take the norm of all gradients, in a backward pass after which parameters change."""
     del inputs
     if context.of(Updates).in_backward:
-        assert context.total is not None, "backward follows forward"
-        transport = context.transports.of(task.lane, task.axes)
-        context.of(Updates).judge(task, transport, context.total.loss)
+        context.of(Updates).judge(task, context.transport(task), context.total.loss)
     return NOTHING
 
 
@@ -565,7 +561,6 @@ def norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Run AdamW on this rank's share of a piece. Without a norm to wait for, only the loss may refuse it."""
     if context.of(Updates).in_backward:
-        assert context.total is not None, "backward follows forward"
         context.of(Updates).update(task, None if "scale" in inputs else context.total.loss)
     return NOTHING
 
@@ -576,7 +571,7 @@ def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     del inputs
     updates = context.maybe(Updates)
     if updates is not None and updates.waits(task):
-        updates.gather(task, context.transports.of(task.lane, task.axes))
+        updates.gather(task, context.transport(task))
     return {"parameters": None}
 
 
@@ -585,5 +580,5 @@ def gather_at_once(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Gather a piece of parameters from their owners, in a backward pass after which parameters change."""
     del inputs
     if context.of(Updates).in_backward:
-        context.of(Updates).gather(task, context.transports.of(task.lane, task.axes))
+        context.of(Updates).gather(task, context.transport(task))
     return NOTHING
