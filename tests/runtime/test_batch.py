@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from penstock.runtime.batch import SampleNumbers
 from penstock.topology import Layout
@@ -129,23 +128,3 @@ def told_too_little(rank: int, step: Case) -> str:
 
 def test_a_largest_batch_that_is_too_small_is_refused(ranks: Pools) -> None:
     ranks(2).run(told_too_little, uneven("softmax", "index", "flowmoe", (3, 3), 2))
-
-
-ZEROS = torch.zeros(3, 5, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "labels"),
-    [
-        (ZEROS[0], ZEROS[0]),
-        (ZEROS, ZEROS[:, :4]),
-        (ZEROS, ZEROS[:2]),
-        (ZEROS, ZEROS.int()),
-        (ZEROS.double(), ZEROS),
-    ],
-)
-def test_tokens_and_labels_of_other_shapes_and_types_are_refused(tokens: Tensor, labels: Tensor) -> None:
-    """By the rank that was given them, before anything is sent."""
-    stack = stack_of(0, uneven("softmax", "sort", "flowmoe", (3,), 2))
-    with pytest.raises(ValueError, match="tokens and labels must both be"):
-        stack(tokens, labels)

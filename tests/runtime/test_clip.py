@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import penstock
 from penstock import ExpertParallel, clip_grad_norm_, expert_parameters, ignore_experts
+from penstock.runtime.clip import ExpertRanks, mark_experts
+from penstock.runtime.groups import LocalTransport
+from penstock.topology import Layout
 from tests.support.exchange import (
     EXPERTS,
     Case,
@@ -149,22 +151,6 @@ def test_names_instead_of_parameters() -> None:
 # Several ranks; steps with clipping are in tests/runtime/expert_parallel/test_exchange.py
 
 
-def torch_norm(rank: int) -> tuple[float, float]:
-    case = Case(world=2)
-    model = DistributedDataParallel(ignore_experts(model_of(case, exchange_of(None, None))))
-    rank_loss(model, batch(case, 0, rank)).backward()
-    ours = float(clip_grad_norm_(model, math.inf))
-    return ours, float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf))
-
-
-@pytest.mark.slow
-def test_torchs_own_norm_is_another_one_on_every_rank(ranks: Pools) -> None:
-    """Which is what this function is for."""
-    (first, wrong), (second, also_wrong) = ranks(2).run(torch_norm)
-    assert first == second
-    assert len({first, wrong, also_wrong}) == 3
-
-
 def frozen_on_one_rank(rank: int) -> list[float]:
     """Experts of rank 1 are frozen, those of rank 0 are not: rank 1 takes part all the same."""
     case = Case(world=2)
@@ -183,38 +169,6 @@ def test_experts_frozen_on_one_rank(ranks: Pools) -> None:
     (norm, first, rest), (other, second, _) = ranks(2).run(frozen_on_one_rank)
     assert norm == other == pytest.approx(math.sqrt(first + rest), rel=1e-12)
     assert first > 0 and second == 0
-
-
-def not_averaged(rank: int) -> str:
-    case = Case(world=2)
-    model = DistributedDataParallel(ignore_experts(model_of(case, exchange_of(None, None))))
-    with model.no_sync():
-        rank_loss(model, batch(case, 0, rank)).backward()
-    with pytest.raises(RuntimeError) as caught:
-        clip_grad_norm_(model, 1.0)
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_gradients_that_have_not_been_averaged(ranks: Pools) -> None:
-    for message in ranks(2).run(not_averaged):
-        assert "gradients of parameters that all ranks hold differ" in message and "no_sync" in message
-
-
-def broken_on_one_rank(rank: int) -> float:
-    """A gradient that all share is not finite on rank 1 alone."""
-    case = Case(world=2)
-    model = model_of(case, exchange_of(None, None))
-    wrapped = DistributedDataParallel(ignore_experts(model))
-    rank_loss(wrapped, batch(case, 0, rank)).backward()
-    if rank == 1:
-        model[0].bias.grad.fill_(math.nan)  # type: ignore[union-attr, operator]  # a Linear with a gradient
-    return float(clip_grad_norm_(model, math.inf))
-
-
-@pytest.mark.slow
-def test_all_ranks_hear_of_what_is_not_finite_on_one(ranks: Pools) -> None:
-    assert all(math.isnan(norm) for norm in ranks(2).run(broken_on_one_rank))
 
 
 def called_by_one_rank(rank: int) -> str:
@@ -239,26 +193,15 @@ def test_a_rank_that_does_not_call_it_ends_in_a_sentence(ranks: Pools) -> None:
     assert "Every rank must call it" in message
 
 
-def through_a_file(rank: int) -> str:
+def test_an_expert_of_unknown_ranks_is_refused() -> None:
     """A parameter read from a file knows that it is an expert's, and not where."""
-    del rank
-    model = model_of(Case(world=2), exchange_of(None, None))
-    file = io.BytesIO()
-    torch.save(list(model.layer.experts.parameters()), file)
+    file, parameters = io.BytesIO(), parameters_of((2, 3))
+    layout = Layout(world_size=2, ep_size=2, rank=0)
+    mark_experts(parameters, ExpertRanks(layout, LocalTransport(), torch.device("cpu")))
+    torch.save(parameters, file)
     file.seek(0)
-    with pytest.raises(ValueError, match="allreduce = False") as caught:
+    with pytest.raises(ValueError, match="pass the module"):
         clip_grad_norm_(torch.load(file, weights_only=True), 1.0)
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_an_expert_of_unknown_ranks_is_refused(ranks: Pools) -> None:
-    assert all("pass the module" in message for message in ranks(2).run(through_a_file))
-
-
-def test_the_names_are_public() -> None:
-    for name in ("clip_grad_norm_", "expert_parameters"):
-        assert callable(getattr(penstock, name)) and name in penstock.__all__
 
 
 def test_a_layer_alone_has_no_expert_of_its_own() -> None:

@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.decision import ScheduleConfig
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, clip_grad_norm_
 from penstock.runtime.features.sample_placement import NetMoE
 from penstock.runtime.streams import StreamLanes
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.optimizer import build_adamw
+from tests.runtime.test_cases import plain
 from tests.steps import PLAIN
 from tests.support.close import check_close
 from tests.support.parity import CLIP, Case, batch_of, executed_as_planned, logical, prepare, reference_step
@@ -24,18 +22,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 NAMES = sorted(PLAIN)
 TOLERANCE = 1e-4
-
-
-def case_of(schedule: str, **moe: object) -> Case:
-    sizes = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 24, "aux_loss_coeff": 0.05} | moe
-    return Case(
-        world_size=1,
-        ep_size=1,
-        schedule=ScheduleConfig(name=schedule, microbatches=2, chunks=3, all_reduce_chunk_bytes=2048),
-        model=ModelConfig(num_layers=2, hidden_size=16, num_heads=2, seq_len=7, vocab_size=11),
-        moe=MoEConfig(**sizes),  # type: ignore[arg-type]  # a dict of settings is what a caller varies
-        batch=3,
-    )
 
 
 def gpu_stack(case: Case) -> PipelinedStack:
@@ -54,11 +40,19 @@ def loss_of(stack: PipelinedStack, case: Case) -> torch.Tensor:
     return loss
 
 
+def check_gradients(stack: PipelinedStack, case: Case) -> None:
+    """As planned, and equal to the reference's."""
+    assert executed_as_planned(stack)
+    gradients = {n: p.grad.cpu() for n, p in stack.model.named_parameters() if p.grad is not None}
+    for name, tensor in reference_step(case).gradients.items():
+        check_close(logical(stack, gradients)[name], tensor, TOLERANCE, name)
+
+
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 @pytest.mark.parametrize("expert", ["gelu", "swiglu"])
 def test_a_step_equals_the_reference(schedule: str, capacity_factor: float | None, expert: str) -> None:
-    case = case_of(schedule, capacity_factor=capacity_factor, expert=expert)
+    case = plain(1, schedule, capacity_factor=capacity_factor, expert=expert)
     expected = reference_step(case)
     stack = gpu_stack(case)
     optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
@@ -83,33 +77,27 @@ def test_a_step_equals_the_reference(schedule: str, capacity_factor: float | Non
 
 @pytest.mark.parametrize("schedule", NAMES)
 def test_homes_are_found_on_the_host_beside_the_streams(schedule: str) -> None:
-    case = replace(case_of(schedule), placer=NetMoE())
+    case = replace(plain(1, schedule), placer=NetMoE())
     stack = gpu_stack(case)
     for _ in range(3):
         loss_of(stack, case).backward()
-        assert executed_as_planned(stack)
-        gradients = {n: p.grad.cpu() for n, p in stack.model.named_parameters() if p.grad is not None}
-        for name, tensor in reference_step(case).gradients.items():
-            check_close(logical(stack, gradients)[name], tensor, TOLERANCE, name)
+        check_gradients(stack, case)
         stack.zero_grad()
 
 
 @pytest.mark.parametrize("schedule", ["moe_pipeline", "fsmoe", "penstock"])
 def test_other_chunks_on_the_way_back(schedule: str) -> None:
-    case = case_of(schedule)
+    case = plain(1, schedule)
     case = replace(case, schedule=replace(case.schedule, backward_chunks=2))
     stack = gpu_stack(case)
     loss_of(stack, case).backward()
-    assert executed_as_planned(stack)
-    gradients = {n: p.grad.cpu() for n, p in stack.model.named_parameters() if p.grad is not None}
-    for name, tensor in reference_step(case).gradients.items():
-        check_close(logical(stack, gradients)[name], tensor, TOLERANCE, name)
+    check_gradients(stack, case)
 
 
 @pytest.mark.parametrize("schedule", NAMES)
 def test_every_step_runs_as_planned(schedule: str) -> None:
     """Also the later ones, where streams and memory are used again."""
-    case = case_of(schedule)
+    case = plain(1, schedule)
     stack = gpu_stack(case)
     losses = []
     for _ in range(4):
@@ -123,7 +111,7 @@ def test_every_step_runs_as_planned(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", NAMES)
 def test_evaluation_has_the_same_loss(schedule: str) -> None:
-    case = case_of(schedule)
+    case = plain(1, schedule)
     stack = gpu_stack(case)
     trained = loss_of(stack, case).item()
     stack.eval()

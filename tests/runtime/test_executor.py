@@ -188,15 +188,6 @@ def test_handlers_get_the_results_of_their_dependencies(name: str) -> None:
     assert all(0 <= r.start_s <= r.end_s for r in records)
 
 
-def test_evaluation_runs_the_forward_tasks_and_keeps_nothing() -> None:
-    recorder = Recorder(example_plan("flowmoe"))
-    execution, lanes = execution_of(recorder, training=False)
-    execution.run()
-    lanes.close()
-    assert {task.phase for task in recorder.seen} == {Phase.FORWARD}
-    assert execution.values == [None] * len(execution.values)
-
-
 def test_a_role_may_have_one_output_several_or_none() -> None:
     recorder = Recorder(example_plan("flowmoe"))
     execution, lanes = execution_of(recorder)

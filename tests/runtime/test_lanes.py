@@ -14,22 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 
 from penstock.graph import Lane, Task
-from penstock.mesh import Group
 from penstock.runtime.executor import Call, LaneError, ThreadLanes, _ThreadRun
 from penstock.runtime.handlers import Inputs
 from penstock.runtime.streams import tensors_in
-from penstock.runtime.transport import GlooTransport, Later
+from penstock.runtime.transport import Later
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
-from penstock.topology import Layout, lane_groups
 from tests.runtime.programs import plan_in, program_of, span_of
 from tests.steps import lone_task, random_orders, seeds, shapes
 from tests.support.draws import draws
-from tests.support.ranks import Pools
 
 PATIENCE_S = 60.0
 """For waits that end at once unless something is broken."""
@@ -134,13 +130,6 @@ def test_computation_stays_on_the_thread_of_the_caller(lanes: ThreadLanes) -> No
         communication = {threads[t] for t in INTER}
         assert len(communication) == 1
         assert threading.main_thread() not in communication
-
-
-def test_times_are_ordered(lanes: ThreadLanes) -> None:
-    span = span_of({Lane.COMPUTE: COMPUTE, Lane.INTER: INTER})
-    ran = {r.task: r for r in lanes.run(span, lambda _: None)()}
-    for first, second in (COMPUTE, INTER):
-        assert ran[first].start_s <= ran[first].end_s <= ran[second].start_s <= ran[second].end_s
 
 
 # ---- failures ----------------------------------------------------------------------------------------------
@@ -342,44 +331,6 @@ def test_news_of_a_rank_that_has_given_up_end_the_step_and_those_to_come(
     assert run(by_itself, {COMPUTE[0]: lambda: None}) == [COMPUTE[0]], "nor do those without other ranks"
     by_itself.close()
     let_go.set()
-
-
-# ---- a real receive ----------------------------------------------------------------------------------------
-
-
-def fail_beside_a_receive(rank: int) -> tuple[str, str, bool]:
-    """Rank 0 fails in computation while its communication thread waits in Gloo for a rank that stays away."""
-    layout = Layout(world_size=2, ep_size=2, rank=rank)
-    transport = GlooTransport(lambda: lane_groups(layout, 3600.0))
-    dist.barrier()
-    answer = ("", "", False)
-    if rank == 0:
-        lanes, inside, woken = ThreadLanes(transport.abort), threading.Event(), list[BaseException]()
-
-        def receive() -> None:
-            inside.set()
-            try:
-                transport.all_reduce(torch.ones(10), Group.WORLD)
-            except RuntimeError as error:
-                woken.append(error)
-                raise
-
-        def compute() -> None:
-            inside.wait()
-            raise ValueError("in computation")
-
-        try:
-            run(lanes, {COMPUTE[0]: compute, INTER[0]: receive})
-        except LaneError as error:
-            answer = (str(error.task), repr(error.__cause__), bool(woken))
-        lanes.close()  # joins the thread: it is not inside Gloo any more
-    dist.barrier()
-    return answer
-
-
-def test_an_error_in_computation_ends_a_gloo_receive(ranks: Pools) -> None:
-    first, _ = ranks(2).run(fail_beside_a_receive)
-    assert first == (str(COMPUTE[0]), "ValueError('in computation')", True)
 
 
 # ---- tensors inside results --------------------------------------------------------------------------------

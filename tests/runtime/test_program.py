@@ -169,26 +169,6 @@ def test_slots_belong_to_one_output_each(plan: StepPlan) -> None:
     assert {slot: shared.count(slot) for slot in shared} == program.shared
 
 
-def test_outputs_of_one_task_are_freed_one_by_one() -> None:
-    """What D sends goes with D, while U still needs the residual stream, and the backward what was saved."""
-    program = program_of(example_plan("sequential"))
-    slots = dict(call_at(program, "L0.AT.m0.F").writes)
-    assert {"rows", "residual", "weights", "order", "routers", "saved", "counts"} == set(slots)
-    assert slots["rows"] in call_at(program, "L0.D.m0.c0.F").frees
-    assert {slots["residual"], slots["weights"], slots["order"]} <= set(call_at(program, "L0.U.m0.F").frees)
-    assert slots["routers"] in call_at(program, "L1.ST.F").frees
-    assert slots["saved"] in call_at(program, "L0.AT.m0.B").frees
-
-
-def test_the_backward_reads_what_was_saved_and_the_next_task_the_output() -> None:
-    program = program_of(example_plan("sequential"))
-    slots = dict(call_at(program, "L0.EM.m0.F").writes)
-    assert dict(call_at(program, "L0.EM.m0.B").reads)["saved"] == (slots["saved"],)
-    assert dict(call_at(program, "L0.AT.m0.F").reads) == {"hidden": (slots["hidden"],)}
-    gradient = dict(call_at(program, "L0.AT.m0.B").writes)["hidden"]
-    assert dict(call_at(program, "L0.EM.m0.B").reads)["d_hidden"] == (gradient,)
-
-
 # ---- waits -------------------------------------------------------------------------------------------------
 
 
@@ -280,14 +260,6 @@ def test_no_wait_is_for_nothing(plan: StepPlan, silent: list[Axes]) -> None:
                     known[other] = count
 
 
-def test_what_an_earlier_span_made_is_not_waited_for() -> None:
-    """HD.B reads the sums that ended the forward half on another lane."""
-    program = program_of(example_plan("sequential"))
-    call = call_at(program, "L1.HD.m0.B")
-    assert dict(call.reads).keys() == {"d_loss", "saved"}
-    assert call.waits == ()
-
-
 # ---- spans -------------------------------------------------------------------------------------------------
 
 
@@ -340,12 +312,6 @@ def test_on_one_rank_nobody_waits_for_anybody() -> None:
     program = program_of(example_plan("flowmoe"), silent=KINDS)
     assert all(set(span) == {Lane.COMPUTE} for span in program.spans)
     assert all(call.waits == () and call.shared == () for *_, call in calls_of(program))
-
-
-def test_a_lane_that_sends_something_stays_a_lane() -> None:
-    """The flat dispatch stays inside one rank, the all-reduces do not."""
-    program = program_of(example_plan("flowmoe"), silent=[Group.EXPERT])
-    assert all(set(span) == {Lane.COMPUTE, Lane.INTER} for span in program.spans)
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------

@@ -11,15 +11,9 @@ from torch import Tensor, nn
 
 from penstock import expert_parameters
 from penstock.runtime import PipelinedStack, TaskError
-from penstock.topology import Layout, ParallelConfig
-from penstock.train.assemble import build_machinery, build_stack
-from tests.steps import PLAIN
 from tests.support.close import check_close
 from tests.support.layouts import tiny_case
-from tests.support.parity import Case, batch_of, gradients_of, own_batch, prepare, stack_of
-from tests.support.ranks import Pools
-
-NAMES = sorted(PLAIN)
+from tests.support.parity import Case, batch_of, gradients_of, stack_of
 
 
 def case_of(schedule: str = "flowmoe", *, world_size: int = 1, ep_size: int = 1, **moe: Any) -> Case:
@@ -77,22 +71,6 @@ def test_expert_parameters_are_found_at_any_time() -> None:
             setattr(each, name, nn.Parameter(parameter.detach().clone()))
     others = {parameter for each in experts for parameter in each.parameters()}
     assert expert_parameters(stack) == others and not others & held
-
-
-@pytest.mark.every_value
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("capacity_factor", [None, 1.0])
-def test_every_parameter_gets_a_gradient_of_its_shape(schedule: str, capacity_factor: float | None) -> None:
-    stack, loss = stepped(case_of(schedule, capacity_factor=capacity_factor))
-    assert loss.shape == ()
-    assert loss.dtype == torch.float64
-    assert not gradients_of(stack)
-    loss.backward()
-    for name, parameter in stack.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.shape == parameter.shape
-        assert parameter.grad.dtype == parameter.dtype
-        assert parameter.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -169,13 +147,6 @@ def test_two_forward_passes_before_one_backward() -> None:
         check_close(gradient, wanted[name], 1e-12, name)
 
 
-def test_a_second_backward_of_one_loss_is_an_error() -> None:
-    _, loss = stepped(case_of())
-    loss.backward()
-    with pytest.raises(RuntimeError):
-        loss.backward()
-
-
 def test_a_second_backward_of_one_loss_leaves_the_gradients_alone() -> None:
     """It is a mistake in a training loop and no failure of a task: it must not stop the ranks."""
     stack, loss = stepped(case_of())
@@ -186,22 +157,6 @@ def test_a_second_backward_of_one_loss_leaves_the_gradients_alone() -> None:
     assert not isinstance(caught.value, TaskError)
     for name, gradient in gradients_of(stack).items():
         assert torch.equal(gradient, before[name]), name
-
-
-@pytest.mark.parametrize("frozen", ["embed_tokens", ".gate.", "experts", "self_attn", "norm", "lm_head"])
-def test_frozen_parameters_do_not_disturb_the_others(frozen: str) -> None:
-    case = case_of()
-    stack, loss = stepped(case)
-    loss.backward()
-    wanted = gradients_of(stack)
-    partly = stack_of(0, case)
-    for name, parameter in partly.named_parameters():
-        parameter.requires_grad_(frozen not in name)
-    partly(*batch_of(case)).backward()
-    for name, parameter in partly.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None
-            check_close(parameter.grad, wanted[name], 1e-12, name)
 
 
 # ---- batches -----------------------------------------------------------------------------------------------
@@ -246,60 +201,10 @@ def test_statistics_add_up() -> None:
     case = case_of()
     stack, loss = stepped(case)
     found = stack.statistics
-    assert found is not None
+    assert found is not None and (loss.shape, loss.dtype) == ((), torch.float64)
     parts = found.cross_entropy + 0.1 * found.aux + case.moe.z_loss_coeff * found.z
     torch.testing.assert_close(found.loss, parts)
     assert torch.equal(loss.detach(), found.loss)
     assert float(found.tokens) == float(found.valid) == 15
     assert found.chosen_YE.sum(1).tolist() == [30.0, 30.0]
     assert found.dropped_Y.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.slow
-def test_bfloat16_is_near_float32() -> None:
-    """Autocast computes and sends in bfloat16; parameters, gradients and the loss stay precise."""
-    case = replace(case_of(), double=False)
-    layout = Layout(world_size=1, ep_size=1, rank=0)
-    results = []
-    for precision in ("float32", "bfloat16"):
-        machinery = build_machinery(layout, torch.device("cpu"), ParallelConfig(), precision)
-        stack = build_stack(case.config, machinery)
-        prepare(stack, case)
-        loss = stack(*batch_of(case))
-        loss.backward()
-        stack.close()
-        results.append((loss.item(), gradients_of(stack)))
-    (exact, wanted), (rounded, found) = results
-    assert rounded != exact
-    assert rounded == pytest.approx(exact, rel=2e-2)
-    assert found.keys() == wanted.keys()
-    assert {g.dtype for g in found.values()} == {torch.float32}
-    ours, theirs = (torch.cat([g[name].flatten() for name in wanted]) for g in (found, wanted))
-    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.9
-
-
-# ---- several ranks -----------------------------------------------------------------------------------------
-
-
-def losses_of(rank: int, case: Case) -> tuple[float, float, bool]:
-    """Of a training step and of its evaluation on this rank; whether all gradients are there."""
-    stack = stack_of(rank, case)
-    batch = own_batch(rank, case)
-    loss = stack(*batch)
-    loss.backward()
-    complete = all(p.grad is not None for p in stack.parameters())
-    evaluated = stack.eval()(*batch)
-    return loss.item(), evaluated.item(), complete
-
-
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_all_ranks_return_the_loss_of_the_whole_batch(ranks: Pools, ep_size: int) -> None:
-    case = case_of(world_size=2, ep_size=ep_size)
-    results = ranks(2).run(losses_of, case)
-    assert results[0] == results[1]
-    trained, evaluated, complete = results[0]
-    assert trained == evaluated
-    assert complete
-    whole = replace(case, world_size=1, ep_size=1)
-    tokens, labels = batch_of(case)
-    assert trained == pytest.approx(stack_of(0, whole)(tokens, labels).item(), rel=1e-12)

@@ -256,24 +256,6 @@ def test_a_hook_that_updates_its_parameter_is_told(
     run(stack_of(0, case) if schedule == "flowmoe" else stack, 0, case)
 
 
-def update_in_hooks(rank: int, case: Case) -> str:
-    """The error of an optimiser in every parameter's hook, with one microbatch."""
-    stack = stack_of(rank, case)
-    for parameter in stack.parameters():
-        own = torch.optim.SGD([parameter], lr=0.1)
-        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
-    tokens, labels = batch_of(case)
-    with pytest.raises(RuntimeError) as caught:
-        stack(tokens[case.mine(rank)], labels[case.mine(rank)]).backward()
-    return str(caught.value)
-
-
-def test_ranks_that_would_drift_apart_by_updates_in_hooks_are_told(ranks: Pools) -> None:
-    once = replace(CASE, schedule=ScheduleConfig(name="sequential"))
-    for said in ranks(2).run(update_in_hooks, once):
-        assert "Update parameters after loss.backward(), not in a hook" in said
-
-
 def data_parallel(rank: int, case: Case) -> str:
     """The error of DistributedDataParallel around the stack."""
     with pytest.raises(TypeError) as caught:

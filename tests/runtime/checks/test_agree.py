@@ -67,11 +67,6 @@ def test_every_rank_learns_the_first_task_that_differs(
     assert f"Ranks that differ from rank 0: {different}" in answers[0]
 
 
-def test_equal_schedules_agree(ranks: Pools) -> None:
-    text = example_plan("flowmoe").schedule.text()
-    assert ranks(2).run(compare, [text, text]) == ["agreed", "agreed"]
-
-
 def compare_layouts(rank: int, batches: tuple[int, int], tensor: tuple[int, int]) -> str:
     layout = Layout(world_size=2, ep_size=2, rank=rank, tp_size=tensor[rank])
     try:
@@ -87,10 +82,6 @@ def test_ranks_of_different_layouts_are_told_before_they_wait_for_each_other(ran
         assert "different layouts: tp_size = 1 on rank 0, 2 on rank 1" in text
     for text in ranks(2).run(compare_layouts, (4, 2), (2, 2)):
         assert "samples = 4 on rank 0, 2 on rank 1" in text
-
-
-def test_one_rank_agrees_with_itself() -> None:
-    check_agreement(example_plan("flowmoe"), Control(0, 1))
 
 
 def compare_built(rank: int, shapes: list[StepShape]) -> str:

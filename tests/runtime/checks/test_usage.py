@@ -33,34 +33,38 @@ def test_experts_frozen_between_forward_and_backward_get_nothing(name: str) -> N
     assert [name for name, p in stack.named_parameters() if p.grad is not None] == []
 
 
-@pytest.mark.parametrize(
-    "valid",
-    [
-        torch.ones(4, dtype=torch.bool),
-        torch.ones(4, 1, dtype=torch.bool),
-        torch.ones(6, 4, dtype=torch.bool),
-        torch.ones(4, 6, dtype=torch.int64),
+ZEROS = torch.zeros(4, 6, dtype=torch.int64)
+REFUSED: dict[str, list[dict[str, Tensor]]] = {
+    "tokens and labels must both be": [
+        {"tokens_BL": ZEROS[0], "labels_BL": ZEROS[0]},
+        {"labels_BL": ZEROS[:, :5]},
+        {"labels_BL": ZEROS[:2]},
+        {"labels_BL": ZEROS.int()},
+        {"tokens_BL": ZEROS.double()},
     ],
-)
-def test_a_mask_of_another_shape_or_type_is_refused(valid: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"valid_BL must be bool and as large as tokens_BL, \[4, 6\], not"):
-        stack_of(0, case())(*batch_of(case()), valid_BL=valid)
+    r"valid_BL must be bool and as large as tokens_BL, \[4, 6\], not": [
+        {"valid_BL": torch.ones(size, dtype=torch.bool)} for size in ((4,), (4, 1), (6, 4))
+    ]
+    + [{"valid_BL": ZEROS}],
+    r"sample_ids_B must be int64 \[4\], one for each sample": [
+        {"sample_ids_B": ids} for ids in (torch.arange(3), torch.arange(4.0), torch.arange(4).view(2, 2))
+    ],
+    # Numbers of documents, for one: positions would begin elsewhere than at 0.
+    "place in its sample where its document begins": [
+        {"documents_BL": torch.tensor([starts] * 4)}
+        for starts in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 3, 3, 3], [0, 0, 0, 3, 2, 2], [0, 0, 0, -3, -3, -3])
+    ]
+    + [{"documents_BL": torch.tensor([[0, 1, 1, 3, 3, 1]] * 4)}],
+}
 
 
-@pytest.mark.parametrize("ids", [torch.arange(3), torch.arange(4.0), torch.arange(4).view(2, 2)])
-def test_sample_ids_of_another_shape_or_type_are_refused(ids: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"sample_ids_B must be int64 \[4\], one for each sample"):
-        stack_of(0, case())(*batch_of(case()), ids)
-
-
-@pytest.mark.parametrize(
-    "documents",
-    [[0, 0, 0, 1, 1, 1], [1, 1, 1, 3, 3, 3], [0, 0, 0, 3, 2, 2], [0, 0, 0, -3, -3, -3], [0, 1, 1, 3, 3, 1]],
-)
-def test_places_where_no_document_begins_are_refused(documents: list[int]) -> None:
-    """Numbers of documents, for one: positions would begin elsewhere than at 0."""
-    with pytest.raises(ValueError, match=r"place in its sample where its document begins"):
-        stack_of(0, case())(*batch_of(case()), documents_BL=torch.tensor([documents] * 4))
+@pytest.mark.parametrize("said", REFUSED)
+def test_inputs_of_another_shape_or_type_are_refused(said: str) -> None:
+    """By the rank that was given them, before anything is sent."""
+    stack = stack_of(0, case())
+    for given in REFUSED[said]:
+        with pytest.raises(ValueError, match=said):
+            stack(**{"tokens_BL": ZEROS, "labels_BL": ZEROS, **given})
 
 
 def test_parameters_that_are_computed_are_refused() -> None:

@@ -136,21 +136,6 @@ def test_whoever_takes_experts_for_everybodys_is_named(ranks: Pools, name: str) 
             assert message.startswith("experts") and WRAPPERS[name][1] in message
 
 
-def what_ddp_does(rank: int) -> bool:
-    """Whether building a DistributedDataParallel has changed this rank's experts."""
-    del rank
-    model = model_of(Case(world=2), exchange_of(None, None))
-    before = model.layer.experts.get_parameter("w_up").detach().clone()
-    DistributedDataParallel(model)
-    return not torch.equal(model.layer.experts.get_parameter("w_up"), before)
-
-
-@pytest.mark.slow
-def test_ddp_alone_gives_all_ranks_the_experts_of_the_first(ranks: Pools) -> None:
-    """Which is why the refusal asks for a new model."""
-    assert ranks(2).run(what_ddp_does) == [False, True]
-
-
 class Doubled(nn.Module):
     def forward(self, w: Tensor) -> Tensor:
         return 2 * w

@@ -26,46 +26,16 @@ from tests.support.layouts import layout_case, tiny_case
 from tests.support.parity import Case, stack_of
 from tests.support.ranks import Pools
 
-NEED_TENSORS = [
-    "Adafactor",
-    "AdaFactor",
-    "FusedLAMB",
-    "NVLamb",
-    "LAMB8bit",
-    "LARS",
-    "Muon",
-    "MuonWithAuxAdam",
-    "NorMuon",
-    "DistributedShampoo",
-    "SOAP",
-    "CAME",
-    "GaLoreAdamW8bit",
-    "APOLLOAdamW",
-    "Adam_mini",
-    "StableAdamW",
-    "NovoGrad",
-    "SM3",
-    "AdamP",
-]
-NEED_MODELS = ["LBFGS", "FullBatchLBFGS", "Prodigy", "DAdaptAdam", "SAM"]
-NEED_NUMBERS = [
-    "Adam",
-    "AdamW",
-    "AdamW8bit",
-    "FusedAdam",
-    "PagedAdamW",
-    "AdamWScheduleFree",
-    "RAdam",
-    "Lion",
-    "SGD",
-    "RMSprop",
-    "Adagrad",
-    "AdEMAMix",
-    "Adadelta",
-    "Camel",
-    "Larson",
-    "Soapbox",
-]
+NEED_TENSORS = (
+    *("Adafactor", "AdaFactor", "FusedLAMB", "NVLamb", "LAMB8bit", "LARS", "Muon", "MuonWithAuxAdam"),
+    *("NorMuon", "DistributedShampoo", "SOAP", "CAME", "GaLoreAdamW8bit", "APOLLOAdamW", "Adam_mini"),
+    *("StableAdamW", "NovoGrad", "SM3", "AdamP"),
+)
+NEED_MODELS = ("LBFGS", "FullBatchLBFGS", "Prodigy", "DAdaptAdam", "SAM")
+NEED_NUMBERS = (
+    *("Adam", "AdamW", "AdamW8bit", "FusedAdam", "PagedAdamW", "AdamWScheduleFree", "RAdam", "Lion", "SGD"),
+    *("RMSprop", "Adagrad", "AdEMAMix", "Adadelta", "Camel", "Larson", "Soapbox"),
+)
 
 
 class Named(torch.optim.SGD):

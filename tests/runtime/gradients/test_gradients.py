@@ -108,33 +108,6 @@ def test_a_tied_head_is_planned_and_counted_once() -> None:
 # ---- frozen parameters -------------------------------------------------------------------------------------
 
 
-def test_frozen_parameters_are_left_alone_by_the_optimizer() -> None:
-    case = case_of(1, 1)
-    stack = shared_stack(0, case, ())
-    for name, parameter in stack.model.named_parameters():
-        parameter.requires_grad_("model.layers.1" in name)
-    optimizer = torch.optim.AdamW(stack.parameters(), lr=0.1, weight_decay=0.5)
-    before = {name: p.detach().clone() for name, p in stack.named_parameters()}
-    stack(*batch_of(case)).backward()
-    optimizer.step()
-    for name, parameter in stack.named_parameters():
-        assert (parameter.grad is None) == ("model.layers.1" not in name), name
-        assert torch.equal(parameter, before[name]) == ("model.layers.1" not in name), name
-
-
-def test_a_trained_expert_without_tokens_has_zeros_and_a_frozen_one_nothing() -> None:
-    case = replace(case_of(1, 1), idle_expert=3)
-    stack = shared_stack(0, case, ())
-    moe = stack.parts.parts[0].moe
-    assert moe is not None
-    trained, frozen = moe.experts.get_parameter("w_up"), moe.experts.get_parameter("w_down")
-    frozen.requires_grad_(False)
-    stack(*batch_of(case)).backward()
-    assert trained.grad is not None
-    assert not trained.grad[3].any()
-    assert frozen.grad is None
-
-
 def test_a_gradient_from_before_freezing_stays() -> None:
     case = case_of(1, 1)
     stack = shared_stack(0, case, ())
@@ -145,35 +118,3 @@ def test_a_gradient_from_before_freezing_stays() -> None:
     parameter.requires_grad_(False)
     stack(*batch_of(case)).backward()
     assert torch.equal(parameter.grad, before)
-
-
-def test_a_parameter_frozen_between_forward_and_backward_gets_no_gradient() -> None:
-    case = case_of(1, 1)
-    stack = shared_stack(0, case, ())
-    loss = stack(*batch_of(case))
-    parameter = stack.model.get_parameter("lm_head.weight")
-    parameter.requires_grad_(False)
-    loss.backward()
-    assert parameter.grad is None
-
-
-# ---- gradients that are kept -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_kept_gradients_stay_what_they_were(set_to_none: bool) -> None:
-    """Unless they are cleared in place, as in PyTorch."""
-    case = case_of(1, 1)
-    stack = shared_stack(0, case, ())
-    stack(*batch_of(case)).backward()
-    kept = {name: p.grad for name, p in stack.named_parameters()}
-    copies = {name: g.clone() for name, g in kept.items() if g is not None}
-    stack.zero_grad(set_to_none=set_to_none)
-    stack(*batch_of(replace(case, seed=4))).backward()
-    for name, parameter in stack.named_parameters():
-        gradient, known = kept[name], copies[name]
-        assert gradient is not None
-        if set_to_none:
-            assert torch.equal(gradient, known), name
-        else:
-            assert parameter.grad is gradient

@@ -115,19 +115,6 @@ def test_ranks_find_the_same_together_as_one_alone_whatever_ties_there_are(name:
     assert not all(replication.is_empty for replication in plans.made)
 
 
-def test_a_rank_plans_its_own_layers_only() -> None:
-    asked: list[int] = []
-
-    def counting(problem: ExpertProblem) -> Replication:
-        asked.append(int(problem.loads.sum()))
-        return planner(problem)
-
-    moving = ExpertMoving(planner=counting, costs=COSTS)
-    plans = Plans.none([Replication.none(EVEN, 1)] * 3)
-    plans.share([HOT, 2 * HOT, 3 * HOT], moving, place=1, places=2)
-    assert asked == [2 * HOT.sum()]
-
-
 # ---- on ranks ----------------------------------------------------------------------------------------------
 
 
