@@ -86,18 +86,12 @@ def test_a_second_run_is_of_the_same_step(ranks: Pools, late: bool, what: str) -
             check_close(gradients[name], gradient, 1e-10, name)
 
 
-def refused(rank: int, step: Case) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        one_step(rank, step, "changed")
-    return str(caught.value)
-
-
 @pytest.mark.every_value
 @pytest.mark.parametrize("how", ["", "kept", "exceeded"])
 @LATE
 def test_a_model_that_was_changed_is_refused(ranks: Pools, late: bool, how: Any) -> None:
     """Also where the step would be run again, with what the model has become."""
-    for text in ranks(2).run(refused, bounded(how, batch=3, late=late)):
+    for text in ranks(2).told(RuntimeError, one_step, bounded(how, batch=3, late=late), "changed"):
         assert "was changed between forward and backward" in text
 
 

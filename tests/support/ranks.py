@@ -87,6 +87,15 @@ def forking() -> ForkServerContext:
     return context
 
 
+def told(rank: int, kind: Any, function: Callable[..., Any], *args: Any) -> str:
+    """What an error of this kind says in which a function of a rank ends; "" if it does not."""
+    try:
+        function(rank, *args)
+    except kind as error:
+        return str(error)
+    return ""
+
+
 class RankPool:
     """`world_size` processes. `run(function, ...)` calls `function(rank, ...)` on all of them.
 
@@ -131,6 +140,12 @@ class RankPool:
             self.close()
             raise AssertionError("\n".join(failures))
         return results
+
+    def told(
+        self, kind: type[Exception] | tuple[type[Exception], ...], function: Callable[..., Any], *args: Any
+    ) -> list[str]:
+        """By rank what an error of this kind says in which a function ends; "" where it does not."""
+        return self.run(told, kind, function, *args)
 
     def _receive(self, rank: int, timeout_s: float) -> Any:
         try:

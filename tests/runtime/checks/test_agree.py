@@ -39,12 +39,8 @@ def plan_of(text: str, graph: Graph) -> StepPlan:
     return StepPlan(graph, Schedule.parse(text, graph), StepShape(moe_layers=(True, True)))
 
 
-def compare(rank: int, texts: list[str]) -> str:
-    try:
-        check_agreement(plan_of(texts[rank], example_plan("flowmoe").graph), Control(rank, len(texts)))
-    except ScheduleMismatchError as error:
-        return str(error)
-    return "agreed"
+def compare(rank: int, texts: list[str]) -> None:
+    check_agreement(plan_of(texts[rank], example_plan("flowmoe").graph), Control(rank, len(texts)))
 
 
 @pytest.mark.parametrize(("lane", "place"), [(Lane.INTER, 3), (Lane.COMPUTE, 0)])
@@ -58,7 +54,7 @@ def test_every_rank_learns_the_first_task_that_differs(
     texts = [(other if rank in odd else usual).text() for rank in range(world_size)]
     if len(odd) > 1:  # the last one differs from the others again, and somewhere else
         texts[odd[-1]] = swapped(usual, lane, place + 3).text()
-    answers = ranks(world_size).run(compare, texts)
+    answers = ranks(world_size).told(ScheduleMismatchError, compare, texts)
     assert len(set(answers)) == 1
     first = odd[0] or 1  # the first rank that differs from rank 0
     mine, theirs = (Schedule.parse(texts[rank], plan.graph).lanes[lane][place] for rank in (0, first))
@@ -67,33 +63,26 @@ def test_every_rank_learns_the_first_task_that_differs(
     assert f"Ranks that differ from rank 0: {different}" in answers[0]
 
 
-def compare_layouts(rank: int, batches: tuple[int, int], tensor: tuple[int, int]) -> str:
+def compare_layouts(rank: int, batches: tuple[int, int], tensor: tuple[int, int]) -> None:
     layout = Layout(world_size=2, ep_size=2, rank=rank, tp_size=tensor[rank])
-    try:
-        check_layouts(layout, batches[rank], Control(rank, 2))
-    except ScheduleMismatchError as error:
-        return str(error)
-    return "agreed"
+    check_layouts(layout, batches[rank], Control(rank, 2))
 
 
 def test_ranks_of_different_layouts_are_told_before_they_wait_for_each_other(ranks: Pools) -> None:
-    assert ranks(2).run(compare_layouts, (4, 4), (2, 2)) == ["agreed", "agreed"]
-    for text in ranks(2).run(compare_layouts, (4, 4), (1, 2)):
-        assert "different layouts: tp_size = 1 on rank 0, 2 on rank 1" in text
-    for text in ranks(2).run(compare_layouts, (4, 2), (2, 2)):
-        assert "samples = 4 on rank 0, 2 on rank 1" in text
+    ranks(2).run(compare_layouts, (4, 4), (2, 2))
+    for batches, tensor, said in (
+        ((4, 4), (1, 2), "different layouts: tp_size = 1 on rank 0, 2 on rank 1"),
+        ((4, 2), (2, 2), "samples = 4 on rank 0, 2 on rank 1"),
+    ):
+        for text in ranks(2).told(ScheduleMismatchError, compare_layouts, batches, tensor):
+            assert said in text
 
 
-def compare_built(rank: int, shapes: list[StepShape]) -> str:
+def compare_built(rank: int, shapes: list[StepShape]) -> None:
     """Every rank builds its own graph and puts its tasks in program order."""
     graph = build_graph(shapes[rank])
-    try:
-        check_agreement(
-            StepPlan(graph, all_reduce_at_the_end("s", graph), shapes[rank]), Control(rank, len(shapes))
-        )
-    except ScheduleMismatchError as error:
-        return str(error)
-    return "agreed"
+    plan = StepPlan(graph, all_reduce_at_the_end("s", graph), shapes[rank])
+    check_agreement(plan, Control(rank, len(shapes)))
 
 
 def test_the_same_order_of_tasks_that_meet_others_is_a_difference(ranks: Pools) -> None:
@@ -103,7 +92,7 @@ def test_the_same_order_of_tasks_that_meet_others_is_a_difference(ranks: Pools) 
         StepShape(moe_layers=(True,), dispatch=(inside, Hop(Op.DISPATCH, axes, Lane.INTER)))
         for axes in (Group.RAIL, Group.EXPERT)
     ]
-    answers = ranks(2).run(compare_built, shapes)
+    answers = ranks(2).told(ScheduleMismatchError, compare_built, shapes)
     assert len(set(answers)) == 1
     assert (
         "rank 0 has the task `L0.D.m0.c0.F inter ep_node rows=L0.DG.m0.c0.F route=L0.N.m0.F`, "
@@ -145,7 +134,7 @@ def test_every_fact_of_a_task_is_compared(
 ) -> None:
     """Pieces of other sizes would never match on the wire, though they have the same names."""
     shapes = [StepShape(moe_layers=(True,), **change) for change in (first, second)]
-    answers = ranks(2).run(compare_built, shapes)
+    answers = ranks(2).told(ScheduleMismatchError, compare_built, shapes)
     assert len(set(answers)) == 1
     assert answers[0].startswith("schedule 's' differs between ranks: rank 0 has the task `")
 

@@ -170,22 +170,17 @@ class Differing(RandomHomes):
         return RandomHomes(seed=torch.distributed.get_rank()).homes(*table)
 
 
-def refused(rank: int, step: Case, lengths: tuple[int, ...] = ()) -> str:
-    """Why a step fails."""
-    try:
-        stack = stack_of(rank, step)
-        tokens, labels = own_batch(rank, step)
-        length = lengths[rank] if lengths else tokens.shape[1]
-        stack(tokens[:, :length], labels[:, :length])
-    except (ValueError, TaskError) as error:
-        return str(error)
-    return ""
+def stepped(rank: int, step: Case, lengths: tuple[int, ...] = ()) -> None:
+    stack = stack_of(rank, step)
+    tokens, labels = own_batch(rank, step)
+    length = lengths[rank] if lengths else tokens.shape[1]
+    stack(tokens[:, :length], labels[:, :length])
 
 
 def test_ranks_that_find_different_homes_stop_before_rows_move(ranks: Pools) -> None:
     ranks(2).close()  # a test before may have cut its connections, as this one does
     pool = ranks(2)
-    texts = pool.run(refused, case(2, "sequential", placer=Differing(), node_size=None))
+    texts = pool.told(TaskError, stepped, case(2, "sequential", placer=Differing(), node_size=None))
     pool.close()  # its connections are cut
     assert any("found other homes for samples of layer 0 than member 0" in text for text in texts), texts
     assert all("task L0.SH.m0.F" in text for text in texts), texts
@@ -227,10 +222,11 @@ def test_what_would_meet_the_residual_in_rows_is_refused(change: Callable[[Any],
 )
 def test_routing_that_depends_on_who_shares_a_rank_is_refused(moe: dict[str, Any], words: str) -> None:
     step = case(1, "sequential", node_size=None)
-    assert words in refused(0, replace(step, moe=replace(step.moe, **moe)))
+    with pytest.raises(ValueError, match=words):
+        stepped(0, replace(step, moe=replace(step.moe, **moe)))
 
 
 def test_samples_of_different_lengths_are_refused(ranks: Pools) -> None:
     step = case(2, "sequential", node_size=None, batches=(2, 2))
-    for text in ranks(2).run(refused, step, (5, 4)):
+    for text in ranks(2).told(ValueError, stepped, step, (5, 4)):
         assert text.startswith("ranks 0 and 1 have samples of 5 and 4 tokens, and samples move between them")
