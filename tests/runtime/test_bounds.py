@@ -16,7 +16,7 @@ from penstock.device import using
 from penstock.runtime import PipelinedStack
 from tests.support.card import MEMORY, CardDevice, install
 from tests.support.cases import small_case as case
-from tests.support.close import check_close
+from tests.support.close import check_all_close
 from tests.support.parity import Case, batch_of, gradients_of, own_batch, stack_of
 from tests.support.ranks import Pools, RankPool
 
@@ -81,9 +81,7 @@ def test_a_second_run_is_of_the_same_step(ranks: Pools, late: bool, what: str) -
     found, wanted = (ranks(2).run(one_step, each, what) for each in (step, counted))
     for (loss, gradients, passes), (other_loss, others, other_passes) in zip(found, wanted, strict=True):
         assert (loss, passes) == (pytest.approx(other_loss, rel=1e-12), other_passes)
-        assert gradients.keys() == others.keys()
-        for name, gradient in others.items():
-            check_close(gradients[name], gradient, 1e-10, name)
+        check_all_close(gradients, others, 1e-10)
 
 
 @pytest.mark.every_value
@@ -213,8 +211,6 @@ def test_numbers_are_those_of_counted_steps(ranks: Pools, late: bool, passes: in
     ours, theirs = (ranks(2).run(several, each, passes, largest) for each in (step, counted))
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.losses == pytest.approx(other.losses, rel=1e-12)
-        assert mine.gradients.keys() == other.gradients.keys()
-        for name, gradient in other.gradients.items():
-            check_close(mine.gradients[name], gradient, 1e-10, name)
+        check_all_close(mine.gradients, other.gradients, 1e-10)
         assert other.repeats == 0 and (mine.repeats > 0) == (largest > 1)
     assert len({seen.repeats for seen in ours}) == 1, "all ranks run the same steps again"

@@ -27,7 +27,7 @@ from penstock.step import StepShape
 from penstock.step.shape import ExpertForm
 from tests.steps import PLAIN
 from tests.support.cases import AXES, DISPATCHES, Step, drawn, fits, step_of, steps
-from tests.support.close import check_close, digest
+from tests.support.close import check_all_close, digest
 from tests.support.draws import draws
 from tests.support.layouts import FORMS, TOKENS, Layout, layout_case
 from tests.support.pairwise import covering
@@ -247,8 +247,7 @@ def check_equal(results: list[Any]) -> None:
     base, *others = results
     for result in others:
         assert abs(result.loss - base.loss) <= 1e-10 * base.loss
-        for name, gradient in base.gradients.items():
-            check_close(result.gradients[name], gradient, 1e-10, name)
+        check_all_close(result.gradients, base.gradients, 1e-10)
 
 
 def less_precise(
@@ -284,8 +283,7 @@ def test_compression_is_the_same_on_any_layout_and_in_any_cut(
     ours = merge(ranks(4).run(run_step, four))
     one, exact = (run_step(0, less_precise(ALONE, comm_dtype=each)) for each in (comm_dtype, None))
     assert abs(ours.loss - one.loss) <= 1e-5 * one.loss
-    for name, gradient in one.gradients.items():  # rounding may fall to either side of a tie
-        check_close(ours.gradients[name], gradient, 5e-3, name)
+    check_all_close(ours.gradients, one.gradients, 5e-3)  # rounding may fall to either side of a tie
     name = "model.layers.0.mlp.experts.w_up.0"
     distance = (one.gradients[name] - exact.gradients[name]).norm() / exact.gradients[name].norm()
     assert 1e-4 < distance < 5e-2

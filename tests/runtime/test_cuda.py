@@ -15,7 +15,7 @@ from penstock.train.assemble import build_machinery, build_stack
 from penstock.train.optimizer import build_adamw
 from tests.runtime.test_cases import plain
 from tests.steps import PLAIN
-from tests.support.close import check_close
+from tests.support.close import check_all_close
 from tests.support.parity import CLIP, Case, batch_of, executed_as_planned, logical, prepare, reference_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -44,8 +44,7 @@ def check_gradients(stack: PipelinedStack, case: Case) -> None:
     """As planned, and equal to the reference's."""
     assert executed_as_planned(stack)
     gradients = {n: p.grad.cpu() for n, p in stack.model.named_parameters() if p.grad is not None}
-    for name, tensor in reference_step(case).gradients.items():
-        check_close(logical(stack, gradients)[name], tensor, TOLERANCE, name)
+    check_all_close(logical(stack, gradients), reference_step(case).gradients, TOLERANCE)
 
 
 @pytest.mark.parametrize("schedule", NAMES)
@@ -66,13 +65,8 @@ def test_a_step_equals_the_reference(schedule: str, capacity_factor: float | Non
     parameters = {n: p.detach().cpu() for n, p in named.items()}
     assert loss.item() == pytest.approx(expected.loss, rel=TOLERANCE)
     assert norm == pytest.approx(expected.norm, rel=TOLERANCE)
-    for ours, theirs in (
-        (logical(stack, gradients), expected.gradients),
-        (logical(stack, parameters), expected.parameters),
-    ):
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            check_close(ours[name], tensor, TOLERANCE, name)
+    check_all_close(logical(stack, gradients), expected.gradients, TOLERANCE)
+    check_all_close(logical(stack, parameters), expected.parameters, TOLERANCE)
 
 
 @pytest.mark.parametrize("schedule", NAMES)

@@ -13,7 +13,7 @@ from penstock.decision import GradientBytes, ScheduleConfig
 from penstock.runtime import PipelinedStack
 from penstock.step.shape import TokenLayout
 from tests.runtime.test_surgery import CASE
-from tests.support.close import check_close
+from tests.support.close import check_all_close
 from tests.support.joining import joined
 from tests.support.parity import Case, own_batch, stack_of
 from tests.support.ranks import Pools
@@ -34,9 +34,7 @@ def test_what_leaves_parts_as_they_are_is_taken_up(ranks: Pools, name: str) -> N
     assert results[0].loss == pytest.approx(wanted.loss, rel=tolerance)
     assert results[0].norm == pytest.approx(wanted.norm, rel=tolerance)
     found = joined((result.gradients, result.parts) for result in results)
-    assert found.keys() == wanted.gradients.keys()
-    for key, gradient in found.items():
-        check_close(gradient, wanted.gradients[key], tolerance, key)
+    check_all_close(found, wanted.gradients, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -105,5 +103,4 @@ def test_a_new_plan_reduces_what_its_form_makes_complete(
         assert any(made.replicated) is complete
         assert any(made.partial) is not complete
         assert wanted.keys() == found.keys() and wanted
-        for name, gradient in wanted.items():
-            check_close(found[name], gradient, 1e-10, name)
+        check_all_close(found, wanted, 1e-10)

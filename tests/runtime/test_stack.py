@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock import expert_parameters
 from penstock.runtime import PipelinedStack, TaskError
-from tests.support.close import check_close
+from tests.support.close import check_all_close
 from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of, gradients_of, stack_of
 
@@ -112,8 +112,7 @@ def test_the_loss_can_be_scaled() -> None:
     loss.backward()
     scaled, loss = stepped(case)
     (loss * 3).backward()
-    for name, gradient in gradients_of(stack).items():
-        check_close(gradients_of(scaled)[name], 3 * gradient, 1e-12, name)
+    check_all_close(gradients_of(scaled), gradients_of(stack), 1e-12, times=3)
 
 
 # ---- gradients over several passes -------------------------------------------------------------------------
@@ -125,13 +124,11 @@ def test_gradients_accumulate_until_they_are_cleared() -> None:
     loss.backward()
     once = gradients_of(stack)
     stack(*batch_of(case)).backward()
-    for name, gradient in gradients_of(stack).items():
-        check_close(gradient, 2 * once[name], 1e-12, name)
+    check_all_close(gradients_of(stack), once, 1e-12, times=2)
     for set_to_none in (True, False):
         stack.zero_grad(set_to_none=set_to_none)
         stack(*batch_of(case)).backward()
-        for name, gradient in gradients_of(stack).items():
-            assert torch.equal(gradient, once[name]), name
+        check_all_close(gradients_of(stack), once, 0.0)
 
 
 def test_two_forward_passes_before_one_backward() -> None:
@@ -143,8 +140,7 @@ def test_two_forward_passes_before_one_backward() -> None:
     wanted = gradients_of(stack)
     stack.zero_grad()
     (stack(*batch_of(case)) + stack(*batch_of(other))).backward()
-    for name, gradient in gradients_of(stack).items():
-        check_close(gradient, wanted[name], 1e-12, name)
+    check_all_close(gradients_of(stack), wanted, 1e-12)
 
 
 def test_a_second_backward_of_one_loss_leaves_the_gradients_alone() -> None:
@@ -155,8 +151,7 @@ def test_a_second_backward_of_one_loss_leaves_the_gradients_alone() -> None:
     with pytest.raises(RuntimeError) as caught:
         loss.backward()
     assert not isinstance(caught.value, TaskError)
-    for name, gradient in gradients_of(stack).items():
-        assert torch.equal(gradient, before[name]), name
+    check_all_close(gradients_of(stack), before, 0.0)
 
 
 # ---- batches -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -16,6 +17,21 @@ def check_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str, least
     """
     difference, size = float((ours - theirs).double().norm()), float(theirs.double().norm())
     assert difference <= tolerance * max(size, least), f"{what}: {difference:.3g} against {size:.3g}"
+
+
+def check_all_close(
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    tolerance: float,
+    what: str = "",
+    *,
+    times: float = 1.0,
+    least: float = 1e-7,
+) -> None:
+    """Names are the same, and tensors of ours close to `times` theirs; a tolerance of 0 wants equal ones."""
+    assert ours.keys() == theirs.keys(), what
+    for name, tensor in theirs.items():
+        check_close(ours[name], times * tensor, tolerance, f"{what} {name}", least)
 
 
 def digest(weights: Weights) -> str:

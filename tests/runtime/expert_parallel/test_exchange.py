@@ -22,6 +22,7 @@ from penstock import clip_grad_norm_, expert_parameters
 from penstock.features.dispatch import DISPATCHES
 from penstock.moe import update_expert_biases
 from penstock.runtime.expert_parallel.exchange import ignore_experts
+from tests.support.close import check_all_close
 from tests.support.exchange import (
     IN,
     LENGTH,
@@ -150,13 +151,7 @@ def check(ranks: Pools, case: Case) -> None:
         for step in steps:
             for name, tensor in getattr(step, what).items():
                 assert torch.equal(found.setdefault(name, tensor), tensor), f"{what} of {name} differ by rank"
-        expected = getattr(wanted, what)
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            difference = float((found[name] - tensor).norm())
-            assert difference <= TOLERANCE * max(float(tensor.norm()), 1e-6), (
-                f"{what} of {name}: {difference}"
-            )
+        check_all_close(found, getattr(wanted, what), TOLERANCE, what, least=1e-6)
     assert all((step.bias, step.norms) == (wanted.bias, steps[0].norms) for step in steps)
     assert bool(wanted.bias) == (case.gate == "sigmoid")
     assert steps[0].norms == pytest.approx(wanted.norms, rel=TOLERANCE)

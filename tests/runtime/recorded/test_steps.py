@@ -13,7 +13,7 @@ import pytest
 from tests.runtime.features.expert_replicas.test_moving import small
 from tests.support import cases
 from tests.support.cases import Step, drawn, step_of
-from tests.support.close import check_close
+from tests.support.close import check_all_close
 from tests.support.pairwise import covering, each_value
 from tests.support.ranks import Pools
 from tests.support.recorded import carded_steps, plain_steps, recorded_steps
@@ -75,8 +75,7 @@ def check(cards: Pools, values: Mapping[str, Any]) -> None:
     for ours, theirs in (*zip(carded, plain, strict=True), *zip(recorded, plain, strict=True)):
         assert ours.losses == pytest.approx(theirs.losses, rel=tolerance)
         assert ours.norms == pytest.approx(theirs.norms, rel=tolerance)
-        for name, parameter in theirs.parameters.items():
-            check_close(ours.parameters[name], parameter, tolerance, name)
+        check_all_close(ours.parameters, theirs.parameters, tolerance)
         assert ours.repeats[0] == (case.bounds == "exceeded")
     for ours in recorded:
         assert {"main", "inter"} <= ours.streams

@@ -25,7 +25,7 @@ from penstock.train.run_state import DecoderNaming, read_steps, take_steps
 from penstock.train.run_state import state_of as tensors_of
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.checkpoints import CASE, IDENTITY, bare, check_equal, state_of, train
-from tests.support.close import check_close
+from tests.support.close import check_all_close
 from tests.support.parity import Case, batch_of, gradients_of, stack_of
 from tests.support.ranks import Pools
 from tests.support.reference_moe import Weights
@@ -61,9 +61,7 @@ class Run:
     def check(self, stack: PipelinedStack, what: str, times: int = 1) -> None:
         """The gradients in `stack` are those of the stack without replicas, `times` over."""
         found, wanted = gradients_of(stack.model), self.gradients(self.plain)
-        assert found.keys() == wanted.keys(), what
-        for name, gradient in wanted.items():
-            check_close(found[name], times * gradient, 1e-10, f"{what}: {name}")
+        check_all_close(found, wanted, 1e-10, what, times=times)
 
 
 def judged(run: Run) -> None:
@@ -123,9 +121,7 @@ def converted(run: Run) -> None:
     """Replicas have the type that the experts have now."""
     for stack in (run.replicated, run.plain):
         stack.model.float()
-    found, wanted = run.gradients(run.replicated), run.gradients(run.plain)
-    for name, gradient in wanted.items():
-        check_close(found[name], gradient, 1e-4, f"float32: {name}")
+    check_all_close(run.gradients(run.replicated), run.gradients(run.plain), 1e-4, "float32")
     for stack in (run.replicated, run.plain):
         stack.model.double()
 

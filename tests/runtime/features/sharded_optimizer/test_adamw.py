@@ -18,7 +18,7 @@ from penstock.runtime.features.sharded_optimizer.share import ReleasingShare, Sh
 from penstock.schedule import plan_step, unit_cost
 from penstock.train.optimizer import OptimizerConfig, build_adamw
 from tests.runtime.features.sharded_optimizer.steps import Habits, build, go_on, loss_of
-from tests.support.close import check_close
+from tests.support.close import check_all_close
 from tests.support.layouts import layout_case
 from tests.support.parity import Case
 from tests.support.ranks import Pools
@@ -201,8 +201,7 @@ def test_state_goes_from_one_kind_of_optimiser_to_the_other_and_back() -> None:
         results.append(go_on(fresh, optimizer, 0, CASE, habits, range(2, 4)))
     for result in results[1:]:
         assert result.losses == pytest.approx(results[0].losses, rel=1e-12)
-        for name, tensor in results[0].parameters.items():
-            check_close(result.parameters[name], tensor, 1e-12, name)
+        check_all_close(result.parameters, results[0].parameters, 1e-12)
 
 
 def test_loaded_state_is_what_the_next_steps_use() -> None:
@@ -220,8 +219,7 @@ def test_loaded_state_is_what_the_next_steps_use() -> None:
     before = copy.deepcopy(stack.state_dict())
     loss_of(stack, 0, CASE, 1).backward()
     optimizer.step()
-    for name, tensor in stack.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
+    check_all_close(stack.state_dict(), before, 0.0)
 
 
 def test_a_parameter_that_is_frozen_keeps_its_loaded_state_until_it_is_trained() -> None:
@@ -242,8 +240,7 @@ def test_a_parameter_that_is_frozen_keeps_its_loaded_state_until_it_is_trained()
     for parameter in frozen:
         parameter.requires_grad_(True)
     results = [go_on(*each, 0, CASE, habits, range(2, 4)) for each in ((stack, optimizer), (again, fresh))]
-    for name, tensor in results[0].parameters.items():
-        check_close(results[1].parameters[name], tensor, 1e-12, name)
+    check_all_close(results[1].parameters, results[0].parameters, 1e-12)
 
 
 def test_the_state_of_other_parameters_is_refused() -> None:
@@ -318,8 +315,7 @@ def test_a_plan_adopted_before_the_update_leaves_the_sums_whole() -> None:
             stack.adopt(plan_step(choice, stack.base_shape, sizes, lambda _: unit_cost))
         optimizer.step()
         results.append(stack.state_dict())
-    for name, tensor in results[0].items():
-        assert torch.equal(results[1][name], tensor), name
+    check_all_close(results[1], results[0], 0.0)
 
 
 # ---- shares by themselves ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.runtime.features.sharded_optimizer.steps import (
     train,
 )
 from tests.support.cases import AXES
-from tests.support.close import check_close
+from tests.support.close import check_all_close
 from tests.support.layouts import Layout, layout_case
 from tests.support.pairwise import valuewise
 from tests.support.parity import Case
@@ -46,9 +46,7 @@ def check_same(ours: list[Trained], plain: list[Trained]) -> None:
         assert len(mine.norms) == STEPS
         assert mine.norms == pytest.approx(theirs.norms, rel=1e-10)
         assert mine.losses == pytest.approx(theirs.losses, rel=1e-10)
-        assert mine.parameters.keys() == theirs.parameters.keys()
-        for name, tensor in theirs.parameters.items():
-            check_close(mine.parameters[name], tensor, 1e-10, name)
+        check_all_close(mine.parameters, theirs.parameters, 1e-10)
 
 
 def case_of(layout: Layout, schedule: str, **settings: Any) -> Case:
