@@ -21,7 +21,7 @@ from penstock.decision.partition import TAIL, Portion, Slot
 from penstock.plan import PlanFile
 from penstock.plan.plan_config import DROPPED_STEPS, PlanConfig
 from penstock.plan.tuner import SizeRange
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
+from penstock.runtime.features.expert_replicas.manager import ExpertReplicas
 from penstock.topology import Control, Layout
 from penstock.train.assemble import gradient_bytes
 from penstock.train.config import RunConfig
@@ -125,7 +125,7 @@ def plans_by_its_slack(trainer: Trainer, step: int) -> None:
     And steps in which they are used are predicted by the routing that called for them.
     """
     del step
-    planning, planned = trainer.stack.of(ExpertReplicas).manager.moving, trainer.pilot.moving
+    planning, planned = trainer.stack.of(ExpertReplicas).moving, trainer.pilot.moving
     assert (planning and planning.slack) == (planned and planned.slack)
     assert isinstance(trainer.pilot, Autotuner)
     assert (trainer.pilot.planned.problem.evidence is None) == (planned is None)

@@ -18,7 +18,7 @@ from penstock.decision import Decision
 from penstock.plan import PlanFile
 from penstock.plan.plan_config import DROPPED_STEPS
 from penstock.plan.plan_file import LostTrial, OtherPlan, moves_of
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
+from penstock.runtime.features.expert_replicas.manager import ExpertReplicas
 from penstock.topology import Control
 from penstock.train.config import RunConfig
 from penstock.train.trainer import Trainer
@@ -126,9 +126,7 @@ def slow_where(moves: bool, trainer: Trainer) -> None:
 
     def step_s(step: int) -> float:
         del step
-        return STEP_S * (
-            SLOW if (trainer.stack.of(ExpertReplicas).manager.moving is not None) is moves else 1.0
-        )
+        return STEP_S * (SLOW if (trainer.stack.of(ExpertReplicas).moving is not None) is moves else 1.0)
 
     pretend(trainer, lambda _: TASK_S, step_s)
 

@@ -32,7 +32,7 @@ from penstock.ops import Op
 from penstock.placement import SPLIT, ExpertPlacement, Replication
 from penstock.routing.rows import Placed
 from penstock.runtime.executor import Programs
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
+from penstock.runtime.features.expert_replicas.manager import ExpertReplicas
 from penstock.runtime.handlers import HANDLERS, Handlers, Inputs, Outputs
 from penstock.runtime.transport import GroupTransport
 from penstock.schedule import StepPlan
@@ -128,7 +128,7 @@ def real_step(rank: int, case: Case, hosts: bool) -> tuple[Told, StepPlan]:
     stack = stack_with_replicas(rank, case, RandomReplicas(steps=1)) if hosts else stack_of(rank, case)
     if hosts:
         found = iter(replications_of(case, hosts))
-        stack.of(ExpertReplicas).manager.use(
+        stack.of(ExpertReplicas).use(
             tuple(None if layer is None else next(found) for layer in stack.moe_layers)
         )
     tokens, labels = batch_of(case)

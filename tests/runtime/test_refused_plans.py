@@ -13,7 +13,7 @@ from penstock.decision import PlacementConfig
 from penstock.features.expert_replicas.feature import ExpertMoves
 from penstock.moe import MoEConfig, build_layer
 from penstock.moe.experts import ExpertShard
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
+from penstock.runtime.features.expert_replicas.manager import ExpertReplicas
 from penstock.runtime.parts import maker_of
 from penstock.step.shape import ExpertForm
 from penstock.topology import Layout as Place
@@ -42,10 +42,10 @@ def step_after_a_refusal(rank: int, experts: ExpertMoves) -> None:
     config = replace(BY_RANK.config, placement=placement)
     with short_search():
         other = first_plan(config, stack.machinery.layout, stack.base_shape, stack.gradients.sizes_bytes)
-    replications = stack.of(ExpertReplicas).manager.replications
+    replications = stack.of(ExpertReplicas).replications
     with pytest.raises(ValueError, match="samples cannot move"):
         stack.adopt(other)
-    assert stack.plan is plan and stack.of(ExpertReplicas).manager.replications == replications
+    assert stack.plan is plan and stack.of(ExpertReplicas).replications == replications
     loss = stack(tokens, labels)
     check_close(loss.detach(), before, 1e-12, "loss")
     loss.backward()

@@ -13,8 +13,7 @@ import torch
 from penstock.features.expert_replicas.feature import ExpertMoves
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Part, Replication
 from penstock.runtime import PipelinedStack, clip_grad_norm_
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
-from penstock.runtime.features.expert_replicas.manager import ExpertMoving
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving, ExpertReplicas
 from penstock.train.assemble import first_plan
 from tests.support.parity import (
     CLIP,
@@ -88,7 +87,7 @@ def _split(positions: Sequence[int], random: Random) -> tuple[Part, ...]:
 
 def replicate_randomly(stack: PipelinedStack, hosts: RandomReplicas, step: int) -> None:
     """The same random replicas on all ranks, others in every step and layer, their rows split in all ways."""
-    stack.of(ExpertReplicas).manager.use(
+    stack.of(ExpertReplicas).use(
         tuple(
             None
             if layer is None
@@ -108,7 +107,7 @@ def stack_with_replicas(rank: int, case: Case, hosts: RandomReplicas) -> Pipelin
     placement = replace(case.config.placement, experts=experts, replica_slots=max(1, hosts.slots))
     config = replace(case.config, placement=placement)
     shape = replace(stack.base_shape, replica_pieces=hosts.pieces)
-    stack.of(ExpertReplicas).manager.moving = hosts.moving
+    stack.of(ExpertReplicas).moving = hosts.moving
     with short_search():
         stack.adopt(first_plan(config, stack.machinery.layout, shape, stack.gradients.sizes_bytes))
     return stack

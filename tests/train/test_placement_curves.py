@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.config import load
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
+from penstock.runtime.features.expert_replicas.manager import ExpertReplicas
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.batches import Batch
@@ -84,7 +84,7 @@ def curve(rank: int, world_size: int, overrides: list[str], steps: int, dtype: t
     away, losses, hosted, moved = _Away(stack), [], 0, 0
     for step in range(steps):
         tokens_BL, labels_BL, ids_B = batch(config, layout, step)
-        hosted += any(h is not None and not h.is_empty for h in stack.of(ExpertReplicas).manager.replications)
+        hosted += any(h is not None and not h.is_empty for h in stack.of(ExpertReplicas).replications)
         loss = stack(tokens_BL, labels_BL, ids_B)
         update.backward(loss, step + 1)
         moved += away.saw(ids_B)

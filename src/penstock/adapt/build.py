@@ -42,7 +42,7 @@ from penstock.partial_state import local_state, spread_states
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.clip import follow_torch
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
+from penstock.runtime.features.expert_replicas.manager import ExpertReplicas
 from penstock.sharding import Sharding
 from penstock.step.shape import Updating
 from penstock.topology import (
@@ -165,7 +165,7 @@ def scheduled(
     with pieces_of(found, layout, tensor) as decoder:
         stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
         stack.timed = False  # nothing reads when tasks ran
-        stack.of(ExpertReplicas).manager.moving = moving_of(found.choice, found.sizes, stack)
+        stack.of(ExpertReplicas).moving = moving_of(found.choice, found.sizes, stack)
         if layout.ep_size * layout.etp_size > 1:
             machinery.transports.open([(Lane.INTER, Group.EXPERT), (Lane.INTER, Group.SHARDS)])
         if tensor is not None:

@@ -34,8 +34,7 @@ from penstock.cost.model_flops import ModelFlops
 from penstock.device import device_of
 from penstock.plan.plan_config import AUTO, DROPPED_STEPS
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
-from penstock.runtime.features.expert_replicas.manager import ExpertMoving
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving, ExpertReplicas
 from penstock.schedule import StepPlan
 from penstock.trace.analysis import stragglers, typical_seconds
 from penstock.train.config import RunConfig
@@ -200,7 +199,7 @@ class Autotuner:
     def _go_by(self, planned: Planned, *, settle: bool) -> None:
         """Use a plan that the stack runs already; replicas are planned by what that plan hides."""
         self.planned = planned
-        self._stack.of(ExpertReplicas).manager.moving = self.moving
+        self._stack.of(ExpertReplicas).moving = self.moving
         self._begin(settle=settle)
 
     def _settle(self, records: Records) -> bool:

@@ -27,8 +27,7 @@ from penstock.moe.layer import LogicalNames
 from penstock.placement import Replication
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.runtime.bounds import STEPS_KEPT, Passes, RowBounds
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
-from penstock.runtime.features.expert_replicas.manager import Plans
+from penstock.runtime.features.expert_replicas.manager import ExpertReplicas, Plans
 from penstock.runtime.features.sample_placement import SamplePlacement
 from penstock.sharding import Named, shardings_of
 
@@ -243,7 +242,7 @@ def take_steps(stack: PipelinedStack, plans: Plans | None, known: Known | None) 
     same = all(each for each, _ in everyone)
     bounds = known is not None and len({each for _, each in everyone}) == 1
     if same and plans is not None:
-        stack.of(ExpertReplicas).manager.follow(plans)
+        stack.of(ExpertReplicas).follow(plans)
     if bounds and known is not None and isinstance(stack.bounds, RowBounds):
         stack.bounds.histories.clear()
         for kind, rows in known.items():
@@ -268,7 +267,7 @@ def read_steps(stack: PipelinedStack, steps: Mapping[str, Any] | None) -> tuple[
 
 def _replicas(stack: PipelinedStack) -> list[Mapping[str, Any]]:
     """Return what every expert group holds next; [] if a fresh start does the same."""
-    plans, layout = stack.of(ExpertReplicas).manager.plans, stack.machinery.layout
+    plans, layout = stack.of(ExpertReplicas).plans, stack.machinery.layout
     as_at_first = all(replication.is_empty for replication in plans.made) and not plans.age_steps
     layers = [
         {"owners": replication.placement.digest, **plain_of(replication), "in_use": in_use}
@@ -283,7 +282,7 @@ def _replicas(stack: PipelinedStack) -> list[Mapping[str, Any]]:
 
 def _read_replicas(stack: PipelinedStack, groups: list[Any] | None) -> Plans | None:
     """Return what this rank's group held; None where groups, layers, owners or slots have changed."""
-    now, layout = stack.of(ExpertReplicas).manager.plans.made, stack.machinery.layout
+    now, layout = stack.of(ExpertReplicas).plans.made, stack.machinery.layout
     if not now or not groups or len(groups) != len(layout.mesh.groups(Group.EXPERT_SHARDS)):
         return None
     table = groups[layout.mesh.group(layout.rank, Group.EXPERT_SHARDS)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.runtime.features.expert_replicas.handlers import check_replicas
+from penstock.runtime.features.expert_replicas.manager import check_replicas
 from penstock.runtime.machinery import silent
 from penstock.step import StepShape
 from tests.support.parity import machinery

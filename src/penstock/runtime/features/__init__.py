@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.runtime.features import expert_sharding, tensor_parallel
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
-from penstock.runtime.features.expert_replicas.manager import ExpertMoving
+from penstock.runtime.features.expert_replicas.manager import ExpertMoving, ExpertReplicas
 from penstock.runtime.features.recompute import Recompute
 from penstock.runtime.features.sample_placement import SampleMoving, SamplePlacement
 from penstock.runtime.features.sharded_optimizer.updates import ShardedUpdates

@@ -16,8 +16,7 @@ from penstock.decision import PlacementConfig
 from penstock.mesh import Group
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
 from penstock.runtime import PipelinedStack
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
-from penstock.runtime.features.expert_replicas.manager import Plans, ReplicaManager
+from penstock.runtime.features.expert_replicas.manager import ExpertReplicas, Plans
 from penstock.train.assemble import first_plan
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state
@@ -46,7 +45,7 @@ class Run:
 
     def forward(self, stack: PipelinedStack) -> Tensor:
         """The loss, with other replicas than ever before."""
-        if stack.of(ExpertReplicas).manager.replications:
+        if stack.of(ExpertReplicas).replications:
             self.turn += 1
             replicate_randomly(stack, REPLICAS_OF_ALL, self.turn)
         loss: Tensor = stack(*self.batch)
@@ -109,9 +108,7 @@ def copied(run: Run) -> None:
     assert [name for name, _ in run.replicated.named_parameters()] == names
     assert list(run.replicated.state_dict()) == list(run.plain.state_dict())
     twin = copy.deepcopy(run.replicated)
-    assert (
-        twin.of(ExpertReplicas).manager.replications == run.replicated.of(ExpertReplicas).manager.replications
-    )
+    assert twin.of(ExpertReplicas).replications == run.replicated.of(ExpertReplicas).replications
     assert [name for name, _ in twin.named_parameters()] == names
     run.gradients(twin)
     run.check(twin, "copy")
@@ -130,11 +127,11 @@ def planned_anew(run: Run) -> None:
     """A plan without replica slots has no replicas, one with others begins without."""
     plans = run.replicated.plan, run.plain.plan
     run.replicated.adopt(plans[1])
-    assert run.replicated.of(ExpertReplicas).manager.replications == ()
+    assert run.replicated.of(ExpertReplicas).replications == ()
     run.gradients(run.replicated)
     run.check(run.replicated, "without slots")
     run.replicated.adopt(plans[0])
-    found = run.replicated.of(ExpertReplicas).manager.replications
+    found = run.replicated.of(ExpertReplicas).replications
     assert len(found) == 2 and all(replication is not None and replication.is_empty for replication in found)
     run.gradients(run.replicated)
     run.check(run.replicated, "with slots again")
@@ -169,8 +166,8 @@ def hosted_again(rank: int, folder: Path) -> tuple[list[bool], list[bool]]:
     """
     saved, fresh = (stack_with_replicas(rank, STEP, REPLICAS_OF_ALL) for _ in range(2))
     replicate_randomly(saved, REPLICAS_OF_ALL, 0)
-    plans = replace(saved.of(ExpertReplicas).manager.plans, in_use=(True, False), age_steps=3)
-    saved.of(ExpertReplicas).manager.follow(plans)
+    plans = replace(saved.of(ExpertReplicas).plans, in_use=(True, False), age_steps=3)
+    saved.of(ExpertReplicas).follow(plans)
     path, others = (
         checkpoints(saved, folder).save(1),
         stack_with_replicas(rank, STEP, replace(REPLICAS_OF_ALL, slots=1)),
@@ -178,15 +175,15 @@ def hosted_again(rank: int, folder: Path) -> tuple[list[bool], list[bool]]:
     for stack in (fresh, others):
         checkpoints(stack, folder).load(path)
     assert (
-        fresh.of(ExpertReplicas).manager.plans == plans
-        and fresh.of(ExpertReplicas).manager.replications == saved.of(ExpertReplicas).manager.replications
+        fresh.of(ExpertReplicas).plans == plans
+        and fresh.of(ExpertReplicas).replications == saved.of(ExpertReplicas).replications
     )
     assert all(
         replication is not None and replication.is_empty
-        for replication in others.of(ExpertReplicas).manager.replications
+        for replication in others.of(ExpertReplicas).replications
     )
-    return [h is not None and h.is_empty for h in fresh.of(ExpertReplicas).manager.replications], [
-        bool(h.limit) for h in fresh.of(ExpertReplicas).manager.plans.made
+    return [h is not None and h.is_empty for h in fresh.of(ExpertReplicas).replications], [
+        bool(h.limit) for h in fresh.of(ExpertReplicas).plans.made
     ]
 
 
@@ -206,12 +203,12 @@ def one_group_again(rank: int, folder: Path) -> bool:
     """Whether all ranks go on with what they were to host, of which half have nothing."""
     case = replace(CASE, world_size=4, ep_size=2)
     saved, fresh = (stack_with_replicas(rank, case, REPLICAS_OF_ALL) for _ in range(2))
-    layout, plans = saved.machinery.layout, saved.of(ExpertReplicas).manager.plans
+    layout, plans = saved.machinery.layout, saved.of(ExpertReplicas).plans
     if layout.mesh.group(rank, Group.EXPERT_SHARDS) == 0:
         plans = replace(plans, made=tuple(some_replica(each.placement) for each in plans.made))
-    saved.of(ExpertReplicas).manager.follow(replace(plans, age_steps=1))
+    saved.of(ExpertReplicas).follow(replace(plans, age_steps=1))
     checkpoints(fresh, folder).load(checkpoints(saved, folder).save(1))
-    return fresh.of(ExpertReplicas).manager.plans == saved.of(ExpertReplicas).manager.plans
+    return fresh.of(ExpertReplicas).plans == saved.of(ExpertReplicas).plans
 
 
 def some_replica(placement: ExpertPlacement) -> Replication:
@@ -233,9 +230,9 @@ def test_nonsense_about_replicas_is_damage(replicas: object) -> None:
 def half_read(rank: int) -> tuple[bool, bool]:
     """Whether rank 0's plans, which rank 1 has not read, are in use."""
     stack = stack_with_replicas(rank, STEP, REPLICAS_OF_ALL)
-    before = stack.of(ExpertReplicas).manager.plans
+    before = stack.of(ExpertReplicas).plans
     plans = Plans(before.made, before.in_use, before.age_steps + 1) if rank == 0 else None
-    return take_steps(stack, plans, None)[0], stack.of(ExpertReplicas).manager.plans is before
+    return take_steps(stack, plans, None)[0], stack.of(ExpertReplicas).plans is before
 
 
 def test_what_not_all_ranks_have_read_nobody_hosts(ranks: Pools) -> None:
@@ -324,7 +321,7 @@ def test_fixed_slots_are_refused() -> None:
 
 def test_a_room_that_comes_back_from_a_step_of_an_earlier_plan_is_not_lent_again() -> None:
     stack = stack_of(0, CASE)
-    layers, host = stack.moe_layers, ReplicaManager(stack.machinery.layout, stack.machinery.device)
+    layers, host = stack.moe_layers, ExpertReplicas(stack.machinery.layout, stack.machinery.device)
     shape = replace(stack.base_shape, replica_slots=1)
     host.open(layers, shape)
     under_way = host.lend(layers)
@@ -337,7 +334,7 @@ def test_a_room_that_comes_back_from_a_step_of_an_earlier_plan_is_not_lent_again
 def test_replicas_whose_rows_nobody_splits_any_more_are_not_brought() -> None:
     """With a plan under which rows go before counts are known, they would do little until the next plan."""
     stack = stack_of(0, CASE)
-    layers, host = stack.moe_layers, ReplicaManager(stack.machinery.layout, stack.machinery.device)
+    layers, host = stack.moe_layers, ExpertReplicas(stack.machinery.layout, stack.machinery.device)
     shape = replace(stack.base_shape, replica_slots=1)
     host.open(layers, shape)
     limited = tuple(None if h is None else replace(h, limit=SPLIT) for h in host.replications)

@@ -15,8 +15,12 @@ from penstock.features.expert_replicas.problem import ExpertProblem
 from penstock.mesh import Mesh
 from penstock.placement import EMPTY, ExpertPlacement, Replication
 from penstock.runtime import TaskError
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas
-from penstock.runtime.features.expert_replicas.manager import ExpertMoving, Plans, loads_of_group
+from penstock.runtime.features.expert_replicas.manager import (
+    ExpertMoving,
+    ExpertReplicas,
+    Plans,
+    loads_of_group,
+)
 from tests.features.problems import costs_of
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.parity import Case, own_batch
@@ -140,17 +144,11 @@ def hosted_and_computed(rank: int, case: Case, hosts: RandomReplicas) -> tuple[l
     stack = stack_with_replicas(rank, case, hosts)
     for _ in range(2):
         found = [
-            replication
-            for replication in stack.of(ExpertReplicas).manager.replications
-            if replication is not None
+            replication for replication in stack.of(ExpertReplicas).replications if replication is not None
         ]
         stack(*own_batch(rank, case)).backward()
         assert stack.loads.replications == tuple(found)
-    found = [
-        replication
-        for replication in stack.of(ExpertReplicas).manager.replications
-        if replication is not None
-    ]
+    found = [replication for replication in stack.of(ExpertReplicas).replications if replication is not None]
     return [replication.digest for replication in found], [replication.is_empty for replication in found]
 
 
@@ -165,7 +163,7 @@ def disagreeing(rank: int, case: Case) -> None:
     """A step of ranks one of which has another planner."""
     stack = stack_with_replicas(rank, case, RandomReplicas(moving=small(2, "least_loaded")))
     if rank:
-        stack.of(ExpertReplicas).manager.moving = None
+        stack.of(ExpertReplicas).moving = None
     stack(*own_batch(rank, case)).backward()
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from penstock.moe import SwiGLUExperts
 from penstock.placement import SPLIT, Replication
-from penstock.runtime.features.expert_replicas.handlers import ExpertReplicas, check_takes_replicas
+from penstock.runtime.features.expert_replicas.manager import ExpertReplicas, check_takes_replicas
 from penstock.step import StepShape
 from penstock.topology import Layout as Place
 from tests.support.cases import ROUTINGS, hosting_case
@@ -27,7 +27,7 @@ def rows_computed(rank: int, case: Case, limit: int | None) -> int:
     stack = stack_with_replicas(rank, case, RandomReplicas(slots=4))
     held = [list(range(4, 8)), list(range(4))]
     layers = [layer for layer in stack.moe_layers if layer is not None]
-    stack.of(ExpertReplicas).manager.use(
+    stack.of(ExpertReplicas).use(
         tuple(replace(Replication.local(layer.placement, held), limit=limit) for layer in layers)
     )
     rows: list[int] = []

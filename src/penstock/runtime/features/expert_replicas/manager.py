@@ -1,4 +1,4 @@
-"""The replicas that the ranks of a stack hold from step to step, and the room for them."""
+"""The replicas that the ranks of a stack hold from step to step: plans, room for them, and handlers."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.device import on_device
 from penstock.features.expert_replicas.encoding import Numbers, Share, numbers_of, share_of
 from penstock.features.expert_replicas.planners import Planner, pays
 from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem, Slack
-from penstock.graph import Graph
+from penstock.graph import Graph, Phase, Task
 from penstock.mesh import Group, Mesh, node_of
 from penstock.moe import MoELayer
 from penstock.moe.experts import Experts, Spread, slots_with_replicas
-from penstock.placement import Replication
+from penstock.ops import Op
+from penstock.placement import PlacementError, Replication
 from penstock.routing.replicas import ExactSplit
 from penstock.routing.sizes import Ints
-from penstock.runtime.features.expert_replicas.replicas import LayerReplicas, Room, Trip
-from penstock.runtime.handlers import StepContext
-from penstock.runtime.machinery import StepFeature
+from penstock.runtime.features.expert_replicas.replicas import LayerReplicas, Piece, Room, Trip
+from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
+from penstock.runtime.machinery import FeatureStack, Machinery, StackFeature, StepFeature
 from penstock.runtime.statistics import Loads
-from penstock.runtime.transport import Later
+from penstock.runtime.transport import Later, to_host
+from penstock.schedule import StepPlan
 from penstock.step import StepShape
+from penstock.step.shape import FORM_TOKENS
 from penstock.topology import Layout
 
 # ---- which experts ranks hold replicas of next: planned from the loads of one step, and dropped where
@@ -191,7 +196,7 @@ class StepReplicas(StepFeature):
         next_plans: The replicas of the next step, once ranks have compared them; None before.
     """
 
-    manager: ReplicaManager
+    manager: ExpertReplicas
     layers: Layers
     replicas: tuple[LayerReplicas | None, ...]
     replications: Replications = ()
@@ -234,7 +239,7 @@ class StepReplicas(StepFeature):
                     layer.use_replicas(None)
 
 
-class ReplicaManager:
+class ExpertReplicas(StackFeature):
     """Lends every step the replicas that its ranks hold at that time, and plans those that they hold next.
 
     Attributes:
@@ -257,11 +262,25 @@ class ReplicaManager:
             for layer_replication in self._in_use
         )
 
-    def copy(self) -> ReplicaManager:
-        """Return a manager with the same replications, for a copy of the layers."""
-        found = ReplicaManager(self._layout, self._device, self.moving)
+    def copy(self) -> ExpertReplicas:
+        """Return the same replications, for a copy of the layers."""
+        found = ExpertReplicas(self._layout, self._device, self.moving)
         found._in_use, found._splits, found.plans = self._in_use, self._splits, self.plans
+        found.active = self.active
         return found
+
+    def check(self, plan: StepPlan, stack: FeatureStack) -> None:
+        check_replicas(stack.moe_layers, plan.shape, stack.machinery)
+
+    def adopt(self, plan: StepPlan, stack: FeatureStack) -> None:
+        self.open(stack.moe_layers, plan.shape)
+        self.active = plan.shape.replica_slots > 0
+
+    def check_layers(self, stack: FeatureStack) -> None:
+        check_takes_replicas(stack.moe_layers, stack.plan.shape, stack.machinery.layout)
+
+    def step(self, stack: FeatureStack) -> StepReplicas:
+        return self.lend(stack.moe_layers)
 
     def open(self, layers: Layers, shape: StepShape) -> None:
         """Make as many slots per layer as the shape says, empty unless as many are in use already."""
@@ -403,3 +422,142 @@ def check_no_hooks(experts: Experts) -> None:
                 f"experts.{name} has a gradient hook, which would not see the gradients of rows that other "
                 "ranks compute. Remove it, or set placement.experts=none"
             )
+
+
+# ---- checks that ranks can hold replicas of others' experts in a stack, and agree on which rank holds
+# which replica
+
+
+def check_replicas(layers: Layers, shape: StepShape, machinery: Machinery) -> None:
+    """Raise ValueError, on all ranks, if their experts differ, where the plan has replica slots.
+
+    Costs an exchange of some bytes per parameter.
+    """
+    if shape.moves and not machinery.transports.sends:
+        raise ValueError(
+            "samples or experts move in this plan, and nothing is sent between the ranks of this stack: each "
+            "would plan by what it alone has. Measure without a network by a plan in which nothing moves"
+        )
+    if not shape.replica_slots:
+        return
+    check_takes_replicas(layers, shape, machinery.layout)
+    moe = [layer for layer in layers if layer is not None]
+    words = []
+    for experts in (layer.experts for layer in moe):
+        kinds = (f"{name} {list(p.shape)} {p.dtype}" for name, p in experts.named_parameters())
+        words.append(f"{type(experts).__name__} ({', '.join(kinds)})")
+    everyone = machinery.control.gather(words, "comparing experts")
+    for rank, found in enumerate(everyone):
+        for theirs, first in zip(found, everyone[0], strict=True):
+            if theirs != first:
+                raise ValueError(
+                    f"rank {rank} has experts of {theirs}, rank 0 of {first}: experts that differ cannot "
+                    "take each other's place. Build them alike, or set placement.experts=none"
+                )
+
+
+def check_takes_replicas(layers: Layers, shape: StepShape, layout: Layout) -> None:
+    """Raise ValueError, saying why, if a plan of this shape cannot have replicas of experts of these
+    layers."""
+    if not shape.replica_slots:
+        return
+    if layout.tp_size > 1 and FORM_TOKENS[shape.expert_form] == "replicated":
+        raise ValueError(
+            f"expert_form = {shape.expert_form} has the same rows on all ranks that share attention, which "
+            "have different places in the expert group and would each send them to other ranks. "
+            "Use expert_form=gather, or set placement.experts=none"
+        )
+    moe = [layer for layer in layers if layer is not None]
+    for layer in moe:
+        layer.permutation.with_slots(layer.ep_size, layer.placement.slots + shape.replica_slots)
+        experts = layer.experts
+        # Parts of experts that a replica would lack, or have otherwise than the owner.
+        if any(True for _ in experts.buffers()):
+            raise ValueError(
+                f"{type(experts).__name__} has buffers, which are not brought to ranks that hold a replica: "
+                "rows would meet others there. Remove them, or set placement.experts=none"
+            )
+        check_no_hooks(experts)
+        sizes: dict[int, list[int]] = {}
+        for name, parameter in experts.named_parameters():
+            for _, slot, part in experts.split(name, parameter):
+                if not part.is_contiguous():
+                    raise ValueError(
+                        f"experts.{name} is not contiguous in memory: make it so with contiguous()"
+                    )
+                sizes.setdefault(slot, []).append(part.numel())
+        if len({tuple(found) for found in sizes.values()}) > 1:
+            raise ValueError(
+                f"the experts of {type(experts).__name__} differ in size or share parameters, so one cannot "
+                "take the place of another. Build them alike, or set placement.experts=none"
+            )
+    seen: set[int] = set()
+    for layer in moe:
+        mine = {id(parameter) for parameter in layer.experts.parameters()}
+        if seen & mine:
+            raise ValueError(
+                "experts of several layers share a parameter: gradients of replicas would be added while "
+                "another layer adds to it. Give every layer its own, or set placement.experts=none"
+            )
+        seen |= mine
+
+
+# ---- handlers that bring experts to their replicas, take gradients home, and plan the next replicas --------
+
+
+@handles(Op.REPLICA_PARAMETERS, Phase.FORWARD)
+def bring(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Bring a piece of the parameters of all replicas of a layer. The edge from it says that they are
+    here."""
+    del inputs
+    context.of(StepReplicas).of(task.layer).bring(_piece(context, task))
+    return {"replicas": None}
+
+
+@handles(Op.REPLICA_GRADIENTS, Phase.BACKWARD)
+def take_home(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Add a piece of the gradients of all replicas of a layer to what their owners have."""
+    del inputs  # the gradients are the replicas' own; the edges say that they are complete
+    context.of(StepReplicas).of(task.layer).take_home(_piece(context, task))
+    return NOTHING
+
+
+@handles(Op.PLAN_REPLICAS, Phase.BACKWARD)
+def plan(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Return replications: what this rank has found for the next step, of its share of the layers."""
+    del task
+    return {"replications": context.of(StepReplicas).manager.plan(inputs.one("loads"))}
+
+
+@handles(Op.COMPARE_REPLICAS, Phase.BACKWARD)
+def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+    """Gather what all ranks that exchange rows have found.
+
+    Raises:
+        PlacementError: If premises differ.
+    """
+    numbers: Numbers = inputs.one("replications")
+    transport, device = context.transport(task), context.marks.device
+    manager, size = context.of(StepReplicas).manager, transport.size(task.axes)
+    premise = manager.premise
+    mine = on_device([[premise, len(numbers)]], device)
+    premises, lengths = zip(*transport.all_gather(mine, [1] * size, task.axes).tolist(), strict=True)
+    if different := [place for place, theirs in enumerate(premises) if theirs != premise]:
+        raise PlacementError(
+            f"ranks would plan different replicas for the next step: of this group those at places "
+            f"{different} hold others than it does, or plan in another way, so versions or settings differ "
+            "between ranks. Start all ranks with the same ones"
+        )
+    here = on_device(numbers, device, torch.from_numpy(numbers).dtype)
+    everyone = to_host(transport.all_gather(here, lengths, task.axes))
+    ends = [*accumulate(lengths)]
+    context.of(StepReplicas).next_plans = Later.after(
+        everyone,
+        lambda told: manager.joined(np.split(told.astype(np.int32, copy=False), ends)[:-1]),
+    )
+    return NOTHING
+
+
+def _piece(context: StepContext, task: Task) -> Piece:
+    assert task.piece is not None, task
+    return Piece(task.piece, task.cut.parts, context.transport(task), task.axes)
