@@ -94,7 +94,7 @@ def test_samples_move_between_the_devices_that_exchange_rows(shares: tuple[int, 
     sizes: dict[str, Any] = dict(zip(("tp_size", "etp_size", "ep_size"), shares, strict=True))
     layout = Layout.build(ParallelConfig(processes=8, **sizes), 8, 0, WORK.num_experts, node_size=8)
     work = replace(WORK, **sizes, node_size=0, devices_per_node=8)
-    ran = Relocation.on(layout, SampleMoving(), Habits()).exchange_group.planes
+    ran = Relocation.on(layout, SampleMoving(), Habits(), packs=False).exchange_group.planes
     assert [(each.devices, each.device_P) for each in device_groups(work)] == [
         (plane.devices, plane.device_P) for plane in ran
     ]

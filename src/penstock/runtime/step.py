@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.device import device_of
-from penstock.moe import MoEConfig, MoELayer
+from penstock.moe import MoEConfig
 from penstock.moe.products import AutogradWeights, ComputeCopies, WeightGradients
 from penstock.moe.routers import Balance
 from penstock.routing.routes import RouteMaker
@@ -75,11 +75,6 @@ class Stack(Protocol):
     timed: bool
     execution: Execution | None
     statistics: StepStatistics | None
-
-    @property
-    def moe_layers(self) -> list[MoELayer | None]:
-        """The layers with experts; None for a dense one."""
-        ...
 
     def taken(self, *, training: bool) -> Taken:
         """Return what a step that begins now takes."""

@@ -186,25 +186,33 @@ class Habits:
 
 
 @dataclass(frozen=True)
-class Relocation:
-    """How samples move on one rank.
+class Relocation(StepFeature):
+    """How samples move on one rank, in the steps of a plan.
 
     Attributes:
         exchange_group: Ranks that exchange counts.
         member: This rank's number there.
+        packs: Whether rows bring their residual stream.
     """
 
     how: SampleMoving
     exchange_group: ExchangeGroup
     member: int
     habits: Habits
+    packs: bool
 
     @staticmethod
-    def on(layout: Layout, how: SampleMoving, habits: Habits) -> Relocation:
+    def on(layout: Layout, how: SampleMoving, habits: Habits, *, packs: bool) -> Relocation:
         """Return how samples of this rank's group move."""
         how.placer.prepare()
         member = layout.mesh.place(layout.rank, layout.mesh.all_experts)
-        return Relocation(how, exchange_group_of(layout.mesh, layout.rank, layout.node_size), member, habits)
+        group = exchange_group_of(layout.mesh, layout.rank, layout.node_size)
+        return Relocation(how, group, member, habits, packs)
+
+    def prepare(self, context: StepContext) -> None:
+        context.features[Relocation] = self
+        if self.packs:
+            context.residual_transport = PackedResidual(context.wire_dtype)
 
     def homes(self, table: SampleTable, visit: Visit, moved_rows: int) -> Counts:
         """Return the device of every sample.
@@ -283,23 +291,6 @@ def _with_experts(parts: ModelParts) -> list[BlockParts]:
 # ---- samples that move, in a stack and in its steps --------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepRelocation(StepFeature):
-    """Samples that move in one step.
-
-    Attributes:
-        packs: Whether rows bring their residual stream.
-    """
-
-    relocation: Relocation
-    packs: bool
-
-    def prepare(self, context: StepContext) -> None:
-        context.features[Relocation] = self.relocation
-        if self.packs:
-            context.residual_transport = PackedResidual(context.wire_dtype)
-
-
 class SamplePlacement(StackFeature):
     """Samples that move in a stack.
 
@@ -324,10 +315,11 @@ class SamplePlacement(StackFeature):
         self._next = None
         if plan.shape.moves_samples and any(plan.shape.moe_layers):
             check_samples_may_move(stack.moe_layers, stack.moe)
-            if plan.shape.packed_residual:
+            packs = plan.shape.packed_residual
+            if packs:
                 check_packs(stack.parts, stack.machinery.autocast_dtype)
             # A placer may lack what it needs, and says so here.
-            self._next = Relocation.on(stack.machinery.layout, self.moving, self._habits)
+            self._next = Relocation.on(stack.machinery.layout, self.moving, self._habits, packs=packs)
 
     def adopt(self, plan: StepPlan, stack: FeatureStack) -> None:
         del plan, stack  # what was checked is adopted
@@ -345,8 +337,8 @@ class SamplePlacement(StackFeature):
         return partial(shared_sizes, machinery.layout, machinery.control)
 
     def step(self, stack: FeatureStack) -> StepFeature | None:
-        packs = stack.plan.shape.packed_residual
-        return None if self.relocation is None else StepRelocation(self.relocation, packs)
+        del stack
+        return self.relocation
 
 
 def check_samples_may_move(layers: Sequence[MoELayer | None], moe: MoEConfig) -> None:

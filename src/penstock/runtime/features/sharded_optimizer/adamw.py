@@ -17,17 +17,14 @@ from penstock.runtime.clip import mark_sharded
 from penstock.runtime.expert_parallel.optimizers import watch_optimizer
 from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS
 from penstock.runtime.features.sharded_optimizer.updates import Groups, ShardedUpdates, Updates
-from penstock.runtime.machinery import Machinery
-from penstock.schedule import StepPlan
+from penstock.runtime.machinery import FeatureStack
 from penstock.step import StepShape
 
 
-class ShardedStack(Protocol):
+class ShardedStack(FeatureStack, Protocol):
     """The stack whose steps sum gradients in shares. `PipelinedStack` is one."""
 
     model: nn.Module
-    machinery: Machinery
-    plan: StepPlan
 
     def of(self, kind: type[ShardedUpdates]) -> ShardedUpdates:
         """Return the part that its updates have in the stack."""
