@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,10 +72,8 @@ def config_of(case: Case, habits: Habits, *, sharded: bool) -> RunConfig:
     return replace(config, optimizer=optimizer)
 
 
-def build(
-    rank: int, case: Case, habits: Habits, *, sharded: bool
-) -> tuple[PipelinedStack, torch.optim.Optimizer]:
-    """A stack with its optimiser."""
+def build(rank: int, case: Case, habits: Habits, *, sharded: bool) -> tuple[PipelinedStack, Any]:
+    """A stack with its optimiser, which is a ShardedAdamW if it is `sharded`."""
     found = machinery_of(rank, case)
     make_moe = partial(scattered_layer, case, found.layout) if case.scattered else None
     config = config_of(case, habits, sharded=sharded)
