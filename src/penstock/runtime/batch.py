@@ -283,14 +283,14 @@ def shared_sizes(layout: Layout, control: Control, samples: Samples, largest_bat
                     "samples move between them: give all ranks samples of one length, filled up with "
                     "padding (say so with valid_BL), or set placement.samples=none"
                 )
-            for does, here, there in (
-                ("marks padding (valid_BL)", marked, marks_padding),
-                ("separates documents (documents_BL)", separate, separates),
+            for does, name, here, there in (
+                ("marks padding", "valid_BL", marked, marks_padding),
+                ("separates documents", "documents_BL", separate, separates),
             ):
                 if here != there:
                     raise ValueError(
-                        f"rank {rank if here else first} {does} and rank {first if here else rank} does not, "
-                        "and samples move between them: give all ranks the same tensors, or set "
+                        f"rank {rank if here else first} {does} ({name}) and rank {first if here else rank} "
+                        f"does not, and samples move between them: give {name} on all ranks, or set "
                         "placement.samples=none"
                     )
     members = layout.mesh.members(layout.rank, layout.mesh.all_experts)

@@ -229,3 +229,15 @@ def test_samples_of_different_lengths_are_refused(ranks: Pools) -> None:
     step = case(2, "sequential", node_size=None, batches=(2, 2))
     for text in ranks(2).told(ValueError, stepped, step, (5, 4)):
         assert text.startswith("ranks 0 and 1 have samples of 5 and 4 tokens, and samples move between them")
+
+
+def marked_on_one(rank: int, step: Case, name: str) -> None:
+    tokens, labels = own_batch(rank, step)
+    marks = {"valid_BL": torch.ones_like(tokens, dtype=torch.bool), "documents_BL": torch.zeros_like(tokens)}
+    stack_of(rank, step)(tokens, labels, **({name: marks[name]} if rank else {}))
+
+
+@pytest.mark.parametrize("name", ["valid_BL", "documents_BL"])
+def test_what_one_rank_alone_marks_is_refused_on_all(ranks: Pools, name: str) -> None:
+    for text in ranks(2).told(ValueError, marked_on_one, case(2, "sequential", node_size=None), name):
+        assert text.startswith("rank 1 ") and f"({name}) and rank 0 does not" in text
