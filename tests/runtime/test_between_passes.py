@@ -17,7 +17,6 @@ from penstock.runtime import PipelinedStack
 from penstock.step.shape import Recompute
 from penstock.topology.faults import ACTIVITY
 from tests.support.cases import small_case as case
-from tests.support.close import check_all_close
 from tests.support.parity import Case, own_batch, stack_of
 from tests.support.ranks import Pools
 
@@ -169,7 +168,7 @@ def test_recomputation_changes_no_gradient_and_no_buffer(ranks: Pools) -> None:
     plain, *others = (ranks(2).run(after, step_of(what), nothing) for what in WHATS)
     for other in others:
         for found, wanted in zip(other, plain, strict=True):
-            check_all_close(found, wanted, 1e-7)
+            torch.testing.assert_close(found, wanted)
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------

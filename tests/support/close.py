@@ -15,6 +15,7 @@ def check_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str, least
 
     least: the norm from which on a difference is relative. Sums that cancel are rounded as their terms are.
     """
+    assert ours.shape == theirs.shape, f"{what}: {ours.shape} against {theirs.shape}"
     difference, size = float((ours - theirs).double().norm()), float(theirs.double().norm())
     assert difference <= tolerance * max(size, least), f"{what}: {difference:.3g} against {size:.3g}"
 
@@ -31,6 +32,7 @@ def check_all_close(
     """Names are the same, and tensors of ours close to `times` theirs; a tolerance of 0 wants equal ones."""
     assert ours.keys() == theirs.keys(), what
     for name, tensor in theirs.items():
+        assert tolerance or ours[name].dtype == tensor.dtype, f"{what} {name}"
         check_close(ours[name], times * tensor, tolerance, f"{what} {name}", least)
 
 

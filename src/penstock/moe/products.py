@@ -278,8 +278,14 @@ class _ExpertByExpert(torch.autograd.Function):
         return _gradients_by(grouped_product, _weight_gradient_of, ctx, grads[0])
 
 
-def _weight_gradient_of(rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
-    made_EMH = torch.empty_like(weight_EMH, memory_format=torch.contiguous_format)
+def _weight_gradient_of(
+    rows_RM: Tensor,
+    grad_RH: Tensor,
+    weight_EMH: Tensor,
+    sizes: Sequence[int],
+    memory_format: torch.memory_format = torch.preserve_format,  # autograd takes over what lies as weights do
+) -> Tensor:
+    made_EMH = torch.empty_like(weight_EMH, memory_format=memory_format)
     weight_gradient(rows_RM, grad_RH, sizes, made_EMH, add=False)
     return made_EMH
 
@@ -307,7 +313,7 @@ _as_operator = torch.library.custom_op(
 )
 _weight_gradient_as_operator = torch.library.custom_op(
     "penstock::grouped_weight_gradient",
-    _weight_gradient_of,
+    partial(_weight_gradient_of, memory_format=torch.contiguous_format),
     mutates_args=(),
     schema="(Tensor rows, Tensor grad, Tensor weight, SymInt[] sizes) -> Tensor",
 )

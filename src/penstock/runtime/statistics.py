@@ -106,6 +106,7 @@ class StatisticsCodec:
             self._config.z_loss_coeff,
             self._valid,
             type(self._balance).__name__,
+            self._balance.group,
         )
         return crc32(repr(terms).encode())
 

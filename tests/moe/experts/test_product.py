@@ -110,6 +110,15 @@ def test_weight_gradients_are_written_or_added(
     check_close(total, before.double() + made if add else made, TOLERANCE[dtype])
 
 
+def test_a_gradient_lies_as_its_weight_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd copies others before it keeps them: as much again as all experts of a rank."""
+    take("expert by expert", monkeypatch)
+    weight = numbers(2, 24, 16, dtype=torch.float32).transpose(1, 2).requires_grad_()
+    out = grouped_product(numbers(3, 16, dtype=torch.float32, seed=1), weight, (2, 1))
+    (grad,) = torch.autograd.grad(out.sum(), weight)
+    assert grad.stride() == weight.stride()
+
+
 def test_a_second_derivative_is_refused_instead_of_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     take("expert by expert", monkeypatch)
     rows = numbers(3, 16, dtype=torch.float32).requires_grad_()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.moe.routers import SEQUENCE
+from penstock.moe.routers import MICROBATCH, SEQUENCE, GlobalBalance
 from penstock.runtime import PipelinedStack
 from tests.support.layouts import tiny_case
 from tests.support.parity import Case, batch_of, own_batch, stack_of
@@ -54,6 +54,7 @@ TERMS: dict[str, Callable[[PipelinedStack], None]] = {
     "z": lambda stack: stack.minimise(replace(stack.moe, z_loss_coeff=0.7), stack.balance),
     "divisor": lambda stack: stack.minimise(stack.moe, stack.balance, 7.0),
     "group": lambda stack: stack.minimise(stack.moe, SEQUENCE),
+    "whole": lambda stack: stack.minimise(stack.moe, GlobalBalance()),
 }
 """What of its loss a rank may be told otherwise than others."""
 
@@ -61,7 +62,7 @@ TERMS: dict[str, Callable[[PipelinedStack], None]] = {
 def asked_otherwise(rank: int, case: Case) -> list[str]:
     """The errors of steps in which rank 1 minimises something else than others do, and of one of them all."""
     stack, said = stack_of(rank, case), []
-    moe, balance = stack.moe, stack.balance
+    moe, balance = stack.moe, MICROBATCH
     tokens, labels = own_batch(rank, case)
     for change in (*TERMS.values(), lambda _: None):
         stack.minimise(moe, balance)
