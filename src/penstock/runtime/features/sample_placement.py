@@ -238,7 +238,7 @@ class Relocation(StepFeature):
 
 
 class PackedResidual(ResidualTransport):
-    """Rows bring the residual stream: see `penstock.moe.experts`. `wire_dtype` is that of tokens at the gate."""
+    """Rows bring the residual stream (see `penstock.moe.experts`); `wire_dtype` is that of gated tokens."""
 
     separate_bytes = 0
 
