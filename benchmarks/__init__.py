@@ -15,16 +15,16 @@ Ctrl-C ends each of them; what had been measured until then is printed.
 `peers` holds the other systems that `penstock bench --peers` compares with.
 """
 
-import signal
 import sys
+from functools import cache
 
 from penstock.stops import STOPS
 
 
+@cache
 def hear_stops() -> None:
     """Take the signals that ask this process to stop, once."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        STOPS.hear()
+    STOPS.hear()
 
 
 if sys.argv[:1] == ["-m"]:  # `python -m benchmarks.NAME` is about to load its modules

@@ -112,7 +112,10 @@ def run_alone(
             raise ConfigError(parser.prog, info.rank, why, "Start it once.")
         PROGRESS.begin(parser.prog.rpartition(".")[2], shown=True)
         STOPS.says(partial(_left, show))
-        result = _unless_stopped(lambda: measure(options))
+        try:
+            result = _unless_stopped(lambda: measure(options))
+        except KeyboardInterrupt:
+            return STOPS.stopped()  # here, where an output that nobody reads any more is no failure
         STOPS.finish(None, UNPRINTED)
         return show(result)
 
@@ -121,13 +124,17 @@ def run_alone(
 
 
 def _unless_stopped(measure: Callable[[], R]) -> R:
-    """Return what was measured; raise KeyboardInterrupt if a stop, of another rank too, made it fail."""
+    """Return what was measured; raise KeyboardInterrupt after a stop, whatever it led to here."""
     try:
-        return measure()
+        result = measure()
     except Exception:
-        if STOPS.heard:
+        if STOPS.heard:  # other ranks ended at the same signal
             raise KeyboardInterrupt from None
         raise
+    if STOPS.heard:
+        PROGRESS.keep(lambda: result)
+        raise KeyboardInterrupt
+    return result
 
 
 def _left(show: Callable[[Any], int]) -> str:

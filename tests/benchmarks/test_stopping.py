@@ -143,6 +143,57 @@ def test_what_does_not_end_by_itself_is_ended_and_prints_what_it_has() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "7\n", UNTIL_THEN)
 
 
+ASKED = """
+import os, signal, sys
+from benchmarks.collectives import CollectivesResult
+from benchmarks.command import parser_of, run_alone, run_on_ranks
+from benchmarks.progress import PROGRESS
+from penstock.stops import STOPS
+from penstock.topology import CommunicationError
+
+class Late(CommunicationError):
+    def __str__(self):
+        signal.raise_signal(signal.SIGINT)
+        return "rank 1 is gone"
+
+def ends(*given):
+    found = CollectivesResult(ranks=1, nodes=1, inter_rate_bit_per_s=None, rows=())
+    PROGRESS.keep(lambda: found)
+    {ends}
+    return found
+
+def render(result):
+    return f"ranks: {{result.ranks}}"
+
+{before}
+sys.argv = ["asked"]
+{run}
+"""
+ALONE = "run_alone(parser_of('asked', ''), ends, render)"
+HEARD = "STOPS.heard = signal.SIGINT"  # by the thread that hears of a signal first
+
+
+@pytest.mark.parametrize(
+    ("ends", "run"),
+    [
+        (f"{HEARD}; raise RuntimeError('rank 1 is gone')", ALONE),
+        (HEARD, ALONE),
+        ("raise Late", "sys.argv += ['parallel.processes=1']; run_on_ranks('asked', '', '', ends, render)"),
+    ],
+    ids=["an error", "a result", "an error that is reported"],
+)
+def test_whatever_a_stop_led_to_what_was_measured_is_printed(ends: str, run: str) -> None:
+    done = run_text(ASKED.format(ends=ends, run=run, before=""))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "ranks: 1\n", UNTIL_THEN)
+
+
+def test_a_stop_of_what_nobody_reads_any_more_is_no_failure() -> None:
+    """Ctrl-C ends `tee`, too."""
+    before = "read, write = os.pipe(); os.dup2(write, 1); os.close(read); os.close(write)"
+    done = run_text(ASKED.format(ends="signal.raise_signal(signal.SIGINT)", run=ALONE, before=before))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # ---- the commands ------------------------------------------------------------------------------------------
 
 

@@ -195,7 +195,10 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
 
 
 def _chosen(tokenizer: Path, digest: str | None, vocabulary: int) -> Words:
-    """Return the words that a user has named; warn of a file with which the model was not trained."""
+    """Return the words that a user has named. Warns of a file with which the model was not trained.
+
+    Such a file may make the same tokens: a library that reads and saves it changes its bytes.
+    """
     if tokenizer == BYTE_BY_BYTE:
         if digest not in (None, Bytes.digest):
             raise ValueError(f"the model was trained on tokens of a tokenizer {_short(digest)}, not on bytes")

@@ -96,7 +96,7 @@ def _asked_by_trainer(self: Any) -> bool:
 
 
 def _change(module: nn.Module, own: dict[str, Any]) -> None:
-    """Give a module a class of its own name with these functions, which get those they replace first."""
+    """Give a module a class of its name with these functions; each gets the one that it replaces first."""
     plain: Any = type(module)
     named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     functions = {name: _around(plain, name, each) if callable(each) else each for name, each in own.items()}

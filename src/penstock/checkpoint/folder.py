@@ -316,7 +316,11 @@ def _failures(work: Callable[[Path], object], paths: Iterable[Path]) -> list[OSE
 
 
 def _name(work: Path, final: Path) -> None:
-    """Give a checkpoint its name; at every moment it has one, or the one that it replaces, of more zeros."""
+    """Give a complete checkpoint its name.
+
+    One of the same step is replaced by way of a name with more zeros, which counts as well: no step is
+    without any name, on every file system.
+    """
     folder = final.parent
     if os.path.lexists(final):
         longer = final

@@ -235,7 +235,10 @@ class ClusterConfig(Checked):
         return 1.0
 
     def _start_s(self, inside: int, abroad: int, passes: int = 0) -> float:
-        """Return the start-ups of a ring round so many others `passes` times; 0: each is sent its own."""
+        """Return the start-ups of a collective in which a rank meets so many others, one after another.
+
+        passes: around all of them, of a ring; 0: it sends each its own.
+        """
         times = passes or 1
         return times * (inside * self.intra_latency_s + abroad * self.link_latency_s)
 

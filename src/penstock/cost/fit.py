@@ -91,7 +91,10 @@ def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> Line
 def _most_agreed(
     sizes: Floats, times: Floats, sure: Flags, usual: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return the line, usual or through two points, nearest to three quarters, with all `sure` ones."""
+    """Return the line, through two points or the usual one, to which three quarters of points are nearest.
+
+    sure: points that belong to these three quarters in any case.
+    """
     pairs = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] != sizes[pair[1]]]
     first, second = np.array(pairs[:: -(-len(pairs) // MOST_PAIRS)]).T
     betas = (times[second] - times[first]) / (sizes[second] - sizes[first])

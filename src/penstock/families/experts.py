@@ -127,7 +127,8 @@ class ExpertForm:
         return {name: _along(shard, shape, *cuts[name]) for name, shape in shapes.items()}
 
     def _cut_of_inner(self, experts: Any, shard: Shard) -> Sharding:
-        """Return the part of what the activation gets for a part of what it returns: halves, or in turn."""
+        """Return which part of what the activation gets belongs to a part of what it returns: gate and up may
+        lie one after the other, or in turn. Raises ValueError if it is none of them."""
         weight = getattr(experts, self.inward(experts))
         size, generator = weight.shape[1 + self.transposed(experts)], torch.Generator().manual_seed(0)
         inner_RW = torch.randn(4, size, generator=generator, device="cpu")

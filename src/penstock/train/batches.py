@@ -465,7 +465,7 @@ def _check_same(config: RunConfig, control: Control, own: T) -> T:
 
 @contextmanager
 def _as_settings(config: RunConfig, *, writes: bool = False) -> Iterator[None]:
-    """Turn an error about the texts, or about tokens it writes, into one about a setting of the run."""
+    """Turn an error about texts into one about a setting; if it `writes`, the system's about tokens, too."""
     try:
         yield
     except ConfigError as error:

@@ -252,7 +252,10 @@ def _is_shared(lock: BinaryIO) -> bool:
 
 
 def _is_taken(lock: BinaryIO, kind: int) -> bool:
-    """Take the lock unless another has it; tell whether that went well. Without locks (Lustre) only warn."""
+    """Take the lock unless another has it; tell whether that went well.
+
+    Where there are no locks, as on Lustre that is mounted without `flock`, a run goes on, with a warning.
+    """
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.layer import measure_layers, render_layers
 from benchmarks.layer.contenders import (
@@ -14,13 +14,14 @@ from benchmarks.layer.contenders import (
     GROUPED,
     LOOP,
     PENSTOCK,
+    TOLERANCE,
     LayerSize,
     build_contenders,
     check_agreement,
     outcome,
     require_transformers,
 )
-from benchmarks.layer.measure import in_turns
+from benchmarks.layer.layers import _hopeless
 from penstock.config import ConfigError
 
 SIZES = (
@@ -66,11 +67,26 @@ def test_another_result_is_refused() -> None:
         check_agreement(contenders, x_TM, grad_TM)
 
 
-def test_contenders_take_turns_and_nobody_always_comes_first() -> None:
-    order: list[str] = []
-    found = in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2, warmup=1)
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert {name: len(values) for name, values in found.items()} == {"a": 2, "b": 2}
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x_TM: Tensor) -> Tensor:
+        return x_TM * self.factor
+
+
+@pytest.mark.parametrize("factor", [1 + 2 * TOLERANCE, float("nan")])
+def test_the_tolerance_is_relative_and_a_nan_never_agrees(factor: float) -> None:
+    x_TM = torch.full((3, 2), 1e-6)
+    check_agreement({"one": Scaled(1.0), "other": Scaled(1 + 0.5 * TOLERANCE)}, x_TM, x_TM)
+    with pytest.raises(RuntimeError, match="in the output"):
+        check_agreement({"one": Scaled(1.0), "other": Scaled(factor)}, x_TM, x_TM)
+
+
+def test_only_what_is_far_behind_gets_few_rounds() -> None:
+    assert _hopeless({PENSTOCK: 1.0, LOOP: 2.9, EAGER: 3.1}) == [EAGER]
+    assert _hopeless({PENSTOCK: 9.0, LOOP: 1.0}) == [], "the others are measured against it"
 
 
 def test_everything_is_measured_and_shown() -> None:

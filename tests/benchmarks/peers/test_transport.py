@@ -64,3 +64,22 @@ def test_the_original_returns_on_any_exit() -> None:
     with pytest.raises(KeyError), receives_first():
         raise KeyError
     assert dist.all_to_all_single is original
+
+
+def test_an_asynchronous_call_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="async_op=True"):
+        all_to_all_single(torch.empty(2), torch.empty(2), async_op=True)
+
+
+def _indivisible(rank: int) -> str:
+    try:
+        all_to_all_single(torch.empty(3), torch.full((3,), rank))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_rows_that_cannot_be_shared_are_refused(ranks: Pools) -> None:
+    assert (
+        ranks(2).run(_indivisible) == ["receives first: 3 output rows cannot be shared evenly by 2 ranks"] * 2
+    )

@@ -118,7 +118,8 @@ class Durations:
 
     @cached_property
     def _dense(self) -> dict[tuple[str, int], list[tuple[int, float]]]:
-        """Backward tasks outside MoE parts with their seconds, by whether they come before that part."""
+        """Places and seconds of backward tasks outside MoE parts, by whether they come before (in the forward
+        order) or after that of their layer, and by the layer."""
         cost, by_place = self._costs[1], dict[tuple[str, int], list[tuple[int, float]]]()
         for place, task in enumerate(self._graphs[1].tasks):
             whole = task.chunk is None and task.piece is None  # neither rows in transit nor a reduction
