@@ -16,15 +16,14 @@ Ctrl-C ends each of them; what had been measured until then is printed.
 """
 
 import sys
-from functools import cache
 
 from penstock.stops import STOPS
 
 
-@cache
 def hear_stops() -> None:
-    """Take the signals that ask this process to stop, once."""
-    STOPS.hear()
+    """Take the signals that ask this process to stop, unless it has them: one that is forked off has not."""
+    if not STOPS.hears:
+        STOPS.hear()
 
 
 if sys.argv[:1] == ["-m"]:  # `python -m benchmarks.NAME` is about to load its modules

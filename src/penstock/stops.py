@@ -78,6 +78,11 @@ class Stops:
         atexit.register(self._rest)  # the first that is registered is called last
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
+    @property
+    def hears(self) -> bool:
+        """Whether some signal is taken: another part of the process may have handlers of its own."""
+        return any(map(self._is_ours, SIGNALS))
+
     def begin(self, left: str) -> None:
         """Note that a command begins, after which a stop leaves what `left` says; "" = it says so itself."""
         self.heard: int | None = None
