@@ -21,7 +21,10 @@ from penstock.stops import STOPS
 
 
 def hear_stops() -> None:
-    """Take the signals that ask this process to stop, unless it has them: one that is forked off has not."""
+    """Take the signals that ask this process to stop, unless it takes them already.
+
+    The handlers say so, and not a flag, which a forked process would inherit without them.
+    """
     if not STOPS.hears:
         STOPS.hear()
 

@@ -243,7 +243,10 @@ def _check_changes(graph: Graph, state: str, writing: list[int], adding: list[in
 
 
 def _by_part(graph: Graph, places: Sequence[int]) -> Callable[[int], Iterable[int]]:
-    """Return what finds tasks that share a part of a buffer with one: of pieces cut alike by a look-up."""
+    """Return a function from a task's place to those that share a part of its buffer.
+
+    A look-up where all are cut into the same pieces, a search otherwise.
+    """
     cuts = {_parts(graph.tasks[place]) for place in places}
     by_piece: dict[int | None, list[int]] = {}
     for place in places:

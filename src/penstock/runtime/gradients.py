@@ -348,7 +348,8 @@ class Gradients:
         """
         experts = [] if self._sums_experts else self.experts()
         apart = [p for p in experts if not p._post_accumulate_grad_hooks]
-        # Those with a hook are not reduced, but told if it took a gradient away before the last microbatch.
+        # Where a parameter has a hook, the pass checks whether it took a gradient away before the last
+        # microbatch; such gradients are not reduced here.
         watched = bucket_of(p for p in experts if p._post_accumulate_grad_hooks)
         return BackwardPass([*buckets.all, *watched], self._in_place, apart, self.name_of)
 
@@ -478,9 +479,7 @@ class OutsideGradients:
             before, shape = watched.get(parameter, (None, None))
             if shape != parameter.shape:
                 before = None
-                watched.pop(
-                    parameter, None
-                )  # autograd makes a node of the present shape when this one is gone
+                watched.pop(parameter, None)  # once it is gone, autograd makes a node of the present shape
             node = get_gradient_edge(parameter).node
             if before is not node:
                 node.register_prehook(partial(self._catch, parameter))
