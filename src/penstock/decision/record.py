@@ -207,7 +207,7 @@ class Decision:
         """Return the decision with another value for field `name`."""
         if name in BUILT_IN:
             # Searches mostly give a field the value that it has.
-            return self if getattr(self, name) == value else replace(self, **{name: value})
+            return self if getattr(self, name) == value else self._with({name: value})
         more = {each: held for each, held in self.more if each != name}
         if value != FIELDS[name].default:
             more[name] = value
@@ -225,7 +225,14 @@ class Decision:
         if self.more:
             kept = {name: value for name, value in self.more if _affects(FIELDS[name].affects, effects)}
             left_out["more"] = Table(kept)
-        return replace(self, **{**left_out, **others}) if left_out or others else self
+        return self._with({**left_out, **others}) if left_out or others else self
+
+    def _with(self, values: Mapping[str, Any]) -> Self:
+        """Return the decision with these values: `replace` in a fifth of its time, of which searches make
+        hundreds of thousands."""
+        made = object.__new__(type(self))
+        vars(made).update({**vars(self), **values})
+        return made
 
     def with_placement(self, placement: PlacementConfig) -> Self:
         """Return the decision with what section `[placement]` says; what that leaves open does not move."""

@@ -154,7 +154,7 @@ class QuickBounds:
         """
         if choice not in self._known_cuts:
             cut = choice.affecting("cut", "cost")
-            self._known_cuts[choice] = cut, replace(cut, recompute=USUAL.recompute)
+            self._known_cuts[choice] = cut, cut.deciding("recompute", USUAL.recompute)
         cut, plain = self._known_cuts[choice]
         return self._known_seconds[cut] if cut in self._known_seconds else self.seconds(plain)
 

@@ -87,6 +87,8 @@ class Problem:
     ends: Callable[[], bool] = field(default=lambda: False, compare=False)
     _known_loads: dict[object, Floats] = field(default_factory=dict, init=False, repr=False, compare=False)
     _known_placed: dict[object, Placed] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_works: dict[object, Workload] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_uncut: dict[object, StepShape] = field(default_factory=dict, init=False, repr=False, compare=False)
     _last_cost: dict[object, Cost] = field(default_factory=dict, init=False, repr=False, compare=False)
     _known_prices: dict[Decision, dict[object, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -201,8 +203,12 @@ class Problem:
         return replace(self, load=group * self.mesh.size(Group.EXPERT_DATA))
 
     def workload_of(self, choice: Decision) -> Workload:
-        work = replace(self.workload, dispatch=choice.dispatch)
-        return work if choice.comm_dtype == "none" else work.compressed(choice.comm_dtype)
+        """Return the workload by a choice: one object for all choices whose rows travel alike."""
+        key = choice.dispatch, choice.comm_dtype
+        if key not in self._known_works:
+            work = replace(self.workload, dispatch=choice.dispatch)
+            self._known_works[key] = work if key[1] == "none" else work.compressed(choice.comm_dtype)
+        return self._known_works[key]
 
     def cost(self, choice: Decision, cut: StepShape) -> Cost:
         """Return the seconds of every task of a step with this cut, per rank where ranks differ.
@@ -272,7 +278,7 @@ class Problem:
         evidence = self.evidence or self.observed
         if evidence is None or not choice.num_replica_slots:
             return choice.affecting("cost")
-        return replace(choice, priority=QUICK)
+        return choice.deciding("priority", QUICK)
 
     @property
     def issuing(self) -> Issuing | None:
@@ -300,11 +306,14 @@ class Problem:
         """Return the shape with the legs of the choice's dispatch, and with the counts that these need."""
         if choice.dispatch == self.workload.dispatch:
             return self.shape
-        return replace(
-            self.shape,
-            dispatch=DISPATCHES[choice.dispatch].hops,
-            exchange_counts=not self.workload_of(choice).fixed_slots,
-        )
+        key = choice.dispatch, choice.comm_dtype
+        if key not in self._known_uncut:
+            self._known_uncut[key] = replace(
+                self.shape,
+                dispatch=DISPATCHES[choice.dispatch].hops,
+                exchange_counts=not self.workload_of(choice).fixed_slots,
+            )
+        return self._known_uncut[key]
 
     def only(self, layers: tuple[int, ...]) -> Problem:
         """Return the same step for a model that has only these layers."""

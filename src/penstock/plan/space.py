@@ -26,16 +26,17 @@ def values(problem: Problem, choice: Decision, field: Field) -> Sequence[Any]:
     """Return a field's valid values, given the rest of `choice`: the default where nothing reads it."""
     if not choice.reads(field.name):
         return (field.default,)
-    forced = dict(problem.forced)
-    if field.name in forced:
-        return (forced[field.name],)
+    for name, value in problem.forced:
+        if name == field.name:
+            return (value,)
     tried = field.values(problem, choice)
     if field.name == "schedule":  # a schedule that does not read what is set would drop it
-        return [name for name in tried if _reads_all(name, forced) and not problem.refusal(name)]
+        names = [name for name, _ in problem.forced]
+        return [name for name in tried if _reads_all(name, names) and not problem.refusal(name)]
     if field.name == "dispatch":
         return [way for way in tried if (choice.schedule, way) not in problem.impossible]
-    if field.name == "chunks" and "backward_chunks" in forced:
-        return [n for n in tried if lcm(n, forced["backward_chunks"]) <= MOST_SLICES] or tried[:1]
+    if field.name == "chunks" and (backward := dict(problem.forced).get("backward_chunks")):
+        return [n for n in tried if lcm(n, backward) <= MOST_SLICES] or tried[:1]
     return tried or (choice.value(field.name),)  # of forced chunks, backward ones may all be too many slices
 
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, GradientBytes
@@ -90,18 +91,20 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
     if choice.reads("all_reduce_chunk_bytes"):
         wanted = -(-choice.num_replica_slots * gradients.expert // choice.all_reduce_chunk_bytes)
         pieces = max(1, min(wanted, MOST_REPLICA_PIECES))
-    moving = replace(
-        shape,
-        expert_form=choice.form,
-        moves_samples=choice.samples != "none",
-        carries_residual=shape.carries_residual and choice.samples != "none" and choice.comm_dtype == "none",
-        replica_slots=choice.num_replica_slots,
-        recompute=choice.recompute,
-        replica_pieces=max(shape.replica_pieces, pieces),
-        gathers_loads=shape.gathers_loads
-        or choice.num_replica_slots > 0,  # the next step's replicas need them
-    )
-    cut_shape = SCHEDULES[choice.schedule].shape(moving, choice, gradients.of_form(choice.form))
+    moves = choice.samples != "none"
+    facts: dict[str, Any] = {
+        "expert_form": choice.form,
+        "moves_samples": moves,
+        "carries_residual": shape.carries_residual and moves and choice.comm_dtype == "none",
+        "replica_slots": choice.num_replica_slots,
+        "recompute": choice.recompute,
+        "replica_pieces": max(shape.replica_pieces, pieces),
+        # The next step's replicas need them.
+        "gathers_loads": shape.gathers_loads or choice.num_replica_slots > 0,
+    }
+    if any(getattr(shape, name) != fact for name, fact in facts.items()):  # searches mostly change none
+        shape = replace(shape, **facts)
+    cut_shape = SCHEDULES[choice.schedule].shape(shape, choice, gradients.of_form(choice.form))
     passes = choice.passes
     return replace(cut_shape, more=(*cut_shape.more, *passes)) if passes else cut_shape
 
