@@ -119,14 +119,6 @@ def test_a_run_that_was_killed_is_reported_as_far_as_it_came(run: Path, cli: Cli
     assert found["steps"] == 3 and found["binding"] is None and len(found["missing"]) == len(LEFT)
 
 
-def test_a_summary_of_the_start_before_is_left_out(run: Path, cli: Cli) -> None:
-    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_bytes(b"".join(lines) + lines[-1].replace(b'"step":6', b'"step":7'))
-    found = reported(run, cli)
-    assert found["steps"] == STEPS + 1
-    assert found["missing"] == ["summary.json is of the start before, which ended after step 6."]
-
-
 @pytest.mark.parametrize("name", [*LEFT, "metrics.jsonl"])
 def test_a_damaged_file_is_refused_by_its_name(run: Path, name: str, cli: Cli) -> None:
     content = (run / name).read_bytes()

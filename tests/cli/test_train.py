@@ -278,6 +278,14 @@ def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint(tmp_path: Path
     ]
 
 
+def test_a_complete_run_that_is_started_again_says_so_once(pair_run: Whole) -> None:
+    again = ("--json", "train.checkpoint_every=18", "train.resume=auto")
+    done = run_forked(2, "train", pair_run.folder.parent / "tiny.toml", *again)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == pair_run.found
+    assert done.stderr.count("step-00000020") == 1
+
+
 @pytest.mark.soak
 def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     """In `make test` it starts processes that only join, see tests/topology/test_join.py."""

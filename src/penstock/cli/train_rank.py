@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import traceback
+from contextlib import suppress
 
 from penstock.autotune import Autotuner
 from penstock.checkpoint.storage import CheckpointError
@@ -15,6 +16,7 @@ from penstock.data import TextError
 from penstock.device import pick_device
 from penstock.graph import RefusalError
 from penstock.report import RunSummary
+from penstock.report.summary import SUMMARY_FILE
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.machinery import keep_freed_memory
 from penstock.stops import STOPS
@@ -25,6 +27,7 @@ from penstock.train.logs import RankLog
 from penstock.train.model import decoder_of
 from penstock.train.optimizer import DivergedError
 from penstock.train.output import OutputError
+from penstock.train.resume import RunCompleteError
 from penstock.train.trainer import Trainer
 from penstock.words import terminal_width
 from penstock.writing import write_whole
@@ -55,6 +58,7 @@ class _Rank:
     def __init__(self, config: RunConfig, info: ProcessInfo, log: RankLog) -> None:
         self._config, self._info, self._log = config, info, log
         self._trainer: Trainer | None = None
+        self._earlier: RunSummary | None = None
         self._left = Left(config)
 
     def code(self, json_wanted: bool) -> int:
@@ -70,14 +74,13 @@ class _Rank:
             STOPS.finish(code)
         if code == 0:
             leave()
-        if code == 0 and self._info.rank == 0:
-            assert self._summary is not None, "the run has ended"
+        if code == 0 and self._info.rank == 0 and self._summary is not None:
             _print_summary(self._summary, json_wanted)
         return code
 
     @property
     def _summary(self) -> RunSummary | None:
-        return None if self._trainer is None else self._trainer.summary
+        return self._earlier if self._trainer is None else self._trainer.summary
 
     def _left_now(self) -> str:
         began = self._trainer is not None and self._trainer.began
@@ -100,6 +103,10 @@ class _Rank:
                 config, info, device, Autotuner, quiet=False, make_model=make_model, log=log
             )
             self._trainer.run()
+        except RunCompleteError as complete:
+            logger.info(f"the run is complete: {complete}")
+            with suppress(ConfigError):  # there is none if the start that did the last step was killed then
+                self._earlier = RunSummary.read(config.output.dir / SUMMARY_FILE)
         except (ConfigError, RefusalError) as error:
             return refused(error)
         except EXPECTED as error:

@@ -118,6 +118,10 @@ def _shown(value: object) -> str:
 logger = logging.getLogger(__name__)
 
 
+class RunCompleteError(RuntimeError):
+    """The run that is to be continued has done all its steps, which is no failure. Raised on all ranks."""
+
+
 def checkpoints_folder(config: RunConfig) -> Path:
     """Return the folder in which a run keeps its checkpoints."""
     return config.output.dir / "checkpoints"
@@ -147,6 +151,7 @@ def find_resumption(config: RunConfig, control: Control) -> Resumption | None:
 
     Raises:
         ConfigError: If a required checkpoint is missing, if none can be used, or if the run was another.
+        RunCompleteError: If there is no step left to do.
     """
     if config.train.resume is False:
         return None
@@ -194,7 +199,7 @@ def _newest_whole(
             damaged = (*damaged, path)
             continue
         steps = config.train.steps
-        if (done := step_of(path)) >= steps:
+        if (done := step_of(path)) > steps:
             why = f"{path} has already done {done} steps"
             raise ConfigError("train.steps", steps, why, f"Use more than {done}.")
         if record.settings is not None:
@@ -204,6 +209,9 @@ def _newest_whole(
                 differences.append(f"processes {record.processes} -> {control.world_size}")
             if differences:
                 logger.info(f"changed since {path.name}: {'; '.join(differences)}")
+        if done == steps:
+            more = f"set train.steps to more than {done} to train further"
+            raise RunCompleteError(f"step {done} of {steps} is done and saved in {path}; {more}")
         return Resumption(path=path, record=record, older=candidates[number + 1 :], damaged=damaged)
     folder = checkpoints_folder(config)
     why = f"none of the checkpoints in {folder} can be used ({', '.join(path.name for path in damaged)})"

@@ -56,9 +56,6 @@ def read_run(folder: Path) -> FinishedRun:
         return None
 
     summary = found(SUMMARY_FILE, RunSummary.read)
-    if summary is not None and steps and summary.steps != steps[-1].step:
-        missing.append(f"{SUMMARY_FILE} is of the start before, which ended after step {summary.steps}.")
-        summary = None
     failures: tuple[str, ...] = ()
     if summary is None:  # older failures than the last metrics do not count
         since_s = (folder / METRICS_FILE).stat().st_mtime - LATER_S

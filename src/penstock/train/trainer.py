@@ -409,6 +409,7 @@ class Trainer:
         def prepare() -> None:
             # What cannot be read is refused first: opening cuts records off where this run goes on.
             config_of(output.dir)
+            (output.dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier start, which was stopped
             experts = self.config.moe.num_experts
             self.loads = LoadBook.resumed(output.dir, first, self.moe_layers, experts)
             self.writer = closing.enter_context(MetricsWriter())
