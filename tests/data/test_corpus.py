@@ -105,19 +105,19 @@ def test_a_file_is_read_whatever_its_ending(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
-    contents = {"b.txt": b"B" * 600, "a/z.md": b"A" * 600, "c.bin": b"C" * 600, "a.txt": b"D" * 600}
+    contents = {"b.txt": b"B" * 600, "a/z.MD": b"A" * 600, "c.bin": b"C" * 600, "a.txt": b"D" * 600}
     for name, content in contents.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     corpus = load_corpus(DataConfig(path=str(tmp_path)))
-    assert whole(corpus) == b"\n".join([contents["a.txt"], contents["a/z.md"], contents["b.txt"]])
+    assert whole(corpus) == b"\n".join([contents["a.txt"], contents["a/z.MD"], contents["b.txt"]])
     assert "3 files" in corpus.source
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     for name in (".lock", "config.toml", "metrics.jsonl", "checkpoints/a.txt"):
         (tmp_path / "run" / name).write_text("no text")
     assert whole(load_corpus(DataConfig(path=str(tmp_path)))) == whole(corpus)
-    only = load_corpus(DataConfig(path=str(tmp_path), suffixes=(".md", ".bin")))
-    assert whole(only) == contents["a/z.md"] + b"\n" + contents["c.bin"]
+    only = load_corpus(DataConfig(path=str(tmp_path), suffixes=(".md", ".Bin")))
+    assert whole(only) == contents["a/z.MD"] + b"\n" + contents["c.bin"]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"x" * (MIN_TEXT_BYTES - 1)])

@@ -46,7 +46,7 @@ class DataConfig:
     held_out_fraction: HeldOut = 0.05
     """Fraction of every text that is held out for evaluation."""
     suffixes: Suffixes = (".py", ".txt", ".md", ".rst", ".jsonl", ".ndjson", ".parquet")
-    """Which files of a folder are read."""
+    """Which files of a folder are read; `.TXT` counts as `.txt`."""
 
     def __post_init__(self) -> None:
         if self.path == "":

@@ -182,7 +182,7 @@ def is_folder(path: str, place: Path) -> bool:
 def files_below(
     path: str | None, folder: Path, suffixes: tuple[str, ...], left_out: frozenset[str] = frozenset()
 ) -> list[Path]:
-    """Return files below `folder` ending in `suffixes`, by relative path.
+    """Return files below `folder` ending in `suffixes`, in any case of letters, by relative path.
 
     Links to folders are ignored, and so is what runs have left: it would become text when they continue.
 
@@ -194,13 +194,13 @@ def files_below(
     def refuse(error: OSError) -> NoReturn:  # Path.rglob would silently skip an unreadable folder
         raise _unreadable(path, error) from error
 
-    files: list[Path] = []
+    files, endings = list[Path](), tuple(map(str.lower, suffixes))
     for parent, folders, names in os.walk(folder, onerror=refuse):
         if RUN.issubset(names) and Path(parent) != folder:
             folders.clear()
             continue
         folders[:] = [name for name in folders if name not in left_out]
-        files += [Path(parent, name) for name in names if name.endswith(suffixes)]
+        files += [Path(parent, name) for name in names if name.lower().endswith(endings)]
     # File systems list their entries in different orders; this order is the same on all machines.
     return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
 
