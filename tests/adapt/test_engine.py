@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 import penstock
 from penstock.adapt.decoder import LayerCall
 from penstock.adapt.scheduled import engine_of
+from penstock.runtime import TaskError
 from tests.support.adapted import Batch, check_grads, grads_of, pair, small, without_labels
 from tests.support.ranks import Pools
 
@@ -45,6 +46,14 @@ def test_a_second_forward_pass_before_the_first_backward(again: bool) -> None:
             loss.backward()
     check_grads(model, wanted)
     assert calls_kept() <= before, "losses are still there"
+
+
+@pytest.mark.parametrize(("name", "number"), [("token", 64), ("token", -1), ("label", 64), ("label", -1)])
+def test_what_is_no_token_is_named(name: str, number: int) -> None:
+    given = Batch().inputs()
+    given["input_ids" if name == "token" else "labels"][1, 2] = number
+    with pytest.raises(TaskError, match=rf"IndexError: {name} {number} .* 0 to 60"):
+        penstock.parallelize(small("mixtral"))(**given)
 
 
 def without_gradients_first(

@@ -26,6 +26,7 @@ from penstock.families.inspection import code_of, in_parts
 from penstock.families.known import Family
 from penstock.families.sections import coefficient_of
 from penstock.moe import MoELayer, SampleKeys
+from penstock.runtime.batch import check_vocabulary
 from penstock.runtime.statistics import cross_entropy_sum
 from penstock.sharding import shardings_of
 
@@ -406,7 +407,11 @@ class Decoder:
         if not len(tokens_BL):
             return torch.zeros(*tokens_BL.shape, self.hidden_size, dtype=self.dtype, device=tokens_BL.device)
         self._length = tokens_BL.shape[1]
-        calls, entered_BLM = self._entering(tokens_BL, keys)
+        try:
+            calls, entered_BLM = self._entering(tokens_BL, keys)
+        except IndexError:
+            check_vocabulary("token", tokens_BL, self.model.get_input_embeddings().num_embeddings)
+            raise
         self.calls.put(keys, calls, self._inputs)
         return entered_BLM
 

@@ -413,7 +413,11 @@ class MoEDecoder(nn.Module):
             raise ConfigError(
                 "model.seq_len", self.config.seq_len, f"samples have {length} tokens", f"Use {length}."
             )
-        h_BLM: Tensor = self.model.embed_tokens(tokens_BL)
+        try:
+            h_BLM: Tensor = self.model.embed_tokens(tokens_BL)
+        except IndexError:
+            check_vocabulary("token", tokens_BL, self.config.vocab_size)
+            raise
         dropped: Tensor = self.embedding_dropout(h_BLM, keys)
         return dropped
 

@@ -330,6 +330,8 @@ def check_vocabulary(what: str, numbers: Tensor, vocabulary: int, besides: int |
     device next (`CUDA error: device-side assert triggered`). By then nothing on the device has gone on, so no
     update uses the step.
 
+    Where PyTorch compares them itself, this names what it has refused on a CPU.
+
     Args:
         what: The name of the numbers, for the message.
         vocabulary: The number of ids, which count from 0.
@@ -339,12 +341,14 @@ def check_vocabulary(what: str, numbers: Tensor, vocabulary: int, besides: int |
     if besides is not None:
         valid |= numbers == besides
     where = f"0 to {vocabulary - 1}" + ("" if besides is None else f", or {besides} for none")
+    said = (
+        f"is out of bounds: the vocabulary is {where}. Use the model's own tokenizer, or a larger vocabulary"
+    )
     if device_of(numbers).is_gpu:
         # The device keeps messages of less than 255 characters.
-        torch._assert_async(valid.all(), f"{what} is out of bounds: the vocabulary is {where}")
+        torch._assert_async(valid.all(), f"{what} {said}")
     elif not valid.all():
-        invalid = int(numbers[~valid][0])
-        raise IndexError(f"{what} {invalid} is out of bounds: the vocabulary is {where}")
+        raise IndexError(f"{what} {int(numbers[~valid][0])} {said}")
 
 
 def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:

@@ -19,7 +19,7 @@ from penstock.device import device_of
 from penstock.moe.config import MoEConfig
 from penstock.moe.routers import Balance, RouterSums
 from penstock.placement import Replication
-from penstock.runtime.batch import NO_LABEL
+from penstock.runtime.batch import NO_LABEL, check_vocabulary
 
 # ---- sums over all ranks and microbatches that normalise the loss and judge the balance of experts --------
 #
@@ -201,11 +201,15 @@ def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     Raises:
         IndexError: On a CPU, for a label outside the vocabulary; a GPU ends with an assertion on the device.
     """
-    if logits_TV.numel() <= NUMBERS_AT_ONCE:
+    try:
+        if logits_TV.numel() > NUMBERS_AT_ONCE:
+            loss: Tensor = _InPieces.apply(logits_TV, labels_T)
+            return loss
         precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
         return F.cross_entropy(precise_TV, labels_T, ignore_index=NO_LABEL, reduction="sum")
-    loss: Tensor = _InPieces.apply(logits_TV, labels_T)
-    return loss
+    except IndexError:
+        check_vocabulary("label", labels_T, logits_TV.shape[1], besides=NO_LABEL)
+        raise
 
 
 class _InPieces(torch.autograd.Function):

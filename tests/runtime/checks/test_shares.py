@@ -72,6 +72,7 @@ def test_batches_of_other_sizes_are_refused_on_all_ranks(ranks: Pools) -> None:
         assert "batches of [2, 5] and [1, 5] tokens" in words
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize(
     ("token", "label", "said"),
     [
@@ -81,9 +82,9 @@ def test_batches_of_other_sizes_are_refused_on_all_ranks(ranks: Pools) -> None:
         (0, -1, "label -1 is out of bounds"),
     ],
 )
-def test_what_is_no_token_is_refused(token: int, label: int, said: str, ranks: Pools) -> None:
+def test_what_is_no_token_is_refused(token: int, label: int, said: str, tp_size: int, ranks: Pools) -> None:
     """The rank that is second may hear of it from the first."""
-    found = ranks(2).told(RuntimeError, unknown, CASE, token, label)
+    found = ranks(2).told(RuntimeError, unknown, replace(CASE, tp_size=tp_size), token, label)
     assert all(found) and any(said in words for words in found), found
 
 
