@@ -34,6 +34,13 @@ def test_where_a_value_comes_from(tmp_path: Path, cli: Cli) -> None:
     assert "steps = 5  # command line" in cli.prints(["config", "show", path, "train.steps=5"])
 
 
+def test_sizes_of_a_published_model_are_shown_as_its_own(cli: Cli) -> None:
+    settings = ("model.preset=flowmoe/gpt2-tiny", "model.seq_len=12", "parallel.processes=2")
+    shown = json.loads(cli.prints(["config", "show", *settings, "--format", "json"]))
+    wanted = {"num_layers": (12, "model.preset"), "seq_len": (12, "command line"), "dropout": (0, "default")}
+    assert {name: (shown["model"][name], shown["$from"][f"model.{name}"]) for name in wanted} == wanted
+
+
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(WRONG)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from penstock.cli.out import add, add_overrides, config_and_settings, user_path
 from penstock.cli.run import BAD_USAGE, exit_code, say
@@ -16,6 +16,9 @@ from penstock.config.error import shorten, toml_value
 from penstock.config.load import sources
 from penstock.stops import STOPS
 from penstock.words import terminal_width
+
+if TYPE_CHECKING:  # loads torch
+    from penstock.train.config import RunConfig
 
 DEFAULT: Final = "default"
 
@@ -34,7 +37,7 @@ def add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "show",
         help="print every setting, its value, and where that comes from",
         description="Prints every setting as a run would read it: its value, and whether FILE, the command "
-        "line or the default says so.",
+        "line, the model's own file or preset, or the default says so.",
     )
     add(show, "config FILE", "TOML, YAML or JSON (default: defaults alone)", nargs="?")
     add_overrides(show, "FILE")
@@ -77,9 +80,9 @@ def print_settings(section: str) -> int:
     return 0
 
 
-def _run_config() -> type:
+def _run_config() -> type[RunConfig]:
     with STOPS.loading():
-        from penstock.train.config import RunConfig  # loads torch
+        from penstock.train.config import RunConfig
 
     return RunConfig
 
@@ -93,10 +96,16 @@ def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
     del given
     path, overrides = config_and_settings(options)
     cls = _run_config()
-    table, origin = to_dict(load(cls, path, overrides)), sources(cls, path, overrides)
-    values = by_key(cls, table)
+    from penstock.topology.local import Places
+
+    config = load(cls, path, overrides)
+    table = to_dict(config.with_sizes(config.parallel.processes or Places.here().number))
+    given, values = by_key(cls, to_dict(config)), by_key(cls, table)
+    origin = dict.fromkeys(values, DEFAULT) | sources(cls, path, overrides)
+    sized = "model.preset" if config.model.config is None else "model.config"
+    origin |= {key: sized for key in values if values[key] != given[key]}
     if options.format == "json":
-        print(json.dumps({**table, "$from": {key: origin.get(key, DEFAULT) for key in values}}, indent=2))
+        print(json.dumps({**table, "$from": {key: origin[key] for key in values}}, indent=2))
         return 0
     yaml, before = options.format == "yaml", ""
     for key, value in values.items():
@@ -108,7 +117,7 @@ def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
         if yaml:  # JSON on one line, but its escapes of two halves of a character are none of YAML's
             plain = json.dumps("none" if value is None else value, ensure_ascii=False)
             text = "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in plain)
-        print(f"{f'  {name}: ' if yaml else f'{name} = '}{text}  # {shorten(origin.get(key, DEFAULT))}")
+        print(f"{f'  {name}: ' if yaml else f'{name} = '}{text}  # {shorten(origin[key])}")
     return 0
 
 

@@ -140,18 +140,22 @@ class RunConfig:
                 object.__setattr__(self, "schedule", replace(self.schedule, microbatches=samples))
 
     def resolved(self, world_size: int) -> RunConfig:
-        """Return the run, checked for this number of ranks, with a preset's sizes where the user set none.
-
-        A preset's number of experts depends on the number of ranks. A key whose value is not its default
-        takes precedence over the preset.
-        """
-        run = self._with_preset(world_size)._with_config()
+        """Return the run with the sizes of its model, checked for this number of ranks."""
+        run = self.with_sizes(world_size)
         check_shares(run.model, run.moe, run.parallel, world_size)
         check_moves(run.placement, run.plan.mode, run.parallel, world_size)
         if run.plan.mode != REPLAY:
             given = run.schedule if run.plan.mode == FIXED else None
             check_movable(run.placement, given, run.moe, run.parallel)
         return run
+
+    def with_sizes(self, world_size: int) -> RunConfig:
+        """Return the run with the sizes of a preset, or of the model's file, where the user set none.
+
+        A preset's number of experts depends on the number of ranks. A key whose value is not its default
+        takes precedence.
+        """
+        return self._with_preset(world_size)._with_config()
 
     def computing_in(self, usual: Precision) -> RunConfig:
         """Return the run with its own precision, or the `usual` one where it leaves that to the device."""
