@@ -51,18 +51,20 @@ def train(
                 f"{ranks} ranks",
                 file=sys.stderr,
             )
+        where = f"{Places.here().describe(ranks)}, in an emulated cluster {emulate.shape}"
+        announced = "" if json_wanted else f"starting {where}"
         with emulate.cluster() as cluster:
-            arguments = [*given, f"parallel.processes={ranks}"]
-            return _start_ranks(config, arguments, ranks, node_size=emulate.devices, place=cluster)
+            arguments, size = [*given, f"parallel.processes={ranks}"], emulate.devices
+            return _start_ranks(config, arguments, ranks, node_size=size, place=cluster, announced=announced)
     if info is not None:
         return _be_rank(config, info, json_wanted)
     processes, places = ranks_of(config, None, None), Places.here()
-    announced = "" if json_wanted else f"starting {places.describe(processes)}"
     if processes == 1:
         limit_threads()
-        if announced:
+        if not json_wanted:
             print(places.describe(1), flush=True)
         return _be_rank(config, ALONE, json_wanted)
+    announced = "" if json_wanted else f"starting {places.describe(processes)}"
     return _start_ranks(config, given, processes, node_size=processes, announced=announced)
 
 
