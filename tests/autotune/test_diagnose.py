@@ -57,7 +57,7 @@ def run(lanes: dict[Lane, float], compute: tuple[float, ...] = (1.0,) * RANKS) -
 
 @given(ratios, st.sampled_from([Lane.INTER, Lane.INTRA]))
 def test_slower_or_faster_links_of_one_lane(ratio: float, lane: Lane) -> None:
-    found = diagnose(run({}), run({lane: ratio}), THRESHOLD)
+    found = diagnose(run({}), run({lane: ratio}), THRESHOLD, nodes=True)
     assert found.transfers[lane] == pytest.approx(ratio)
     assert found.compute == pytest.approx((1.0, 1.0))
     assert (found.links_changed, found.compute_changed) == (True, False)
@@ -92,11 +92,13 @@ def test_groups_in_which_nothing_is_sent_say_nothing() -> None:
 
 
 def test_words() -> None:
-    found = Diagnosis(transfers={Lane.INTER: 3.9, Lane.INTRA: 1.0}, compute=(2.0, 2.1), threshold=THRESHOLD)
-    assert found.text == (
-        "transfers over the network between nodes take 3.90x as long as before, "
-        "computation on all ranks takes 2.05x as long as before"
-    )
+    ratios = {Lane.INTER: 3.9, Lane.INTRA: 1.0}
+    for nodes, where in ((True, "network between nodes"), (False, "network")):
+        found = Diagnosis(transfers=ratios, compute=(2.0, 2.1), threshold=THRESHOLD, nodes=nodes)
+        assert found.text == (
+            f"transfers over the {where} take 3.90x as long as before, "
+            "computation on all ranks takes 2.05x as long as before"
+        )
 
 
 def test_a_rank_that_became_faster_hides_none_that_became_slower() -> None:

@@ -296,12 +296,13 @@ class Autotuner:
         """Find out what has changed, and react as section [plan] allows."""
         before, now = milliseconds(drift.before_s), milliseconds(drift.now_s)
         logger.info(f"the step time has changed from {before} to {now}")
-        control, silent = self._stack.machinery.control, self._stack.machinery.layout.mesh.silent
+        control, layout = self._stack.machinery.control, self._stack.machinery.layout
         own = [r for step in self._before for r in step], [r for step in self._recent for r in step]
         everyone = control.gather(own, "collecting durations")
         steps_before, steps_now = ([rank[i] for rank in everyone] for i in (0, 1))
         plan = self._config.plan
-        find = partial(diagnose, steps_before, steps_now, plan.drift_threshold, silent)
+        seen, silent, nodes = (steps_before, steps_now), layout.mesh.silent, layout.nodes > 1
+        find = partial(diagnose, *seen, plan.drift_threshold, silent, nodes=nodes)
         diagnosis = control.decided(find, "finding what has changed")
         self._tuned = plan.tuner is None  # else a later step begins the search for a size
         if diagnosis.text and plan.mode == AUTO:

@@ -125,11 +125,13 @@ class Diagnosis:
             duration over ranks, since the rest is waiting.
         compute: Ratios by rank.
         threshold: Smaller changes are noise.
+        nodes: Whether there are several nodes.
     """
 
     transfers: Mapping[Lane, float]
     compute: tuple[float, ...]
     threshold: float
+    nodes: bool = False
 
     @property
     def links_changed(self) -> bool:
@@ -142,9 +144,8 @@ class Diagnosis:
     @property
     def text(self) -> str:
         """The changes in words; empty if there are none."""
-        nodes = any(lane.is_inside for lane in self.transfers)
         parts = [
-            f"transfers over the {lane_words(lane, nodes=nodes)} take {ratio:.2f}x as long as before"
+            f"transfers over the {lane_words(lane, nodes=self.nodes)} take {ratio:.2f}x as long as before"
             for lane, ratio in self.transfers.items()
             if self.differs(ratio)
         ]
@@ -164,6 +165,8 @@ def diagnose(
     now: Sequence[Iterable[TaskRecord]],
     threshold: float,
     silent: Collection[Axes] = (),
+    *,
+    nodes: bool = False,
 ) -> Diagnosis:
     """Compare records of the same plan and return the changes.
 
@@ -171,6 +174,7 @@ def diagnose(
         before, now: Records of some steps each, by rank.
         threshold: Smaller changes are noise.
         silent: Groups of one rank, in which nothing is sent.
+        nodes: Whether there are several nodes.
     """
     transfers = {}
     for lane in (Lane.INTRA, Lane.INTER):
@@ -185,6 +189,7 @@ def diagnose(
         transfers=transfers,
         compute=tuple(map(_ratio, *computed)),
         threshold=threshold,
+        nodes=nodes,
     )
 
 

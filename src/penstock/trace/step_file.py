@@ -63,6 +63,7 @@ class StepFile:
     Attributes:
         step: The number of the step.
         ranks: The number of ranks of the run.
+        nodes: On how many nodes they are; 1 where that is not known.
         shown: The ranks that have timelines.
         source: What predictions are made from, as text; "" without a prediction.
         predicted_s, measured_s: The seconds of a step; the measured ones are the median of the last
@@ -83,6 +84,7 @@ class StepFile:
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
     step: Annotated[int, Within(0, 2**62, "steps count up from 1")]
     ranks: Rank
+    nodes: Rank = 1
     shown: Annotated[tuple[Rank, ...], Items(2 * MOST_SHOWN, "some ranks are shown")]
     source: str = ""
     predicted_s: Seconds | None = None

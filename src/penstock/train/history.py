@@ -111,7 +111,8 @@ def analyse(
             `tasks.csv` (its own last step, task by task, predicted and measured).
         writing: Makes the context in which files are written, which handles an OSError.
     """
-    control, plan, mesh = stack.machinery.control, stack.plan, stack.machinery.layout.mesh
+    control, plan, layout = stack.machinery.control, stack.plan, stack.machinery.layout
+    mesh = layout.mesh
     tasks = list(plan.graph.tasks)
     everyone = control.gather(_OfRank.of(tasks, steps, traced), "collecting the last steps")
     records = [record for rank in everyone for step in rank.traced for record in step]
@@ -142,7 +143,8 @@ def analyse(
                 simulated = [record for record in timeline.records() if record.rank == 0]
                 write_comparison(folder / "tasks.csv", compare(simulated, everyone[0].traced[-1]))
             links = critical_path(last, plan.graph.needs, mesh)
-            _step_file(tasks, mesh, everyone, expected, links, analysis).save(folder)
+            file = _step_file(tasks, mesh, everyone, expected, links, analysis)
+            replace(file, nodes=layout.nodes).save(folder)
     control.barrier("waiting for the files of the last steps")
     return analysis
 

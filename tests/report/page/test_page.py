@@ -29,7 +29,7 @@ from penstock.report.page.figures import (
     timeline_figure,
 )
 from penstock.report.page.findings import Course, FinishedRun, KindOfTask, binding_of, kinds_of, title_of
-from penstock.report.page.html import write_page
+from penstock.report.page.html import kind_rows, write_page
 from penstock.report.page.render import BOX
 from penstock.trace.step_file import StepFile
 from penstock.words import lane_words
@@ -307,3 +307,11 @@ def test_without_plotly_one_sentence_says_what_to_install(monkeypatch: pytest.Mo
         ConfigError, match=r"needs the package plotly. Install it: pip install 'penstock\[report\]'"
     ):
         write_page(finished())
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_network_is_between_nodes_where_there_are_several(nodes: int) -> None:
+    step = replace(step_file(), nodes=nodes)
+    ticks = timeline_figure(step, 0)["layout"]["yaxis"]["ticktext"]
+    lanes = {row.cells[0] for row in kind_rows(kinds_of(step), nodes=nodes > 1)}
+    assert ("network between nodes" in ticks) == ("between nodes" in lanes) == (nodes > 1)

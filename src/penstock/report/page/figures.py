@@ -332,7 +332,7 @@ def timeline_figure(step: StepFile, place: int) -> Figure:
             "yaxis": {
                 "range": [bottom - 0.4, -ROW - 0.25],
                 "tickvals": list(rows.values()),
-                "ticktext": [lane_words(lane, nodes="intra" in lanes) for _, lane in rows],
+                "ticktext": [lane_words(lane, nodes=step.nodes > 1) for _, lane in rows],
                 "ticklen": 6,
                 "tickcolor": BOX,
                 "ticks": "outside",

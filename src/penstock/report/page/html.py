@@ -44,11 +44,15 @@ MANY_TIMES = 10
 MINUS = "\N{MINUS SIGN}"
 
 
-def kind_rows(kinds: Sequence[KindOfTask]) -> Iterator[Row]:
-    """Yield measured times by kind, beside predicted ones if there are any, and by lane."""
+def kind_rows(kinds: Sequence[KindOfTask], *, nodes: bool) -> Iterator[Row]:
+    """Yield measured times by kind, beside predicted ones if there are any, and by lane.
+
+    Args:
+        nodes: Whether there are several nodes.
+    """
     widest = max([abs(kind.difference_s) for kind in kinds], default=0.0) or 1.0
     lanes = dict.fromkeys(kind.lane for kind in kinds)
-    names = {lane: lane_words(lane, nodes="intra" in lanes) for lane in lanes}
+    names = {lane: lane_words(lane, nodes=nodes) for lane in lanes}
     for kind in kinds[:MOST_KINDS]:
         yield Row(
             title=kind.title,
@@ -123,7 +127,7 @@ def write_page(run: FinishedRun) -> str:
         lines={} if step is None else _lines(step),
         turns={kind: TURNS[kind] for kind in turns_of(run.course)},
         since=run.course.last_start.step if any(run.course.resumed) else (),
-        kinds=tuple(kind_rows(kinds)),
+        kinds=tuple(kind_rows(kinds, nodes=step is not None and step.nodes > 1)),
         more_kinds=max(0, len(kinds) - MOST_KINDS),
         plans=None if run.plan is None else _plans(run.plan),
         loads={} if run.loads is None else _loads(run.loads, figures),
