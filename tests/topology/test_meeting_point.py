@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -23,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from penstock.config import ConfigError
 from penstock.topology import CommunicationError, Layout, lane_groups
 from penstock.topology.join import ProcessInfo, join, leave, name_of_attempt
-from penstock.topology.meeting_point import look_at, open_store, remedy, within
+from penstock.topology.meeting_point import check_open_files, look_at, open_store, remedy, within
 from tests.support.patience import HANG_S, outcome_of
 from tests.support.ranks import forking
 
@@ -220,3 +221,14 @@ def test_ranks_that_do_not_come_end_the_wait() -> None:
 def test_what_helps_ranks_that_gloo_does_not_connect(error: str, told: str) -> None:
     said = remedy(RuntimeError(error), os.environ)
     assert [each for each in ("ulimit -n", "GLOO_SOCKET_IFNAME") if each in said] == [told]
+
+
+@pytest.mark.parametrize(("files", "ranks", "enough"), [(20, 2, False), (20, 1, True), (64, 8, True)])
+def test_a_limit_of_open_files_that_no_step_keeps_is_refused(files: int, ranks: int, enough: bool) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, usual[1]))
+    try:
+        with nullcontext() if enough else pytest.raises(ConfigError, match="ulimit -n = 20"):
+            check_open_files(ranks)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)

@@ -33,7 +33,7 @@ from penstock.topology import (
 from penstock.topology.faults import give_up, is_first_to_say
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, local_processes
-from penstock.topology.meeting_point import check_interface
+from penstock.topology.meeting_point import check_interface, check_open_files
 from penstock.train.assemble import check_processes
 from penstock.train.config import RunConfig
 from penstock.train.launcher import LaunchOutcome, Place, launch
@@ -150,6 +150,7 @@ def start_ranks(
         announced: A text that is printed once nothing has been refused.
     """
     check_processes(processes)
+    check_open_files(processes)
     if place is None and not reports:
         check_interface(os.environ)  # an emulated cluster has interfaces of its own; a doctor reports it
     if announced:

@@ -13,7 +13,7 @@ from penstock.doctor.examine import Examination, Link
 from penstock.doctor.facts import ABSENT
 from penstock.doctor.wire import Clock
 from penstock.topology.faults import named
-from penstock.topology.meeting_point import is_loopback
+from penstock.topology.meeting_point import is_loopback, open_files
 from penstock.words import bit_rate, counted, gib, milliseconds
 
 S = TypeVar("S")
@@ -106,11 +106,6 @@ def capital(text: str) -> str:
 def several_machines(found: Examination) -> bool:
     """Tell whether some ranks reach each other only over a network."""
     return len({each.machine for each in found.facts.values()}) > 1
-
-
-SPARE_FILES: Final = 256
-FILES_PER_RANK: Final = 16
-"""Open files for the connections to one other rank, if it is in every group of every lane."""
 
 
 def judge(found: Examination, wanted: Wanted) -> list[Check]:
@@ -229,7 +224,7 @@ def _blind(found: Examination, path: str) -> list[int]:
 
 
 def _files(found: Examination) -> Check:
-    need = SPARE_FILES + FILES_PER_RANK * found.size
+    need = open_files(found.size)
     least = min(each.open_files[0] for each in found.facts.values())
     short = [rank for rank, each in found.facts.items() if each.open_files[0] < need]
     findings = []

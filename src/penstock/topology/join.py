@@ -44,6 +44,7 @@ from penstock.topology.meeting_point import (
     SPARE_S,
     VARIABLE,
     check_interface,
+    check_open_files,
     interface_names,
     is_loopback,
     open_store,
@@ -212,6 +213,7 @@ def join(
     prepare(device, os.environ)
     device_of(device).make_current(device)
     check_interface(os.environ)
+    check_open_files(info.world_size)
     _name_loopback(host)
     start_s = start_s or timeout_s
     store: Store = HashStore() if info == ALONE else _store(info, host, port, start_s)

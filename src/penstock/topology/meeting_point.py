@@ -49,6 +49,14 @@ SPARE_S: Final = 1.0
 """Seconds after a timeout in which torch may say itself what it has waited for."""
 
 
+SPARE_FILES: Final = 256
+FILES_PER_RANK: Final = 16
+"""Open files for the connections to one other rank, if it is in every group of every lane."""
+FEWEST_FILES: Final = 26
+FEWEST_FILES_PER_RANK: Final = 3
+"""Open files of a rank in the smallest step, as counted on 2 to 8 ranks: with fewer it fails anywhere."""
+
+
 def within(timeout_s: float, work: Callable[[], T]) -> T:
     """Return what `work` returns; raise what it raises.
 
@@ -204,6 +212,22 @@ def check_interface(environ: Mapping[str, str]) -> None:
         if name not in there:
             why = f"{platform.node()} has no interface of that name; it has {listed()}"
             raise ConfigError(VARIABLE, environ[VARIABLE], why, "Name the one that all other ranks reach.")
+
+
+def open_files(ranks: int) -> int:
+    """Return how many files a rank may have open at once, connections included."""
+    return SPARE_FILES + FILES_PER_RANK * ranks
+
+
+def check_open_files(ranks: int) -> None:
+    """Raise ConfigError if one of several ranks could not open what the smallest step needs.
+
+    Some failures would say so, others that a connection was reset, or they would wait.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if ranks > 1 and limit < FEWEST_FILES + FEWEST_FILES_PER_RANK * ranks:
+        why = f"each of {ranks} ranks needs more open files, connections included"
+        raise ConfigError("ulimit -n", limit, why, f"Raise the limit: ulimit -n {open_files(ranks)}.")
 
 
 def listed() -> str:
