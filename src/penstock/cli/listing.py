@@ -100,9 +100,10 @@ def print_list(what: str | None, *, json_wanted: bool) -> int:
 
 def _joined(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row with its lists, of sizes or names, as text."""
-    between = {int: " or ", str: ", "}
     return {
-        key: between[type((value or [""])[0])].join(map(str, value)) if isinstance(value, list) else value
+        key: (", " if all(isinstance(each, str) for each in value) else " or ").join(map(str, value))
+        if isinstance(value, list)
+        else value
         for key, value in row.items()
     }
 
