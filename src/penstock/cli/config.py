@@ -100,10 +100,10 @@ def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
 
     config = load(cls, path, overrides)
     table = to_dict(config.with_sizes(config.parallel.processes or Places.here().number))
-    given, values = by_key(cls, to_dict(config)), by_key(cls, table)
+    asked, values = by_key(cls, to_dict(config)), by_key(cls, table)
     origin = dict.fromkeys(values, DEFAULT) | sources(cls, path, overrides)
     sized = "model.preset" if config.model.config is None else "model.config"
-    origin |= {key: sized for key in values if values[key] != given[key]}
+    origin |= {key: sized for key in values if values[key] != asked[key]}
     if options.format == "json":
         print(json.dumps({**table, "$from": {key: origin[key] for key in values}}, indent=2))
         return 0
