@@ -65,6 +65,10 @@ LOST: dict[str, tuple[Callable[[Graph], Graph], str]] = {
     ),
     "embedding": (unread("L0.EM.m1.B", "d_hidden"), "nobody reads d_hidden of L0.AT.m1.B"),
     "loss": (first_of("L1.ST.F", "loss"), "L1.HD.m1.B reads d_loss of L1.ST.F, which does not sum its loss"),
+    "slope of the loss": (
+        unread("L1.HD.m1.B", "d_loss"),
+        "no backward task of L1.HD.m1.F reads d_loss of L1.ST.F: the gradient is lost",
+    ),
 }
 """What a pass may lose, and what is said of it."""
 

@@ -409,15 +409,25 @@ def _check_gradients(graph: Graph) -> None:
                     f"nobody reads {GRADIENT}{role} of {task}: the gradient is lost. Where none is wanted, "
                     f"name {role} in `given` of op {task.op}"
                 )
-    # A task that reads a sum as its gradient is among the tasks that were summed.
+    # A task that reads a sum as its gradient is among the tasks that were summed, which all read it.
+    told = set[tuple[Name, str, Name]]()
     for task in graph.tasks:
         for role, names in task.inputs.items():
             output = role.removeprefix(GRADIENT)
             if task.forward or role == output:
                 continue
             for total in (name for name in names if spec_of(name.op).backward is Backward.VALUE):
-                if task.name._replace(phase=Phase.FORWARD) not in graph.by_name[total].inputs.get(output, ()):
+                forward = task.name._replace(phase=Phase.FORWARD)
+                if forward not in graph.by_name[total].inputs.get(output, ()):
                     raise ScheduleError(f"{task} reads {role} of {total}, which does not sum its {output}")
+                told.add((forward, output, total))
+    for task in graph.tasks:
+        for role, names in task.inputs.items() if spec_of(task.op).backward is Backward.VALUE else ():
+            for name in names:
+                if spec_of(name.op).backward is Backward.TASK and (name, role, task.name) not in told:
+                    raise ScheduleError(
+                        f"no backward task of {name} reads {GRADIENT}{role} of {task}: the gradient is lost"
+                    )
 
 
 def _piece(task: Task) -> tuple[int, str, int | None]:
