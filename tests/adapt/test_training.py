@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,41 @@ def test_refusals() -> None:
     twice.model.layers[1].mlp.experts = twice.model.layers[0].mlp.experts
     with pytest.raises(ValueError, match="the experts of, another one"):
         penstock.parallelize(twice)
+
+
+def test_what_was_made_to_infer_is_refused() -> None:
+    """A model, a model that is spread, and a parameter that takes another's place."""
+    with torch.inference_mode():
+        made = small("mixtral")
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight"):
+        penstock.parallelize(made)
+    model = small("mixtral")
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"Call parallelize outside"):
+        penstock.parallelize(model)
+    penstock.parallelize(model)(**Batch().inputs()).loss.backward()
+    model.lm_head.weight = made.lm_head.weight
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+        model(**Batch().inputs())
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "stack"])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_torch_are_refused(mode: str, transform: Callable[..., Any]) -> None:
+    model = penstock.parallelize(small("mixtral"), plan="sequential").train(mode != "eval")
+    given, stack = Batch().inputs(), engine_of(model).stack
+    run = partial(stack, *given.values()) if mode == "stack" else lambda: model(**given).loss
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        transform(lambda x: x.sum() * run())(torch.ones(2, 2))
+    model.train()(**given).loss.backward()
+
+
+def test_parameters_may_be_those_of_a_call() -> None:
+    made: list[dict[str, torch.Tensor]] = []
+    for model in pair("mixtral"):
+        own = {name: (1.1 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+        torch.func.functional_call(model, own, (), Batch().inputs()).loss.backward()
+        made.append({name: p.grad for name, p in own.items() if p.grad is not None})
+    check_grads(made[1], made[0])
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from penstock.runtime.consistency import LABELLED
 from penstock.runtime.endings import RankLoss, StepStates
 from penstock.runtime.handlers import Ending
 from penstock.runtime.ops import TokenLoss
+from penstock.runtime.step import check_no_transform
 from penstock.step.shape import Recompute
 from penstock.topology import Layout
 
@@ -249,6 +250,7 @@ class Engine:
         self, given: StepInputs, weight: float, valid: float | None, ending: Callable[[], Ending]
     ) -> None:
         """Make ready for a training step. weight: of the balance loss."""
+        check_no_transform()
         stack = self.stack
         stack.training = True
         check_unchanged(self.decoder, balances=given.inputs.routers != "unused")

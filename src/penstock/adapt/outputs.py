@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+from penstock.runtime.step import check_no_transform
+
 LOGITS: Any = WeakIdKeyDictionary()
 """By the loss of a step: what makes its logits, or None, and for which places they were asked."""
 
@@ -36,6 +38,7 @@ def refuse_backward(tensor: Tensor, why: str) -> Tensor:
         tensor: Of this caller alone, since it is not copied.
         why: What is wrong and what to do, as the text of that error.
     """
+    check_no_transform()
     return _RefuseBackward.apply(tensor, torch.zeros((), device="cpu", requires_grad=True), why)  # type: ignore[no-any-return]
 
 

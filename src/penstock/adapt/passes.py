@@ -27,6 +27,7 @@ from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.permute.sort import SortPermutation
 from penstock.runtime import Machinery
 from penstock.runtime.consistency import UNTRAINED, Turns
+from penstock.runtime.step import check_no_transform
 from penstock.runtime.transport import Later, exchange_counts, send_home, send_out, to_host
 from penstock.topology import Control
 from penstock.topology.faults import give_up
@@ -65,6 +66,7 @@ class Passes:
         if self._next is not None or not self.meetings:
             yield
             return
+        check_no_transform()
         if self._generates:
             self._agree(runs=True)
         else:

@@ -241,7 +241,16 @@ class Gradients:
         return self.snapshot.holds()
 
     def prepare(self) -> None:
-        """Make buckets for the model as it is now, before there is a plan."""
+        """Make buckets for the model as it is now, before there is a plan.
+
+        Raises:
+            ValueError: If steps cannot train the model.
+        """
+        if torch.is_inference_mode_enabled():
+            raise ValueError(
+                "inside torch.inference_mode() no model can be scheduled: its steps train what is made now. "
+                "Call parallelize outside of that context; forward passes inside are run as they are"
+            )
         self.marks: Marks | None = None
         assigned = self._look()
         self._fill(assigned.replicated, assigned.experts, assigned.partial, assigned.several)
@@ -333,8 +342,7 @@ class Gradients:
     @property
     def versions(self) -> int:
         """How often the parameters that ranks compare were changed in place, as far as tensors count it."""
-        parameters = (each.parameter for each in self._known.values())
-        return sum(p._version for p in parameters if not p.is_inference())
+        return sum(each.parameter._version for each in self._known.values())
 
     def experts(self) -> list[nn.Parameter]:
         """Return the trained parameters of this rank's experts, each once."""
@@ -371,6 +379,11 @@ class Gradients:
                 raise ValueError(
                     f"{name} is computed from other tensors (functional_call does that): steps reduce "
                     "gradients of parameters. Give it parameters, or use torch.nn.utils.parametrize."
+                )
+            if parameter.is_inference():
+                raise ValueError(
+                    f"{name} was made inside torch.inference_mode(), and no backward pass may use it: make "
+                    "the model outside of that context"
                 )
             here, device = parameter.device, self._device
             if here.type != device.type or device.index not in (None, here.index):
@@ -474,8 +487,8 @@ class OutsideGradients:
             self._caught.clear()
         watched, self._watched = self._watched, {}
         for parameter in parameters:
-            if not (parameter.requires_grad and parameter.is_leaf):
-                continue
+            if not (parameter.requires_grad and parameter.is_leaf) or parameter.is_inference():
+                continue  # steps refuse the latter
             before, shape = watched.get(parameter, (None, None))
             if shape != parameter.shape:
                 before = None
@@ -540,7 +553,7 @@ class OutsideGradients:
         for name in sorted(names):
             total = caught[names[name]].clone(memory_format=torch.contiguous_format)
             add = partial(transports.of(Lane.INTER, axes[name]).all_reduce, total, axes[name])
-            self._machinery.control.exchange(what, add)
+            self._machinery.exchange(what, add)
             _accumulate(names[name], total, self._share(names[name]))
 
     def _name_of(self, parameter: nn.Parameter) -> str:

@@ -75,6 +75,7 @@ from penstock.runtime.step import (
     check_no_checkpoint,
     check_no_data_parallel,
     check_no_second_derivative,
+    check_no_transform,
 )
 from penstock.schedule import StepPlan
 from penstock.sharding import mark_shards
@@ -350,7 +351,7 @@ class PipelinedStack(nn.Module):
             return slope
         total, transports = slope.clone(), machinery.transports
         transports.open([(Lane.INTER, Group.WORLD)])
-        machinery.control.exchange(
+        machinery.exchange(
             "summing the gradient of the balance loss",
             lambda: transports.of(Lane.INTER, Group.WORLD).all_reduce(total, Group.WORLD),
         )
@@ -371,6 +372,7 @@ class PipelinedStack(nn.Module):
             for feature in self._active:
                 feature.check_training()
             check_no_checkpoint()
+            check_no_transform()
             check_no_data_parallel(self.model)
         self.consistency.read_late()
         self._take_up_changes()

@@ -338,6 +338,16 @@ def check_no_checkpoint() -> None:
         )
 
 
+def check_no_transform() -> None:
+    """Raise RuntimeError inside a transform of torch.func (grad, vmap, jvp), which would not see a step."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "a transform of torch.func (grad, vmap, jvp) around a scheduled model: it cannot follow tasks on "
+            "other threads and ranks. Call the model outside of transforms, and loss.backward() for its "
+            "gradients; torch.func.functional_call by itself may be used"
+        )
+
+
 def check_no_second_derivative() -> None:
     """Raise RuntimeError in a backward pass that is to be differentiated again (create_graph=True).
 
