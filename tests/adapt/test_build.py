@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrizations import spectral_norm
 
 import penstock
 from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.runtime.sockets import Sockets
-from tests.support.adapted import DIVISIBLE, Batch, grads_of, small, with_adapters
+from tests.support.adapted import DIVISIBLE, Batch, check_grads, grads_of, small, with_adapters
 from tests.support.ranks import Pools
 
 
@@ -108,6 +109,31 @@ def adapt_experts(rank: int, world: int) -> list[str]:
             run()
         said.append(str(caught.value))
     return said
+
+
+def normed(path: str, name: str = "weight", **changes: Any) -> Any:
+    """A model of which one weight is computed from another one of its shape."""
+    model = small("qwen3_moe", **changes)
+    torch.manual_seed(3)
+    spectral_norm(model.get_submodule(path), name)
+    return model
+
+
+def step_with_a_norm(rank: int, world: int) -> None:
+    wanted, model = (normed("model.layers.1.self_attn.q_proj") for _ in range(2))
+    penstock.parallelize(model, ep_size=world, plan="sequential")
+    model(**Batch().inputs(2 * rank, 2 * rank + 2)).loss.backward()
+    wanted(**Batch().inputs()).loss.backward()
+    check_grads(model, wanted, rank)
+    with pytest.raises(ValueError, match="down_proj of ParametrizedQwen3MoeExperts"):
+        penstock.parallelize(normed("model.layers.1.mlp.experts", "down_proj"), ep_size=world)
+
+
+def test_weights_that_are_computed_from_others_are_right_or_refused(ranks: Pools) -> None:
+    ranks(2).run(step_with_a_norm, 2)
+    for path in ("model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"):
+        with pytest.raises(ConfigError, match=r"^tp_size = 2: .* has a parametrization"):
+            penstock.parallelize(normed(path, **DIVISIBLE), tp_size=2)
 
 
 def test_adapters_of_experts_that_ranks_share_are_refused(ranks: Pools) -> None:

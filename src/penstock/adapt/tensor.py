@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from penstock.adapt.cut import Inside, is_foreign
 from penstock.config import ConfigError
@@ -378,6 +379,7 @@ def check_can_share(found: Found, size: int) -> None:
             hooks = (module._forward_hooks, module._backward_hooks, module._forward_pre_hooks)
             for what, has in (
                 ("adapters", hasattr(module, "adapter_layer_names") or hasattr(module, "base_layer")),
+                ("a parametrization", is_parametrized(module)),
                 ("hooks", any(is_foreign(hook) for each in hooks for hook in each.values())),
                 ("a forward of its own", "forward" in module.__dict__),
             ):

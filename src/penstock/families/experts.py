@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from penstock.device import on_device
 from penstock.families.adapters import active, axes_of, core_of, wrappers
@@ -404,6 +405,9 @@ class Shares(KeptWhole):
         num_experts: Number of experts in each module.
         shard: The part of each of these experts that this rank has.
         form: How experts multiply; where they are cut, it must have said that they can be.
+
+    Raises:
+        ValueError: For weights of several experts that are computed from other ones.
     """
 
     def __init__(
@@ -416,6 +420,13 @@ class Shares(KeptWhole):
     ) -> None:
         super().__init__()
         cut, place, ranks = len(held) < num_experts, held[0] // len(held), num_experts // len(held)
+        for core in map(core_of, modules):
+            if cut and is_parametrized(core):
+                raise ValueError(
+                    f"{', '.join(core.parametrizations)} of {type(core).__name__} is computed by a "
+                    "parametrization, which may be one of all experts together, as spectral_norm is: leave "
+                    "it out where ranks have different experts, or use ep_size=1"
+                )
         self._declared = [core_of(experts) for experts in modules] if shard.size > 1 else []
         cuts = [form.cut(core, shard) for core in self._declared]
         axes = {p: axis for experts in modules for p, axis in axes_of(experts).items()}
