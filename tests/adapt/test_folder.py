@@ -18,7 +18,8 @@ from penstock.checkpoint.storage import CheckpointError
 from penstock.families.described import FORMER
 from penstock.families.weights import stored_tensors
 from penstock.topology import Control
-from tests.support.adapted import DIVISIBLE, small
+from tests.support.adapted import DIVISIBLE, MODELS, small
+from tests.support.families import tiny
 from tests.support.killed import left_by_kills
 from tests.support.ranks import Pools
 
@@ -178,10 +179,14 @@ def test_a_shard_that_rank_0_does_not_see_leaves_the_former_model(ranks: Pools, 
     assert not {UNFINISHED_MODEL, FORMER} & names_in(tmp_path)
 
 
+def made(family: str) -> Any:
+    return small(family, **DIVISIBLE) if family in MODELS else tiny(family)
+
+
 def saved_in_parts(rank: int, family: str, layout: dict[str, Any], folder: Path) -> set[str]:
     """The names of the files of a model of which ranks share parameters, where rank 0 may not join it all."""
     del rank
-    model = penstock.parallelize(small(family, **DIVISIBLE), plan="flowmoe", **layout)
+    model = penstock.parallelize(made(family), plan="flowmoe", **layout)
     with pytest.MonkeyPatch.context() as patched:
         alone = "penstock.adapt.saving._write_at_rank_0"
         patched.setattr(alone, lambda *_, **__: pytest.fail("rank 0 joins it all"))
@@ -198,15 +203,16 @@ def saved_in_parts(rank: int, family: str, layout: dict[str, Any], folder: Path)
         ("gpt_oss", 4, {"tp_size": 2}),
         ("mixtral", 4, {"etp_size": 2}),
         ("gpt_oss", 4, {"etp_size": 2}),
+        ("qwen3_vl_moe", 2, {}),
     ],
 )
 def test_ranks_that_share_parameters_write_them_in_turn(
     ranks: Pools, tmp_path: Path, family: str, world: int, layout: dict[str, Any]
 ) -> None:
-    """Latent vectors, norms over all heads, sinks and parts of experts among what is saved."""
+    """Latent vectors, norms over all heads, sinks, parts of experts, weights that files may turn."""
     files = ranks(world).run(saved_in_parts, family, layout, tmp_path)[0]
     assert len([name for name in files if name.endswith(".safetensors")]) > world
-    wanted = small(family, **DIVISIBLE)
+    wanted = made(family)
     read, told = type(wanted).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(told.values())
     for name, each in wanted.state_dict().items():

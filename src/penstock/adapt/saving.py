@@ -14,7 +14,7 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -271,7 +271,8 @@ def _as_transformers_writes(
     whole = {name: _described(*naming.part_of(name, each)) for name, each in state.items()}
     wanted = remove_tied_weights_from_state_dict(whole, model)
     if original:
-        wanted = revert_weight_conversion(model, wanted)
+        with _seen_whole(model, whole):
+            wanted = revert_weight_conversion(model, wanted)
     named = list(naming.in_files())
     own = _kinds({name: _described(part, sharding) for name, part, sharding in named})
     everyone = control.gather(own, "comparing what ranks write with what transformers would")
@@ -279,6 +280,19 @@ def _as_transformers_writes(
     return (
         named if written == _kinds(wanted) and all(dtype in CODES for _, dtype in written.values()) else None
     )
+
+
+@contextmanager
+def _seen_whole(model: Any, whole: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let transformers, inside this context, find these in place of a model's parameters.
+
+    From their shapes it sees how weights lie, which those of parts do not tell.
+    """
+    model.get_parameter = whole.__getitem__
+    try:
+        yield
+    finally:
+        del model.get_parameter
 
 
 def _described(part: Tensor, sharding: Any) -> Tensor:
@@ -307,7 +321,11 @@ def _write_at_rank_0(
     whole = dict(joined(shared, layout.mesh, control, "saving a model", at=0))
     for each in names.values():
         state |= dict.fromkeys(each, whole[each[0]]) if each[0] in whole else {}
-    write = partial(plain.save_pretrained, model, folder, state_dict=state, **options)
+
+    def write() -> None:
+        with _seen_whole(model, state):
+            plain.save_pretrained(model, folder, state_dict=state, **options)
+
     together(control, f"saving {folder}", write, rank=0)
 
 
