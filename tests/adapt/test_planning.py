@@ -24,7 +24,7 @@ from penstock.plan import MemoryEstimate, estimate_memory
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.step import StepShape
 from penstock.topology import Layout, ParallelConfig
-from penstock.train.assemble import build_stack, workload
+from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
 from tests.support.adapted import distance, small
 from tests.support.faulty import before
@@ -45,6 +45,10 @@ def whole(model: Any) -> Any:
 
 def half(model: Any) -> Any:
     return model.bfloat16()
+
+
+def double(model: Any) -> Any:
+    return model.double()
 
 
 def experts_alone(model: Any) -> Any:
@@ -88,7 +92,12 @@ def test_what_is_trained_when_a_plan_is_made_counts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tuned", "autocast", "dtype"),
-    [(whole, None, torch.float32), (half, None, torch.bfloat16), (whole, torch.bfloat16, torch.float32)],
+    [
+        (whole, None, torch.float32),
+        (half, None, torch.bfloat16),
+        (double, None, torch.float64),
+        (whole, torch.bfloat16, torch.float32),
+    ],
 )
 def test_what_is_measured_computes_as_the_model_does(
     tuned: Callable[[Any], Any],
@@ -97,17 +106,21 @@ def test_what_is_measured_computes_as_the_model_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nearly all models of the hub are loaded in bfloat16, in which GPUs are ten times as fast."""
-    found = list[tuple[torch.dtype, torch.dtype | None, Any]]()
+    found, models = list[Any](), tasks._models
 
     def noted(config: RunConfig, machinery: Machinery, *given: Any) -> PipelinedStack:
         with torch.device("cpu"):
             stack = build_stack(config, machinery, *given)
-        wire_bytes = workload(config, machinery.layout).element_bytes
         (types,) = {parameter.dtype for parameter in stack.model.parameters()}
-        found.append((types, stack.machinery.autocast_dtype, wire_bytes))
+        found.append((types, stack.machinery.autocast_dtype))
         return stack
 
+    def fitted(runs: Any, *given: Any) -> Any:
+        found.append((runs.work.element_bytes, runs.work.wire_row_bytes))
+        return models(runs, *given)
+
     monkeypatch.setattr(tasks, "build_stack", noted)
+    monkeypatch.setattr(tasks, "_models", fitted)
     monkeypatch.setattr(planning, "PROFILE_S", 0.01)
     engine = engine_of(penstock.parallelize(tuned(small("mixtral")), plan="flowmoe"))
     engine.stack.compute_in(autocast)
@@ -115,9 +128,9 @@ def test_what_is_measured_computes_as_the_model_does(
     with torch.device("meta"):  # as Lightning makes a GPU the default
         searching.of(engine.stack, 2, 12)
     computed_bytes = (autocast or dtype).itemsize
-    assert found == [(dtype, autocast, computed_bytes)]
+    assert found == [(dtype, autocast), (computed_bytes, 32 * computed_bytes)]
     (file,) = searching.measured.values()
-    assert file.precision == ("float32" if computed_bytes == 4 else "bfloat16")
+    assert file.precision == ("bfloat16" if computed_bytes == 2 else "float32")
     priced = searching.problem(engine.stack, file, 2, 12).workload
     assert priced.element_bytes == computed_bytes and priced.wire_row_bytes == 32 * computed_bytes
     assert priced.held is not None and priced.held.cast == (autocast is not None)

@@ -21,7 +21,7 @@ from penstock.autotune.problem import run_problem
 from penstock.autotune.profile.kernels import measure_updates
 from penstock.autotune.profile.sample import PURPOSE, Budget, Limits, fitted, here
 from penstock.autotune.profile.steps import RealSteps, with_steps, worth_running
-from penstock.cost import ClusterConfig, ClusterFile, StepCost
+from penstock.cost import ClusterConfig, ClusterFile, StepCost, Workload
 from penstock.cost.cluster_file import TaskModel
 from penstock.cost.fit import fit_line
 from penstock.cost.measured import OVERRAN
@@ -32,6 +32,7 @@ from penstock.mesh import Seconds
 from penstock.models import ModelConfig
 from penstock.models.config import QWEN3_MOE
 from penstock.ops import OPS
+from penstock.plan import Problem
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.machinery import silent
 from penstock.schedule import StepPlan
@@ -97,7 +98,7 @@ def measure_tasks(
         measured=here(machinery.device),
     )
     if runs.real is not None and (steps := runs.real.gathered()):
-        measured = with_steps(measured, steps, lambda file: run_problem(sample, machinery.layout, file))
+        measured = with_steps(measured, steps, runs.problem)
     if budget.limits.overran:
         measured = replace(measured, doubts=(OVERRAN, *measured.doubts))
     return machinery.control.gather(measured, "comparing measured tasks")[0]
@@ -184,6 +185,19 @@ class _Runs:
         self.batch = tuple(numbers.to(machinery.device))
         self.real = self._real_steps([choice for _, choice in plans.values()])
 
+    @property
+    def work(self) -> Workload:
+        """The sizes of the steps, with numbers of the type that they compute in, which may be wider than any
+        that a run has."""
+        work = workload(self.config, self.machinery.layout, self.stack.gradients.sizes_bytes)
+        own_bytes = (self.machinery.autocast_dtype or self.dtype).itemsize
+        row_bytes = self.config.moe.row_bytes(work.hidden_size, own_bytes)
+        return replace(work, element_bytes=own_bytes, wire_row_bytes=row_bytes)
+
+    def problem(self, file: ClusterFile) -> Problem:
+        """Return the steps on the cluster of a file."""
+        return replace(run_problem(self.config, self.machinery.layout, file), workload=self.work)
+
     def step(self, plan: StepPlan, stack: PipelinedStack) -> tuple[float, list[TaskRecord]]:
         """Run a step, which all ranks start together; return seconds and records. Gradients are dropped."""
         stack.plan = plan
@@ -255,7 +269,7 @@ def _rounds(runs: _Runs, budget: Budget) -> int:
 
 def _models(runs: _Runs, alone: list[Seconds], rates: ClusterConfig) -> Iterator[TaskModel]:
     kinds = defaultdict[Kind, list[tuple[float, float]]](list)  # work in seconds by the rates, seconds
-    sizes = workload(runs.config, runs.machinery.layout, runs.stack.gradients.sizes_bytes)
+    sizes = runs.work
     for plan, tasks, alone_s in zip(runs.plans, runs.tasks, alone, strict=True):
         cost = StepCost(plan.shape, sizes, rates)
         for layer_tasks, nominal_s in _alike(tasks, cost, rates).values():
