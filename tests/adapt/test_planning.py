@@ -26,7 +26,7 @@ from penstock.step import StepShape
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
-from tests.support.adapted import distance, small
+from tests.support.adapted import Batch, distance, small
 from tests.support.faulty import before
 from tests.support.ranks import Pools
 
@@ -134,6 +134,25 @@ def test_what_is_measured_computes_as_the_model_does(
     priced = searching.problem(engine.stack, file, 2, 12).workload
     assert priced.element_bytes == computed_bytes and priced.wire_row_bytes == 32 * computed_bytes
     assert priced.held is not None and priced.held.cast == (autocast is not None)
+
+
+def change_autocast(rank: int, world: int) -> list[tuple[torch.dtype | None, ...]]:
+    """The types that were measured after each of some steps."""
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="auto")
+    engine, found = engine_of(model), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "PROFILE_S", 0.01)
+        for cast in (False, True, False, True):
+            with torch.autocast("cpu", enabled=cast):
+                model(**Batch().inputs(2 * rank, 2 * rank + 2)).loss.backward()
+            found.append(tuple(key[-1] for key in engine._planner.measured))
+    return found
+
+
+@pytest.mark.slow
+def test_a_plan_is_measured_for_each_autocast_once(ranks: Pools) -> None:
+    after = [(None,), *3 * [(None, torch.bfloat16)]]
+    assert ranks(2).run(change_autocast, 2) == [after, after]
 
 
 def run_out() -> None:

@@ -114,17 +114,24 @@ class BalanceRequest:
 
 @dataclass(frozen=True)
 class _Planned:
-    """Conditions for which a plan was made. trained: names of parameters."""
+    """Conditions for which a plan was made.
+
+    Attributes:
+        trained: Names of parameters.
+        types: Types of autocast for which a plan was searched for, one after the other.
+    """
 
     recompute: Recompute | None
     trained: frozenset[str]
+    types: frozenset[torch.dtype | None]
 
 
 class Engine:
     """The stack of a model, its pieces, its forward passes outside of steps, and the time of its plan.
 
     A plan is made at the first step, whose sizes are known, and when a parameter is trained that was frozen
-    then, for which the plan has no reduction.
+    then, for which the plan has no reduction. It is searched for again, once, where steps begin to compute
+    under another autocast.
 
     Attributes:
         averages: Whether a loss of labels is that of this rank's samples, and gradients are averaged over
@@ -263,14 +270,18 @@ class Engine:
         stack.compute_in(
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         )
-        plan = self._planned_for
+        plan, autocast = self._planned_for, stack.machinery.autocast_dtype
+        kept = plan is not None and plan.recompute == self._recompute and self._reduces_all()
+        cast = plan is not None and self._planner.searches and autocast not in plan.types
         # A plan must be measured with backward.
-        if trains and (plan is None or plan.recompute != self._recompute or not self._reduces_all()):
+        if trains and (cast or not kept):
             if plan is not None and self.layout.world_size > 1:
                 # The first plan all ranks need. A rank that alone was changed must not wait for the others:
                 # ranks tell each other whether all need another one.
                 new = sorted(self._trained() - plan.trained)
                 why = "parameters were replaced or moved to other layers"
+                if cast:
+                    why = f"it computes under autocast {autocast}, for which no plan was measured"
                 if new:
                     why = f"{new[0]} is trained now and was not when its plan was made"
                 if plan.recompute != self._recompute:
@@ -280,7 +291,8 @@ class Engine:
             sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
             batch, length = map(int, sizes)
             stack.adopt(self._planner.of(stack, batch, length, self._recompute))
-            self._planned_for = _Planned(self._recompute, self._trained())
+            before = frozenset[torch.dtype | None]() if plan is None or not kept else plan.types
+            self._planned_for = _Planned(self._recompute, self._trained(), before | {autocast})
 
     def _trained(self) -> frozenset[str]:
         return frozenset(name for name, p in self.stack.model.named_parameters() if p.requires_grad)
