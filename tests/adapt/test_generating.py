@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,38 @@ def in_a_layer(model: Any) -> None:
         hook.remove()
 
 
+@contextmanager
+def failing_experts(model: Any, wanted: int) -> Iterator[None]:
+    """Inside, the experts of the second layer find no memory when they multiply for this time."""
+    experts, calls = model.model.layers[1].mlp.experts, count()
+    plain = experts.act_fn
+
+    def act(x: Tensor) -> Tensor:
+        if next(calls) == wanted:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return plain(x)
+
+    experts._modules.pop("act_fn")
+    experts.act_fn = act
+    try:
+        yield
+    finally:
+        del experts.act_fn
+        experts.act_fn = plain
+
+
+def in_experts(model: Any) -> None:
+    """While they multiply for all ranks, in the second pass."""
+    with failing_experts(model, 1):
+        model.generate(prompts(1), max_new_tokens=LONG)
+
+
+def in_experts_for_others(model: Any) -> None:
+    """The same on a rank that has written what it wants, and takes part in passes of others."""
+    with failing_experts(model, 2):
+        model.generate(prompts(1), max_new_tokens=2)
+
+
 def before(model: Any) -> None:
     """A setting that generate refuses."""
     model.generate(prompts(1), max_new_tokens=-1)
@@ -135,7 +169,16 @@ def with_a_spread_assistant(model: Any) -> None:
 
 FAILURES: dict[str, Callable[[Any], None]] = {
     each.__name__: each
-    for each in (beyond, while_choosing, in_a_layer, before, paged, with_a_spread_assistant)
+    for each in (
+        beyond,
+        while_choosing,
+        in_a_layer,
+        in_experts,
+        in_experts_for_others,
+        before,
+        paged,
+        with_a_spread_assistant,
+    )
 }
 
 
@@ -165,7 +208,30 @@ def test_all_ranks_raise_where_one_fails_and_go_on_afterwards(ranks: Pools) -> N
     """No rank waits for one that has failed, in whatever place, and communication is whole."""
     first, second = ranks(2).run(fail_on_the_second, 2)
     assert first == ["OtherRankError"] * len(FAILURES)
-    assert second == ["IndexError", "KeyError", "KeyError", *["ValueError"] * 3]
+    memory = ["OutOfMemoryError"] * 2
+    assert second == ["IndexError", "KeyError", "KeyError", *memory, *["ValueError"] * 3]
+
+
+def judge_without_memory(rank: int, layout: dict[str, Any]) -> list[str]:
+    """What passes say of which experts of the second rank, then those of both find no memory at first."""
+    model = penstock.parallelize(small("mixtral"), plan="flowmoe", **layout).eval()
+    given = Batch().inputs(2 * rank, 2 * rank + 2)["input_ids"]
+    said = []
+    for fails in (rank == 1, True):
+        with failing_experts(model, 0 if fails else -1), pytest.raises(RuntimeError) as caught:
+            model(given)
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    assert torch.allclose(model(given).logits, small("mixtral").eval()(given).logits, atol=1e-5)
+    return said
+
+
+@pytest.mark.parametrize("layout", [{"ep_size": 2}, {"etp_size": 2}], ids=str)
+def test_experts_without_memory_are_named_to_all(ranks: Pools, layout: dict[str, Any]) -> None:
+    """And all may try a smaller batch: loops look for the words of torch."""
+    first, second = ranks(2).run(judge_without_memory, layout)
+    own = "OutOfMemoryError: CUDA out of memory."
+    assert first == [f"OtherRankError: experts could not compute on rank 1: {own}", own]
+    assert second == [own, own]
 
 
 @pytest.mark.slow

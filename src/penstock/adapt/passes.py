@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -30,7 +30,7 @@ from penstock.runtime.consistency import UNTRAINED, Turns
 from penstock.runtime.step import check_no_transform
 from penstock.runtime.transport import Later, exchange_counts, send_home, send_out, to_host
 from penstock.topology import Control
-from penstock.topology.faults import give_up
+from penstock.topology.faults import MOST_REASON, give_up
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ PURPOSE = "meeting at the experts in a pass without gradients"
 
 
 class OtherRankError(RuntimeError):
-    """Another rank could not generate, and says why itself."""
+    """Another rank could not generate, or compute its experts, and says why itself."""
 
 
 class Passes:
@@ -53,6 +53,7 @@ class Passes:
         self.meetings: list[Spread] = []
         self._next: int | None = None  # the meeting that comes next in the running pass; None: there is none
         self._generates = self._broken = False
+        self._failure: Exception | None = None  # for which this rank's experts could not compute in the pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the passes of a copied model, of which none has begun or failed."""
@@ -70,19 +71,22 @@ class Passes:
         if self._generates:
             self._agree(runs=True)
         else:
-            self._turns.begin(UNTRAINED)
+            self._begin()
         self._next = 0
         try:
             try:
                 yield
             except Exception:
                 self._complete()
+                with suppress(OtherRankError):
+                    self._judge()
                 raise
             except BaseException as error:
                 _tell(error)
                 raise
             self._complete()
             self.meetings[-1].settle()
+            self._judge()
         finally:
             self._next = None
 
@@ -99,6 +103,8 @@ class Passes:
             self._next = place + 1
         with self._whole():
             yield
+        if self._next is None:  # a layer that was called by itself
+            self._judge()
 
     def generate(self, run: Callable[[], T]) -> T:
         """Generate by `run` on this rank, and take part in the passes of others until all have finished.
@@ -107,7 +113,7 @@ class Passes:
         """
         if self._generates or not self.meetings:
             return run()
-        self._turns.begin(UNTRAINED)
+        self._begin()
         self._generates, failure = True, None
         try:
             try:
@@ -125,11 +131,41 @@ class Passes:
                 self._next = 0
                 self._complete()
                 self._next = None
+                failure, self._failure = self._failure, None
         finally:
             self._generates, self._next = False, None
         if failure is not None:
             raise failure
         return result
+
+    def computed(self, work: Callable[[], Tensor], instead: Tensor) -> Tensor:
+        """Return what experts compute, or where they fail, as without memory, `instead`.
+
+        Other ranks then get as many rows as they wait for, and the pass ends in an error on all of them.
+        """
+        try:
+            return work()
+        except Exception as error:
+            self._failure = self._failure or error
+            return instead
+
+    def _begin(self) -> None:
+        """Begin passes; after a meeting that failed only if all ranks do, which might still wait in it."""
+        if self._broken:
+            self._control.barrier("going on after a meeting that failed")
+            self._broken = False
+        self._turns.begin(UNTRAINED)
+
+    def _judge(self) -> None:
+        """Raise, on all ranks that met in this pass, the error for which experts of one could not compute."""
+        failure, self._failure = self._failure, None
+        said = ""
+        if not (self._generates or self._broken):
+            said = self.meetings[-1].told("" if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if said:
+            raise OtherRankError(f"experts could not compute on {said}")
 
     def _agree(self, *, runs: bool, fails: bool = False) -> bool:
         """Return whether any rank runs a pass now. Raises OtherRankError if another one has failed."""
@@ -255,7 +291,7 @@ class Spread:
         rows_RM = plan.rows.take(x_TM)
         for leg in route.legs:
             rows_RM = self._exchange(partial(send_out, rows_RM, leg, transport))
-        rows_RM = self._moe.expert_rows(rows_RM, route)
+        rows_RM = self._passes.computed(partial(self._moe.expert_rows, rows_RM, route), rows_RM)
         for leg in reversed(route.legs):
             rows_RM = self._exchange(partial(send_home, rows_RM, leg, transport))
         return order.unpermute(rows_RM, weights_Tk, plan)
@@ -266,6 +302,29 @@ class Spread:
     def settle(self) -> None:
         """Wait until what was exchanged can be read."""
         self._machinery.settle(PURPOSE)
+
+    def told(self, text: str) -> str:
+        """Return which rank of those that meet has a text, and the text; "" where none has. All call it."""
+        rank = self._machinery.layout.rank
+        (teller,) = self._largest([rank + 1 if text else 0])
+        if not teller:
+            return ""
+        own = text.encode()[:MOST_REASON] if teller == rank + 1 else b""
+        said = bytes(self._largest(list(own.ljust(MOST_REASON, b"\0")))).rstrip(b"\0")
+        return f"rank {teller - 1}: {said.decode(errors='ignore')}"
+
+    def _largest(self, numbers: list[int]) -> list[int]:
+        """Return, for every entry, the largest number of any rank of those that meet."""
+        machinery = self._machinery
+        numbers_X = on_device(numbers, machinery.device)
+
+        def exchange() -> list[int]:
+            for group in (Group.EXPERT, Group.SHARDS):
+                machinery.transports.of(Lane.INTER, group).maximum(numbers_X, group)
+            largest: list[int] = Later.of(to_host(numbers_X)).tolist()
+            return largest
+
+        return self._exchange(exchange)
 
 
 class NarrowSpread(Spread):
