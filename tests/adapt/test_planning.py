@@ -139,13 +139,14 @@ def test_what_is_measured_computes_as_the_model_does(
 def change_autocast(rank: int, world: int) -> list[tuple[torch.dtype | None, ...]]:
     """The types that were measured after each of some steps."""
     model = penstock.parallelize(small("mixtral"), ep_size=world, plan="auto")
-    engine, found = engine_of(model), []
+    measured: dict[Any, ClusterFile] = engine_of(model)._planner.measured
+    found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "PROFILE_S", 0.01)
         for cast in (False, True, False, True):
             with torch.autocast("cpu", enabled=cast):
                 model(**Batch().inputs(2 * rank, 2 * rank + 2)).loss.backward()
-            found.append(tuple(key[-1] for key in engine._planner.measured))
+            found.append(tuple(key[-1] for key in measured))
     return found
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.adapt.cut import Cut, CutGate
-from penstock.adapt.decoder import Calls, CutLayer, Decoder, DenseLayer, WholeLayer
+from penstock.adapt.decoder import Calls, CutLayer, Decoder, SharedDenseLayer, WholeLayer
 from penstock.adapt.engine import Engine
 from penstock.adapt.guess import EpPlan, brought_by, check, check_ep_plan, check_spread, coefficient_of, guess
 from penstock.adapt.passes import JoinAdapters, NarrowSpread, Passes, Spread, TakeAdapters
@@ -300,7 +300,7 @@ def pieces_of(found: Found, layout: Layout = ALONE, tensor: TensorShares | None 
         for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
             shared = None if tensor is None else tensor.layers[number]
             if block is None:
-                kind = WholeLayer if shared is None else DenseLayer
+                kind = WholeLayer if shared is None else SharedDenseLayer
                 layers.append(kind(layer, number, calls, found.family, shared))
                 continue
             cut = Cut(block, found.family, shared=found.shared_of(block), top_k=found.top_k)

@@ -185,12 +185,12 @@ class _Layer:
         self, layer: Any, index: int, calls: Calls, family: Family, shared: SharedLayer | None = None
     ) -> None:
         self.layer, self.index, self._calls, self._family = layer, index, calls, family
-        self._sharing = shared
+        self._shared_if_any = shared
 
     @property
     def _shared(self) -> SharedLayer:
-        assert self._sharing is not None, "ranks share attention"
-        return self._sharing
+        assert self._shared_if_any is not None, "ranks share attention"
+        return self._shared_if_any
 
     def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
         """Return what this rank's heads add to the residual stream of all tokens."""
@@ -213,9 +213,9 @@ class _Layer:
 
     def partial_parameters(self) -> list[nn.Parameter]:
         """Return whole parameters that compute before shards of weights, see `ModelParts`."""
-        if self._sharing is None:
+        if self._shared_if_any is None:
             return []
-        attention, norm = self._sharing.attention.module, self._sharing.norm
+        attention, norm = self._shared_if_any.attention.module, self._shared_if_any.norm
         cut: dict[str, object] = getattr(attention, "shardings", {})
         parameters = [p for name, p in attention.named_parameters() if name not in cut]
         return parameters if norm is None else [*parameters, *norm.parameters()]
@@ -226,10 +226,12 @@ class _Layer:
 
     def _beside(self, cut: nn.Module) -> list[nn.Parameter]:
         """Return the layer's parameters outside of shared attention, its norm, and what else is cut."""
-        if self._sharing is None:
+        if self._shared_if_any is None:
             return []
-        norm = [] if self._sharing.norm is None else [self._sharing.norm]
-        ids = {id(p) for each in (self._sharing.attention.module, *norm, cut) for p in each.parameters()}
+        norm = [] if self._shared_if_any.norm is None else [self._shared_if_any.norm]
+        ids = {
+            id(p) for each in (self._shared_if_any.attention.module, *norm, cut) for p in each.parameters()
+        }
         return [p for p in self.layer.parameters() if id(p) not in ids]
 
     def _run(self, h_BLM: Tensor, call: LayerCall) -> Tensor:
@@ -332,7 +334,7 @@ class WholeLayer(_Layer):
         return residual_BLM
 
 
-class DenseLayer(WholeLayer):
+class SharedDenseLayer(WholeLayer):
     """A layer without experts of which ranks share attention, and the feed-forward part by its width."""
 
     add = _Layer.add
