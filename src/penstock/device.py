@@ -289,10 +289,11 @@ class Gpu(Device):
         return {"backend": self.collectives, "timeout": timeout}
 
     @abstractmethod
-    def abort(self, groups: Sequence[ProcessGroup]) -> None:
-        """End exchanges of process groups that have begun; these cannot be used afterwards.
+    def abort(self, group: ProcessGroup) -> None:
+        """End exchanges of a process group that have begun; it cannot be used afterwards.
 
-        What waits for the exchanges goes on, with any numbers and without an error.
+        What waits for the exchanges goes on, with any numbers and without an error. It may last until other
+        groups' exchanges have ended as well (`penstock.topology.groups.abort`).
         """
 
 
@@ -412,14 +413,8 @@ class Cuda(Gpu):
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(cast(torch.cuda.Stream, stream))
 
-    def abort(self, groups: Sequence[ProcessGroup]) -> None:
-        backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in groups]
-        backends[0]._group_start()  # one abort must not wait for the kernels of another communicator
-        try:
-            for backend in backends:
-                backend.abort()
-        finally:
-            backends[0]._group_end()
+    def abort(self, group: ProcessGroup) -> None:
+        group._get_backend(torch.device("cuda")).abort()
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)

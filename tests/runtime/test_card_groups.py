@@ -26,6 +26,7 @@ from penstock.topology import CommunicationError, Control, Layout, ParallelConfi
 from penstock.topology.control import host_group
 from penstock.topology.groups import Summation
 from penstock.topology.join import joined
+from penstock.topology.meeting_point import in_thread
 from tests.support import cardccl
 from tests.support.adapted import Batch, distance, grads_of, share_of, small
 from tests.support.card import CardDevice, install
@@ -33,9 +34,11 @@ from tests.support.cardccl import as_default
 from tests.support.faulty import before, fail, loop
 from tests.support.layouts import layout_case
 from tests.support.parity import batch_of, stack_of
+from tests.support.patience import HANG_S, outcome_of, wait_for
 from tests.support.ranks import Pools, RankPool
 
 pytestmark = pytest.mark.slow
+LOST = 1
 
 
 def control_beside_cards(rank: int) -> list[Any]:
@@ -178,10 +181,35 @@ def test_sums_of_parts_natively_and_in_order(cards: Pools, how: Summation, dtype
             assert torch.allclose(mine, wanted, atol=1e-12 if dtype is torch.float64 else 0.1)
 
 
+# ---- aborts ------------------------------------------------------------------------------------------------
+
+
+def aborted(rank: int) -> list[bool]:
+    """Rank 1 comes to no exchange of two groups. Whether each of them has ended on rank 0."""
+    device, layout, kinds = install(), Layout(world_size=2, ep_size=2, rank=rank), (Group.WORLD, Group.EXPERT)
+    with using(CardDevice()):
+        transport = build_transport(layout, device, ParallelConfig(), kinds)
+        if rank == LOST:
+            return []
+        numbers = torch.ones(1).to(device)
+        waiting = [in_thread(partial(transport.all_reduce, numbers.clone(), kind)) for kind in kinds]
+        wait_for(lambda: sum(len(each.running) for each in cardccl.COMMUNICATORS.values()) == len(kinds))
+        outcome_of(transport.abort)
+        return [each.result(HANG_S) is None for each in waiting]
+
+
+def test_groups_are_aborted_together(cards: Pools) -> None:
+    """One after the other, the first abort would wait for an exchange that only the second ends."""
+    pool = cards(2)
+    try:
+        assert pool.run(aborted) == [[True, True], []]
+    finally:
+        pool.close()  # what its ranks have is left in different states
+
+
 # ---- one rank is lost --------------------------------------------------------------------------------------
 
 TIMEOUT_S = 4.0
-LOST = 1
 SILENT = "rank 1 does not answer: it is stopped, disconnected or dead"
 
 

@@ -449,11 +449,10 @@ class CardDevice(Gpu):
         if not isinstance(tensor, Card):
             raise NotImplementedError("Could not run 'aten::record_stream' with the 'CPU' backend")
 
-    def abort(self, groups: Sequence[ProcessGroup]) -> None:
-        for group in groups:
-            communicator = cardccl.communicator_of(group)
-            if communicator is not None:
-                communicator.abort()
+    def abort(self, group: ProcessGroup) -> None:
+        communicator = cardccl.communicator_of(group)
+        if communicator is not None:
+            communicator.abort()
 
 
 class _Backend(_DummyBackendModule):

@@ -2,7 +2,8 @@
 
 Gloo moves the numbers, and what matters is as with NCCL: a process group of this back end refuses tensors of
 the CPU; an exchange whose peers do not come, fail or die ends with no error and after no timeout, and only by
-`abort` on its own rank, which leaves any numbers and no error. An aborted group refuses what follows.
+`abort` on its own rank, which leaves any numbers and no error. An aborted group refuses what follows. An
+abort waits for what the device still runs, and so for exchanges of other groups until these are aborted.
 """
 
 from __future__ import annotations
@@ -31,33 +32,40 @@ class Communicator:
     def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
         self.host = dist.ProcessGroup(HashStore(), rank, size)
         self.host._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._changing, self._pending, self.aborted = threading.Lock(), set[threading.Event](), False
+        self.running, self.aborted = set[dist.Work](), False
 
     def abort(self) -> None:
         """Let whoever waits in an exchange go on, and no other exchange begin."""
-        with self._changing:
+        with DEVICE:
             self.aborted = True
-            for over in self._pending:
-                over.set()
+            DEVICE.notify_all()
+            DEVICE.wait_for(lambda: all(each.aborted for each in [*COMMUNICATORS.values()] if each.running))
 
     def wait(self, work: dist.Work) -> None:
         """Wait for an exchange, or its abort. One that fails is not over, as nothing tells its kernel."""
-        over = threading.Event()
-        with self._changing:
+        with DEVICE:
             if self.aborted:
                 return
-            self._pending.add(over)
+            self.running.add(work)
 
         def run() -> None:
             with suppress(RuntimeError):
                 work.wait()
-                over.set()
+                self._end(work)
 
         threading.Thread(target=run, name="cardccl", daemon=True).start()
-        over.wait()
-        with self._changing:
-            self._pending.discard(over)
+        with DEVICE:
+            DEVICE.wait_for(lambda: self.aborted or work not in self.running)
+        self._end(work)
 
+    def _end(self, work: dist.Work) -> None:
+        with DEVICE:
+            self.running.discard(work)
+            DEVICE.notify_all()
+
+
+DEVICE = threading.Condition()
+"""What the device has to do: it changes as exchanges begin, end and are aborted."""
 
 COMMUNICATORS: dict[object, Communicator] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, _ProcessGroupWrapper
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.config import ConfigError
-from penstock.device import device_of, using
+from penstock.device import Cuda, device_of, using
 from penstock.graph import Lane
 from penstock.mesh import Axes, Group
 from penstock.runtime.groups import build_transports
@@ -26,6 +28,7 @@ from penstock.topology import (
 )
 from tests.support.card import CardDevice, install
 from tests.support.cardccl import NAME
+from tests.support.patience import HANG_S
 from tests.support.ranks import Pools
 from tests.support.recording.gpu import RecordedGpu
 from tests.support.recording.recorder import Recorder
@@ -80,6 +83,41 @@ def test_nccl_ends_the_process_unless_ranks_watch(
         assert environ == own | changed
     assert environ == own, "groups that others make are as before"
     assert not faults.is_watched()
+
+
+# ---- aborts ------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_torch_examines_in_detail_is_aborted() -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the back end in one that has none of NCCL's own functions."""
+    store, group = HashStore(), dist.ProcessGroup(HashStore(), 0, 1)
+    inside, helper = (dist.ProcessGroupGloo(PrefixStore(name, store), 0, 1) for name in ("inside", "helper"))
+    wrapped = _ProcessGroupWrapper(inside, helper)
+    group._register_backend(CUDA, dist.ProcessGroup.BackendType.CUSTOM, wrapped)
+    Cuda().abort(group)
+
+
+class Hanging(CardDevice):
+    """Its aborts do not end, or fail."""
+
+    def __init__(self, *, ends: bool) -> None:
+        super().__init__()
+        self.ends = ends
+
+    def abort(self, group: dist.ProcessGroup) -> None:
+        del group
+        if not self.ends:
+            threading.Event().wait()
+        raise dist.DistBackendError("no such communicator")
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_abort_without_end_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: bool
+) -> None:
+    monkeypatch.setattr(groups, "ABORT_S", HANG_S if ends else 0.0)
+    groups.abort(Hanging(ends=ends), [dist.ProcessGroup(HashStore(), 0, 1)])
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
 
 
 # ---- the order ---------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from penstock.runtime.transport import (
 )
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 from penstock.topology.faults import END_EXCHANGES
+from penstock.topology.groups import abort
 
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """A collective that PyTorch calls by another name from 2.13 on."""
@@ -130,7 +131,7 @@ class NcclTransport(GroupTransport):
         for transport in ending:
             transport._aborted = True
         if groups:
-            ending[0]._device.abort(groups)
+            abort(ending[0]._device, groups)
 
 
 END_EXCHANGES.append(NcclTransport.abort_all)

@@ -7,9 +7,11 @@ fault of the network names the group and not a task.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -21,16 +23,20 @@ from torch.distributed import ProcessGroup
 
 from penstock.config import Checked, ConfigError, IndivisibleError, Within
 from penstock.config.bounds import Ranks
-from penstock.device import device_of, gpu_of
+from penstock.device import Gpu, device_of, gpu_of
 from penstock.features.dispatch import Place
 from penstock.mesh import Axes, Group, Mesh, group_sizes, holders, num_nodes, ranks_per_node
 from penstock.step.shape import TokenLayout
 from penstock.topology.control import CommunicationError
 from penstock.topology.faults import is_watched, reason
-from penstock.topology.meeting_point import SPARE_S, within
+from penstock.topology.meeting_point import SPARE_S, in_thread, within
+
+logger = logging.getLogger(__name__)
 
 SUMS: Final = frozenset({Group.WORLD, Group.EXPERT_DATA, Group.DATA})
 """Groups that sum. The others send rows from rank to rank, for which NCCL has connections of another kind."""
+ABORT_S: Final = 10.0
+"""Seconds after which nobody waits any longer for process groups that are aborted."""
 
 
 def prepare(device: torch.device, environ: MutableMapping[str, str]) -> None:
@@ -116,9 +122,21 @@ def first_exchange(
         with named_failure(kind, ranks, device, timeout_s, "is made, but its first exchange did not end"):
             within(timeout_s, exchange)
     except CommunicationError:
-        with suppress(RuntimeError):  # the first error is the one to report
-            gpu_of(device).abort([group])
+        abort(gpu_of(device), [group])
         raise
+
+
+def abort(device: Gpu, groups: Sequence[ProcessGroup]) -> None:
+    """End exchanges of process groups that have begun; these cannot be used afterwards.
+
+    All at once, as NCCL may wait in one abort for a kernel that only the abort of another group ends. What
+    fails or lasts for longer than `ABORT_S` is said in the log, and left behind.
+    """
+    ended, lasting = wait([in_thread(partial(device.abort, group)) for group in groups], ABORT_S)
+    failures = {str(error) for each in ended if (error := each.exception()) is not None}
+    if lasting or failures:
+        said = "; ".join([*[f"{len(lasting)} did not end within {ABORT_S:g} s"] * bool(lasting), *failures])
+        logger.warning("not all of %d process groups could be aborted: %s", len(groups), said)
 
 
 @contextmanager

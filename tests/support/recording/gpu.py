@@ -116,9 +116,9 @@ class RecordedGpu(Gpu, Cpu):
 
         return _Handover(recorder, threads.submit(run), ended)
 
-    def abort(self, groups: Sequence[ProcessGroup]) -> None:
+    def abort(self, group: ProcessGroup) -> None:
         """Cut all connections that were made while this device stood for the CPU: Gloo has no other way."""
-        del groups
+        del group
         Sockets.now().since(self._sockets).cut()
 
     def synchronize(self, device: torch.device) -> None:
