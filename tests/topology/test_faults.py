@@ -259,6 +259,16 @@ def test_a_rank_that_watches_ends_its_exchanges_when_another_does_not_go_on(
     assert ended.is_set() == (end != "leaves")
 
 
+def test_a_rank_whose_exchanges_end_slowly_answers_meanwhile(
+    three: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three.world_size, over = 2, threading.Event()
+    monkeypatch.setattr("penstock.topology.faults.END_EXCHANGES", [partial(over.wait, HANG_S)])
+    three.start(0, exchange_timeout_s=60.0)
+    assert three.start(1).give_up().silent == ()
+    over.set()
+
+
 @pytest.mark.slow
 def test_an_exchange_to_which_nobody_comes_any_more_ends(
     three: Ranks, monkeypatch: pytest.MonkeyPatch

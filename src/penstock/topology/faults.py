@@ -383,7 +383,7 @@ class FaultWatcher:
                 self._lose(f"an exchange has lasted for {waited_s:.1f} s")
 
     def _answer(self, store: Store) -> None:
-        """Hear a call: end what waits for ranks that have given up, before they have this rank's answer."""
+        """Hear a call: begin to end what waits for ranks that have given up, and answer."""
         if self._stopped.is_set():
             return
         self._heard, self._heard_s = self._heard + 1, time.monotonic()
@@ -406,11 +406,11 @@ class FaultWatcher:
         store.add(f"answers/{self._heard}/count", 1)
 
     def _lose(self, why: str) -> None:
-        """End this rank's exchanges. Whoever is freed by that must find the reason."""
+        """Begin to end this rank's exchanges. Whoever is freed by that must find the reason."""
         if self.watches and ACTIVITY.lost is None:
             ACTIVITY.lost = why
             for end in END_EXCHANGES:
-                end()
+                in_thread(end)  # it may take longer than others wait for this rank's answer
 
     def _at_exit(self) -> None:
         """Tell the others the error by which Python ends; end the thread in any case."""
