@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -179,13 +180,18 @@ def test_a_rank_whose_store_has_gone_names_who_kept_it(held_by: int | None, told
     watcher.close()
 
 
-def test_a_rank_waits_for_the_oldest_of_what_its_device_has_not_done() -> None:
-    activity, done = Activity(), [True, False, False]
+def test_a_rank_waits_for_the_oldest_of_what_its_device_has_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That counts from when all before it was done: the host may be far ahead of a device that works."""
+    now_s, done, activity = [0.0], [False, False, False], Activity()
+    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    activity.begin("device", "device")
     for place in range(len(done)):
         activity.issued(partial(done.__getitem__, place))
-        time.sleep(0.01)
-    assert activity.waited_s >= 0.02
-    done[1:] = [True, True]
+    for now_s[0], ended, before_s in [(50.0, 1, 50.0), (90.0, 0, 40.0), (100.0, 2, 50.0), (150.0, 0, 50.0)]:
+        assert activity.waited_s == before_s
+        done[: sum(done) + ended] = [True] * (sum(done) + ended)
+        assert activity.waited_s == (0 if ended else before_s)
+    activity.end("device")
     assert activity.waited_s == 0
 
 

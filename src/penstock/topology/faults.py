@@ -94,6 +94,8 @@ class Activity:
         self._now: dict[str, tuple[object, float]] = {}
         self._left_s = time.monotonic()
         self._issued: deque[tuple[Callable[[], bool], float]] = deque()
+        self._asking = threading.RLock()  # of the same thread, too, where a signal is handled
+        self._done_s = float("-inf")  # when some of it was last found done
         self.failure: str | None = None
         self.waited_in: str | None = None
         self.lost: str | None = None
@@ -119,10 +121,17 @@ class Activity:
         Args:
             is_done: Returns whether the device has done it.
         """
-        with suppress(RuntimeError):  # see `waited_s`
+        with self._asking:
+            self._forget_done()
+            self._issued.append((is_done, time.monotonic()))
+
+    def _forget_done(self) -> None:
+        try:
             while self._issued and self._issued[0][0]():
                 self._issued.popleft()
-        self._issued.append((is_done, time.monotonic()))
+                self._done_s = time.monotonic()
+        except RuntimeError:  # the device has failed, which the thread that reads from it tells
+            self._issued.clear()
 
     def check(self) -> None:
         """Raise PeerLostError if exchanges of this rank were ended from outside."""
@@ -131,11 +140,18 @@ class Activity:
 
     @property
     def waited_s(self) -> float:
-        """How long this rank has been in an exchange of a step, or its device with what it was given."""
+        """How long this rank has been in an exchange of a step, or its device with what it does next.
+
+        The host may be minutes ahead of a device that works, so that counts from when all before was done.
+        """
+        now = dict(self._now)
+        with self._asking:
+            self._forget_done()
+            of_device = [since_s for _, since_s in islice(self._issued, 1)]
+            of_device += [now.pop("device")[1]] if "device" in now else []
+            begun = [max(since_s, self._done_s) for since_s in of_device]
+        begun += [since_s for lane, (_, since_s) in now.items() if lane in EXCHANGES]
         now_s = time.monotonic()
-        begun = [since_s for lane, (_, since_s) in dict(self._now).items() if lane in EXCHANGES]
-        with suppress(RuntimeError):  # the device has failed, which the thread that reads from it tells
-            begun += islice((since_s for is_done, since_s in tuple(self._issued) if not is_done()), 1)
         return now_s - min(begun, default=now_s)
 
     def begin_step(self) -> None:
