@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -82,6 +83,14 @@ def test_nccl_ends_the_process_unless_ranks_watch(
         changed = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if watched and not by_user else {}
         assert environ == own | changed
     assert environ == own, "groups that others make are as before"
+    timeout = timedelta(seconds=60)
+    with using(CardDevice()):
+        longer = [
+            groups.options_of(where, (0, 1), timeout)["timeout"] > timeout for where in (install(), CPU)
+        ]
+    assert longer == [watched, False], (
+        "torch would end an exchange first, as it counts from when it is issued"
+    )
     assert not faults.is_watched()
 
 

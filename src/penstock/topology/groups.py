@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 SUMS: Final = frozenset({Group.WORLD, Group.EXPERT_DATA, Group.DATA})
 """Groups that sum. The others send rows from rank to rank, for which NCCL has connections of another kind."""
+UNWATCHED: Final = timedelta(minutes=30)
+"""How much later than the watch torch may end an exchange of GPUs."""
 ABORT_S: Final = 10.0
 """Seconds after which nobody waits any longer for process groups that are aborted."""
 
@@ -55,10 +57,15 @@ def prepare(device: torch.device, environ: MutableMapping[str, str]) -> None:
 
 
 def options_of(device: torch.device, ranks: tuple[int, ...], timeout: timedelta) -> Mapping[str, Any]:
-    """Return with what `new_group` makes a group of a lane."""
+    """Return with what `new_group` makes a group of a lane.
+
+    Where ranks watch each other, torch's own limit is only for a watch that fails: it counts from when an
+    exchange is issued, however busy the device, and may end the process.
+    """
     kind = device_of(device)
     if not kind.is_gpu:
         return {"backend": kind.backend, "timeout": timeout}
+    timeout += UNWATCHED if is_watched() else timedelta()
     return gpu_of(device).group_options(device, timeout, connects=len(ranks) > 1)
 
 
