@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -81,37 +81,42 @@ def test_who_does_not_come_to_the_group_of_hosts_is_named(cards: Pools) -> None:
     assert "cpu:gloo,cuda:nccl" in message, "what to do instead"
 
 
-def of_others(rank: int) -> tuple[float, str, list[float]]:
+class Noting(CardDevice):
+    """Notes which devices were made the current one, and whether variables were set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_current, self.prepared = list[torch.device](), False
+
+    def set_environment(self, environ: MutableMapping[str, str]) -> None:
+        del environ
+        self.prepared = True
+
+    def make_current(self, device: torch.device) -> None:
+        self.made_current.append(device)
+
+
+def of_others(rank: int) -> tuple[float, str, list[float], bool]:
     """A step of a model of transformers, and a layer's sum, in a group of GPUs that others have made."""
-    device, whole, batch = install(), small("mixtral"), Batch()
+    device, whole, batch, noting = install(), small("mixtral"), Batch(), Noting()
     whole(**batch.inputs()).loss.backward()
     mine = {name: each.to(device) for name, each in batch.inputs(2 * rank, 2 * rank + 2).items()}
-    with using(CardDevice()), as_default():
+    with using(noting), as_default():
         model = penstock.parallelize(small("mixtral").to(device), ep_size=2, plan="flowmoe")
         model(**mine).loss.backward()
         wanted = grads_of(whole)
         far = [distance(each.cpu(), share_of(wanted[n], each, rank)) for n, each in grads_of(model).items()]
+        noting.prepared = False
         exchange = penstock.ExpertParallel(num_experts=4)
         total = exchange.sum_over_ranks(torch.ones(3).to(device))
         exchange.close()
-        return max(far), total.device.type, total.tolist()
+        return max(far), total.device.type, total.tolist(), noting.prepared
 
 
 def test_models_and_layers_run_in_a_group_of_gpus_that_others_made(cards: Pools) -> None:
-    for far, kind, total in cards(2).run(of_others):
+    for far, kind, total, prepared in cards(2).run(of_others):
         assert far < 1e-5
-        assert (kind, total) == ("card", [2, 2, 2])
-
-
-class Noting(CardDevice):
-    """Notes which devices were made the current one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made_current = list[torch.device]()
-
-    def make_current(self, device: torch.device) -> None:
-        self.made_current.append(device)
+        assert (kind, total, prepared) == ("card", [2, 2, 2], True)
 
 
 def in_group_of_others(rank: int) -> bool:

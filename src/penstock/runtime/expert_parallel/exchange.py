@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -84,6 +85,7 @@ class ExpertParallel(Shared):
         self._device = device_of_backend(dist.get_backend_config())
         if transport == "staged":
             self._device = staging_device()
+        device_of(self._device).set_environment(os.environ)  # and none is refused: a layer has no lanes
         inside = (Group.NODE, Group.RAIL) if self.layout.ep_nodes > 1 else ()
         self._transport: Transport = build_transport(
             self.layout, self._device, parallel, (*INTER_GROUPS, *inside)
