@@ -29,13 +29,14 @@ class Behind:
     """A stream and an event, which happens when the device has `reached` it."""
 
     def __init__(self, reached: threading.Event) -> None:
-        self.reached = reached
+        self.reached, self.waits = reached, False
 
     def record_event(self, event: Any) -> Any:
         return event
 
     def wait_event(self, event: Any) -> None:
-        pass
+        del event
+        self.waits = True
 
     def elapsed_time(self, other: Any) -> float:
         del other
@@ -57,6 +58,7 @@ class SlowDevice(Cuda):
         self.reached = threading.Event()
         if not behind:
             self.reached.set()
+        self.made = list[Behind]()
 
     def current_stream(self, device: torch.device) -> Stream:
         del device
@@ -64,7 +66,8 @@ class SlowDevice(Cuda):
 
     def new_stream(self, device: torch.device, name: str) -> Stream:
         del device, name
-        return Behind(self.reached)
+        self.made.append(Behind(self.reached))
+        return self.made[-1]
 
     def event(self, *, timed: bool) -> Event:
         del timed
@@ -108,6 +111,7 @@ def test_a_task_of_the_host_waits_for_the_device_and_its_readers_for_it() -> Non
 
     known = issued(device, execute, [])
     assert set(known) == set(begun)
+    assert device.made and all(stream.waits for stream in device.made), "what came before the step is done"
     # An exchange that the device has not ended is known while later tasks are issued.
     assert waits == [any(task.lane.is_network for task in begun[:place]) for place in range(len(waits))]
     assert any(waits) and ACTIVITY.waited_s == 0

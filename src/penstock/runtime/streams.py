@@ -55,14 +55,14 @@ class StreamLanes:
         for lane, number, call in order.calls:
             self._wait(hosted[: dict(call.waits).get(Lane.HOST, 0)])
             needed = [ends[wanted] for wanted in call.waits if wanted[0] is not Lane.HOST]
+            if not lane.computes and lane not in self._streams:
+                self._streams[lane] = self._kind.new_stream(self._device, str(lane))
+                self._streams[lane].wait_event(origin)
             if lane is Lane.HOST:
                 work = partial(self._run_on_host, call, needed, execute)
                 hosted.append(self._kind.submit(self._host, call.task, work))
                 continue
             begun_s = time.perf_counter()
-            if not lane.computes and lane not in self._streams:
-                self._streams[lane] = self._kind.new_stream(self._device, str(lane))
-                self._streams[lane].wait_event(origin)
             stream = main if lane.computes else self._streams[lane]
             for event in needed:
                 stream.wait_event(event)
@@ -95,8 +95,6 @@ class StreamLanes:
 
         It has a stream of its own: its copies wait for nothing else.
         """
-        if Lane.HOST not in self._streams:
-            self._streams[Lane.HOST] = self._kind.new_stream(self._device, str(Lane.HOST))
         with self._kind.running(call.task, self._streams[Lane.HOST]):
             start_s = time.perf_counter()
             try:
