@@ -6,7 +6,7 @@ import penstock
 
 config = penstock.RunConfig(
     model=penstock.ModelConfig(num_layers=2, hidden_size=64, num_heads=4, seq_len=32),
-    moe=penstock.MoEConfig(num_experts=4, top_k=2, moe_ffn_hidden_size=128),
+    moe=penstock.MoEConfig(num_experts=8, top_k=2, moe_ffn_hidden_size=128),
     schedule=penstock.ScheduleConfig(name="flowmoe", microbatches=2),
 )
 with penstock.session(config) as run:  # joins the other processes, builds the model
