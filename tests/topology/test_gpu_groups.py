@@ -100,7 +100,10 @@ def test_nccl_ends_the_process_unless_ranks_watch(
 def test_a_group_that_torch_examines_in_detail_is_aborted() -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the back end in one that has none of NCCL's own functions."""
     store, group = HashStore(), dist.ProcessGroup(HashStore(), 0, 1)
-    inside, helper = (dist.ProcessGroupGloo(PrefixStore(name, store), 0, 1) for name in ("inside", "helper"))
+    inside, helper = (
+        dist.ProcessGroupGloo(PrefixStore(name, store), 0, 1, timedelta(seconds=HANG_S))
+        for name in ("inside", "helper")
+    )
     wrapped = _ProcessGroupWrapper(inside, helper)
     group._register_backend(CUDA, dist.ProcessGroup.BackendType.CUSTOM, wrapped)
     Cuda().abort(group)
