@@ -132,7 +132,6 @@ class Device(ABC):
         """Return numbers of the host on the device. The host does not wait for the copy."""
         return numbers.to(device)
 
-    @abstractmethod
     def memory_bytes(self, device: torch.device, sharing: int = 1) -> int | None:
         """Return what tensors of this process may take of the device's own memory; None if it has none.
 
@@ -142,20 +141,24 @@ class Device(ABC):
         Args:
             sharing: The number of processes that share what is free of the device.
         """
+        del device, sharing
+        return None
 
-    @abstractmethod
     def peak_memory_bytes(self, device: torch.device) -> int | None:
         """Return the most memory that tensors have had there; None if it computes in that of the host."""
+        del device
+        return None
 
     # ---- random numbers ----
 
-    @abstractmethod
     def random_state(self, device: torch.device) -> Tensor | None:
         """Return the state of the device's own generator; None if it draws from that of the host."""
+        del device
+        return None
 
-    @abstractmethod
     def set_random_state(self, state: Tensor, device: torch.device) -> None:
         """Set the state of the device's own generator."""
+        raise NotImplementedError(f"{self.kind} has no generator beside that of the host")
 
     def seed(self, device: torch.device, number: int) -> None:
         """Seed the generators of host and device; `torch.manual_seed` seeds those of all devices."""
@@ -181,9 +184,9 @@ class Device(ABC):
     def name(self, device: torch.device) -> str:
         """Return what the device is called by its maker."""
 
-    @abstractmethod
     def computes_in_bfloat16(self) -> bool:
         """Return whether products in bfloat16 are the faster ones."""
+        return False
 
     def has_grouped_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether `grouped_mm` of this type is one kernel that reads groups' ends on the device."""
@@ -311,21 +314,6 @@ class Cpu(Device):
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
         return tensor, None
 
-    def memory_bytes(self, device: torch.device, sharing: int = 1) -> int | None:
-        del device, sharing
-        return None
-
-    def peak_memory_bytes(self, device: torch.device) -> int | None:
-        del device
-        return None
-
-    def random_state(self, device: torch.device) -> Tensor | None:
-        del device
-        return None
-
-    def set_random_state(self, state: Tensor, device: torch.device) -> None:
-        raise NotImplementedError("a CPU has no generator beside that of the host")
-
     def fork_random(self, device: torch.device) -> AbstractContextManager[None]:
         del device
         return fork_rng([])
@@ -336,9 +324,6 @@ class Cpu(Device):
     def name(self, device: torch.device) -> str:
         del device
         return "cpu"
-
-    def computes_in_bfloat16(self) -> bool:
-        return False
 
 
 GROUPED_KERNELS = (9, 10)
@@ -591,13 +576,6 @@ def numbered(device: torch.device, local_rank: int) -> torch.device:
     device_of(device).set_environment(os.environ)  # read when the GPU is first used, as in the next line
     current = torch.cuda.current_device()
     return torch.device("cuda", current) if current else pick_device(local_rank)
-
-
-def wait_for_gpu() -> None:
-    """Make the host wait until the current GPU of this process has done everything, if there is one."""
-    if count_gpus():
-        device = torch.device("cuda", torch.cuda.current_device())
-        device_of(device).synchronize(device)
 
 
 def device_of_backend(backend: str) -> torch.device:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from penstock.device import wait_for_gpu
+from penstock.device import best_kind, device_of
 from penstock.features.dispatch import DISPATCHES, of_hops
 from penstock.graph import Lane
 from penstock.ops.core import FLAT
@@ -108,7 +108,8 @@ def timed(step: Callable[[int], None], number: int) -> float:
     """Return the seconds of step `number`."""
     start_s = time.perf_counter()
     step(number)
-    wait_for_gpu()  # or the clock would tell how long launching took
+    device = best_kind()
+    device_of(device).synchronize(device)  # or the clock would tell how long launching took
     return time.perf_counter() - start_s
 
 
