@@ -99,8 +99,9 @@ def resolve(axes: Axes) -> tuple[str, Axes]:
     names = [*(axis for own in VIEWS.values() for axis in own), *JOINED]
     if unknown := [axis for axis in axes if axis not in names]:
         raise MeshError(f"no axis is called {unknown[0]!r}; there are {', '.join(names)}")
+    views = "; ".join(f"{view}: {' x '.join(own)}" for view, own in VIEWS.items())
     raise MeshError(
-        f"axes {', '.join(axes)} belong to different views of the world ({_described()}): "
+        f"axes {', '.join(axes)} belong to different views of the world ({views}): "
         "a group extends along axes of one view"
     )
 
@@ -108,10 +109,6 @@ def resolve(axes: Axes) -> tuple[str, Axes]:
 def stays_inside(axes: Axes) -> bool:
     """Return whether groups along `axes` never leave a node, however ranks are laid out."""
     return INSIDE.issuperset(resolve(axes)[1])
-
-
-def _described() -> str:
-    return "; ".join(f"{view}: {' x '.join(own)}" for view, own in VIEWS.items())
 
 
 def node_of(rank: Ranks, node_size: int) -> Ranks:

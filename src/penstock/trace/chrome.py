@@ -6,7 +6,7 @@ Arrows lead from dispatch to experts to combine, and backward the other way roun
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, groupby
 from operator import attrgetter
 from pathlib import Path
@@ -26,40 +26,31 @@ MICROSECONDS = 1e6
 def write_chrome_trace(path: Path, runs: Mapping[str, Sequence[TaskRecord]]) -> None:
     """Write runs such as {"measured": ..., "simulated": ...} above each other into one file."""
     events: list[dict[str, Any]] = []
-    numbers = count(1)
+    numbers, by_step = count(1), attrgetter("step", "rank")
     for number, (title, records) in enumerate(runs.items()):
-        events += _run_events(title, number, records, numbers)
+        ranks = sorted({record.rank for record in records})
+        process = {rank: number * 100_000 + rank for rank in ranks}
+        events += [_meta("process_name", process[rank], 0, name=f"{title} rank {rank}") for rank in ranks]
+        events += [_meta("process_sort_index", each, 0, sort_index=each) for each in process.values()]
+        for rank, lane in sorted({(record.rank, record.lane) for record in records}):
+            events.append(_meta("thread_name", process[rank], LANES.index(lane), name=str(lane)))
+        events += [
+            {
+                "ph": "X",
+                "name": str(record.task),
+                "cat": str(record.task.op),
+                "pid": process[record.rank],
+                "tid": LANES.index(record.lane),
+                "ts": record.start_s * MICROSECONDS,
+                "dur": record.duration_s * MICROSECONDS,
+                "args": {"what": spec_of(record.task.op).title, "step": record.step},
+            }
+            for record in records
+        ]
+        for (_, rank), step in groupby(sorted(records, key=by_step), key=by_step):
+            events += _arrows(list(step), process[rank], numbers)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def _run_events(
-    title: str, run: int, records: Iterable[TaskRecord], numbers: Iterator[int]
-) -> list[dict[str, Any]]:
-    records = list(records)
-    ranks = sorted({record.rank for record in records})
-    process = {rank: run * 100_000 + rank for rank in ranks}
-    events = [_meta("process_name", process[rank], 0, name=f"{title} rank {rank}") for rank in ranks]
-    events += [_meta("process_sort_index", each, 0, sort_index=each) for each in process.values()]
-    for rank, lane in sorted({(record.rank, record.lane) for record in records}):
-        events.append(_meta("thread_name", process[rank], LANES.index(lane), name=str(lane)))
-    events += [
-        {
-            "ph": "X",
-            "name": str(record.task),
-            "cat": str(record.task.op),
-            "pid": process[record.rank],
-            "tid": LANES.index(record.lane),
-            "ts": record.start_s * MICROSECONDS,
-            "dur": record.duration_s * MICROSECONDS,
-            "args": {"what": spec_of(record.task.op).title, "step": record.step},
-        }
-        for record in records
-    ]
-    by_step = attrgetter("step", "rank")
-    for (_, rank), step in groupby(sorted(records, key=by_step), key=by_step):
-        events += _arrows(list(step), process[rank], numbers)
-    return events
 
 
 def _meta(what: str, process: int, thread: int, **values: object) -> dict[str, Any]:

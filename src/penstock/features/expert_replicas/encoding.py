@@ -3,7 +3,7 @@ from the replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, Final
 
@@ -45,21 +45,20 @@ def numbers_of(share: Share, known: Sequence[Replication]) -> Numbers:
 
 def share_of(numbers: Numbers, known: Sequence[Replication]) -> Share:
     """Return the share that numbers stand for, read by a rank that knows the same plans."""
-    read = iter(numbers.tolist())
-    return tuple(_read(read, old) for old in known)
-
-
-def _read(read: Iterator[int], old: Replication) -> tuple[Replication, bool]:
-    in_use, count = bool(next(read)), next(read)
-    if count == SAME:
-        return old, in_use
-    limit = next(read) or None
-    replicas = [list(islice(read, old.replica_slots)) for _ in range(old.placement.ranks)]
-    splits: dict[tuple[int, int], list[Part]] = {}
-    for _ in range(count):
-        rank, expert, *part = islice(read, OF_SPLIT)
-        splits.setdefault((rank, expert), []).append(Part(*part))
-    return _replication(old.placement, replicas, splits, limit), in_use
+    read, share = iter(numbers.tolist()), []
+    for old in known:
+        in_use, count = bool(next(read)), next(read)
+        if count == SAME:
+            share.append((old, in_use))
+            continue
+        limit = next(read) or None
+        replicas = [list(islice(read, old.replica_slots)) for _ in range(old.placement.ranks)]
+        splits: dict[tuple[int, int], list[Part]] = {}
+        for _ in range(count):
+            rank, expert, *part = islice(read, OF_SPLIT)
+            splits.setdefault((rank, expert), []).append(Part(*part))
+        share.append((_replication(old.placement, replicas, splits, limit), in_use))
+    return tuple(share)
 
 
 def told_bytes(replication: Replication) -> int:

@@ -207,27 +207,24 @@ def least_loaded(problem: ExpertProblem) -> Replication:
 
 
 def _evened_out(problem: ExpertProblem) -> ReplicationBuilder:
-    builder = ReplicationBuilder(problem)
-    while (pair := _surplus(builder)) is not None:
-        builder.add(*pair)
-        builder.level()
-    return builder
-
-
-def _surplus(builder: ReplicationBuilder) -> tuple[int, int] | None:
-    """Return the largest expert of the most loaded rank and the least loaded one with room; None if even."""
-    mean = builder.problem.mean_rows
-    ranks = sorted(range(len(builder.computed)), key=lambda rank: builder.computed[rank])
-    heaviest = ranks[-1]
-    if builder.computed[heaviest] <= (1 + NEGLIGIBLE) * mean:
-        return None
-    held = [e for e, homes in enumerate(builder.homes) if heaviest in homes]
-    for rank in ranks:
-        free = [expert for expert in held if rank not in builder.homes[expert]]
-        if builder.computed[rank] < mean and builder.has_room(rank) and free:
-            there = {expert: builder.homes[expert].index(heaviest) for expert in free}
-            return max(free, key=lambda expert: (builder.rows[expert][there[expert]], -expert)), rank
-    return None
+    """Return the plan in which the most loaded rank's largest expert went, again and again, to the least
+    loaded rank with room."""
+    builder, mean = ReplicationBuilder(problem), problem.mean_rows
+    while True:
+        ranks = sorted(range(len(builder.computed)), key=builder.computed.__getitem__)
+        heaviest = ranks[-1]
+        if builder.computed[heaviest] <= (1 + NEGLIGIBLE) * mean:
+            return builder
+        held = [e for e, homes in enumerate(builder.homes) if heaviest in homes]
+        for rank in ranks:
+            free = [expert for expert in held if rank not in builder.homes[expert]]
+            if builder.computed[rank] < mean and builder.has_room(rank) and free:
+                rows = {e: builder.rows[e][builder.homes[e].index(heaviest)] for e in free}
+                builder.add(max(free, key=lambda expert: (rows[expert], -expert)), rank)
+                builder.level()
+                break
+        else:
+            return builder
 
 
 def planned(problem: ExpertProblem) -> Replication:

@@ -15,7 +15,7 @@ from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.ops.base import Backward, Family, Kind, Op, OpSpec, parameters_of
 from penstock.ops.core import GRADIENT_KINDS
-from penstock.ops.work import Sizes, Work, WorkOf
+from penstock.ops.work import Sizes, Work
 from penstock.step.rewrite import Pass, Stage
 from penstock.step.shape import StepShape
 
@@ -50,13 +50,6 @@ def _gathered(task: Task, sizes: Sizes) -> Work:
     return Work(collective="all_gather", sent_bytes=sent_bytes)
 
 
-def _spec(name: str, family: Family, title: str, work: WorkOf) -> OpSpec:
-    kind = Kind.COMPUTE if work is _updated else Kind.COLLECTIVE
-    return OpSpec(
-        name=name, family=family, title=title, kind=kind, work=work, backward=Backward.NONE, indices="p"
-    )
-
-
 # Of every kind of gradients.
 TITLES = {
     "scatter": (Family.GRADIENTS, "sums of {} gradients, a share to every rank", _scattered),
@@ -66,7 +59,15 @@ TITLES = {
 
 OPS = (
     *(
-        _spec(getattr(kind, op), family, title.format(kind.name.removesuffix("s")), work)
+        OpSpec(
+            name=getattr(kind, op),
+            family=family,
+            title=title.format(kind.name.removesuffix("s")),
+            kind=Kind.COMPUTE if op == "update" else Kind.COLLECTIVE,
+            work=work,
+            backward=Backward.NONE,
+            indices="p",
+        )
         for kind in GRADIENT_KINDS.values()
         for op, (family, title, work) in TITLES.items()
     ),
