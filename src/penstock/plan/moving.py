@@ -135,10 +135,7 @@ def weigh(
     labelled = ("Samples", samples), ("Experts", experts), ("Both   ", both)
     lines = [line for what, priced in labelled for line in _lines(problem, what, still, priced, most, lost)]
     if any(priced.found for _, priced in labelled):
-        short = "" if fits else f", which needs {gib(still.memory_bytes)} per rank and does not fit"
-        sample = sample_words(problem)
-        of = [f"Sample   moves weighed on {sample}, which stand for all"] if sample else []
-        lines[:0] = [_base(still, choices, routing) + short, *of]
+        lines[:0] = _base(problem, still, choices, routing, fits)
     return Weighed(still=still, best=best if worth else still, lines=tuple(lines), fits=fits)
 
 
@@ -203,13 +200,19 @@ def _least(candidates: Sequence[Candidate]) -> Candidate:
 # ---- words -------------------------------------------------------------------------------------------------
 
 
-def _base(still: Candidate, choices: Sequence[Decision], routing: str) -> str:
+def _base(
+    problem: Problem, still: Candidate, choices: Sequence[Decision], routing: str, fits: bool
+) -> list[str]:
     """Return what moves are compared with, and why it is not the time predicted for the plan before."""
     of = "forward and backward take"
     of = of if still.plan.shape.updating is None else "the step, updates included, takes"
     quick = any(choice.reads("priority") and choice.priority != QUICK for choice in choices)
     order = " (ordered by a quick rule, as with every move below)" if quick else ""
-    return f"Moving   with {routing} instead of even routing, {of} {still.predicted} without moves{order}"
+    short = "" if fits else f", which needs {gib(still.memory_bytes)} per rank and does not fit"
+    instead = f"with {routing} instead of even routing, {of} {still.predicted} without moves{order}{short}"
+    sample = sample_words(problem)
+    stands = [f"Sample   moves weighed on {sample}, which stand for all"] if sample else []
+    return [f"Moving   {instead}", *stands]
 
 
 def _lines(

@@ -175,10 +175,7 @@ def _step_file(
         typical_steps=len(everyone[0].spans_s),
         tasks=tuple(map(str, tasks)),
         lanes=tuple(str(task.lane) for task in tasks),
-        measured=Spans(
-            start_s=tuple(tuple(_rounded(each[task].start_s) for task in tasks) for each in last),
-            end_s=tuple(tuple(_rounded(each[task].end_s) for task in tasks) for each in last),
-        ),
+        measured=_spans([[(each[task].start_s, each[task].end_s) for task in tasks] for each in last]),
         typical_measured_s=tuple(
             _typical(task, np.array(each)) for task, each in zip(tasks, measured_s, strict=True)
         ),
@@ -202,14 +199,17 @@ def _step_file(
         file,
         source=forecast.source,
         predicted_s=forecast.timeline.iteration_s,
-        predicted=Spans(
-            start_s=tuple(tuple(_rounded(span.start[rank]) for span in times) for rank in shown),
-            end_s=tuple(tuple(_rounded(span.end[rank]) for span in times) for rank in shown),
-        ),
+        predicted=_spans([[(span.start[rank], span.end[rank]) for span in times] for rank in shown]),
         typical_predicted_s=tuple(
             _typical(task, span.end - span.start) for task, span in zip(tasks, times, strict=True)
         ),
     )
+
+
+def _spans(times_s: Sequence[Sequence[tuple[float, float]]]) -> Spans:
+    """Return start and end of every task, by rank."""
+    start_s, end_s = (tuple(tuple(_rounded(each[i]) for each in rank) for rank in times_s) for i in (0, 1))
+    return Spans(start_s=start_s, end_s=end_s)
 
 
 def _typical(task: Task, durations_s: Seconds) -> float:

@@ -65,8 +65,7 @@ def in_line(text: str) -> ClusterFile | None:
     cards, net = _rate(text, given["net"]) if "net" in given else (1, 1e9)
     inside = _rate(text, given["inside"])[1] if "inside" in given else 1e9 * device.link_gb_per_s
     of_device = cards >= per_node or joined > per_node  # then each has a card of its own
-    peak, shares = device.peak_tflops(device.usual), SHARES[device.architecture]
-    assert peak is not None, "its usual precision is one that it has"
+    peak, shares = device.bfloat16_tflops or device.float32_tflops, SHARES[device.architecture]
     of_cards = f"{cards} x " if cards > 1 else ""
     network = "" if nodes == 1 else f"{of_cards}{bit_rate(net)} per node at "  # as it is understood
     with _refusing(text):
