@@ -12,7 +12,7 @@ from penstock.cost import ClusterFile, ProfiledCluster
 from penstock.cost.cluster_file import LinkModel, StepFit, TaskModel
 from penstock.decision import Decision
 from penstock.plan import Problem, predict_s
-from penstock.plan.predict import _between, alone
+from penstock.plan.predict import alone, task_cost
 from penstock.timing import simulate
 from tests.plan.problems import FILE, problem
 
@@ -50,7 +50,7 @@ def watched(truth: Problem, choice: Decision, *, late: float = 1.0) -> Watched:
     """Three rounds of a plan as the simulator has them, the second half as long again; every iteration takes
     `late` times as long as its tasks say."""
     plan = problem_of(PLAIN).plan(choice)
-    timeline = simulate(plan.schedule, plan.graph, _between(truth, choice, plan), truth.mesh)
+    timeline = simulate(plan.schedule, plan.graph, task_cost(truth, choice, plan), truth.mesh)
     quiet = alone(problem_of(PLAIN)).cost(choice, plan.shape)
     spans_T2 = [(timeline.times[task].start[0], timeline.times[task].end[0]) for task in plan.graph.tasks]
     rounds = np.array([1.0, 1.5, 1.0])[None, :, None]

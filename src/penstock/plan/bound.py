@@ -276,7 +276,8 @@ class _Layer:
     def __init__(self, graph: Graph) -> None:
         self.graph, tasks = graph, graph.tasks
         self._slots = [_slot(task) for task in tasks]
-        once, ends = ([test(task) for task in tasks] for test in (_is_once, _at_ends))
+        once = [spec_of(task.op).once for task in tasks]
+        ends = [place_of(task.op) in ("input", "output") for task in tasks]
         places = range(len(tasks))
         self._once = tuple(task for task, each in zip(tasks, once, strict=True) if each)
         self._ends = [i for i in places if ends[i]]
@@ -353,14 +354,6 @@ def _half_s(work: Work, *, forward: bool, waits_s: float) -> float:
     between_s, free_s = lanes[Lane.INTER], work.get((forward, Lane.INTER, True), 0.0)
     lanes[Lane.INTER] = between_s + (np.maximum(waits_s, free_s) if slowest(between_s) else free_s)
     return max(map(slowest, lanes.values()))
-
-
-def _is_once(task: Task) -> bool:
-    return spec_of(task.op).once
-
-
-def _at_ends(task: Task) -> bool:
-    return place_of(task.op) in ("input", "output")
 
 
 def _least(

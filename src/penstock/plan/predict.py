@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.cost import ProfiledCluster
+from penstock.cost import ClusterFile, ProfiledCluster
 from penstock.decision import Decision
 from penstock.features.sharded_optimizer.feature import GATHERS, UPDATE_COPIES, UPDATES
 from penstock.graph import Phase, Task
@@ -45,11 +45,7 @@ ContendedCost = Callable[[Task, Any], Any]
 
 def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     """Return the seconds of an iteration. Deterministic: random draws have a fixed seed."""
-    cluster = problem.cluster
-    if not isinstance(cluster, ProfiledCluster):
-        cost = problem.cost(choice, plan.shape)
-        return iteration_s(plan.schedule, plan.graph, cost, problem.mesh, problem.issuing)
-    return step_ratio(problem) * simulated_s(problem, choice, plan, cluster)
+    return step_ratio(problem) * simulated_s(problem, choice, plan)
 
 
 def predicted_timeline(problem: Problem, choice: Decision, plan: StepPlan) -> Timeline:
@@ -84,16 +80,29 @@ def adding_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
 
 
 def task_cost(problem: Problem, choice: Decision, plan: StepPlan) -> Cost:
-    """Return the cost of every task in the predicted timeline."""
-    measured = isinstance(problem.cluster, ProfiledCluster)
-    return _between(problem, choice, plan) if measured else problem.cost(choice, plan.shape)
+    """Return the cost of every task in the predicted timeline: at its own share of contention."""
+    shape, uncontended = plan.shape, alone(problem)
+    if uncontended is problem:
+        return problem.cost(choice, shape)
+    apart = uncontended.cost(choice, shape)
+    beside = replace(problem, cluster=problem.cluster.contended(1.0)).cost(choice, shape)
+
+    def cost(task: Task, share: float) -> Any:
+        solo_s = apart(task)
+        return solo_s + share * (beside(task) - solo_s)
+
+    return _at(cost, settle(plan, cost, problem.mesh, problem.paces))
+
+
+def _measured(problem: Problem) -> ClusterFile | None:
+    """Return what was measured of the cluster; None where only rates are known."""
+    return problem.cluster.file if isinstance(problem.cluster, ProfiledCluster) else None
 
 
 def step_ratio(problem: Problem) -> float:
     """Return how many times as long as simulated the measured steps took; 1 where none were measured."""
-    cluster = problem.cluster
-    steps = cluster.file.steps if isinstance(cluster, ProfiledCluster) else None
-    return 1.0 if steps is None else steps.ratio
+    file = _measured(problem)
+    return 1.0 if file is None or file.steps is None else file.steps.ratio
 
 
 def bound(problem: Problem, choice: Decision, plan: StepPlan) -> LowerBound:
@@ -103,22 +112,15 @@ def bound(problem: Problem, choice: Decision, plan: StepPlan) -> LowerBound:
 
 def interval_s(problem: Problem, predicted_s: float) -> tuple[float, float] | None:
     """Return the range in which a step of this prediction is expected; None without measured steps."""
-    cluster = problem.cluster
-    steps = cluster.file.steps if isinstance(cluster, ProfiledCluster) else None
-    return None if steps is None else steps.around(predicted_s)
+    file = _measured(problem)
+    return None if file is None or file.steps is None else file.steps.around(predicted_s)
 
 
-def simulated_s(problem: Problem, choice: Decision, plan: StepPlan, cluster: ProfiledCluster) -> float:
-    """Return the seconds of an iteration by measured tasks and links alone, without `step_ratio`.
-
-    Args:
-        cluster: The cluster of the problem, as measured.
-    """
-    cost = _between(problem, choice, plan)
-    jitter, ranks = cluster.file.jitter, problem.mesh
-    draws = range(_draws(problem))
-    costs = [_drawn(cost, jitter, ranks.world_size, seed) for seed in draws] if jitter else [cost]
-    issuing = problem.issuing
+def simulated_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
+    """Return the seconds of an iteration by tasks and links alone, without `step_ratio`."""
+    cost, ranks, issuing = task_cost(problem, choice, plan), problem.mesh, problem.issuing
+    seeds, jitter = range(_draws(problem)), _jitter(problem)
+    costs = [_drawn(cost, jitter, ranks.world_size, seed) for seed in seeds] or [cost]
     return float(np.mean([iteration_s(plan.schedule, plan.graph, each, ranks, issuing) for each in costs]))
 
 
@@ -136,15 +138,16 @@ def closing_s(problem: Problem) -> float:
 
 def timelines(problem: Problem) -> int:
     """Return how many timelines `predict_s` simulates for one plan."""
-    cluster = problem.cluster
-    if not isinstance(cluster, ProfiledCluster):
-        return 1
-    draws = _draws(problem) if cluster.file.jitter else 1
-    return draws + (PASSES if cluster.has_contention else 0)
+    return (_draws(problem) or 1) + (0 if alone(problem) is problem else PASSES)
 
 
 def _draws(problem: Problem) -> int:
-    return max(1, min(DRAWS, DRAWN_RANKS // problem.mesh.world_size))
+    """Return how many times scattered tasks are drawn; 0 where tasks do not scatter."""
+    return max(1, min(DRAWS, DRAWN_RANKS // problem.mesh.world_size)) if _jitter(problem) else 0
+
+
+def _jitter(problem: Problem) -> float:
+    return 0.0 if (file := _measured(problem)) is None else file.jitter
 
 
 def alone(problem: Problem) -> Problem:
@@ -206,22 +209,6 @@ def _union(spans: Iterable[tuple[float, float]]) -> tuple[Seconds, Seconds]:
             moments += [start, end]
             busy_s += [busy_s[-1], busy_s[-1] + end - start]
     return np.array(moments), np.array(busy_s)
-
-
-def _between(problem: Problem, choice: Decision, plan: StepPlan) -> Cost:
-    """Return the cost of every task at its own share of contention."""
-    shape = plan.shape
-    assert isinstance(problem.cluster, ProfiledCluster)
-    if not problem.cluster.has_contention:
-        return problem.cost(choice, shape)
-    apart = alone(problem).cost(choice, shape)
-    beside = replace(problem, cluster=problem.cluster.contended(1.0)).cost(choice, shape)
-
-    def cost(task: Task, share: float) -> Any:
-        solo_s = apart(task)
-        return solo_s + share * (beside(task) - solo_s)
-
-    return _at(cost, settle(plan, cost, problem.mesh, problem.paces))
 
 
 def _drawn(cost: Cost, jitter: float, ranks: int, seed: int) -> Cost:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost, Workload
+from penstock.cost import ClusterConfig, ClusterFile, StepCost, Workload
 from penstock.cost.contention import MOST_SCATTER, SOLO, Contention, Sighting, fit_contention, fit_steps
 from penstock.cost.measured import scattered
 from penstock.decision import Decision
@@ -198,8 +198,7 @@ def with_steps(
     doubts = (*compute.doubts, *transfers.doubts)
     file = replace(with_transfers(file, transfers), tasks=tuple(tasks), doubts=doubts)
     now = problem_of(file)
-    assert isinstance(now.cluster, ProfiledCluster)
-    expected = [simulated_s(now, each.choice, each.plan, now.cluster) for each in watched]
+    expected = [simulated_s(now, each.choice, each.plan) for each in watched]
     return with_whole_steps(file, watched, expected)
 
 
