@@ -374,8 +374,8 @@ FAULTS = (
     ),
     Fault(
         "plan/bound.py",
-        "waits_s=parts.first.first_s + parts.last.last_s)",
-        "waits_s=parts.first.first_s + 2 * parts.last.last_s)",
+        "waits_s=first.first_s + last.last_s)",
+        "waits_s=first.first_s + 2 * last.last_s)",
         "a bound is above what orders reach",
         "plan/test_bound.py",
     ),

@@ -11,7 +11,6 @@ from penstock.autotune.planned import with_choice
 from penstock.autotune.problem import assumed_problem
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig
-from penstock.cost.workload import compressed_row_bytes
 from penstock.decision import Decision
 from penstock.decision.record import FIELDS, RowForm
 from penstock.moe import MoEConfig
@@ -62,10 +61,3 @@ def test_only_the_user_opens_the_choice_and_what_was_chosen_stays() -> None:
     assert (taken.moe.comm_dtype, taken.plan.comm_dtype) == ("bfloat16", "given")
     assert assumed_problem(taken, LAYOUT).comm_dtypes == ("none",)
     assert with_choice(lossy, Decision()).moe.comm_dtype is None
-
-
-@pytest.mark.parametrize("form", ["bfloat16", "int8"])
-@pytest.mark.parametrize("hidden", [4, 33, 128])
-def test_rows_have_the_bytes_of_the_setting(form: RowForm, hidden: int) -> None:
-    assert form != "none"
-    assert compressed_row_bytes(form, hidden) == MoEConfig(comm_dtype=form).row_bytes(hidden, 4)

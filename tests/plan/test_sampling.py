@@ -100,7 +100,7 @@ def test_a_sample_of_everything_prices_what_the_whole_step_does() -> None:
     assert known is not None
     columns = (1, 0, 0, 1)
     part = Evidence(known.before_DBYE[:, :, :2], known.now_DBYE[:, :, :2], columns)
-    copies = (whole.workload.world_size // part.groups, 1, 1, 1)
+    copies = (whole.workload.world_size // len(part.now_DBYE), 1, 1, 1)
     before, now = (np.tile(each[:, :, list(columns)], copies) for each in (part.before_DBYE, part.now_DBYE))
     for experts in ("none", "planned"):
         choice = Decision(schedule="moe_pipeline", experts=experts, replica_slots=1)

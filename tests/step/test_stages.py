@@ -8,9 +8,10 @@ import pytest
 
 from penstock.features.build import build_graph, passes_of
 from penstock.graph import Graph, ScheduleError
-from penstock.step import Pass, Stage, StepShape, apply
+from penstock.step import Pass, Stage, StepShape
 from penstock.step.passes import Chunks, Microbatches, Transpose, WeightGradients
 from penstock.step.plain import PlainStep
+from penstock.step.rewrite import in_order, run
 from tests.step.support import Rewriting
 
 PLAIN = PlainStep(moe_layers=(True,)).graph()
@@ -39,27 +40,28 @@ def test_passes_run_by_stage_and_inside_a_stage_as_they_are_given() -> None:
         noting("middle", Stage.CHUNKS, ran),
         noting("a", Stage.INSERT, ran),
     ]
-    assert apply(PLAIN, given) is PLAIN
+    assert run(PLAIN, in_order(given)) is PLAIN
     assert ran == ["b", "a", "middle", "last"]
 
 
 def test_in_whatever_order_passes_are_given_the_step_is_the_same() -> None:
     passes: tuple[Pass, ...] = (Transpose(), Microbatches(2), Chunks(2, 3), WeightGradients())
-    first, *others = (apply(PLAIN, given).text() for given in permutations(passes))
+    first, *others = (run(PLAIN, in_order(given)).text() for given in permutations(passes))
     assert all(other == first for other in others)
 
 
 def test_a_pass_that_stands_twice_is_refused() -> None:
     """Two systems that both cut microbatches would cut them twice."""
     with pytest.raises(ScheduleError, match=r"^pass microbatches stands twice: systems combine each"):
-        apply(PLAIN, [Microbatches(2), Transpose(), Microbatches(3)])
+        in_order([Microbatches(2), Transpose(), Microbatches(3)])
     with pytest.raises(ScheduleError, match="pass chunks stands twice"):
         build_graph(StepShape(moe_layers=(True,), chunks=2, more=(Chunks(2, 2),)))
 
 
 def test_an_error_names_its_pass() -> None:
+    passes: list[Pass] = [Microbatches(2), Rewriting("weight_gradients", Stage.WEIGHTS, _without_backward)]
     with pytest.raises(ScheduleError, match=r"^pass weight_gradients: layer 0 has no backward") as caught:
-        apply(PLAIN, [Microbatches(2), Rewriting("weight_gradients", Stage.WEIGHTS, _without_backward)])
+        run(PLAIN, passes)
     assert isinstance(caught.value.__cause__, ScheduleError)
 
 
@@ -73,7 +75,7 @@ def test_other_errors_stay_what_they_are() -> None:
         raise ValueError(graph)
 
     with pytest.raises(ValueError):  # the pass has raised it
-        apply(PLAIN, [Rewriting("broken", Stage.INSERT, broken)])
+        run(PLAIN, [Rewriting("broken", Stage.INSERT, broken)])
 
 
 def test_a_pass_of_one_s_own_runs_where_its_stage_says() -> None:

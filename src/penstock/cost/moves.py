@@ -151,7 +151,7 @@ class RowMoves:
 
     def _with_rows(self, counts: Counts) -> Counts:
         """Append room for the numbers of joined rows, of any value, to the inputs of experts, [..., N]."""
-        work = self.even.workload
+        work = self.sizes
         if not work.joins_rows:
             return counts
         kinds = num_sets(work.ranks_per_node) if self._legs.joins_rows else 1
@@ -160,7 +160,7 @@ class RowMoves:
     @property
     def needs_table(self) -> bool:
         """Whether every rank tells every other everything that it sends."""
-        work, form = self.even.workload, self.even.shape.expert_form
+        work, form = self.sizes, self.shape.expert_form
         shards = ShardPlace.of(form, work.mesh, 0)
         joins = self._legs.joins_rows
         return RouteMaker(self._legs, Place(0, work.ep_size, work.ranks_per_node), joins, shards).needs_table
@@ -170,7 +170,7 @@ class RowMoves:
     def received(self, task: Task) -> Counts:
         """Return rows that every rank's experts get, [P]: those of all shards, whichever rank brings them."""
         by_target = self.table(task).sum(axis=(1, 2, 4))
-        return np.repeat(by_target.reshape(-1), self.even.workload.etp_size)
+        return np.repeat(by_target.reshape(-1), self.sizes.etp_size)
 
     def busier(self, task: Task) -> Floats:
         """Return rows over every rank's link in its busier direction, as argument of the collective, [P].
@@ -180,7 +180,7 @@ class RowMoves:
         collective = self.even.work(task).collective
         if collective == "leg":
             flat = not self._legs.needs_table and not self._fused(task)
-            span = self.even.workload.span(Group.EXPERT)
+            span = self.sizes.span(Group.EXPERT)
             if flat and span.nodes > 1 and span.most > 1:
                 return self.argument(self._ranks(task))
             work = self.sizes  # the part of an even leg's argument that goes over the busiest rank's link
@@ -195,7 +195,7 @@ class RowMoves:
         members = sizes_PW.shape[1]
         if collective == "all_reduce" or members == 1:
             return total
-        mesh = self.even.workload.mesh
+        mesh = self.sizes.mesh
         places = np.array([mesh.place(rank, task.axes) for rank in range(len(sizes_PW))])
         own = np.take_along_axis(sizes_PW, places[:, None], axis=1)[:, 0]
         busier: Floats = np.maximum((members - 1) * own, total - own) * members / (members - 1)
@@ -203,7 +203,7 @@ class RowMoves:
 
     def _remote(self, task: Task) -> Floats:
         """Return rows to or from other ranks in this leg, whichever are more, [P]."""
-        work = self.even.workload
+        work = self.sizes
         if self._fused(task):
             table_GSHT = self.table(task).sum(axis=4)
             sent_GSH, came_GT = table_GSHT.sum(axis=3) * work.etp_size, table_GSHT.sum(axis=(1, 2))
@@ -228,7 +228,7 @@ class RowMoves:
 
     def _ranks(self, task: Task) -> Floats:
         """Return rows from rank to rank of the world, [P, P]."""
-        planes_GHST, mesh = self._planes(task), self.even.workload.mesh
+        planes_GHST, mesh = self._planes(task), self.sizes.mesh
         rows_PP = np.zeros((mesh.world_size, mesh.world_size))
         for ranks in mesh.groups(Group.EXPERT):
             group, _, shard = self._place(ranks[0])
@@ -237,7 +237,7 @@ class RowMoves:
 
     @property
     def _legs(self) -> Dispatch:
-        return DISPATCHES[self.even.workload.dispatch]
+        return DISPATCHES[self.sizes.dispatch]
 
     @cached_property
     def _links(self) -> Links:
@@ -254,11 +254,11 @@ class RowMoves:
 
     def _number(self, task: Task) -> int:
         """Return which leg of the dispatch a task is."""
-        return [hop.op for hop in self.even.shape.dispatch].index(outward(task.op))
+        return [hop.op for hop in self.shape.dispatch].index(outward(task.op))
 
     def _planes(self, task: Task) -> Counts:
         """Return rows from rank to rank, [G, H, S, T]; joined ones cross to the same place there."""
-        work = self.even.workload
+        work = self.sizes
         if work.joins_rows:
             across = self._legs.joins_rows and self._number(task) == 0
             key = task.microbatch, task.cut.held, self.column(task), task.op in COMBINE_OF, across
@@ -320,8 +320,8 @@ class RowMoves:
     @cached_property
     def _dealt(self) -> Counts:
         """The rows that every rank sends of those it brings: ranks with the same rows may deal them."""
-        work = self.even.workload
-        if self.even.shape.expert_form != "s2" or work.tp_size == 1:
+        work = self.sizes
+        if self.shape.expert_form != "s2" or work.tp_size == 1:
             return self.rows_PRCYE
         turns = [work.mesh.place(rank, Group.TENSOR) for rank in range(work.world_size)]
         return in_turn(self.rows_PRCYE, np.array(turns)[:, None, None, None, None], work.tp_size)
@@ -346,7 +346,7 @@ class RowMoves:
 
     def _place(self, rank: int) -> tuple[int, int, int]:
         """Return a rank's group of ranks that hold all experts, its place there, and its shard."""
-        mesh = self.even.workload.mesh
+        mesh = self.sizes.mesh
         group = mesh.group(rank, Group.EXPERT_SHARDS)
         return group, mesh.place(rank, Group.EXPERT), mesh.place(rank, Group.SHARDS)
 
@@ -357,7 +357,7 @@ class RowMoves:
 
     def moe_layer(self, task: Task) -> int:
         """Return the number of the task's layer among MoE layers."""
-        return sum(self.even.shape.moe_layers[: task.layer])
+        return sum(self.shape.moe_layers[: task.layer])
 
 
 def to_experts(task: Task) -> bool:

@@ -38,11 +38,6 @@ class Evidence:
     columns: tuple[int, ...] = ()
 
     @property
-    def groups(self) -> int:
-        """Groups of ranks with the same samples that are known."""
-        return len(self.now_DBYE)
-
-    @property
     def known_layers(self) -> int:
         """MoE layers that are known."""
         return int(self.now_DBYE.shape[2])
@@ -58,7 +53,7 @@ class Evidence:
 
     def part_of(self, work: Workload) -> Workload:
         """Return the workload with the ranks alone that are known."""
-        return work.part(self.groups)
+        return work.part(len(self.now_DBYE))
 
 
 def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:

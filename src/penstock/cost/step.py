@@ -120,13 +120,11 @@ class StepCost:
         Args:
             load: The rows, as a multiple of those under even routing.
         """
-        seconds: float = self._transfer_s(task, self.work(task), load)
-        return seconds * self.cluster.prolonged(task.op)
+        return self._transfer_s(task, self.work(task), load)
 
     def scaled_s(self, task: Task, load: float) -> float:
         """Return the seconds of a transfer with `load` times its bytes, whether or not they follow rows."""
-        seconds = self._transfer_s(task, replace(self.work(task), follows_rows=True), load)
-        return seconds * self.cluster.prolonged(task.op)
+        return self._transfer_s(task, replace(self.work(task), follows_rows=True), load)
 
     def compute_s(self, task: Task) -> float:
         seconds: float = self.cluster.task_s(task.op, task.phase, self.work(task), 1.0)
@@ -138,8 +136,9 @@ class StepCost:
 
     def _transfer_s(self, task: Task, work: Work, load: float) -> float:
         """Return the seconds of the task's collective in its groups; without a collective, of its copies."""
+        prolonged = self.cluster.prolonged(task.op)
         if not work.collective:
-            return self.cluster.nominal_s(0.0, load * work.copied_bytes)
+            return self.cluster.nominal_s(0.0, load * work.copied_bytes) * prolonged
         collective, axes = work.collective, task.axes
         key = collective, task.op, axes
         if key not in self._lines:
@@ -157,7 +156,8 @@ class StepCost:
                 case _:
                     line = cluster.inside(collective, sizes.mesh.size(axes))
             self._lines[key] = line
-        return self._lines[key].seconds(load * work.sent_bytes if work.follows_rows else work.sent_bytes)
+        sent_bytes = load * work.sent_bytes if work.follows_rows else work.sent_bytes
+        return self._lines[key].seconds(sent_bytes) * prolonged
 
     def row_bytes(self, *, outward: bool) -> float:
         """Return bytes of a row in transit, with what it brings along, see `Workload.row_bytes`."""

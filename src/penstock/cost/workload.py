@@ -17,13 +17,8 @@ from penstock.ops.work import FLOAT32_BYTES
 from penstock.placement import ExpertPlacement
 from penstock.routing.joined import distinct_parts
 from penstock.routing.rows import BatchCut
-from penstock.routing.sizes import capacity_slots, int8_row_bytes, split_sizes
+from penstock.routing.sizes import capacity_slots, compressed_row_bytes, split_sizes
 from penstock.step.shape import FORM_TOKENS, ExpertForm, StepShape
-
-
-def compressed_row_bytes(form: str, hidden_size: int) -> int:
-    """Return bytes of a row as bfloat16 or as int8."""
-    return 2 * hidden_size if form == "bfloat16" else int8_row_bytes(hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.features.dispatch import DISPATCHES
 from penstock.ops.work import EXPERT_MATRICES
-from penstock.routing.sizes import int8_row_bytes
+from penstock.routing.sizes import compressed_row_bytes
 
 ChoiceKind = Literal["token", "expert", "soft"]
 PermutationName = Literal["sort", "index", "einsum"]
@@ -250,9 +250,9 @@ class MoEConfig:
 
     def row_bytes(self, hidden_size: int, element_bytes: int) -> int:
         """Return the bytes of one row in transit, without the numbers that may travel beside it."""
-        if self.comm_dtype == "int8":
-            return int8_row_bytes(hidden_size)
-        return hidden_size * (2 if self.comm_dtype == "bfloat16" else element_bytes)
+        if self.comm_dtype is None:
+            return hidden_size * element_bytes
+        return compressed_row_bytes(self.comm_dtype, hidden_size)
 
     def _check_router(self) -> None:
         if self.norm_topk_prob and self.top_k == 1:

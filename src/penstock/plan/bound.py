@@ -73,14 +73,11 @@ class _Kind:
 class _Parts:
     """What a cut consists of, however many its layers.
 
-    kinds: by whether a layer has experts. first, last: of the first and the last layer. reduced: by layer,
-    its reductions and updates. once, sums_s, norm_s: see `QuickBounds._once`. updating: None where nothing is
-    updated.
+    kinds: by whether a layer has experts. reduced: by layer, its reductions and updates. once, sums_s,
+    norm_s: see `QuickBounds._once`. updating: None where nothing is updated.
     """
 
     kinds: Mapping[bool, _Kind]
-    first: _Part
-    last: _Part
     reduced: Sequence[_Part]
     once: Work
     sums_s: float
@@ -180,8 +177,9 @@ class QuickBounds:
         if parts.updating is not None:
             counted.append((1, {_slot(NORM): parts.norm_s}))
         work = _total(counted)
-        forward_s = _half_s(work, forward=True, waits_s=parts.first.first_s + parts.last.last_s)
-        backward_s = _half_s(work, forward=False, waits_s=parts.last.back_s)
+        first, last = (kinds[self._problem.shape.moe_layers[layer]].layer for layer in (0, -1))
+        forward_s = _half_s(work, forward=True, waits_s=first.first_s + last.last_s)
+        backward_s = _half_s(work, forward=False, waits_s=last.back_s)
         chain_s = ends.chain_s + reduced[0].chain_s
         chain_s += sum(count * kinds[is_moe].layer.chain_s for is_moe, count in self._moe_counts.items())
         if parts.updating is not None and parts.updating.clips and reduced[0].chain_s:
@@ -208,11 +206,8 @@ class QuickBounds:
                 cached[key] = _reduced(problem.cost(choice, cut), layer, cut, parts)
             reduced.append(cached[key])
         sums_s, norm_s, once = self._once(choice, priced, kinds.values())
-        first, last = (kinds[is_moe].layer for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
         return _Parts(
             kinds=kinds,
-            first=first,
-            last=last,
             reduced=reduced,
             once=once,
             sums_s=sums_s,

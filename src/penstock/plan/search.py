@@ -216,7 +216,9 @@ class _Search:
         everything, stopped, late = list[Decision](), None, False
         # Else only choices on the way are examined.
         if self._effort != "low" or self._memory_bytes is not None:
-            everything = [choice for choice in dict.fromkeys(space(self._problem)) if self._fits(choice)]
+            everything = [
+                choice for choice in dict.fromkeys(space(self._problem)) if self._room.holds(choice)
+            ]
         for stage in (
             lambda: self._begin(firsts),
             lambda: self._descend(self._best_of(firsts)),
@@ -264,7 +266,7 @@ class _Search:
         firsts: dict[str, Decision] = {}
         for choice in sorted(choices, key=lambda choice: self._full.seconds[choice]):
             firsts.setdefault(choice.schedule, replace(choice, partition=None))
-        return [choice for choice in firsts.values() if self._fits(choice)][:2]
+        return [choice for choice in firsts.values() if self._room.holds(choice)][:2]
 
     def _descend(self, starts: list[Decision]) -> None:
         """Change one decision at a time, as long as that is an improvement."""
@@ -274,7 +276,7 @@ class _Search:
             improved = True
             while improved:
                 improved = False
-                for choice in filter(self._fits, neighbours(self._problem, best)):
+                for choice in filter(self._room.holds, neighbours(self._problem, best)):
                     if self._bounds.seconds(choice) >= screen.best_s:
                         continue
                     if screen.look(choice) < best_s:
@@ -380,9 +382,6 @@ class _Search:
             ),
             effort=self._effort,
         )
-
-    def _fits(self, choice: Decision) -> bool:
-        return self._room.holds(choice)
 
     def _report_work(self) -> None:
         allowed = self._meter.allowed  # the first plans are simulated whatever the budget

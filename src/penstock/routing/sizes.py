@@ -40,6 +40,11 @@ def int8_row_bytes(hidden_size: int) -> int:
     return 4 * (-(-hidden_size // 4) + 1)
 
 
+def compressed_row_bytes(form: str, hidden_size: int) -> int:
+    """Return the bytes of a row as bfloat16 or as int8."""
+    return 2 * hidden_size if form == "bfloat16" else int8_row_bytes(hidden_size)
+
+
 # ---- arrays of integers, and exact matrix products of them by the fast routine for floating point ---------
 #
 # All ranks must derive the same results independently. Therefore costs are integers: a sum of integers below

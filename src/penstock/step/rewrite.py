@@ -64,15 +64,6 @@ def check_passes(passes: Sequence[Any]) -> None:
             ) from error
 
 
-def apply(graph: Graph, passes: Sequence[Pass]) -> Graph:
-    """Run passes by stage.
-
-    Raises:
-        ScheduleError: For two passes of one name, and as `run` does.
-    """
-    return run(graph, in_order(passes))
-
-
 def run(graph: Graph, passes: Sequence[Pass]) -> Graph:
     """Run passes in this order.
 
