@@ -199,28 +199,26 @@ class ExactSplit:
         for position, expert in enumerate(self.by_position):
             if expert != EMPTY:
                 positions.setdefault(expert, []).append(position)
-        return tuple(self._described(e, at) for e, at in sorted(positions.items()) if len(at) > 1)
+        shared = []
+        for expert, held in sorted(positions.items()):
+            if len(held) > 1:
+                homes = tuple(position // self.slots for position in held)
+                inside: dict[int, list[int]] = {}
+                for place, home in enumerate(homes):
+                    inside.setdefault(self.nodes[home], []).append(place)
+                firsts = {node: self.nodes.index(node) for node in inside}
+                ranges = (
+                    (tuple(places), firsts[node], firsts[node] + self.nodes.count(node))
+                    for node, places in inside.items()
+                )
+                shared.append(_Shared(expert, homes, tuple(held), tuple(ranges)))
+        return tuple(shared)
 
     @cached_property
     def _shared_by_rank(self) -> list[list[int]]:
         """The shared experts that each rank holds."""
         ranks = range(len(self.nodes))
         return [[j for j, each in enumerate(self._shared) if rank in each.homes] for rank in ranks]
-
-    def _described(self, expert: int, positions: Sequence[int]) -> _Shared:
-        homes = tuple(position // self.slots for position in positions)
-        inside: dict[int, list[int]] = {}
-        for place, home in enumerate(homes):
-            inside.setdefault(self.nodes[home], []).append(place)
-        return _Shared(
-            expert,
-            homes,
-            tuple(positions),
-            tuple(
-                (tuple(places), self.nodes.index(node), self.nodes.index(node) + self.nodes.count(node))
-                for node, places in inside.items()
-            ),
-        )
 
 
 def filled(heights: Sequence[int], rows: int) -> list[int]:
