@@ -175,6 +175,8 @@ class Step:
             self.model_state.note()
         outputs = self.ending.outputs(self.context, statistics)
         self.loss = outputs[0].detach()
+        if not self.training and not self.must_repeat:
+            self._drop()
         return outputs
 
     def _run(self) -> None:
@@ -247,6 +249,12 @@ class Step:
         for feature in self.taken.features:
             feature.end(self.context, self.taken.plan.graph)
         self.stack.execution, self.stack.statistics = self.execution, self.context.total
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of all tensors but the loss: records of the step may be asked for much later."""
+        self.execution.drop()
+        del self.context
 
     def _check(self, gradients: BackwardPass) -> None:
         """Raise RuntimeError where gradients would be wrong."""
@@ -283,10 +291,8 @@ class Step:
     def again(self) -> Step:
         """Return the same step with its rows counted; this one is at its end, and keeps no tensors."""
         self.model_state.rewind()
-        self.execution.drop()
-        counted = Step(self.stack, self.batch, self.training, self.ending, before=self)
-        del self.context
-        return counted
+        self._drop()
+        return Step(self.stack, self.batch, self.training, self.ending, before=self)
 
 
 def computing(machinery: Machinery) -> AbstractContextManager[Any]:
