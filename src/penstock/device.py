@@ -193,6 +193,11 @@ class Device(ABC):
         del device, dtype
         return False
 
+    def attends_in_groups(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether a fast kernel of attention reads heads of keys and values that queries share."""
+        del device, dtype
+        return True
+
     # ---- for those who examine a device ----
 
     def facts(self, device: torch.device) -> dict[str, Any]:
@@ -450,6 +455,11 @@ class Cuda(Gpu):
     def has_grouped_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
         capability = torch.cuda.get_device_capability(device)[0]
         return dtype is torch.bfloat16 and capability in GROUPED_KERNELS
+
+    def attends_in_groups(self, device: torch.device, dtype: torch.dtype) -> bool:
+        # FlashAttention and cuDNN's do. PyTorch's substitute keeps the weights of all pairs of tokens.
+        half = dtype in (torch.bfloat16, torch.float16)
+        return half and torch.cuda.get_device_capability(device) >= (8, 0)
 
     def facts(self, device: torch.device) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.config import ConfigError
+from penstock.device import Cpu, device_of, using
 from penstock.models import ModelConfig, MoEDecoder
-from penstock.models.decoder import Block, CounterDropout, fill_normal
+from penstock.models.decoder import Block, CounterDropout, attended, fill_normal
 from penstock.moe import MoEConfig, SampleKeys
 from penstock.moe.routers import uniform_bits
 from tests.support.draws import draws
@@ -73,6 +74,48 @@ def test_longer_samples_than_positions_are_refused() -> None:
         gpt.embed(torch.zeros(1, LENGTH + 1, dtype=torch.int64), keys(1))
     assert caught.value.key == "model.seq_len"
     assert caught.value.hint == f"Use {LENGTH + 1}."
+
+
+class Ungrouped(Cpu):
+    """Notes the types in which attention is asked for, and has no kernel for shared heads."""
+
+    def __init__(self) -> None:
+        self.asked: list[torch.dtype] = []
+
+    def attends_in_groups(self, device: torch.device, dtype: torch.dtype) -> bool:
+        del device
+        self.asked.append(dtype)
+        return False
+
+
+def test_heads_that_queries_share_are_repeated_where_no_kernel_reads_them() -> None:
+    sizes = {"q": (2, 6, 5, 4), "k": (2, 2, 5, 4), "v": (2, 2, 5, 4)}
+    generator = torch.Generator().manual_seed(0)
+    heads = [torch.randn(size, generator=generator).requires_grad_() for size in sizes.values()]
+
+    def found() -> list[Tensor]:
+        out_BALK = attended(*heads)
+        return [out_BALK, *torch.autograd.grad(out_BALK.square().sum(), heads)]
+
+    plain, device = found(), Ungrouped()
+    with using(device):
+        for ours, theirs in zip(found(), plain, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attended(*heads).dtype == torch.bfloat16
+    assert device.asked == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "grouped"),
+    [((9, 0), torch.bfloat16, True), ((8, 0), torch.float32, False), ((7, 5), torch.float16, False)],
+)
+def test_gpus_whose_fast_kernels_read_shared_heads(
+    capability: tuple[int, int], dtype: torch.dtype, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 0)
+    assert device_of(device).attends_in_groups(device, dtype) == grouped
 
 
 def test_head_sums_in_float32_for_a_model_in_bfloat16() -> None:

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.config import ConfigError
+from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.models.config import ModelConfig
 from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
 from penstock.moe.experts import ONE_SHARD, ExpertShard
 from penstock.moe.layer import LogicalNames
+from penstock.moe.products import computing_type
 from penstock.moe.routers import BITS, uniform_bits
 from penstock.runtime.batch import check_vocabulary
 from penstock.runtime.statistics import cross_entropy_sum
@@ -161,6 +163,25 @@ class HeadNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
+def attended(q_BALK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor, mask_BALL: Tensor | None = None) -> Tensor:
+    """Return the values of all heads, mixed by causal attention [B, A, L, K].
+
+    Heads of keys and values that several queries share are repeated where no fast kernel would read them.
+
+    Args:
+        mask_BALL: Which tokens a token attends to; None = those up to itself.
+    """
+    times = q_BALK.shape[1] // k_BGLK.shape[1]
+    grouped = times > 1 and mask_BALL is None  # with a mask no fast kernel of a GPU takes grouped heads
+    grouped = grouped and device_of(q_BALK).attends_in_groups(q_BALK.device, computing_type(q_BALK))
+    if times > 1 and not grouped:
+        k_BGLK, v_BGLK = (each.repeat_interleave(times, dim=1) for each in (k_BGLK, v_BGLK))
+    causal = mask_BALL is None
+    return F.scaled_dot_product_attention(
+        q_BALK, k_BGLK, v_BGLK, attn_mask=mask_BALL, is_causal=causal, enable_gqa=grouped
+    )
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with normed queries and keys; a shard has some heads, and returns a
     partial sum."""
@@ -169,7 +190,6 @@ class Attention(nn.Module):
         super().__init__()
         hidden, self.head_size = config.hidden_size, config.head_size
         sizes = {"q": config.attention_size, "k": config.key_value_size, "v": config.key_value_size}
-        self.shares_keys = config.key_value_size < config.attention_size
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(hidden, size // shard.size, bias=False) for size in sizes.values()
         )
@@ -196,18 +216,7 @@ class Attention(nn.Module):
         mask_BALL: Tensor | None = None
         if documents_BL is not None:  # a token attends to those of its document up to itself
             mask_BALL = (documents_BL.unsqueeze(2) == documents_BL.unsqueeze(1)).tril().unsqueeze(1)
-        grouped = self.shares_keys and mask_BALL is None
-        if self.shares_keys and not grouped:  # with a mask no fast kernel of a GPU takes grouped heads
-            times = q_BALK.shape[1] // k_BGLK.shape[1]
-            k_BGLK, v_BGLK = (each.repeat_interleave(times, dim=1) for each in (k_BGLK, v_BGLK))
-        mixed_BALK = F.scaled_dot_product_attention(
-            q_BALK,
-            k_BGLK,
-            v_BGLK,
-            attn_mask=mask_BALL,
-            is_causal=mask_BALL is None,
-            enable_gqa=grouped,
-        )
+        mixed_BALK = attended(q_BALK, k_BGLK, v_BGLK, mask_BALL)
         out_BLM: Tensor = self.o_proj(mixed_BALK.transpose(1, 2).flatten(2))
         return out_BLM
 

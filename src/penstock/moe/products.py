@@ -213,10 +213,15 @@ def _multiplied(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Te
 
 def autocast(rows_RM: Tensor) -> Tensor:
     """Cast rows as autocast does for a matrix product: PyTorch's autocast does not know grouped products."""
-    kind = rows_RM.device.type
-    if rows_RM.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return rows_RM
-    return rows_RM.to(torch.get_autocast_dtype(kind))
+    return rows_RM.to(computing_type(rows_RM))
+
+
+def computing_type(factor: Tensor) -> torch.dtype:
+    """Return the type in which products of such a tensor are computed here."""
+    kind = factor.device.type
+    if factor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return factor.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def weight_gradient(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Literal
 
@@ -18,6 +17,7 @@ from penstock.cost import ClusterConfig
 from penstock.cost.cluster_file import PRODUCT, KernelModel, TaskModel
 from penstock.features.sharded_optimizer.feature import UPDATE_COPIES, UPDATES
 from penstock.graph import Phase
+from penstock.models.decoder import attended
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
@@ -122,9 +122,7 @@ class _Shapes:
             self._new(samples, heads, model.seq_len, model.head_size)
             for heads in (model.num_heads, model.key_value_heads, model.key_value_heads)
         )
-        grouped = model.key_value_heads < model.num_heads
-        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
-        return self._quiet(lambda: attend(q, k, v))
+        return self._quiet(lambda: attended(q, k, v))
 
     def permute(self, tokens: int) -> Action:
         x, rows = self._new(tokens, self.hidden), self._shuffled(tokens) // self.k
