@@ -6,6 +6,7 @@ Shapes: R or n rows, N groups, M hidden size, H expert hidden size, K width of a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from itertools import accumulate
 from math import gcd
@@ -224,6 +225,16 @@ def computing_type(factor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind)
 
 
+def as_cast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which products there are computed in the type of their factors.
+
+    A backward pass that is begun under autocast has it on, and on a device's own thread of autograd in the
+    device's default type, which is not the one of the forward pass.
+    """
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 def weight_gradient(
     rows_RM: Tensor, grad_RH: Tensor, sizes: Sequence[int], total_EMH: Tensor, *, add: bool
 ) -> None:
@@ -280,7 +291,7 @@ class _ExpertByExpert(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        return _gradients_by(grouped_product, _weight_gradient_of, ctx, grads[0])
+        return _gradients_by(product_of_cast, _weight_gradient_of, ctx, grads[0])
 
 
 def _weight_gradient_of(
@@ -300,10 +311,11 @@ def _gradients_by(
 ) -> tuple[Tensor | None, Tensor | None, None]:
     (rows_RM, weight_EMH), grad_RH = ctx.saved_tensors, grad_RH.contiguous()
     grad_rows = grad_weight = None
-    if ctx.needs_input_grad[0]:
-        grad_rows = product(grad_RH, weight_EMH.transpose(1, 2), ctx.sizes)
-    if ctx.needs_input_grad[1]:
-        grad_weight = weight_gradient_of(rows_RM, grad_RH, weight_EMH, ctx.sizes)
+    with as_cast(grad_RH.device):
+        if ctx.needs_input_grad[0]:
+            grad_rows = product(grad_RH, weight_EMH.transpose(1, 2), ctx.sizes)
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient_of(rows_RM, grad_RH, weight_EMH, ctx.sizes)
     return grad_rows, grad_weight, None
 
 
@@ -484,13 +496,14 @@ class _WeightApart(torch.autograd.Function):
                 "the loss again"
             )
         grad_EMH = None
-        if _has_hooks(ctx.parameter):
-            grad_EMH = ctx.parameter.new_empty(ctx.weight_EMH.shape)
-            weight_gradient(rows_RM, grad_RH, ctx.sizes, grad_EMH, add=False)
-        else:
-            factors = (grad_RH, rows_RM) if ctx.turned else (rows_RM, grad_RH)
-            ctx.store.take(*factors, ctx.parameter, ctx.sizes)
-        grad_RM = product_of_cast(grad_RH, ctx.weight_EMH.transpose(1, 2), ctx.sizes)
+        with as_cast(grad_RH.device):
+            if _has_hooks(ctx.parameter):
+                grad_EMH = ctx.parameter.new_empty(ctx.weight_EMH.shape)
+                weight_gradient(rows_RM, grad_RH, ctx.sizes, grad_EMH, add=False)
+            else:
+                factors = (grad_RH, rows_RM) if ctx.turned else (rows_RM, grad_RH)
+                ctx.store.take(*factors, ctx.parameter, ctx.sizes)
+            grad_RM = product_of_cast(grad_RH, ctx.weight_EMH.transpose(1, 2), ctx.sizes)
         return grad_RM, grad_EMH, None, None, None
 
 

@@ -21,7 +21,8 @@ def check_product(
     rows = numbers(sum(sizes), width, dtype=dtype).requires_grad_()
     weight = numbers(len(sizes), width, out, dtype=weight_dtype or dtype, seed=1).requires_grad_()
     gradient = numbers(sum(sizes), out, dtype=dtype, seed=2)
-    product = grouped_product(rows, weight, sizes)
+    with torch.autocast("cpu", enabled=False):
+        product = grouped_product(rows, weight, sizes)
     found = (product, *torch.autograd.grad(product, (rows, weight), gradient))
     wanted = by_loop(rows.detach(), weight.detach(), sizes, gradient)
     for ours, theirs, owner in zip(found, wanted, (rows, rows, weight), strict=True):
@@ -92,6 +93,16 @@ def test_autocast_decides_the_type_whatever_the_sizes(
         assert rows.grad.dtype == dtype
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
+
+
+@every_size
+def test_gradients_have_the_precision_of_the_product_though_backward_runs_under_autocast(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the thread of a device autocast then has a type of nobody's choice."""
+    take("expert by expert", monkeypatch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check_product(sizes, 16, 24, torch.float32)
 
 
 @every_way
