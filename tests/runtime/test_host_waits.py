@@ -44,12 +44,14 @@ def test_the_first_task_of_each_kind_finds_nothing_that_runs() -> None:
     assert later == [0, 0]
 
 
-def waits_of_a_step(rank: int, case: Case, reads: bool) -> int:
-    """How often the host waits in a second step, which may read its loss."""
+def waits_of_a_step(rank: int, case: Case, reads: bool, on_host: bool = False) -> int:
+    """How often the host waits in a second step, which may read its loss, or get its batch on the host."""
     device = install()
     with using(CardDevice()):
         stack = stack_of(rank, replace(case, card=True))
-        batch = [whole[case.mine(rank)].to(device) for whole in batch_of(case)]
+        batch = [whole[case.mine(rank)] for whole in batch_of(case)]
+        if not on_host:
+            batch = [each.to(device) for each in batch]
         stack(*batch).backward()
         with counted() as waits:
             loss = stack(*batch)
@@ -64,6 +66,14 @@ def test_one_more_number_that_is_read_is_counted(cards: Pools) -> None:
     case = layout_case((2, 1, 2, 1), "flowmoe", "gather", num_layers=1)
     plain, more = (cards(2).run(waits_of_a_step, case, reads) for reads in (False, True))
     assert more == [number + 1 for number in plain]
+
+
+@pytest.mark.slow
+def test_a_batch_of_the_host_travels_without_a_wait(cards: Pools) -> None:
+    """From memory as a loader of data returns it, which copies to a GPU wait for."""
+    case = layout_case((2, 1, 2, 1), "flowmoe", "gather", num_layers=1)
+    there, here = (cards(2).run(waits_of_a_step, case, False, on_host) for on_host in (False, True))
+    assert here == there
 
 
 def two_devices(rank: int) -> tuple[bool, bool, list[float]]:

@@ -339,7 +339,11 @@ class MoELayer(nn.Module):
         """
         assert self.exchange is not None
         z, chosen_E, rows_RM = routed.sums.z, routed.sums.chosen_E.double(), routed.rows_RM
-        here = z.new_tensor(count).double() if tokens.valid_T is None else tokens.valid_T.sum().double()
+        here = (
+            z.new_full((), count, dtype=torch.float64)
+            if tokens.valid_T is None
+            else tokens.valid_T.sum().double()
+        )
         if self.exchange.data_parallel_size == 1:
             return (chosen_E, here), rows_RM
         own_counts = torch.cat([chosen_E, here.view(1)])

@@ -133,11 +133,15 @@ class Samples:
     documents_BL: Tensor | None = None
 
     def to(self, device: torch.device) -> Samples:
-        """Return the samples on a device. What is in pinned memory of the host travels without a wait."""
-        on_gpu = device_of(device).is_gpu  # what comes from one must have come before the host reads it
+        """Return the samples on a device. A GPU gets those of the host without a wait."""
+        there = device_of(device)
 
         def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=on_gpu)
+            travels = there.is_gpu and device_of(tensor).is_cpu and not tensor.is_pinned()
+            # What comes from a GPU must have come before the host reads it.
+            return (
+                there.from_host(tensor, device) if travels else tensor.to(device, non_blocking=there.is_gpu)
+            )
 
         return replace(self._each(moved), ids_B=moved(self.ids_B))
 
