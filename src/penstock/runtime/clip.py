@@ -431,10 +431,11 @@ def _each_norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) 
     for (_, dtype), group in groups.items():
         wide = torch.promote_types(dtype, torch.float32)
         if foreach is False:
-            norms += [torch.linalg.vector_norm(g, order, dtype=wide) for g in group]
+            made = [torch.linalg.vector_norm(g, order, dtype=wide) for g in group]
         else:
-            norms += torch._foreach_norm(group, order, dtype=wide)
-    return [norm.abs().double() for norm in norms]
+            made = list(torch._foreach_norm(group, order, dtype=wide))
+        norms += torch.stack(made).abs().double().unbind()
+    return norms
 
 
 def _values(gradient: Tensor) -> Tensor:

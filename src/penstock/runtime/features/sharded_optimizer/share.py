@@ -137,17 +137,17 @@ class Share:
         begin = run.place - self.pieces[piece].share(self.place).start
         return self.owned(piece).narrow(0, begin, run.length)
 
-    def weights(self, piece: int, run: Run) -> Tensor:
-        """Return the numbers that AdamW changes: the parameter's own, or their copy in float32 if there is
-        one.
+    def weights(self, piece: int) -> list[Tensor]:
+        """Return the numbers of all owned runs that AdamW changes: parameters' own, or copies in float32.
 
-        Where the parameter was changed from outside since the last update, its own numbers replace the copy.
+        Where a parameter was changed from outside since the last update, its own numbers replace the copy.
         """
-        if MASTER not in self.states:
-            return run.values
-        master = self.state(MASTER, piece, run)
-        changed = master.to(self.kind) != run.values
-        return master.copy_(torch.where(changed, run.values.to(self.wide), master))
+        own, lengths = [run.values for run in self.runs[piece]], [run.length for run in self.runs[piece]]
+        if MASTER not in self.states or not own:
+            return own
+        master, values = self.states[MASTER].narrow(0, self.places[piece], sum(lengths)), torch.cat(own)
+        changed = master.to(self.kind) != values
+        return list(master.copy_(torch.where(changed, values.to(self.wide), master)).split(lengths))
 
     def begin(self, *, adds: bool) -> None:
         """Prepare for a backward pass.

@@ -339,18 +339,20 @@ class Updates:
                 assert judged is not None, "clipped updates wait for the norm"
                 mine = share.owned(task.piece)
                 mine.mul_(judged.factor.to(mine.dtype))
+            sums = share.owned(task.piece).to(share.wide).split([run.length for run in runs])
+            owned = list(zip(runs, share.weights(task.piece), sums, strict=True))
             for number, group in enumerate(self.groups):
-                chosen = [run for run in runs if self._group_of.get(id(run.parameter)) == number]
-                if not chosen:
+                of_group = [each for each in owned if self._group_of.get(id(each[0].parameter)) == number]
+                if not of_group:
                     continue
-                weights = [share.weights(task.piece, run) for run in chosen]
+                chosen, weights, gradients = zip(*of_group, strict=True)
                 torch._fused_adamw_(
                     weights,
-                    [share.gradient(task.piece, run).to(share.wide) for run in chosen],
+                    gradients,
                     [share.state(MOMENTS[0], task.piece, run) for run in chosen],
                     [share.state(MOMENTS[1], task.piece, run) for run in chosen],
                     [],
-                    [self.steps[run.parameter] + 1 for run in chosen],
+                    torch._foreach_add([self.steps[run.parameter] for run in chosen], 1),
                     amsgrad=False,
                     lr=group["lr"],
                     beta1=group["betas"][0],
@@ -361,8 +363,7 @@ class Updates:
                     found_inf=refused,
                 )
                 if MASTER in share.states:
-                    for run, master in zip(chosen, weights, strict=True):
-                        run.values.copy_(master)
+                    torch._foreach_copy_([run.values for run in chosen], weights)
 
     def end(self, graph: Graph, loss: Tensor) -> None:
         """End a backward pass: note its sums, or count its updates."""
@@ -395,8 +396,9 @@ class Updates:
             kind, device = share.kind, share.flat.parameters[0].device
             mine = [torch.empty(0, dtype=kind, device=device), *(r.values for r in share.runs[task.piece])]
             everyone = transport.all_gather(torch.cat(mine), piece.sizes, task.axes)
-            for run in share.spread[task.piece]:
-                run.values.copy_(everyone[run.place - piece.start :][: run.length])
+            if spread := share.spread[task.piece]:
+                parts = everyone.split([run.length for run in spread])
+                torch._foreach_copy_([run.values for run in spread], parts)
         self._stale.discard(task.name)
 
     # ---- outside of a step ---------------------------------------------------------------------------------
