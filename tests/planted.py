@@ -115,7 +115,7 @@ FAULTS = (
     ),
     Fault(
         "runtime/features/sharded_optimizer/share.py",
-        "changed = master.to(self.kind) != run.values",
+        "changed = master.to(self.kind) != values",
         "changed = master.to(self.kind) != master.to(self.kind)",
         "weights loaded from outside are overwritten by an old float32 copy",
         "runtime/features/sharded_optimizer",
