@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.apportion import Counts
-from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload, moves, routing_sizes
+from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload, routing_sizes
 from penstock.cost.moves import RowMoves
 from penstock.cost.placed import rank_loads
 from penstock.features.build import build_graph
@@ -278,7 +278,7 @@ def test_rows_by_position_are_worked_out_once_for_all_ranks(monkeypatch: pytest.
         calls.append(replication)
         return rows_by_position(rows_PE, replication, mesh)
 
-    monkeypatch.setattr(moves, "rows_by_position", counted)
+    monkeypatch.setattr("penstock.cost.placed.rows_by_position", counted)
     work = replace(WORK, dispatch="hierarchical_2d")
     shape = replace(SHAPE, replica_slots=1, dispatch=DISPATCHES["hierarchical_2d"].hops)
     counts = counts_of("zipf")

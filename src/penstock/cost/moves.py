@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.apportion import Counts
 from penstock.cost.cluster import ClusterConfig
+from penstock.cost.placed import by_target, received_of
 from penstock.cost.span import even_leg
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
@@ -27,9 +28,8 @@ from penstock.placement import Replication
 from penstock.routing.joined import distinct_rows, num_sets
 from penstock.routing.legs import busier_rows
 from penstock.routing.links import Links
-from penstock.routing.replicas import rows_by_position
 from penstock.routing.routes import RouteMaker, ShardPlace, in_turn
-from penstock.routing.rows import Placed, by_source_and_target
+from penstock.routing.rows import Placed
 from penstock.routing.sizes import Floats
 from penstock.step import StepShape
 
@@ -169,8 +169,7 @@ class RowMoves:
 
     def received(self, task: Task) -> Counts:
         """Return rows that every rank's experts get, [P]: those of all shards, whichever rank brings them."""
-        by_target = self.table(task).sum(axis=(1, 2, 4))
-        return np.repeat(by_target.reshape(-1), self.sizes.etp_size)
+        return received_of(self.table(task), self.sizes)
 
     def busier(self, task: Task) -> Floats:
         """Return rows over every rank's link in its busier direction, as argument of the collective, [P].
@@ -310,12 +309,8 @@ class RowMoves:
         return bool(self._replications) and self._replications[self.column(task)].limit is not None
 
     def _by_target(self, rows_PE: Counts, task: Task) -> Counts:
-        work = self.sizes
-        if not self._replications:  # experts of all layers are placed alike
-            return by_source_and_target(rows_PE, work.placement, work.etp_size)
-        replication = self._replications[self.column(task)]
-        rows_PH, ranks = rows_by_position(rows_PE, replication, work.mesh), replication.placement.ranks
-        return rows_PH.reshape(-1, ranks, work.etp_size, ranks, replication.slots)
+        replication = self._replications[self.column(task)] if self._replications else None
+        return by_target(rows_PE, replication, self.sizes)
 
     @cached_property
     def _dealt(self) -> Counts:

@@ -73,27 +73,32 @@ def received_rows(counts_DBYE: Counts, placed: Placed | None, shape: StepShape, 
     """
     leaving = counts_DBYE if placed is None else placed.leaving(counts_DBYE)
     replications = () if placed is None else placed.replications
-    if not replications:  # pieces need not be told apart
-        rows_PYE = work.cut(shape).rows_in_all(leaving)
-        return np.stack([_received(rows_PYE[:, None, None, y], (), y, work) for y in range(leaving.shape[2])])
-    rows_PRCYE = work.cut(shape).rows(leaving)
-    return np.stack(
-        [_received(rows_PRCYE[..., y, :], replications, y, work) for y in range(leaving.shape[2])]
-    )
-
-
-def _received(rows_PRCE: Counts, replications: tuple[Replication, ...], layer: int, work: Workload) -> Counts:
-    """Return the rows that every rank receives in one layer, [P]; homes share each slice by itself."""
     if replications:
-        replication, pieces = replications[layer], rows_PRCE.reshape(len(rows_PRCE), -1, work.num_experts)
-        expert_slots = [
-            rows_by_position(pieces[:, n], replication, work.mesh) for n in range(pieces.shape[1])
-        ]
-        by_rank = np.sum(expert_slots, axis=0).reshape(
-            -1, work.ep_size * work.etp_size, work.ep_size, replication.slots
-        )
-    else:
-        by_rank = by_source_and_target(rows_PRCE.sum(axis=(1, 2)), work.placement, work.etp_size)
-        by_rank = by_rank.reshape(-1, work.ep_size * work.etp_size, *by_rank.shape[3:])
-    received: Counts = np.repeat(by_rank.sum(axis=(1, 3)).reshape(-1), work.etp_size)
-    return received
+        rows_PRCYE = work.cut(shape).rows(leaving)
+    else:  # pieces need not be told apart
+        rows_PRCYE = work.cut(shape).rows_in_all(leaving)[:, None, None]
+    received = []
+    for layer in range(leaving.shape[2]):
+        replication = replications[layer] if replications else None
+        pieces = rows_PRCYE[..., layer, :].reshape(len(rows_PRCYE), -1, work.num_experts)
+        tables = [by_target(pieces[:, n], replication, work) for n in range(pieces.shape[1])]
+        received.append(received_of(np.sum(tables, axis=0), work))
+    return np.stack(received)
+
+
+def by_target(rows_PE: Counts, replication: Replication | None, work: Workload) -> Counts:
+    """Return rows of one piece by who brings them and who computes them, [G, S, H, T, N]: see
+    `by_source_and_target`.
+
+    Args:
+        replication: The replicas, which share every piece by itself; None = every expert has one home.
+    """
+    if replication is None:
+        return by_source_and_target(rows_PE, work.placement, work.etp_size)
+    rows_PH, ranks = rows_by_position(rows_PE, replication, work.mesh), replication.placement.ranks
+    return rows_PH.reshape(-1, ranks, work.etp_size, ranks, replication.slots)
+
+
+def received_of(table_GSHTN: Counts, work: Workload) -> Counts:
+    """Return rows that every rank's experts get, [P]: those of all shards, whichever rank brings them."""
+    return np.repeat(table_GSHTN.sum(axis=(1, 2, 4)).reshape(-1), work.etp_size)
