@@ -20,9 +20,13 @@ def allowed(case: Case) -> int:
     microbatches = case.schedule.microbatches if "microbatches" in SCHEDULES[case.schedule.name].reads else 1
     known = case.fixed_slots or case.moe.bound_factor is not None
     counts = 0 if known else case.model.num_layers * microbatches
-    # How many rows there are depends on the routing where rows are joined, and on what is no padding.
+    # How many rows there are depends on the routing where rows are joined, and on what is no padding: that
+    # the host is told once; where samples move with it, there are rows for padding, too, and again at home.
     joined = case.moe.dispatch == "node_once" or case.moe.one_copy_per_rank
-    known_late = counts if joined or case.padding else 0
+    known_late = counts if joined else 0
+    if case.padding:
+        shares = min(case.tp_size, 2)  # a rank may need its part of the tokens, and all of its group's
+        known_late += shares * microbatches if case.placer is None else 2 * counts
     return counts + known_late + MORE + (case.moe.bound_factor is not None)
 
 

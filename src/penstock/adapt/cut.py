@@ -262,7 +262,7 @@ class CutGate(Router):
             z=x_TM.new_zeros(()),
             logits_TE=caught.logits_TE if caught.routers == "handed_out" else None,
         )
-        return TokenChoice(chosen_Tk, caught.weights_Tk, sums, masked=tokens.valid_T is not None)
+        return TokenChoice(chosen_Tk, caught.weights_Tk, sums, masked=tokens.masked)
 
 
 def _without_padding(experts_Tk: Tensor, tokens: Tokens) -> Tensor:

@@ -417,6 +417,7 @@ class ResidualRows(OwnTokens):
             choice,
             experts_Tk=torch.where(valid_T1, choice.experts_Tk, carrier_1k),
             weights=choice.weights.masked_fill(~valid_T1, 0),
+            masked=True,
         )
 
     def rows(self, permutation: Permutation, x_TM: Tensor, choice: Choice, plan: PermutationPlan) -> Tensor:

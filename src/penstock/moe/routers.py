@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -61,6 +62,10 @@ class RouterSums:
         return self.chosen_BE.sum(dim=0)
 
 
+Masked = bool | Callable[[], np.ndarray[Any, Any]]
+"""Whether tokens may go to no expert, or what returns, on the host, whether each of them goes to some."""
+
+
 @dataclass(frozen=True)
 class TokenChoice:
     """The choice of a gate where every token names its k experts.
@@ -68,7 +73,7 @@ class TokenChoice:
     Attributes:
         experts_Tk: The experts of every token, int64, best first; -1 throughout for padding.
         weights: The weights of these experts, [T, k], in the gate's precision, differentiable.
-        masked: Whether any -1 can occur.
+        masked: Whether any -1 can occur; where padding alone has them, what tells which tokens are none.
         most: The number of tokens that a fixed number of slots is made for; None: T.
         inseparable: The length of the runs of consecutive tokens that no chunk splits.
     """
@@ -76,7 +81,7 @@ class TokenChoice:
     experts_Tk: Tensor
     weights: Tensor
     sums: RouterSums
-    masked: bool = False
+    masked: Masked = False
     most: int | None = None
     inseparable: int = 1
 
@@ -165,6 +170,7 @@ class Tokens:
         samples: The number of samples, possibly 0.
         keys: The keys of random noise; None: it is drawn from PyTorch's own generator.
         valid_T: bool, False for padding, which goes to no expert and is not counted; None: all are valid.
+        valid_here: Returns the same on the host, without a wait for what was issued since the step began.
         most: The tokens of the rank that has most, where ranks have different numbers of tokens and equal
             numbers of slots; None: all ranks have equally many.
         stay_whole: Whether chunks are made of whole samples.
@@ -174,9 +180,15 @@ class Tokens:
     samples: int = 1
     keys: SampleKeys | None = None
     valid_T: Tensor | None = None
+    valid_here: Callable[[], np.ndarray[Any, Any]] | None = None
     most: int | None = None
     stay_whole: bool = False
     clean: bool = False
+
+    @property
+    def masked(self) -> Masked:
+        """What a choice says that sends padding, and nothing else, to no expert."""
+        return self.valid_here or self.valid_T is not None
 
     def inseparable(self, tokens: int) -> int:
         """Return the number of consecutive tokens, of `tokens`, that no chunk splits."""
@@ -345,7 +357,7 @@ class TokenRouter(Router):
             probability_BE=sum_by_sample(self.probabilities(scores_TE), tokens),
             z=sum_z(logits_TE, tokens),
         )
-        return TokenChoice(experts_Tk, weights_Tk, sums, masked=tokens.valid_T is not None)
+        return TokenChoice(experts_Tk, weights_Tk, sums, masked=tokens.masked)
 
 
 def linear_weight(rows: int, columns: int) -> nn.Parameter:

@@ -10,7 +10,7 @@ Shapes: B samples of this rank, L tokens per sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -24,6 +24,7 @@ from penstock.mesh import Group
 from penstock.moe import SampleKeys, Tokens
 from penstock.routing.sizes import split_sizes
 from penstock.runtime.parts import ModelParts
+from penstock.runtime.transport import HostCounts
 from penstock.topology import Control, Layout
 
 
@@ -45,15 +46,21 @@ class SampleMetadata:
     valid_BL: Tensor | None = None
     longest: int | None = None
     stay_whole: bool = False
+    _valid_here: HostCounts | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.valid_BL is not None:  # before tasks are issued, for which reading it would wait
+            object.__setattr__(self, "_valid_here", HostCounts(self.valid_BL.flatten()))
 
     @cached_property
     def info(self) -> Tokens:
         """What an MoE layer must know of the samples, the same for every layer."""
-        samples = len(self.labels_BL)
+        samples, here = len(self.labels_BL), self._valid_here
         return Tokens(
             samples=samples,
             keys=self.keys,
             valid_T=None if self.valid_BL is None else self.valid_BL.flatten(),
+            valid_here=None if here is None else lambda: here.numbers,
             most=None if self.longest is None else samples * self.longest,
             stay_whole=self.stay_whole,
         )

@@ -25,7 +25,7 @@ from penstock.moe.permute.sort import (
     histogram,
     stable_argsort,
 )
-from penstock.moe.routers import Choice, ExpertChoice, TokenChoice
+from penstock.moe.routers import Choice, ExpertChoice, Masked, TokenChoice
 from penstock.routing.sizes import capacity_slots, split_sizes
 
 # ---- the index permutation (Tutel, Hwang et al. 2023): slots are found by index, not by products with masks
@@ -154,7 +154,7 @@ class BoundedPermutation(SortPermutation):
         finally:
             self._bounds = before
 
-    def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: bool) -> PermutationPlan:
+    def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: Masked) -> PermutationPlan:
         if self._bounds is not None:
             return self._bounds.plan(positions_Tk, len(sizes))
         counted = super().arrange(positions_Tk, sizes, masked=masked)

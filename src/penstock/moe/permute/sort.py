@@ -18,6 +18,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +27,7 @@ from penstock.apportion import Counts
 from penstock.device import device_of
 from penstock.moe.config import ChoiceKind
 from penstock.moe.products import Compute, Product, reordered
-from penstock.moe.routers import Choice, TokenChoice, chunk_tokens
+from penstock.moe.routers import Choice, Masked, TokenChoice, chunk_tokens
 from penstock.routing.routes import ChunkRoute
 
 # ---- sums over bags ----------------------------------------------------------------------------------------
@@ -431,19 +432,24 @@ class SortPermutation(RowOrder):
         sizes = chunk_tokens(len(choice.experts_Tk), chunks, choice.inseparable)
         return self.arrange(choice.experts_Tk, sizes, masked=choice.masked)
 
-    def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: bool) -> PermutationPlan:
+    def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: Masked) -> PermutationPlan:
         """Make the plan from the positions alone.
 
         Args:
             sizes: Tokens of every chunk.
-            masked: Whether any is -1.
+            masked: Whether any is -1, as a choice says it.
         """
         tokens, choices = positions_Tk.shape
         chunks = len(sizes)
         bin_Tk = bins(positions_Tk, sizes, self.num_experts)
         counts_CE = histogram(bin_Tk.flatten(), chunks * self.num_experts + 1)[:-1].view(chunks, -1)
-        # Padding has no rows. Device-to-host sync: how many rows there are depends on the mask.
-        rows = counts_CE.sum(dim=1).cpu().tolist() if masked else [size * choices for size in sizes]
+        if callable(masked):  # padding has no rows
+            parts = np.split(masked(), [*accumulate(sizes[:-1])])
+            rows = [choices * int(part.sum()) for part in parts]
+        elif masked:  # Device-to-host sync: how many rows there are depends on the choice.
+            rows = counts_CE.sum(dim=1).cpu().tolist()
+        else:
+            rows = [size * choices for size in sizes]
         return PermutationPlan(
             tokens, tuple(rows), counts_CE, None, sorted_rows(bin_Tk, chunks * self.num_experts, sum(rows))
         )
