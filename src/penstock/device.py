@@ -64,6 +64,8 @@ class Event(Protocol):
 class Stream(Protocol):
     """A queue of work on a device. Work in one stream runs in order, work in several at the same time."""
 
+    def __hash__(self) -> int: ...
+
     def wait_event(self, event: Event, /) -> None:
         """Let all later work of this stream wait for the event, and not the host."""
         ...

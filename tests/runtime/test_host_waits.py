@@ -17,6 +17,7 @@ import torch
 from penstock.device import Stream, using
 from penstock.graph import Task
 from penstock.ops import OPS, Op
+from penstock.runtime.features.expert_sharding import _turn
 from tests.support.card import OPERATIONS, Card, CardDevice, counted, install
 from tests.support.layouts import Layout, layout_case
 from tests.support.parity import Case, batch_of, stack_of
@@ -94,6 +95,26 @@ def two_devices(rank: int) -> tuple[bool, bool, list[float]]:
 def test_tensors_of_two_devices_do_not_meet(cards: Pools) -> None:
     """A number alone may come from the host."""
     assert cards(1).run(two_devices) == [(True, True, [2, 2, 2])]
+
+
+class OtherStreams(CardDevice):
+    """Every time it is asked, another stream is the current one."""
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.new_stream(device, "other")
+
+
+def turns_by_stream(rank: int, streams: bool) -> bool:
+    """Whether numbers that one stream has copied are given to the next, too."""
+    del rank
+    with using(OtherStreams() if streams else CardDevice()):
+        first, second = (_turn((2, 3), 0, 2, install()) for _ in range(2))
+    return first is second
+
+
+@pytest.mark.slow
+def test_numbers_that_are_kept_belong_to_one_stream(cards: Pools) -> None:
+    assert [cards(1).run(turns_by_stream, streams)[0] for streams in (False, True)] == [True, False]
 
 
 # ---- operations of tasks -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.device import on_device
+from penstock.device import Gpu, Stream, device_of, on_device
 from penstock.graph import Phase, Task
 from penstock.moe.hooks import scaled_by
 from penstock.ops import Op
@@ -143,9 +143,20 @@ def gather_dealt(context: StepContext, task: Task, rows: Slices, shares: Sequenc
     )
 
 
-@lru_cache(maxsize=256)  # with fixed slots counts are always the same, and a copy makes the host wait
 def _turn(counts: tuple[int, ...], turn: int, dealt: int, device: torch.device) -> Tensor:
     """Return the rows that are dealt in one turn. counts: rows of every expert."""
+    here = device_of(device)
+    # Another stream might read the numbers before this one has copied them, or after it has freed them.
+    return _turn_in(
+        here.current_stream(device) if isinstance(here, Gpu) else None, counts, turn, dealt, device
+    )
+
+
+@lru_cache(maxsize=256)  # with fixed slots counts are always the same
+def _turn_in(
+    stream: Stream | None, counts: tuple[int, ...], turn: int, dealt: int, device: torch.device
+) -> Tensor:
+    del stream
     ends = np.cumsum(counts)
     starts = ends - np.asarray(counts)
     found = np.concatenate([np.arange(s + turn, e, dealt) for s, e in zip(starts, ends, strict=True)])
