@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import penstock
+from penstock.adapt.passes import Spread
+from penstock.moe.permute.sort import SortPermutation
 from tests.adapt.stopped import STOPS
 from tests.support.adapted import Batch, check_grads, small
 from tests.support.forked import run_forked
@@ -213,26 +215,79 @@ def test_all_ranks_raise_where_one_fails_and_go_on_afterwards(ranks: Pools) -> N
     assert second == ["IndexError", "KeyError", "KeyError", *memory, *["ValueError"] * 3]
 
 
-def judge_without_memory(rank: int, layout: dict[str, Any]) -> list[str]:
-    """What passes say of which experts of the second rank, then those of both find no memory at first."""
-    model = penstock.parallelize(small("mixtral"), plan="flowmoe", **layout).eval()
-    given = Batch().inputs(2 * rank, 2 * rank + 2)["input_ids"]
+@contextmanager
+def failing(owner: Any, name: str, fails: bool) -> Iterator[None]:
+    """Inside, this function finds no memory when it is called first, if it is to fail."""
+    plain, calls = getattr(owner, name), count()
+
+    def call(*given: Any, **named: Any) -> Any:
+        if fails and not next(calls):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return plain(*given, **named)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def judge_without_memory(rank: int, layout: dict[str, Any], where: str) -> list[str]:
+    """What passes say where the second rank, then all find no memory at first: among experts or at home."""
+    sizes: dict[str, Any] = {"num_key_value_heads": 4, "vocab_size": 64}
+    model = penstock.parallelize(small("mixtral", **sizes), plan="flowmoe", **layout).eval()
+    place = rank // layout.get("tp_size", 1)
+    given = Batch().inputs(2 * place, 2 * place + 2)["input_ids"]
     said = []
     for fails in (rank == 1, True):
-        with failing_experts(model, 0 if fails else -1), pytest.raises(RuntimeError) as caught:
+        home = failing(SortPermutation, "unpermute", fails)
+        broken = home if where == "home" else failing_experts(model, 0 if fails else -1)
+        with broken, pytest.raises(RuntimeError) as caught:
             model(given)
         said.append(f"{type(caught.value).__name__}: {caught.value}")
-    assert torch.allclose(model(given).logits, small("mixtral").eval()(given).logits, atol=1e-5)
+    wanted = small("mixtral", **sizes).eval()(given).logits
+    assert torch.allclose(model(given).logits, wanted, atol=1e-5)
     return said
 
 
-@pytest.mark.parametrize("layout", [{"ep_size": 2}, {"etp_size": 2}], ids=str)
-def test_experts_without_memory_are_named_to_all(ranks: Pools, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "where"),
+    [
+        ({"ep_size": 2}, "experts"),
+        ({"ep_size": 2}, "home"),
+        ({"etp_size": 2}, "experts"),
+        ({"etp_size": 2}, "home"),
+        ({"tp_size": 4, "ep_size": 2}, "experts"),  # attention hands numbers on beyond ranks that meet
+    ],
+    ids=str,
+)
+def test_ranks_without_memory_are_named_to_all(ranks: Pools, layout: dict[str, Any], where: str) -> None:
     """And all may try a smaller batch: loops look for the words of torch."""
-    first, second = ranks(2).run(judge_without_memory, layout)
     own = "OutOfMemoryError: CUDA out of memory."
-    assert first == [f"OtherRankError: experts could not compute on rank 1: {own}", own]
-    assert second == [own, own]
+    for rank, said in enumerate(ranks(layout.get("tp_size", 2)).run(judge_without_memory, layout, where)):
+        other = f"OtherRankError: experts could not compute on rank 1: {own}"
+        assert said == [own if rank == 1 else other, own]
+
+
+def go_on_after_half_a_meeting(rank: int) -> list[str]:
+    """What is said of a pass, of writing and of a step after a meeting that rows never left."""
+    model = penstock.parallelize(small("mixtral"), plan="flowmoe").eval()
+    batch = Batch().inputs(2 * rank, 2 * rank + 2)
+    with failing(Spread, "_exchange", True), pytest.raises(torch.OutOfMemoryError):
+        model(batch["input_ids"])
+    said = []
+    for call in (lambda: model(batch["input_ids"]), lambda: model.generate(prompts(1), max_new_tokens=2)):
+        with pytest.raises(RuntimeError, match=r"OutOfMemoryError.*exchange nothing more") as caught:
+            call()
+        said.append(type(caught.value).__name__)
+    with pytest.raises(RuntimeError, match="exchange nothing more") as caught:
+        model.train()(**batch)
+    return [*said, type(caught.value).__name__]
+
+
+def test_a_rank_that_left_a_meeting_half_way_exchanges_nothing_more(ranks: Pools) -> None:
+    """Others might take what it sends next for what they still wait for."""
+    assert ranks(2).run(go_on_after_half_a_meeting) == [["RuntimeError"] * 3] * 2
 
 
 @pytest.mark.slow

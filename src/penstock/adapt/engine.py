@@ -258,6 +258,7 @@ class Engine:
     ) -> None:
         """Make ready for a training step. weight: of the balance loss."""
         check_no_transform()
+        self.passes.check_whole()
         stack = self.stack
         stack.training = True
         check_unchanged(self.decoder, balances=given.inputs.routers != "unused")

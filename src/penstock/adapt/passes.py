@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import lcm
 from typing import Any, Self, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from penstock.runtime.consistency import UNTRAINED, Turns
 from penstock.runtime.step import check_no_transform
 from penstock.runtime.transport import Later, exchange_counts, send_home, send_out, to_host
 from penstock.topology import Control
-from penstock.topology.faults import MOST_REASON, give_up
+from penstock.topology.faults import MOST_REASON, give_up, reason
 
 T = TypeVar("T")
 
@@ -52,7 +53,8 @@ class Passes:
         self._control, self._turns = control, turns
         self.meetings: list[Spread] = []
         self._next: int | None = None  # the meeting that comes next in the running pass; None: there is none
-        self._generates = self._broken = False
+        self._generates = False
+        self._broken: BaseException | None = None  # by which a meeting ended half-way
         self._failure: Exception | None = None  # for which this rank's experts could not compute in the pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -149,11 +151,21 @@ class Passes:
             self._failure = self._failure or error
             return instead
 
+    def check_whole(self) -> None:
+        """Raise RuntimeError after a meeting that failed half-way: other ranks might take what comes next
+        for what they still wait for.
+        """
+        if self._broken is not None:
+            raise RuntimeError(
+                "a pass without gradients has failed while ranks exchanged rows "
+                f"({type(self._broken).__name__}: {reason(self._broken)}), and others may still wait there: "
+                "this rank can exchange nothing more. End the program and start again"
+            ) from self._broken
+
     def _begin(self) -> None:
-        """Begin passes; after a meeting that failed only if all ranks do, which might still wait in it."""
-        if self._broken:
-            self._control.barrier("going on after a meeting that failed")
-            self._broken = False
+        """Begin passes."""
+        self.check_whole()
+        self._failure = None
         self._turns.begin(UNTRAINED)
 
     def _judge(self) -> None:
@@ -161,7 +173,9 @@ class Passes:
         failure, self._failure = self._failure, None
         said = ""
         if not (self._generates or self._broken):
-            said = self.meetings[-1].told("" if failure is None else f"{type(failure).__name__}: {failure}")
+            text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            with self._whole():
+                said = self.meetings[-1].told(text, of_model=self._next is not None)
         if failure is not None:
             raise failure
         if said:
@@ -188,8 +202,8 @@ class Passes:
         """Note a meeting that fails: what comes after it on other ranks is not known."""
         try:
             yield
-        except BaseException:
-            self._broken = True
+        except BaseException as error:
+            self._broken = error
             raise
 
 
@@ -294,7 +308,8 @@ class Spread:
         rows_RM = self._passes.computed(partial(self._moe.expert_rows, rows_RM, route), rows_RM)
         for leg in reversed(route.legs):
             rows_RM = self._exchange(partial(send_home, rows_RM, leg, transport))
-        return order.unpermute(rows_RM, weights_Tk, plan)
+        received_RM = rows_RM
+        return self._passes.computed(lambda: order.unpermute(received_RM, weights_Tk, plan), x_TM)
 
     def _exchange(self, work: Callable[[], T]) -> T:
         return self._machinery.exchange(PURPOSE, work)
@@ -303,24 +318,36 @@ class Spread:
         """Wait until what was exchanged can be read."""
         self._machinery.settle(PURPOSE)
 
-    def told(self, text: str) -> str:
-        """Return which rank of those that meet has a text, and the text; "" where none has. All call it."""
+    def told(self, text: str, *, of_model: bool) -> str:
+        """Return which rank of those that meet has a text, and the text; "" where none has. All call it.
+
+        Args:
+            of_model: Whether the whole model ran, whose attention hands numbers on to ranks that share it.
+        """
         rank = self._machinery.layout.rank
-        (teller,) = self._largest([rank + 1 if text else 0])
+        (teller,) = self._largest([rank + 1 if text else 0], of_model)
         if not teller:
             return ""
         own = text.encode()[:MOST_REASON] if teller == rank + 1 else b""
-        said = bytes(self._largest(list(own.ljust(MOST_REASON, b"\0")))).rstrip(b"\0")
+        said = bytes(self._largest(list(own.ljust(MOST_REASON, b"\0")), of_model)).rstrip(b"\0")
         return f"rank {teller - 1}: {said.decode(errors='ignore')}"
 
-    def _largest(self, numbers: list[int]) -> list[int]:
+    def _largest(self, numbers: list[int], of_model: bool) -> list[int]:
         """Return, for every entry, the largest number of any rank of those that meet."""
-        machinery = self._machinery
+        machinery, layout = self._machinery, self._machinery.layout
         numbers_X = on_device(numbers, machinery.device)
+        groups = [(Lane.INTER, Group.EXPERT), (Lane.INTER, Group.SHARDS)]
+        times = 1
+        if of_model and layout.tp_size > 1:
+            groups.append((Lane.INTRA, Group.TENSOR))
+            sizes = layout.tp_size, layout.ep_size * layout.etp_size
+            times = lcm(*sizes) // max(
+                sizes
+            )  # from rank to rank, where neither kind of group holds the other
 
         def exchange() -> list[int]:
-            for group in (Group.EXPERT, Group.SHARDS):
-                machinery.transports.of(Lane.INTER, group).maximum(numbers_X, group)
+            for lane, group in groups * times:
+                machinery.transports.of(lane, group).maximum(numbers_X, group)
             largest: list[int] = Later.of(to_host(numbers_X)).tolist()
             return largest
 
