@@ -296,7 +296,7 @@ ALL = [
 """More pairs of the same families and layouts, for `make soak`."""
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("first", "then"), [*CASES, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in ALL)], ids=str
 )

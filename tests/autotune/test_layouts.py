@@ -194,7 +194,7 @@ def go_on(ranks: Pools, folder: Path, named: tuple[str, ...], kept: LayoutSizes)
     assert [each.step for each in read_metrics(folder / "run" / "metrics.jsonl")] == list(range(1, 11))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_ranks_measure_and_agree(ranks: Pools, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "run", 2)
     first, second = run(ranks, folder, "plan.profile_s=0.2", "data.batch_per_device=8", world_size=2)

@@ -77,6 +77,24 @@ def test_a_batch_of_the_host_travels_without_a_wait(cards: Pools) -> None:
     assert here == there
 
 
+def waits_of_the_second_step(rank: int, case: Case) -> int:
+    return sum(carded_steps(rank, case, RandomReplicas(slots=0, steps=2)).waits[1].values())
+
+
+@pytest.mark.slow
+def test_padding_makes_the_host_wait_no_more_often_for_more_layers(cards: Pools) -> None:
+    """Also where ranks share the tokens of a sample, and each needs its own part of the mask."""
+    more = []
+    for padding in (False, True):
+        cases = [
+            layout_case((2, 2, 2, 1), "flowmoe", "gather", num_layers=layers, padding=padding)
+            for layers in (2, 4)
+        ]
+        few, many = (cards(2).run(waits_of_the_second_step, case) for case in cases)
+        more.append([after - before for before, after in zip(few, many, strict=True)])
+    assert more[0] == more[1]
+
+
 def two_devices(rank: int) -> tuple[bool, bool, list[float]]:
     """Whether tensors of both are refused, and numpy() of one; and a sum with a number of the host."""
     del rank

@@ -184,14 +184,16 @@ def test_a_rank_waits_for_the_oldest_of_what_its_device_has_not_done(monkeypatch
     """That counts from when all before it was done: the host may be far ahead of a device that works."""
     now_s, done, activity = [0.0], [False, False, False], Activity()
     monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    activity.begin("device", "device")
+    for lane in ("inter", "device"):  # a task of a lane that reads what its device will have made
+        activity.begin(lane, "L0.D.m0.c0.F")
     for place in range(len(done)):
         activity.issued(partial(done.__getitem__, place))
     for now_s[0], ended, before_s in [(50.0, 1, 50.0), (90.0, 0, 40.0), (100.0, 2, 50.0), (150.0, 0, 50.0)]:
         assert activity.waited_s == before_s
         done[: sum(done) + ended] = [True] * (sum(done) + ended)
         assert activity.waited_s == (0 if ended else before_s)
-    activity.end("device")
+    for lane in ("inter", "device"):
+        activity.end(lane)
     assert activity.waited_s == 0
 
 

@@ -426,8 +426,12 @@ class StepContext:
 
     def metadata_of(self, task: Task, inputs: Inputs) -> SampleMetadata:
         """Return a task's samples, as far as it has their tokens: this rank's tokens, or all of them."""
-        metadata = self.moved_metadata(task, inputs)
-        return metadata.part(self.tensor.rank, self.tensor.size) if task.cut.token_shards > 1 else metadata
+        if task.cut.token_shards == 1:
+            return self.moved_metadata(task, inputs)
+        assert task.microbatch is not None, task
+        moved: SampleMetadata | None = inputs.maybe("metadata")
+        known = self.part.metadata[task.microbatch]  # whose copies for the host began before the first task
+        return known if moved is None else moved.part(self.tensor.rank, self.tensor.size)
 
     def moved_metadata(self, task: Task, inputs: Inputs) -> SampleMetadata:
         """Return a task's samples with all their tokens.

@@ -144,15 +144,12 @@ class Activity:
 
         The host may be minutes ahead of a device that works, so that counts from when all before was done.
         """
-        now = dict(self._now)
+        begun = [since_s for lane, (_, since_s) in dict(self._now).items() if lane in EXCHANGES]
         with self._asking:
             self._forget_done()
-            of_device = [since_s for _, since_s in islice(self._issued, 1)]
-            of_device += [now.pop("device")[1]] if "device" in now else []
-            begun = [max(since_s, self._done_s) for since_s in of_device]
-        begun += [since_s for lane, (_, since_s) in now.items() if lane in EXCHANGES]
-        now_s = time.monotonic()
-        return now_s - min(begun, default=now_s)
+            begun += [since_s for _, since_s in islice(self._issued, 1)]
+            now_s, done_s = time.monotonic(), self._done_s
+        return now_s - max(done_s, min(begun)) if begun else 0.0
 
     def begin_step(self) -> None:
         """Forget earlier failures when a step begins: they were caught, and do not explain a later end."""

@@ -147,7 +147,7 @@ class Share:
             return own
         master, values = self.states[MASTER].narrow(0, self.places[piece], sum(lengths)), torch.cat(own)
         changed = master.to(self.kind) != values
-        return list(master.copy_(torch.where(changed, values.to(self.wide), master)).split(lengths))
+        return list(torch.where(changed, values, master, out=master).split(lengths))
 
     def begin(self, *, adds: bool) -> None:
         """Prepare for a backward pass.

@@ -339,8 +339,9 @@ class Updates:
                 assert judged is not None, "clipped updates wait for the norm"
                 mine = share.owned(task.piece)
                 mine.mul_(judged.factor.to(mine.dtype))
+            known = share.weights(task.piece)  # first: each needs memory for a while
             sums = share.owned(task.piece).to(share.wide).split([run.length for run in runs])
-            owned = list(zip(runs, share.weights(task.piece), sums, strict=True))
+            owned = list(zip(runs, known, sums, strict=True))
             for number, group in enumerate(self.groups):
                 of_group = [each for each in owned if self._group_of.get(id(each[0].parameter)) == number]
                 if not of_group:
