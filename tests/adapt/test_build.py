@@ -111,9 +111,9 @@ def adapt_experts(rank: int, world: int) -> list[str]:
     return said
 
 
-def normed(path: str, name: str = "weight", **changes: Any) -> Any:
+def normed(path: str, name: str = "weight", family: str = "qwen3_moe", **changes: Any) -> Any:
     """A model of which one weight is computed from another one of its shape."""
-    model = small("qwen3_moe", **changes)
+    model = small(family, **changes)
     torch.manual_seed(3)
     spectral_norm(model.get_submodule(path), name)
     return model
@@ -127,6 +127,9 @@ def step_with_a_norm(rank: int, world: int) -> None:
     check_grads(model, wanted, rank)
     with pytest.raises(ValueError, match="down_proj of ParametrizedQwen3MoeExperts"):
         penstock.parallelize(normed("model.layers.1.mlp.experts", "down_proj"), ep_size=world)
+    with pytest.raises(ValueError, match="w1 of ParametrizedDbrxExpertGLU"):
+        inside = "transformer.blocks.1.ffn.experts.mlp"
+        penstock.parallelize(normed(inside, "w1", "dbrx"), ep_size=world)
 
 
 def test_weights_that_are_computed_from_others_are_right_or_refused(ranks: Pools) -> None:

@@ -420,10 +420,10 @@ class Shares(KeptWhole):
     ) -> None:
         super().__init__()
         cut, place, ranks = len(held) < num_experts, held[0] // len(held), num_experts // len(held)
-        for core in map(core_of, modules):
-            if cut and is_parametrized(core):
+        for module in (each for experts in modules for each in core_of(experts).modules()):
+            if cut and is_parametrized(module):
                 raise ValueError(
-                    f"{', '.join(core.parametrizations)} of {type(core).__name__} is computed by a "
+                    f"{', '.join(module.parametrizations)} of {type(module).__name__} is computed by a "
                     "parametrization, which may be one of all experts together, as spectral_norm is: leave "
                     "it out where ranks have different experts, or use ep_size=1"
                 )
