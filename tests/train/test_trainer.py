@@ -340,13 +340,19 @@ def test_a_record_that_cannot_be_continued_is_refused(tmp_path: Path, damage: st
         record.unlink()
         record.mkdir()
         words = "is a folder, not a file"
-    config = (tmp_path / "run" / "config.toml").read_bytes()
+    kept = [tmp_path / "run" / name for name in ("config.toml", "summary.json")]
+    before = [path.read_bytes() for path in kept]
     with pytest.raises(ConfigError, match=words) as caught:
         run(tmp_path, "train.resume=true", "train.steps=7")
     assert str(record) in str(caught.value)
-    assert (tmp_path / "run" / "config.toml").read_bytes() == config
+    assert [path.read_bytes() for path in kept] == before
     if damage == "line":
         record.write_text(text)
+        kept[1].unlink()
+        kept[1].mkdir()
+        with pytest.raises(OutputError, match=r"summary\.json cannot be written"):
+            run(tmp_path, "train.resume=true", "train.steps=7")
+        kept[1].rmdir()
         assert run(tmp_path, "train.resume=true", "train.steps=7").steps == 7
 
 

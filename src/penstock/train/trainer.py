@@ -409,7 +409,6 @@ class Trainer:
         def prepare() -> None:
             # What cannot be read is refused first: opening cuts records off where this run goes on.
             config_of(output.dir)
-            (output.dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier start, which was stopped
             experts = self.config.moe.num_experts
             self.loads = LoadBook.resumed(output.dir, first, self.moe_layers, experts)
             self.writer = closing.enter_context(MetricsWriter())
@@ -429,6 +428,9 @@ class Trainer:
                 logger.info(f"output.{setting} {needs(module)} and is left out. {install(module)}")
         if output.routing:
             self.control.agreed(prepare_routing, "opening the record of routing")
+        if self.leader:  # nothing refuses this start any more
+            with written(summary := output.dir / SUMMARY_FILE):
+                summary.unlink(missing_ok=True)  # of an earlier start, which was stopped
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
