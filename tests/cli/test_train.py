@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -278,11 +278,21 @@ def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint(tmp_path: Path
     ]
 
 
-def test_a_complete_run_that_is_started_again_says_so_once(pair_run: Whole) -> None:
-    again = ("--json", "train.checkpoint_every=18", "train.resume=auto")
+@pytest.mark.parametrize("left", ["complete", "stopped", "of more steps", "none"])
+def test_a_complete_run_that_is_started_again_says_so_once(
+    pair_run: Whole, tmp_path: Path, left: str
+) -> None:
+    folder, known = tmp_path / "run", {"checkpoint": str(tmp_path / "run" / "checkpoints" / "step-00000020")}
+    shutil.copytree(pair_run.folder, folder)
+    summary = RunSummary.read(folder / "summary.json")
+    replace(summary, interrupted=left == "stopped", steps=21 if left == "of more steps" else 20).save(folder)
+    if left == "none":
+        (folder / "summary.json").unlink()
+    again = ("--json", "train.checkpoint_every=18", "train.resume=auto", f"output.dir={folder}")
     done = run_forked(2, "train", pair_run.folder.parent / "tiny.toml", *again)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == pair_run.found
+    least = {"steps": 20, "interrupted": False, "outputs": known}
+    assert json.loads(done.stdout) == (pair_run.found if left in ("complete", "stopped") else least)
     assert done.stderr.count("step-00000020") == 1
 
 

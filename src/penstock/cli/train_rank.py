@@ -6,6 +6,8 @@ import json
 import logging
 import traceback
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 from penstock.autotune import Autotuner
 from penstock.checkpoint.storage import CheckpointError
@@ -58,7 +60,7 @@ class _Rank:
     def __init__(self, config: RunConfig, info: ProcessInfo, log: RankLog) -> None:
         self._config, self._info, self._log = config, info, log
         self._trainer: Trainer | None = None
-        self._earlier: RunSummary | None = None
+        self._complete: RunCompleteError | None = None
         self._left = Left(config)
 
     def code(self, json_wanted: bool) -> int:
@@ -68,19 +70,23 @@ class _Rank:
             code = self._train()
             STOPS.finish(code)
         except KeyboardInterrupt:
-            if self._summary is None:
+            if self._summary is None and self._complete is None:
                 return STOPS.stopped()
             code = 0  # the stop came too late to change anything
             STOPS.finish(code)
         if code == 0:
             leave()
-        if code == 0 and self._info.rank == 0 and self._summary is not None:
-            _print_summary(self._summary, json_wanted)
+        if code == 0 and self._info.rank == 0:
+            if self._complete is not None:
+                _print_complete(self._complete, self._config.output.dir, json_wanted)
+            else:
+                assert self._summary is not None, "the run has ended"
+                _print_summary(self._summary, json_wanted)
         return code
 
     @property
     def _summary(self) -> RunSummary | None:
-        return self._earlier if self._trainer is None else self._trainer.summary
+        return None if self._trainer is None else self._trainer.summary
 
     def _left_now(self) -> str:
         began = self._trainer is not None and self._trainer.began
@@ -105,8 +111,7 @@ class _Rank:
             self._trainer.run()
         except RunCompleteError as complete:
             logger.info(f"the run is complete: {complete}")
-            with suppress(ConfigError):  # there is none if the start that did the last step was killed then
-                self._earlier = RunSummary.read(config.output.dir / SUMMARY_FILE)
+            self._complete = complete
         except (ConfigError, RefusalError) as error:
             return refused(error)
         except EXPECTED as error:
@@ -148,3 +153,16 @@ def _print_summary(summary: RunSummary, json_wanted: bool) -> None:
     text = summary.to_text(terminal_width())
     logger.debug(f"summary\n{text}{summary.details()}")  # what follows is for the terminal
     print(json.dumps(summary.to_dict()) if json_wanted else "\n" + text, flush=True)
+
+
+def _print_complete(run: RunCompleteError, folder: Path, json_wanted: bool) -> None:
+    """Print what the start that did the last step has left, or else, as JSON, what is known without that."""
+    summary: RunSummary | None = None
+    with suppress(ConfigError):  # there is none if that start was killed then
+        summary = RunSummary.read(folder / SUMMARY_FILE)
+    if summary is not None and summary.steps == run.steps:
+        # One that was stopped at this step is complete where no more are wanted.
+        _print_summary(replace(summary, interrupted=False), json_wanted)
+    elif json_wanted:
+        known = {"steps": run.steps, "interrupted": False, "outputs": {"checkpoint": str(run.path)}}
+        print(json.dumps(known), flush=True)

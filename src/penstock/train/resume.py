@@ -119,7 +119,17 @@ logger = logging.getLogger(__name__)
 
 
 class RunCompleteError(RuntimeError):
-    """The run that is to be continued has done all its steps, which is no failure. Raised on all ranks."""
+    """The run that is to be continued has done all its steps, which is no failure. Raised on all ranks.
+
+    Attributes:
+        steps: How many steps these are.
+        path: The checkpoint of the last one.
+    """
+
+    def __init__(self, steps: int, path: Path) -> None:
+        more = f"set train.steps to more than {steps} to train further"
+        super().__init__(f"step {steps} of {steps} is done and saved in {path}; {more}")
+        self.steps, self.path = steps, path
 
 
 def checkpoints_folder(config: RunConfig) -> Path:
@@ -210,8 +220,7 @@ def _newest_whole(
             if differences:
                 logger.info(f"changed since {path.name}: {'; '.join(differences)}")
         if done == steps:
-            more = f"set train.steps to more than {done} to train further"
-            raise RunCompleteError(f"step {done} of {steps} is done and saved in {path}; {more}")
+            raise RunCompleteError(steps, path)
         return Resumption(path=path, record=record, older=candidates[number + 1 :], damaged=damaged)
     folder = checkpoints_folder(config)
     why = f"none of the checkpoints in {folder} can be used ({', '.join(path.name for path in damaged)})"
