@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -223,12 +223,35 @@ def test_what_helps_ranks_that_gloo_does_not_connect(error: str, told: str) -> N
     assert [each for each in ("ulimit -n", "GLOO_SOCKET_IFNAME") if each in said] == [told]
 
 
-@pytest.mark.parametrize(("files", "ranks", "enough"), [(20, 2, False), (20, 1, True), (64, 8, True)])
-def test_a_limit_of_open_files_that_no_step_keeps_is_refused(files: int, ranks: int, enough: bool) -> None:
-    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, usual[1]))
+def files_of_a_rank(soft: int, hard: int, ranks: int, by_nccl: bool, answers: Connection) -> None:
+    """Tell the limit of open files after the check, or the error; lowering a hard limit is for ever."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     try:
-        with nullcontext() if enough else pytest.raises(ConfigError, match="ulimit -n = 20"):
-            check_open_files(ranks)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        check_open_files(ranks, by_nccl=by_nccl)
+        answers.send(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    except ConfigError as error:
+        answers.send(f"{error.key} = {error.value}")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "ranks", "by_nccl", "then"),
+    [
+        (20, 30, 2, False, "ulimit -n = 30"),
+        (20, 30, 1, False, 20),
+        (64, 64, 8, False, 64),
+        (20, 64, 8, False, 64),
+        (20, 1024, 8, False, 384),
+        (1024, 1024, 333, False, "ulimit -n = 1024"),
+        (1024, 1024, 333, True, 1024),
+        (1024, 1024, 999, True, "ulimit -n = 1024"),
+    ],
+)
+def test_a_limit_of_open_files_that_no_step_keeps_is_raised_or_refused(
+    soft: int, hard: int, ranks: int, by_nccl: bool, then: int | str
+) -> None:
+    ours, theirs = forking().Pipe()
+    process = forking().Process(target=files_of_a_rank, args=(soft, hard, ranks, by_nccl, theirs))
+    process.start()
+    theirs.close()
+    assert outcome_of(ours.recv) == then
+    process.join()

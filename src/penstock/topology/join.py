@@ -213,7 +213,7 @@ def join(
     prepare(device, os.environ)
     device_of(device).make_current(device)
     check_interface(os.environ)
-    check_open_files(info.world_size)
+    check_open_files(info.world_size, by_nccl=device_of(device).is_gpu and transport != "staged")
     _name_loopback(host)
     start_s = start_s or timeout_s
     store: Store = HashStore() if info == ALONE else _store(info, host, port, start_s)

@@ -54,7 +54,8 @@ FILES_PER_RANK: Final = 16
 """Open files for the connections to one other rank, if it is in every group of every lane."""
 FEWEST_FILES: Final = 26
 FEWEST_FILES_PER_RANK: Final = 3
-"""Open files of a rank in the smallest step, as counted on 2 to 8 ranks: with fewer it fails anywhere."""
+"""Open files of a rank in the smallest step, as counted on 2 to 8 ranks: with fewer it fails anywhere. Where
+NCCL carries what GPUs exchange, the host's group alone connects all pairs of ranks: one file for each."""
 
 
 def within(timeout_s: float, work: Callable[[], T]) -> T:
@@ -219,15 +220,30 @@ def open_files(ranks: int) -> int:
     return SPARE_FILES + FILES_PER_RANK * ranks
 
 
-def check_open_files(ranks: int) -> None:
-    """Raise ConfigError if one of several ranks could not open what the smallest step needs.
+def check_open_files(ranks: int, *, by_nccl: bool = False) -> None:
+    """Raise this process's soft limit of open files if the smallest step on several ranks needs more.
 
     Some failures would say so, others that a connection was reset, or they would wait.
+
+    Args:
+        by_nccl: Whether NCCL carries what ranks exchange.
+
+    Raises:
+        ConfigError: If the hard limit is too low as well.
     """
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if ranks > 1 and limit < FEWEST_FILES + FEWEST_FILES_PER_RANK * ranks:
+    fewest = FEWEST_FILES + (1 if by_nccl else FEWEST_FILES_PER_RANK) * ranks
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if ranks == 1 or limit >= fewest:
+        return
+    wanted = open_files(ranks)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if limit < fewest:
         why = f"each of {ranks} ranks needs more open files, connections included"
-        raise ConfigError("ulimit -n", limit, why, f"Raise the limit: ulimit -n {open_files(ranks)}.")
+        hint = (
+            f"Raise the hard limit to {wanted} (limits.conf, LimitNOFILE of the service that starts the job)."
+        )
+        raise ConfigError("ulimit -n", limit, why, hint)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def listed() -> str:
