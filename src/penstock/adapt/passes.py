@@ -341,9 +341,7 @@ class Spread:
         if of_model and layout.tp_size > 1:
             groups.append((Lane.INTRA, Group.TENSOR))
             sizes = layout.tp_size, layout.ep_size * layout.etp_size
-            times = lcm(*sizes) // max(
-                sizes
-            )  # from rank to rank, where neither kind of group holds the other
+            times = lcm(*sizes) // max(sizes)  # from group to group, where neither kind holds the other
 
         def exchange() -> list[int]:
             for lane, group in groups * times:
