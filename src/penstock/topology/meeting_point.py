@@ -233,7 +233,7 @@ def check_open_files(ranks: int, *, by_nccl: bool = False) -> None:
     """
     fewest = FEWEST_FILES + (1 if by_nccl else FEWEST_FILES_PER_RANK) * ranks
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if ranks == 1 or limit >= fewest:
+    if ranks == 1 or limit == resource.RLIM_INFINITY or limit >= fewest:  # infinity is a negative number
         return
     wanted = open_files(ranks)
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
