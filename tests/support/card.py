@@ -456,10 +456,16 @@ class CardDevice(Gpu):
 
 
 class _Backend(_DummyBackendModule):
-    """What PyTorch asks of the module `torch.card`."""
+    """What PyTorch asks of the module `torch.card`, which draws with the generator of the host."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
 
 
 @cache

@@ -7,6 +7,7 @@ import torch
 
 from penstock.moe import SwiGLUExperts
 from tests.moe.experts.plain import numbers
+from tests.support.card import install
 
 
 @pytest.mark.slow
@@ -34,6 +35,8 @@ def test_experts_are_one_graph_for_any_number_of_rows() -> None:
 
 @pytest.mark.slow
 def test_the_operators_are_well_formed() -> None:
+    """Also where PyTorch has an accelerator, of which its check keeps the random state."""
+    install()
     rows, weight = numbers(7, 4), numbers(3, 4, 5, seed=1)
     inputs = (rows.requires_grad_(), weight.requires_grad_(), [4, 0, 3])
     torch.library.opcheck(torch.ops.penstock.grouped_product.default, inputs)
