@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from penstock.config import ConfigError
 from penstock.device import Cpu, using
@@ -94,13 +94,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.setenv(name, "")  # so that what join sets is undone, even where nothing was set before
         monkeypatch.delenv(name)
     return monkeypatch
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # ---- detect ------------------------------------------------------------------------------------------------
@@ -327,7 +320,7 @@ def test_joining_needs_an_address(clean: pytest.MonkeyPatch, variables: dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_when_the_others_do_not_come(clean: pytest.MonkeyPatch, rank: int) -> None:
-    port = free_port()
+    port = get_free_port()
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         clean.setenv(name, value)
     info = ProcessInfo(rank=rank, world_size=2, local_rank=rank, launcher="torchrun")
@@ -356,7 +349,7 @@ def test_an_interface_the_user_chose_is_kept(clean: pytest.MonkeyPatch) -> None:
     there = ",".join(interface_names()[-2:])
     clean.setenv("GLOO_SOCKET_IFNAME", there)
     clean.setenv("MASTER_ADDR", "127.0.0.1")
-    clean.setenv("MASTER_PORT", str(free_port()))
+    clean.setenv("MASTER_PORT", str(get_free_port()))
     with pytest.raises(CommunicationError, match="could not join"):
         join(ProcessInfo(rank=1, world_size=2, local_rank=1, launcher="torchrun"), 0.01, CPU)
     assert os.environ["GLOO_SOCKET_IFNAME"] == there
@@ -411,7 +404,7 @@ def test_two_processes_of_torchrun(worker: Path) -> None:
 def test_two_tasks_of_others(
     worker: Path, launcher: str, shared: dict[str, str], rank: str, place: str
 ) -> None:
-    shared = {**shared, "MASTER_PORT": str(free_port())}
+    shared = {**shared, "MASTER_PORT": str(get_free_port())}
     tasks = [shared | {rank: str(number), place: str(number)} for number in range(2)]
     done = run_forked(2, program=str(worker), environs=tasks)
     assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from penstock.config import ConfigError
 from penstock.topology import CommunicationError, Layout, lane_groups
@@ -49,12 +50,6 @@ def program(says: bytes | None) -> Iterator[int]:
 
         threading.Thread(target=serve, daemon=True).start()
         yield listener.getsockname()[1]
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        found: int = listener.getsockname()[1]
-        return found
 
 
 @pytest.fixture
@@ -92,7 +87,7 @@ def test_another_program_at_the_port_is_told_apart(
 @pytest.mark.slow
 def test_nothing_at_the_port_is_told_apart(meeting_at: pytest.MonkeyPatch) -> None:
     meeting_at.setenv("MASTER_PORT", "")
-    port = free_port()
+    port = get_free_port()
     assert "no program listens" in refusal(port) and look_at("127.0.0.1", port).kind == "refused"
 
 
@@ -112,7 +107,9 @@ except RuntimeError:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_join_ends_with_its_own_code() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDING, str(free_port())], check=False, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, str(get_free_port())], check=False, capture_output=True
+    )
     assert done.returncode == 7, done.stderr
 
 
@@ -126,7 +123,7 @@ def test_a_name_that_does_not_resolve_is_told_apart(meeting_at: pytest.MonkeyPat
 @pytest.mark.slow
 def test_the_rank_that_has_not_come_is_named(meeting_at: pytest.MonkeyPatch) -> None:
     meeting_at.setenv("MASTER_PORT", "")
-    assert "rank 1 has not come" in refusal(free_port(), rank=0)
+    assert "rank 1 has not come" in refusal(get_free_port(), rank=0)
 
 
 def serve_store(pipe: Connection) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from penstock.device import device_of, on_device
@@ -396,7 +396,7 @@ class ComputeCopies:
     def __init__(self) -> None:
         self._copies: dict[int, tuple[int, Tensor]] = {}
 
-    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def of(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """Return the weight in this type, without its history; made again if the weight has changed."""
         if weight.dtype == dtype:
             return weight.detach()
@@ -475,7 +475,7 @@ class _WeightApart(torch.autograd.Function):
         weight_EMH: Tensor,
         sizes: Sequence[int],
         store: AutogradWeights | WeightGradients,
-        parameter: Tensor,
+        parameter: nn.Parameter,
     ) -> Tensor:
         ctx.save_for_backward(rows_RM)
         ctx.weight_EMH = _to_compute_with(weight_EMH, parameter, rows_RM.dtype, store.copies)
@@ -516,17 +516,18 @@ def _product(
         turned = base.transpose(1, 2)
         if (turned.shape, turned.stride()) == (weight_EMH.shape, weight_EMH.stride()):
             parameter = base
-    if parameter.is_leaf and not parameter.requires_grad:  # frozen: a copy without its history serves as well
+    # A view or a computed weight is gone after its product, and with it what a copy would be known by.
+    if not isinstance(parameter, nn.Parameter) or _has_hooks(parameter):
+        return product_of_cast(rows_RM, weight_EMH, sizes)
+    if not parameter.requires_grad:  # a copy without its history serves as well
         kept = _to_compute_with(weight_EMH, parameter, rows_RM.dtype, store.copies)
         return product_of_cast(rows_RM, kept, sizes)
-    if not parameter.is_leaf or _has_hooks(parameter):
-        return product_of_cast(rows_RM, weight_EMH, sizes)
     out_RH: Tensor = _WeightApart.apply(rows_RM, weight_EMH, sizes, store, parameter)
     return out_RH
 
 
 def _to_compute_with(
-    weight_EMH: Tensor, parameter: Tensor, dtype: torch.dtype, copies: ComputeCopies | None
+    weight_EMH: Tensor, parameter: nn.Parameter, dtype: torch.dtype, copies: ComputeCopies | None
 ) -> Tensor:
     """Return the weight that products read, without history. parameter: the weight, or its matrices
     transposed."""

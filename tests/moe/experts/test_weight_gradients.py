@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.moe.products import AutogradWeights, ComputeCopies, WeightGradients, grouped_product
 from tests.moe.experts.plain import SIZES, TOLERANCE, TYPES, WAYS, check_close, numbers, take
@@ -28,7 +28,7 @@ every_way = pytest.mark.parametrize("way", WAYS)
 
 def variables(sizes: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows = numbers(sum(sizes), 16, dtype=dtype).requires_grad_()
-    return rows, numbers(len(sizes), 16, 24, dtype=weight_dtype, seed=1).requires_grad_()
+    return rows, nn.Parameter(numbers(len(sizes), 16, 24, dtype=weight_dtype, seed=1))
 
 
 def gradient(tensor: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def test_hooks_put_on_after_forward_see_the_gradient(make: Callable[[], Store], 
     sizes = (4, 1, 2)
     rows, weight = variables(sizes, torch.float64, torch.float64)
     wanted = torch.autograd.grad(grouped_product(rows, weight, sizes).sum(), weight)[0]
-    parameter = weight.detach().transpose(1, 2).contiguous().requires_grad_() if turned else weight
+    parameter = nn.Parameter(weight.detach().transpose(1, 2).contiguous()) if turned else weight
     wanted = wanted.transpose(1, 2) if turned else wanted
     store = make()
     out = store.product(rows, parameter.transpose(1, 2) if turned else parameter, sizes)
@@ -140,7 +140,7 @@ def test_slices_of_a_step_share_one_copy_of_a_weight(turned: bool) -> None:
     """Forward and backward of all slices cast a weight once; a changed weight is cast again."""
     copies, sizes = ComputeCopies(), (4, 1, 2)
     rows, weight = variables(sizes, torch.bfloat16, torch.float32)
-    parameter = weight.detach().transpose(1, 2).contiguous().requires_grad_() if turned else weight
+    parameter = nn.Parameter(weight.detach().transpose(1, 2).contiguous()) if turned else weight
     seen = parameter.transpose(1, 2) if turned else parameter
     with Casts(parameter) as casts:
         for _ in range(3):
@@ -165,3 +165,16 @@ def test_a_frozen_weight_is_copied_once_too() -> None:
             AutogradWeights(copies).product(rows, weight, sizes).sum().backward()
     assert casts.count == 1
     assert weight.grad is None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_computed_for_a_product_gets_no_copy_of_another(grad: bool) -> None:
+    """Adapters, parametrizations and experts kept flat make weights anew, where the last ones were."""
+    copies, sizes = ComputeCopies(), (4, 1, 2)
+    rows, _ = variables(sizes, torch.bfloat16, torch.float32)
+    for seed in range(20):
+        flat = nn.Parameter(numbers(3 * 16, 24, dtype=torch.float32, seed=seed), requires_grad=False)
+        with torch.set_grad_enabled(grad):
+            for make in (lambda of: of.unflatten(0, (3, 16)), lambda of: of.reshape(3, 16, 24) * 2):
+                found = AutogradWeights(copies).product(rows, make(flat), sizes)
+                torch.testing.assert_close(found, grouped_product(rows, make(flat), sizes))
