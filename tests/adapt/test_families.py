@@ -19,6 +19,7 @@ from penstock.decision import GradientBytes
 from penstock.families.inspection import look
 from penstock.families.known import family_of
 from penstock.topology import Layout
+from penstock.train.optimizer import OptimizerConfig, groups_of
 from tests.support.adapted import Batch, distance, grads_of, small
 from tests.support.families import found, tiny
 from tests.support.families import found as known
@@ -219,6 +220,13 @@ def test_a_router_loss_that_is_not_understood_is_refused_when_it_is_asked_for(
 
 
 PAGE = Path(__file__).parents[2] / "docs/features.md"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_embedding_decays(family: str) -> None:
+    model = small(family)
+    decaying = {id(weight) for weight in groups_of(model.named_parameters(), OptimizerConfig())[0]["params"]}
+    assert not any(id(m.weight) in decaying for m in model.modules() if isinstance(m, torch.nn.Embedding))
 
 
 def test_the_page_has_the_table_of_the_register() -> None:

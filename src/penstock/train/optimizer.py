@@ -10,10 +10,11 @@ step count, by which it corrects its averages, does not advance.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +110,10 @@ def build_adamw(named_parameters: Iterable[NamedParameter], config: OptimizerCon
     )
 
 
+EMBEDDING: Final = re.compile(r"embed|\bwte\b")
+"""What is in the names of embeddings, in the models of all families."""
+
+
 def groups_of(named_parameters: Iterable[NamedParameter], config: OptimizerConfig) -> list[dict[str, Any]]:
     """Return two groups of trained parameters: those with weight decay, and those without.
 
@@ -125,7 +130,7 @@ def groups_of(named_parameters: Iterable[NamedParameter], config: OptimizerConfi
     no_bias = {name for name, p in trained if p.ndim >= 2 and "bias" not in name.rpartition(".")[2]}
     groups = []
     for decays in (True, False):
-        named = [item for item in trained if (item[0] in no_bias and "embed" not in item[0]) is decays]
+        named = [item for item in trained if (item[0] in no_bias and not EMBEDDING.search(item[0])) is decays]
         # Names are given separately: AdamW takes (name, parameter) pairs, but finds none in an empty group.
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         weight_decay = config.weight_decay if decays else 0.0
