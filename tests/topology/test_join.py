@@ -87,6 +87,32 @@ def test_ranks_may_take_longer_to_meet_than_for_an_exchange(tmp_path: Path) -> N
     assert "rank 0: meeting failed: " in done.stdout and "Timed out waiting 750ms" in done.stdout, done
 
 
+AGAIN = """
+import os, time, torch
+from pathlib import Path
+from penstock.topology import CommunicationError
+from penstock.topology.join import detect, join, leave
+info, has_tried = detect(os.environ), Path(__file__).with_name("tried")
+if info.rank == 0:
+    try:
+        join(info, 0.5, torch.device("cpu"))
+    except CommunicationError:
+        has_tried.touch()
+while not has_tried.exists():
+    time.sleep(0.01)
+join(info, 200.0, torch.device("cpu"))
+leave()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_tried_before_meets_one_that_has_not(tmp_path: Path) -> None:
+    program = tmp_path / "again.py"
+    program.write_text(AGAIN)
+    done = run_forked(2, program=str(program))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """An environment in which nothing started us, and which is as before when the test ends."""

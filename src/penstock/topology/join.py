@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from typing import Final, Literal
 from weakref import WeakSet
 
@@ -53,9 +52,6 @@ from penstock.topology.meeting_point import (
     within,
 )
 from penstock.topology.notes import JOB_KEY, MET_KEY, underlying
-
-GROUPS = count()
-"""Counts the process groups that this process joins, alike on all ranks."""
 
 _WATCHED: Final[WeakSet[ProcessGroup]] = WeakSet()
 """Default groups of others whose ranks watch each other."""
@@ -353,8 +349,7 @@ def _store(info: ProcessInfo, host: str, port: int, timeout_s: float) -> Store:
     except RuntimeError as error:
         why = why_unreachable(host, port, reason(error), serves=serves)
         raise CommunicationError(not_joined(info, timeout_s, host, port, why)) from error
-    prefix = f"penstock-{next(GROUPS)}"
-    here = PrefixStore(prefix, store)
+    here = PrefixStore("penstock", store)
     left_s = max(0.0, until_s - time.monotonic())
     name = partial(name_of_attempt, here, info.rank, info.world_size, timedelta(seconds=left_s))
     try:
@@ -369,7 +364,7 @@ def _store(info: ProcessInfo, host: str, port: int, timeout_s: float) -> Store:
         )
         raise CommunicationError(not_joined(info, timeout_s, host, port, why)) from error
     if info.rank == 0:
-        store.set(JOB_KEY, f"{prefix}/{start}")
+        store.set(JOB_KEY, f"penstock/{start}")
     return PrefixStore(start, here)
 
 
