@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import penstock
+from penstock.checkpoint.storage import CheckpointError
 from tests.support.adapted import Batch, as_torchrun_starts_it, distance, small
 from tests.support.families import tiny
 from tests.support.ranks import Pools
@@ -273,3 +274,30 @@ def test_a_loop_of_accelerate_goes_on_from_its_state(ranks: Pools, tmp_path: Pat
     )
     assert one.keys() == two.keys()
     assert all(distance(two[name], tensor) < 1e-4 for name, tensor in one.items())
+
+
+def test_a_state_that_cannot_be_written_leaves_the_former_one_of_accelerate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what accelerate itself has written of it, and hooks."""
+    accelerator = Accelerator(cpu=True)
+    model = penstock.parallelize(small("mixtral"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.register_save_state_pre_hook(
+        lambda models, states, folder: Path(folder, "rate").write_text(str(scheduler.get_last_lr()))
+    )
+    accelerator.save_state(str(tmp_path))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model(**Batch().inputs()).loss.backward()
+    optimizer.step()
+    scheduler.step()
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=str(tmp_path)):
+        patch.delattr("penstock.checkpoint.storage.write_shard")
+        accelerator.save_state(str(tmp_path))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    accelerator.save_state(str(tmp_path))
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    kept = {name for name, content in before.items() if after[name] == content}
+    assert after.keys() >= before.keys() and not kept & {"model.safetensors", "scheduler.bin", "rate"}

@@ -27,6 +27,7 @@ from penstock.partial_state import local_state, part_of
 from penstock.writing import replacing
 
 SCHEDULER = "scheduler.pt"
+_Pairs = list[tuple[Any, torch.optim.Optimizer]]
 
 
 def follow_libraries() -> None:
@@ -147,11 +148,14 @@ def _save_state(
 ) -> str:
     """Save models and optimisers as `save_checkpoint` does, and what else there is as accelerate does."""
     del engine
-    with _without_models(accelerator, "_save_model_state_pre_hook") as (pairs, _):
+    with _without_models(accelerator, "_save_model_state_pre_hook", _save_models):
         folder: str = plain(accelerator, output_dir, *given, **named)
+    return folder
+
+
+def _save_models(pairs: _Pairs, folder: str) -> None:
     for place, (model, optimizer) in enumerate(pairs):
         save_checkpoint(model, optimizer, place_of(folder, place))
-    return folder
 
 
 def _load_state(
@@ -198,9 +202,12 @@ def load_weights(model: Any, folder: Path) -> None:
 
 @contextmanager
 def _without_models(
-    accelerator: Any, place: str
-) -> Iterator[tuple[list[tuple[Any, torch.optim.Optimizer]], list[str]]]:
-    """Take models and optimisers from accelerate, but not from hooks in `place`; yield pairs, and folders."""
+    accelerator: Any, place: str, begin: Callable[[_Pairs, str], None] = lambda pairs, folder: None
+) -> Iterator[tuple[_Pairs, list[str]]]:
+    """Take models and optimisers from accelerate, but not from hooks in `place`; yield pairs, and folders.
+
+    `begin` comes before hooks and whatever accelerate does: a save that fails there has changed nothing.
+    """
     models, optimizers, hooks = accelerator._models, accelerator._optimizers, getattr(accelerator, place)
     if len(models) != len(optimizers) or any(engine_if_any(model) is None for model in models):
         raise ValueError(
@@ -208,10 +215,12 @@ def _without_models(
             "load_state of scheduled models need one optimizer for each, and no other models. Use "
             "penstock.save_checkpoint for these and save others by themselves"
         )
+    pairs = [(model, _plain(each)) for model, each in zip(models, optimizers, strict=True)]
     folders: list[str] = []
 
     def show(_: Any, *given: Any) -> None:
         *saved, folder = given  # where models are saved, a list of their states
+        begin(pairs, folder)
         folders.append(folder)
         states = [[model.state_dict() for model in models if hooks] for _ in saved]
         shown = list(models)  # hooks may take models out of it
@@ -221,7 +230,7 @@ def _without_models(
     accelerator._models, accelerator._optimizers = [], []
     setattr(accelerator, place, {0: show})
     try:
-        yield [(model, _plain(each)) for model, each in zip(models, optimizers, strict=True)], folders
+        yield pairs, folders
     finally:
         accelerator._models, accelerator._optimizers = models, optimizers
         setattr(accelerator, place, hooks)
