@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import penstock
+from penstock.checkpoint.storage import CheckpointError
 from tests.support.adapted import Batch, as_torchrun_starts_it, small, with_adapters
 from tests.support.pages import ROOT, blocks, run_block
 from tests.support.ranks import Pools
@@ -196,6 +197,27 @@ def test_lightning_trains_saves_and_goes_on(ranks: Pools, tmp_path: Path, kind: 
     with torch.no_grad():  # the checkpoint of the last step, after which comes an evaluation
         losses = [read(**batch).loss.item() for _, batch in zip(range(2), loader(1), strict=False)]
     assert losses == pytest.approx(wanted[-2:], rel=1e-4)
+
+
+def test_a_checkpoint_is_whole_until_another_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that fails leaves it; the model of another state leaves nothing of Lightning beside itself."""
+    saved, module = tmp_path / "last.ckpt", Module(model_of(Module))
+    fit(module, tmp_path / "half", 1, max_steps=SAVED_AT)
+    module.trainer.save_checkpoint(saved)
+    fit(module, tmp_path / "all", 1)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=str(saved)):
+        patch.delattr("penstock.checkpoint.storage.write_shard")
+        module.trainer.save_checkpoint(saved)
+    first = tmp_path / "half" / f"step={SAVED_AT}.ckpt"
+    wanted, found = (fit(Module(model_of(Module)), tmp_path / "on", 1, each) for each in (first, saved))
+    assert wanted and found == wanted
+    for weights_only in (False, True):
+        module.trainer.save_checkpoint(saved, weights_only)
+        assert torch.load(saved / "lightning.ckpt", weights_only=False)["global_step"] == STEPS
+    penstock.save_checkpoint(module.model, module.trainer.optimizers[0], saved)
+    assert not (saved / "lightning.ckpt").exists()
 
 
 def test_what_a_module_trains_beside_a_model_is_averaged(ranks: Pools, tmp_path: Path) -> None:

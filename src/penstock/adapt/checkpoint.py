@@ -61,9 +61,12 @@ OF_STATE = re.compile(rf"{STATE}(-\d+)+\.safetensors|optimizer\.json")
 WITHOUT = "without_state"
 """Key in a group for the names of parameters that were never updated."""
 
+LIGHTNING = "lightning.ckpt"
+"""The file, in the folder of a checkpoint, of what Lightning saves beside scheduled models."""
+
 ADAPTERS = "adapter_config.json"
 OF_ADAPTERS = re.compile(
-    rf"{OF_STATE.pattern}|adapter_model\.safetensors(\.index\.json)?|adapter_config\.json"
+    rf"{OF_STATE.pattern}|adapter_model\.safetensors(\.index\.json)?|adapter_config\.json|lightning\.ckpt"
 )
 """Names of the files of a checkpoint of adapters."""
 

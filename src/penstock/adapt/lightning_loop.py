@@ -17,16 +17,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_optimizer
+from penstock.adapt.checkpoint import LIGHTNING, load_optimizer, save_checkpoint, save_optimizer
 from penstock.adapt.engine import check_device, refuse_sharing
 from penstock.adapt.scheduled import engine_if_any, engine_of
 from penstock.adapt.upstream import load_weights, place_of, replace_functions
 from penstock.writing import remove_tree
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-
-OWN = "lightning.ckpt"
-"""The file, in the folder of a checkpoint, of what Lightning saves beside scheduled models."""
 
 FOLDER = "penstock_folder"
 """Key, in what Lightning reads of a checkpoint, of the folder that it was in."""
@@ -157,13 +154,16 @@ def _save(
     filepath: str | Path,
     storage_options: Any = None,
 ) -> None:
-    """Save a folder; all ranks call it. Lightning's own file comes last, and says that it is complete."""
+    """Save a folder; all ranks call it. Lightning's own file comes last, and says that it is complete.
+
+    The older one goes when `save_checkpoint` replaces the first model, until which its folder is whole.
+    """
     if "://" in str(filepath):
         raise ValueError(f"{filepath}: checkpoints of scheduled models are folders of a file system")
     optimizers = strategy.optimizers if "optimizer_states" in checkpoint else []
     states = {place: (model, each) for each, model, place in held.optimizers_in(filepath, optimizers)}
-    if strategy.is_global_zero and (Path(filepath) / OWN).is_file():
-        remove_tree(Path(filepath) / OWN)
+    if strategy.is_global_zero and Path(filepath) not in states:
+        remove_tree(Path(filepath) / LIGHTNING)
     for model, place in held.in_folder(filepath):
         if place in states:
             save_checkpoint(*states.pop(place), place)
@@ -173,7 +173,7 @@ def _save(
         if strategy.is_global_zero:
             place.mkdir(exist_ok=True)
         save_optimizer(model, optimizer, place)
-    plain(strategy, checkpoint, Path(filepath) / OWN, storage_options=storage_options)
+    plain(strategy, checkpoint, Path(filepath) / LIGHTNING, storage_options=storage_options)
 
 
 def _read(
@@ -187,12 +187,14 @@ def _read(
     """Read Lightning's own file in a folder."""
     del held
     path = Path(checkpoint_path)
-    if path.is_dir() and not (path / OWN).is_file():
-        raise ValueError(f"{path} has no {OWN}: no Trainer of Lightning has written it, or not to its end")
+    if path.is_dir() and not (path / LIGHTNING).is_file():
+        raise ValueError(
+            f"{path} has no {LIGHTNING}: no Trainer of Lightning has written it, or not to its end"
+        )
     if not path.is_dir():
         whole: dict[str, Any] = plain(strategy, checkpoint_path, *given, **named)
         return whole
-    return {**plain(strategy, path / OWN, *given, **named), FOLDER: str(path)}
+    return {**plain(strategy, path / LIGHTNING, *given, **named), FOLDER: str(path)}
 
 
 def _load(
