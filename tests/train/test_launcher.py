@@ -416,6 +416,34 @@ def test_a_second_interruption_ends_the_grace(tmp_path: Path) -> None:
     assert parent.end() == (130, "(-15, -15) SIGINT None")
 
 
+@linux_only
+@pytest.mark.parametrize(
+    ("grace_s", "first", "second", "codes"),
+    [
+        (0.1, "time.sleep(0.6)", "time.sleep(0.4)", (0, 0)),
+        (0.1, "sys.exit(1)", "time.sleep(600)", (1, -signal.SIGTERM)),
+        (ENDLESS_S, "sys.exit(1)", "os.kill(os.getpid(), signal.SIGSTOP)", (1, -signal.SIGKILL)),
+    ],
+    ids=["both save for longer than the grace", "one fails", "one fails and one is stopped"],
+)
+def test_after_a_stop_the_grace_begins_with_a_failure(
+    tmp_path: Path, grace_s: float, first: str, second: str, codes: tuple[int, int]
+) -> None:
+    ends = f"def end(*_):\n    {first} if rank == '0' else {second}\n    sys.exit(0)\n"
+    (tmp_path / "child.py").write_text(f"{SLEEPER}{ends}signal.signal(signal.SIGINT, end)\nbe_ready()")
+    files = [tmp_path / f"pid{rank}" for rank in range(2)]
+
+    def interrupt() -> None:
+        wait_for(lambda: all(file.exists() for file in files))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    outcome = launch([sys.executable, str(tmp_path / "child.py"), str(tmp_path)], 2, grace_s=grace_s)
+    thread.join()
+    assert (outcome.exit_codes, outcome.interrupted_by) == (codes, signal.SIGINT)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @linux_only
 def test_a_request_that_arrives_twice_is_one(tmp_path: Path, number: signal.Signals) -> None:

@@ -6,7 +6,7 @@ It is what torchrun does, in this process, but for what users of a failed or int
   which task they waited for it. Here they get `grace_s` to do that, then SIGTERM, then SIGKILL. A rank that
   does not answer the others is killed as soon as they report it, since it would not heed a SIGTERM either.
 - After a signal it gives ranks 30 s, which may not suffice to save a large checkpoint. Here a signal is
-  passed on, and ends nothing by itself within `grace_s`.
+  passed on and ends nothing by itself; `grace_s` begins when a rank fails, and a second signal ends it.
 - Its store listens on all interfaces. This one listens on the loopback interface, at a port that is bound
   before it is told. It outlives every rank, so they leave there why they end (`penstock.topology.notes`),
   which `LaunchOutcome.describe` repeats in the last line of the run.
@@ -166,7 +166,7 @@ def launch(
     The ranks inherit stdout, stderr and the environment.
 
     Args:
-        grace_s: How long ranks may continue after one has failed or the run was interrupted.
+        grace_s: How long ranks may continue after one has failed.
         place: Where the ranks run; None = beside this process.
         hears: Whether the command lets signals through by `penstock.stops`; until then they wait, so that
             none ends Python's own start with a traceback.
@@ -229,6 +229,7 @@ class _Agent(LocalElasticAgent):
         self.received = received  # filled by the signal handler, in the order of arrival
         self.silent: dict[int, bool] = {}
         self.heeded = 0  # how many of the received signals have been acted upon
+        self.failed = False  # whether a rank has, by itself or at a signal
         self.first_failure: Failure | None = None
         self.stopped: set[int] = set()
         self.terminate_at_s = self.kill_at_s = float("inf")
@@ -263,31 +264,39 @@ class _Agent(LocalElasticAgent):
         return [rank for rank, child in enumerate(self.processes) if child.poll() is None]
 
     def heed_signals(self) -> None:
-        """Pass on signals. A second interruption cuts the grace short."""
+        """Pass on signals. The first leaves ranks the time to save; a second interruption ends it."""
         for number in self.received[self.heeded :]:
             self.send(number)
-            self.stop_within(self.grace_s if self.heeded == 0 else 0.0)
+            if self.heeded:
+                self.stop_within(0.0)
             self.heeded += 1
 
     def notice_failure(self) -> None:
-        """Record the first rank that failed by itself; of those found together, first one that was killed."""
+        """Begin the grace when a rank has failed, and record the first that did so by itself.
+
+        Of those found together, the first is one that was killed.
+        """
         codes = [child.poll() for child in self.processes]
-        if self.first_failure or self.received or not any(code is not None for code in codes):
+        if self.failed or not any(code is not None for code in codes):
             return
-        unmet = self.meets and None in codes and not have_met(self.store, len(codes))
+        alone = not self.received and self.meets and None in codes
+        unmet = alone and not have_met(self.store, len(codes))
         ended = [(rank, code) for rank, code in enumerate(codes) if code or (unmet and code == 0)]
         if not ended:
+            return
+        self.failed = True
+        self.stop_within(min(self.grace_s, END_UNMET_S) if unmet else self.grace_s)
+        if self.received:
             return
         rank, returncode = min(ended, key=lambda each: (each[1] > 0, each[0]))
         self.first_failure = failure = Failure(rank=rank, returncode=returncode)
         if returncode < 0:
             how = failure.describe().partition(" was ")[2]
             report_killed(self.store, rank, len(self.processes), how)
-        self.stop_within(min(self.grace_s, END_UNMET_S) if unmet else self.grace_s)
 
     def heed_verdict(self) -> None:
         """Kill, once a rank has failed, the ranks that the others call silent, and soon all that are left."""
-        if self.first_failure is None or self.silent:
+        if not self.failed or self.silent:
             return
         stopped = {rank: _is_stopped(self.processes[rank].pid) for rank in self.running()}
         self.silent = {rank: stopped[rank] for rank in silent_ranks(self.store) if rank in stopped}
