@@ -29,6 +29,9 @@ UNFINISHED: Final = ".unfinished-"
 
 NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 TRIAL_BYTES: Final = 1 << 16
+NO_LOCKS: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Error numbers of file systems that do not know locks."""
+
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from <linux/fcntl.h>, <linux/fs.h>
 
 
@@ -190,6 +193,22 @@ def open_lock(path: Path, *, makes: bool = True) -> BinaryIO:
         os.close(handle)
         raise OSError(errno.EINVAL, f"{path.name} in it is not a regular file")
     return open(handle, "rb")  # noqa: PTH123  # a descriptor
+
+
+def take_lock(lock: BinaryIO, kind: int = fcntl.LOCK_EX) -> bool | None:
+    """Take a lock and return True; False where another has it, and None where there are no locks.
+
+    That is so on Lustre that is mounted without `flock`, and on NFS without its daemon.
+    """
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return None
+    return True
 
 
 def open_log(path: Path) -> TextIO:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -40,7 +41,7 @@ from penstock.data.tokens import (
     width_of,
     write_record,
 )
-from penstock.writing import DRAFT
+from penstock.writing import DRAFT, NO_LOCKS
 from tests.support.hub import hub_of
 from tests.support.killed import left_by_kills
 from tests.support.patience import HANG_S
@@ -293,6 +294,28 @@ def test_two_at_once(tmp_path: Path) -> None:
     second = work.run(tmp_path / "out", waits=True)
     assert next(second).tokens == 0
     assert list(first) is not None and list(second) == []
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("reason", NO_LOCKS)
+def test_two_at_once_where_there_are_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: int
+) -> None:
+    """As on Lustre that is mounted without them: both write the same, whichever comes to its end first."""
+
+    def unknown(*_: object) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    work, out = preparation(write_inputs(tmp_path / "in")), tmp_path / "out"
+    first, second = work.run(out), work.run(out)
+    next(first)
+    next(second)
+    finish(work, tmp_path / "alone")
+    list(first)
+    assert content(out).keys() >= (whole := content(tmp_path / "alone")).keys()
+    list(second)
+    assert content(out) == whole and "no locks" in caplog.text
 
 
 @pytest.mark.slow

@@ -2,23 +2,22 @@
 
 A shard is finished when it has its final name and the record lists it; what comes after it is written again.
 Pieces of text and shards begin and end in the same places however often the work was interrupted, so the
-result is the same to the last byte.
+result is the same to the last byte. So where nothing keeps two processes apart, both write the same.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
+import logging
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +40,9 @@ from penstock.data.tokens import (
     sums_file,
     write_record,
 )
-from penstock.writing import DRAFT, Draft, make_durable, naming, open_lock, remove_drafts, write_whole
+from penstock.writing import DRAFT, Draft, naming, open_lock, remove_drafts, take_lock, write_whole
+
+logger = logging.getLogger(__name__)
 
 
 class ShardWriter:
@@ -172,8 +173,8 @@ class Preparation:
         """
         made_from = self.made_from
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder) as has_lock:
-            while not has_lock():
+        with _opened_lock(folder) as lock:
+            while (taken := take_lock(lock)) is False:
                 if not waits:
                     raise _refused(folder, "another process is writing there", "Wait until it has ended.")
                 yield Progress(read_bytes=0, total_bytes=self._total_bytes, tokens=0, documents=0)
@@ -181,14 +182,17 @@ class Preparation:
             record = self._begun(folder, made_from)
             if record is None:
                 return
-            remove_drafts(folder)
-            yield from self._write(folder, record)
+            if taken:
+                remove_drafts(folder)
+            else:
+                logger.warning(f"nothing keeps others out of {folder}: its file system has no locks")
+            record = yield from self._write(folder, record)
             if self.made_from != made_from:
                 raise TextError(f"{self.source}: a file has changed while it was read; leave them alone")
-            if not read_record(folder / UNFINISHED).tokens:
+            if not record.tokens:
                 raise TextError(f"{self.source} holds no text; name files that hold some")
-            (folder / UNFINISHED).replace(folder / WHOLE)
-            make_durable(folder)
+            write_record(record, folder / WHOLE)
+            (folder / UNFINISHED).unlink(missing_ok=True)
 
     @property
     def _total_bytes(self) -> int:
@@ -217,7 +221,8 @@ class Preparation:
         write_record(record, folder / UNFINISHED)
         return record
 
-    def _write(self, folder: Path, record: Record) -> Iterator[Progress]:
+    def _write(self, folder: Path, record: Record) -> Generator[Progress, None, Record]:
+        """Write what the record lacks, and return the record with it."""
         before = sum(file.stat().st_size for file in self.files[: record.position.file])
         total, read = self._total_bytes, min(before + record.position.at, self._total_bytes)
         coming = pieces(self.files, self.field, record.position)
@@ -239,6 +244,7 @@ class Preparation:
                 shards = (*record.shards, shard.finish()) if shard.tokens else record.shards
             record = replace(record, shards=shards, documents=documents, position=position)
             write_record(record, folder / UNFINISHED)
+        return record
 
     def _add(self, batch: Sequence[Piece], shard: ShardWriter) -> None:
         for piece, ids in zip(batch, self.tokenizer.encode([each.text for each in batch]), strict=True):
@@ -259,23 +265,12 @@ def _batches(coming: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Yield what tries at every call to take the lock of a folder, and returns whether it was taken."""
+def _opened_lock(folder: Path) -> BinaryIO:
+    """Return the file of a folder's lock, which the system releases when the file is closed."""
     try:
-        file = open_lock(folder / LOCK)
+        return open_lock(folder / LOCK)
     except OSError as error:
         raise _refused(folder, f"cannot be written to: {error.strerror}", "Choose another folder.") from error
-    with file:
-
-        def take() -> bool:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            return True
-
-        yield take  # the system releases the lock when the file is closed
 
 
 def _refused(folder: Path, why: str, hint: str) -> ConfigError:

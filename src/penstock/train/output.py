@@ -19,7 +19,15 @@ from typing import BinaryIO, Protocol
 
 from penstock.config import ConfigError, asked, is_missing, read_text
 from penstock.config.files import MOST_TOML_BYTES
-from penstock.writing import free_name, leads_to, open_lock, remove_drafts, try_to_write, write_whole
+from penstock.writing import (
+    free_name,
+    leads_to,
+    open_lock,
+    remove_drafts,
+    take_lock,
+    try_to_write,
+    write_whole,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +46,6 @@ CONFIG = "config.toml"
 
 CHOOSE = "Choose a path that you can write to."
 TRY_AGAIN_S = 0.01
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Error numbers of file systems that do not know locks."""
 
 
 def check_output(path: Path, *, keep: bool) -> None:
@@ -254,19 +260,12 @@ def _is_shared(lock: BinaryIO) -> bool:
 def _is_taken(lock: BinaryIO, kind: int) -> bool:
     """Take the lock unless another has it; tell whether that went well.
 
-    Where there are no locks, as on Lustre that is mounted without `flock`, a run goes on, with a warning.
+    Where there are no locks a run goes on, with a warning.
     """
-    try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        if kind == fcntl.LOCK_EX:
-            why = f"its file system has no locks ({error.strerror})"
-            logger.warning(f"nothing keeps another run out of output.dir: {why}")
-    return True
+    taken = take_lock(lock, kind)
+    if taken is None and kind == fcntl.LOCK_EX:
+        logger.warning("nothing keeps another run out of output.dir: its file system has no locks")
+    return taken is not False
 
 
 def keep_config(folder: Path, text: str, done: int) -> None:
