@@ -47,16 +47,23 @@ class Draft:
         self._own = path.with_name(f"{path.name}.{os.urandom(TOKEN_BYTES).hex()}{PART}")
         self.file: BinaryIO = open(os.open(self._own, NEW, 0o666), "w+b")  # noqa: PTH123, SIM115  # a descriptor
 
-    def settle(self, *, durable: bool = False) -> BinaryIO:
+    def settle(self, *, durable: bool = False, yields: bool = False) -> BinaryIO:
         """Give the file its name, in place of what has it; return the file, which stays open.
 
         Args:
             durable: Whether to wait until the disk has content and name, so that no power cut undoes them.
+            yields: Whether what has the name by now keeps it, and this file goes.
         """
         self.file.flush()
         if durable:
             os.fsync(self.file.fileno())
-        self._own.replace(self.path)
+        if yields:
+            with suppress(OSError):  # another has the name, or there are no hard links
+                self.path.hardlink_to(self._own)
+        if yields and self.path.exists():
+            self._own.unlink()
+        else:
+            self._own.replace(self.path)
         if durable:
             make_durable(self.path.parent)
         return self.file
@@ -137,19 +144,19 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, durable: bool = False, yields: bool = False) -> Iterator[BinaryIO]:
     """Yield a file that replaces the one at `path` when the context is left; after an error nothing changes.
 
     An error of the system names the file.
 
     Args:
-        durable: See `Draft.settle`.
+        durable, yields: See `Draft.settle`.
     """
     draft = Draft(path)
     try:
         with naming(path):
             yield draft.file
-            draft.settle(durable=durable).close()
+            draft.settle(durable=durable, yields=yields).close()
     except BaseException:
         draft.discard()
         raise

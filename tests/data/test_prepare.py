@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -506,6 +508,38 @@ def test_a_dataset_is_read_by_its_name_on_the_hub(tmp_path: Path) -> None:
         [byte for text in stories for byte in (*text.encode(), 255)] for stories in (STORIES, STORIES[:3])
     ]
     assert found == [*tokens, tokens[0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no hard links"])
+def test_the_first_to_convert_a_dataset_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """Machines with one cache convert at the same time, and one may be reading when another has ended."""
+    import datasets
+
+    first, named = list[tuple[Path, os.stat_result]](), f"{files_module.PREFIX}{NAME}"
+
+    class Slow(datasets.Dataset):
+        def to_parquet(self, *arguments: Any, **more: Any) -> int:
+            monkeypatch.setattr(Slow, "to_parquet", datasets.Dataset.to_parquet)
+            file = parquet_of.__wrapped__(named)  # another machine begins later, and is done before
+            first.append((file, file.stat()))
+            return self.to_parquet(*arguments, **more)
+
+    def no_link(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    slow = Slow(pyarrow.table({"text": STORIES}))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: slow)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    if not links:
+        monkeypatch.setattr(os, "link", no_link)
+    file = parquet_of.__wrapped__(named)
+    ((known, status),) = first
+    assert file == known and [path.name for path in file.parent.iterdir()] == [file.name]
+    assert pyarrow.parquet.read_table(file)["text"].to_pylist() == STORIES
+    assert os.path.samestat(file.stat(), status)
 
 
 @pytest.mark.parametrize("path", ["", "a/b/c", "someone/stories?rows=3", "?split=train"])

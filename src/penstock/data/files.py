@@ -134,7 +134,7 @@ def parquet_of(path: str) -> Path:
     file = Path(datasets.config.HF_DATASETS_CACHE, "penstock", f"{dataset._fingerprint}.parquet")
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as draft:
+        with replacing(file, yields=True) as draft:  # another machine with the same cache may be reading it
             dataset.to_parquet(draft)
     return file
 
