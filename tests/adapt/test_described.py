@@ -84,6 +84,7 @@ BOTH: list[tuple[Change, str]] = [
     (holding("config.json", "{"), r"config\.json: is not valid JSON"),
     (holding("config.json", "{}"), r"config\.json: model_type: is not there"),
     (saying(model_type="nonsense"), r"config\.json describes no model that transformers knows: .*nonsense"),
+    (saying(model_type="vit"), r"config\.json: model_type = 'vit' is no causal .* penstock\.parallelize"),
 ]
 """What is wrong, and what is said of it, in a folder of either."""
 
