@@ -19,14 +19,15 @@ from penstock.autotune.profile.measure import profile_run, profile_schedules, ra
 from penstock.autotune.profile.sample import GRACE_S, Budget, Limits, median_interval
 from penstock.autotune.profile.tasks import _apart, cuts, measure_tasks, sample_of
 from penstock.config import load
-from penstock.cost import ClusterConfig, ClusterFile
+from penstock.cost import AlphaBeta, ClusterConfig, ClusterFile, ProfiledCluster
+from penstock.cost.cluster import RateOf
 from penstock.cost.cluster_file import PAIR, LinkModel
 from penstock.cost.measured import OVERRAN
-from penstock.cost.span import Span
+from penstock.cost.span import Span, span_of
 from penstock.decision import Decision, ScheduleConfig
 from penstock.device import Cpu, using
 from penstock.graph import Lane
-from penstock.mesh import Group
+from penstock.mesh import Group, Mesh, stays_inside
 from penstock.plan.published.parm import parm_models
 from penstock.runtime.machinery import Machinery
 from penstock.topology import Layout
@@ -122,7 +123,7 @@ def test_two_ranks_make_one_file_that_plans_are_made_from(ranks: Pools) -> None:
     assert {(link.collective, link.group, link.lane) for link in first.links} == {
         (name, group, "inter") for name in COLLECTIVES for group in ("ep", "world")
     }
-    assert {link.ranks for link in first.links} == {2}
+    assert {(link.ranks, link.nodes) for link in first.links} == {(2, None)}
     assert "dropless" in first.source
     problem = run_problem(tiny(), Layout(world_size=2, ep_size=2, rank=0), first)
     assert problem.simulate(Decision(), problem.plan(Decision())).iteration_s > 0
@@ -201,8 +202,13 @@ def test_nodes_have_links_inside_and_legs(ranks: Pools) -> None:
     assert all(other == first for other in others)
     check(first)
     assert (first.nodes, first.ranks_per_node) == (2, 2)
-    groups = {(link.group, link.lane, link.ranks) for link in first.links if not link.op}
-    assert groups == {("ep", "inter", 4), ("world", "inter", 4), ("rail", "inter", 2), ("node", "intra", 2)}
+    groups = {(link.group, link.lane, link.ranks, link.nodes) for link in first.links if not link.op}
+    assert groups == {
+        ("ep", "inter", 4, 2),
+        ("world", "inter", 4, 2),
+        ("rail", "inter", 2, 2),
+        ("node", "intra", 2, 1),
+    }
     legs = {(link.collective, link.op, link.lane) for link in first.links if link.op}
     assert legs == {
         ("hierarchical_1d", "DG", "intra"),
@@ -389,7 +395,9 @@ def test_ranks_agree_on_times_and_on_what_is_left(ranks: Pools) -> None:
     assert len(first[0]) == 3 and first[1] <= 50
 
 
-def line(collective: str, ranks: int, bytes_per_s: float, group: str = "ep") -> LinkModel:
+def line(
+    collective: str, ranks: int, bytes_per_s: float, group: str = "ep", nodes: int | None = None
+) -> LinkModel:
     return LinkModel(
         collective=collective,
         group=group,
@@ -397,28 +405,83 @@ def line(collective: str, ranks: int, bytes_per_s: float, group: str = "ep") -> 
         ranks=ranks,
         alpha_s=1e-4,
         beta_s_per_byte=1 / bytes_per_s,
+        nodes=nodes,
     )
 
 
 @pytest.mark.parametrize(("alone", "shared"), [(50e6, True), (45e6, True), (13e6, False), (12.5e6, False)])
 def test_a_device_that_is_faster_alone_shares_its_card(alone: float, shared: bool) -> None:
     """Of 4 nodes of 4 devices each sends 12 / 16 of its rows to others, at 12.5 MB/s while all send."""
-    links = line("all_to_all", 16, 12.5e6 * 16 / 12), line("point_to_point", 16, alone)
+    links = line("all_to_all", 16, 12.5e6 * 16 / 12, nodes=4), line("point_to_point", 16, alone, nodes=4)
     rates = rates_with_links(ClusterConfig(), links, nodes=4)
     assert rates.link_rate_of == ("node" if shared else "device")
-    if shared:
-        assert rates.link_bytes_per_s == pytest.approx(50e6)
-        assert rates.all_to_all(Span.regular(4, 4)).beta_s_per_byte == pytest.approx(links[0].beta_s_per_byte)
+    assert rates.link_bytes_per_s == pytest.approx(50e6 if shared else 12.5e6)
+    assert rates.all_to_all(Span.regular(4, 4)).beta_s_per_byte == pytest.approx(links[0].beta_s_per_byte)
 
 
 def test_several_groups_at_once_tell_nothing_of_cards() -> None:
     links = (
-        line("all_to_all", 8, 10e6),
-        line("point_to_point", 8, 40e6),
-        line("all_reduce", 16, 10e6, group="world"),
+        line("all_to_all", 8, 10e6, nodes=2),
+        line("point_to_point", 8, 40e6, nodes=2),
+        line("all_reduce", 16, 10e6, group="world", nodes=4),
     )
     assert rates_with_links(ClusterConfig(), links, nodes=4).link_rate_of == "device"
     assert rates_with_links(ClusterConfig(), links[:2], nodes=1).link_rate_of == "device"
+
+
+def links_by(rates: ClusterConfig, mesh: Mesh, per_node: int) -> Iterator[LinkModel]:
+    """The lines that a profile of this layout finds where these rates are the truth."""
+    alone = AlphaBeta(alpha_s=rates.link_latency_s, beta_s_per_byte=1 / rates.link_bytes_per_s)
+    for group, axes in Group.NAMES.items():
+        span = span_of(mesh, axes, per_node)
+        lines = {"all_to_all": rates.all_to_all(span), "all_reduce": rates.all_reduce(span)}
+        if span.nodes > 1:
+            lines["point_to_point"] = alone
+        for name, model in lines.items() if span.ranks > 1 else ():
+            lane = Lane.INTRA if stays_inside(axes) else Lane.INTER
+            found = LinkModel(collective=name, group=group, lane=lane, ranks=span.ranks, **vars(model))
+            yield replace(found, nodes=span.nodes)
+
+
+@pytest.mark.parametrize("whose", ["device", "node"])
+@pytest.mark.parametrize(
+    "measured",
+    [
+        Mesh(world_size=16, ep_size=16, ep_local_size=8),
+        Mesh(world_size=16, ep_size=8),
+        Mesh(world_size=16, ep_size=4, tp_size=4),
+        Mesh(world_size=16, ep_size=8, ep_local_size=4, etp_size=2),
+    ],
+)
+def test_what_was_measured_of_one_layout_prices_others(measured: Mesh, whose: RateOf) -> None:
+    """Groups inside a node and across nodes, of two nodes and of eight; links are 100 times faster inside."""
+    true = ClusterConfig(
+        link_latency_s=1e-5,
+        link_bytes_per_s=1e9,
+        link_rate_of=whose,
+        intra_latency_s=1e-6,
+        intra_bytes_per_s=1e11,
+    )
+    links = tuple(links_by(true, measured, 8))
+    rates = rates_with_links(ClusterConfig(), links, nodes=2)
+    assert rates.link_rate_of == whose
+    assert rates.link_bytes_per_s == pytest.approx(true.link_bytes_per_s)
+    assert rates.intra_bytes_per_s == pytest.approx(true.intra_bytes_per_s)
+    found = ProfiledCluster.build(
+        ClusterFile(name="2x8", nodes=2, ranks_per_node=8, rates=rates, links=links)
+    )
+    for world in (16, 64):
+        for axes, mesh in (
+            (Group.EXPERT, Mesh(world_size=world, ep_size=world)),
+            (Group.EXPERT, Mesh(world_size=world, ep_size=8)),
+            (Group.EXPERT, Mesh(world_size=world, ep_size=4)),
+            (Group.EXPERT_DATA, Mesh(world_size=world, ep_size=4)),
+            (Group.DATA, Mesh(world_size=world, tp_size=4)),
+        ):
+            span = span_of(mesh, axes, 8)
+            for name in ("all_to_all", "all_reduce"):
+                seconds, expected = (getattr(each, name)(span).seconds(1 << 26) for each in (found, true))
+                assert seconds == pytest.approx(expected, rel=0.05), (name, span)
 
 
 def issuing_measured(rank: int) -> tuple[float, float, float, bool]:

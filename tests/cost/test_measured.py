@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cost import AlphaBeta, MeasuredCost, ProfiledCluster, Span, StepCost
-from penstock.cost.cluster import Inside
+from penstock.cost.cluster import Inside, RateOf
 from penstock.cost.cluster_file import LinkModel, MoveModel, TaskModel
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
 from penstock.features.build import build_graph
+from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group, Mesh, Seconds
 from penstock.ops import Op
@@ -166,6 +167,35 @@ def test_a_leg_that_was_not_measured_is_slower_beside_computation_too() -> None:
         for cluster in (quiet, crowded)
     )
     assert crowded_s == pytest.approx(1.5 * quiet_s)
+
+
+@pytest.mark.parametrize("rate_of", ["device", "node"])
+@pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d", "node_once"])
+def test_legs_of_other_sizes_keep_the_speed_of_the_links(dispatch: str, rate_of: RateOf) -> None:
+    """Measured on two nodes of 4; one that was written by hand is taken as it is."""
+    rates = replace(TESTBED_B.rates, link_rate_of=rate_of)
+    here, there = Span.regular(2, 4), Span.regular(8, 4)
+    for hop in DISPATCHES[dispatch].hops:
+        alpha_s, beta = vars(rates.leg(dispatch, hop.op, here)).values()
+        line = LinkModel(
+            collective=dispatch,
+            group="ep",
+            lane=hop.lane,
+            ranks=8,
+            alpha_s=2 * alpha_s,
+            beta_s_per_byte=3 * beta,
+            op=hop.op,
+        )
+        by_hand, profiled = (
+            ProfiledCluster.build(replace(TESTBED_B, rates=rates, links=(replace(line, nodes=nodes),)))
+            for nodes in (None, 2)
+        )
+        for span in (here, there):
+            expected = rates.leg(dispatch, hop.op, span)
+            found = profiled.leg(dispatch, hop.op, span)
+            assert found.alpha_s == pytest.approx(2 * expected.alpha_s)
+            assert found.beta_s_per_byte == pytest.approx(3 * expected.beta_s_per_byte)
+            assert by_hand.leg(dispatch, hop.op, span) == line.model
 
 
 def test_experts_of_several_slices_have_the_fixed_part_of_each() -> None:

@@ -138,6 +138,10 @@ def test_only_one_thing_is_faster() -> None:
     assert betas(measured.faster(inter=2)) == (5e-9, 1e-8, 5e-9, 1e-9)
     assert betas(measured.faster(intra=2)) == (1e-8, 2e-8, 1e-8, 5e-10)
     assert measured.faster(compute=2).flops_per_s == 2 * measured.flops_per_s
+    group = replace(link("all_to_all", Lane.INTER, 1e-8), nodes=1)
+    inside = ProfiledCluster.build(replace(FILE, links=(group,)))
+    found = [inside.faster(**{rate: 2}).all_to_all(Span.regular(1, 4)) for rate in ("inter", "intra")]
+    assert [each.beta_s_per_byte for each in found] == [1e-8, 5e-9]
     file = ProfiledCluster.build(FILE).faster(intra=2)
     assert isinstance(file, ProfiledCluster)
     assert file.intra_bytes_per_s == 2 * FILE.rates.intra_bytes_per_s

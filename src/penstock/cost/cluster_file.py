@@ -109,6 +109,8 @@ class LinkModel:
         collective: Its name, see COLLECTIVES, or that of a dispatch for its legs.
         group: The kind of group as Group names it: ep, node, rail, edp, world, etp, tp, dp or ep x etp.
         op: The leg of a hierarchical dispatch, else "".
+        nodes: The nodes that a group covers, while all ranks of the cluster communicate; None = there is one
+            node, or nobody knows, and only the number of ranks counts.
         in_steps: How many times longer a transfer takes in a step than by this line.
         contended: An additional factor beside computation; None = as the file says of all transfers.
     """
@@ -120,6 +122,7 @@ class LinkModel:
     alpha_s: Seconds
     beta_s_per_byte: SecondsPerUnit
     op: str = ""
+    nodes: Ranks | None = None
     in_steps: Factor = 1.0
     contended: Slowdown | None = None
     fit: Fit | None = None
@@ -134,6 +137,11 @@ class LinkModel:
     @property
     def model(self) -> AlphaBeta:
         return AlphaBeta(alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte)
+
+    @property
+    def stays_inside(self) -> bool:
+        """Whether nothing leaves a node."""
+        return self.nodes == 1 or Lane(self.lane).is_inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,9 +422,8 @@ class ClusterFile:
             inter, intra: The factors on the bandwidth between nodes, and inside them.
             compute: The factor on the speed of devices.
         """
-        factors = {"inter": inter, "intra": intra}
         links = tuple(
-            replace(link, beta_s_per_byte=link.beta_s_per_byte / factors.get(link.lane, 1.0))
+            replace(link, beta_s_per_byte=link.beta_s_per_byte / (intra if link.stays_inside else inter))
             for link in self.links
         )
         tasks = tuple(replace(task, alpha_s=task.alpha_s / compute) for task in self.tasks)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, Final, Self
 
-from penstock.cost.cluster import AlphaBeta, ClusterConfig, Inside
+from penstock.cost.cluster import AlphaBeta, ClusterConfig, Inside, as_span
 from penstock.cost.cluster_file import PAIR, ClusterFile, LinkModel, TaskModel
 from penstock.cost.devices import BETWEEN_S, SHARES, Efficiency, find_device
 from penstock.cost.span import Span
 from penstock.features.dispatch import DISPATCHES
 from penstock.graph import Phase
-from penstock.mesh import Axes, Group
+from penstock.mesh import Axes, Group, holders
 from penstock.ops import OPS, Backward, Work
 from penstock.ops.core import FLAT, outward
 
@@ -59,14 +59,13 @@ class ProfiledCluster(ClusterConfig):
         return replace(rates, file=self.file.faster(inter=inter, intra=intra, compute=compute))
 
     def all_to_all(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
-        """Return the model for groups along these axes, or else for those that share experts."""
+        """Return the model for groups along these axes, or else for those that share experts, or others."""
         links = [link for link in self.file.links if link.collective == "all_to_all"]
-        own = [link for link in links if link.group == Group.name(axes)]
-        usual = [link for link in links if link.group == Group.name(Group.EXPERT)]
-        return self._of_size(super().all_to_all, group, own or usual)
+        return self._of_size(super().all_to_all, group, links, (Group.name(axes), Group.name(Group.EXPERT)))
 
     def all_reduce(self, group: Span | int) -> AlphaBeta:
-        links = [link for link in self.file.links if (link.collective, link.lane) == ("all_reduce", "inter")]
+        links = [link for link in self.file.links if link.collective == "all_reduce"]
+        links = [link for link in links if link.nodes is not None or not link.stays_inside]
         return self._of_size(super().all_reduce, group, links)
 
     def parts(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
@@ -79,10 +78,10 @@ class ProfiledCluster(ClusterConfig):
     def leg(self, dispatch: str, op: str, span: Span, axes: Axes = Group.EXPERT) -> AlphaBeta:
         if DISPATCHES[dispatch].hops == FLAT:
             return self.all_to_all(span, axes)
-        for link in self.file.links:
-            if link.collective == dispatch and link.op == outward(op):
-                return self._in_steps(link.model, link)
-        return self._in_steps(super().leg(dispatch, op, span))
+        links = [link for link in self.file.links if (link.collective, link.op) == (dispatch, outward(op))]
+        if links and links[0].nodes is None:
+            return self._in_steps(links[0].model, links[0])
+        return self._of_size(partial(super().leg, dispatch, op), span, links)
 
     def inside(self, collective: Inside, ranks: int) -> AlphaBeta:
         links = [link for link in self.file.links if (link.collective, link.lane) == (collective, "intra")]
@@ -92,7 +91,8 @@ class ProfiledCluster(ClusterConfig):
                 alpha_s=sum(each.alpha_s for each in both),
                 beta_s_per_byte=sum(each.beta_s_per_byte for each in both),
             )
-        return self._of_size(partial(super().inside, collective), ranks, links)
+        by_rates = super().inside
+        return self._of_size(lambda span: by_rates(collective, span.ranks), Span.regular(1, ranks), links)
 
     @property
     def raggedness(self) -> float:
@@ -110,7 +110,7 @@ class ProfiledCluster(ClusterConfig):
 
     def pair(self, span: Span) -> AlphaBeta | None:
         link = self.file.link(PAIR, Group.name(Group.EXPERT_SHARDS))
-        return None if link is None or link.ranks != span.ranks else self._in_steps(link.model, link)
+        return None if link is None or any(_difference(link, span)) else self._in_steps(link.model, link)
 
     def prolonged(self, op: str) -> float:
         return next((move.in_steps for move in self.file.moves if move.op == op), 1.0)
@@ -169,20 +169,32 @@ class ProfiledCluster(ClusterConfig):
         return next((x for x in self.file.tasks if (x.op, x.phase) == (op, wanted)), None)
 
     def _of_size(
-        self, by_rates: Callable[[Any], AlphaBeta], group: Span | int, links: Sequence[LinkModel]
+        self,
+        by_rates: Callable[[Span], AlphaBeta],
+        group: Span | int,
+        links: Sequence[LinkModel],
+        kinds: Sequence[str] = (),
     ) -> AlphaBeta:
-        """Return the line of a group of this size: measured, scaled from the nearest, or by rates."""
+        """Return the line of a group of this size: measured, scaled from the nearest, or by rates.
+
+        kinds: the names of groups that are preferred, the best first.
+        """
+        span = as_span(group)
         usable = [link for link in links if link.ranks > 1]
-        ranks = group if isinstance(group, int) else group.ranks
-        if ranks == 1 or not usable:
-            return self._in_steps(by_rates(group))
-        nearest = min(usable, key=lambda link: abs(link.ranks - ranks))
-        if nearest.ranks == ranks:
+        if span.ranks == 1 or not usable:
+            return self._in_steps(by_rates(span))
+        nearest = min(usable, key=lambda link: _difference(link, span, kinds))
+        if not any(_difference(nearest, span)):
             return self._in_steps(nearest.model, nearest)
-        here, there = by_rates(ranks), by_rates(nearest.ranks)
+        if nearest.nodes is None:
+            here, there = by_rates(Span.apart(span.ranks)), by_rates(Span.apart(nearest.ranks))
+        else:
+            per_node = max(1, holders(nearest.ranks, nearest.nodes))
+            at_once = max(1, holders(self.file.ranks_per_node, per_node))
+            here, there = by_rates(span), by_rates(Span.regular(nearest.nodes, per_node, at_once))
         alone = AlphaBeta(
-            alpha_s=nearest.alpha_s * here.alpha_s / there.alpha_s,
-            beta_s_per_byte=nearest.beta_s_per_byte * here.beta_s_per_byte / there.beta_s_per_byte,
+            alpha_s=nearest.alpha_s * _times(here.alpha_s, there.alpha_s),
+            beta_s_per_byte=nearest.beta_s_per_byte * _times(here.beta_s_per_byte, there.beta_s_per_byte),
         )
         return self._in_steps(alone, nearest)
 
@@ -192,3 +204,18 @@ class ProfiledCluster(ClusterConfig):
         beside = usual if link is None or link.contended is None else link.contended
         factor = (1.0 if link is None else link.in_steps) * (1 + self.contention * (beside - 1))
         return AlphaBeta(alpha_s=alone.alpha_s * factor, beta_s_per_byte=alone.beta_s_per_byte * factor)
+
+
+def _difference(link: LinkModel, span: Span, kinds: Sequence[str] = ()) -> tuple[bool, int, int, int]:
+    """Return how far a link's group is from one with this span, the most important first; 0: it is alike.
+
+    kinds: the names of groups that are preferred, the best first.
+    """
+    nodes = span.nodes if link.nodes is None else link.nodes
+    kind = kinds.index(link.group) if link.group in kinds else len(kinds)
+    return (nodes > 1) != (span.nodes > 1), kind, abs(nodes - span.nodes), abs(link.ranks - span.ranks)
+
+
+def _times(here: float, there: float) -> float:
+    """Return how many times as long it takes here; 1 if it takes no time there."""
+    return here / there if there else 1.0

@@ -20,7 +20,7 @@ from penstock.autotune.profile.sample import Action, Budget, Limits, fitted, mea
 from penstock.cost.cluster_file import PAIR, LinkModel
 from penstock.features.dispatch import DISPATCHES, Dispatch, Place
 from penstock.graph import Lane, Name, Phase, Task
-from penstock.mesh import Axes, Group
+from penstock.mesh import Axes, Group, node_of
 from penstock.ops import Op
 from penstock.runtime import Machinery
 from penstock.runtime.executor import Call, LaneError
@@ -109,9 +109,15 @@ def measure_links(
             logger.debug(
                 f"link {done} of {done + len(waiting)}: {probe.collective} {probe.op}".rstrip() + f", {ranks}"
             )
-            by_wire[probe.wire] = _measure(probe, budget, share_s, machinery.device)
+            line = _measure(probe, budget, share_s, machinery.device)
+            by_wire[probe.wire] = replace(line, nodes=_nodes(machinery.layout, probe.members))
         links.append(replace(by_wire[probe.wire], group=Group.name(probe.group)))
     return machinery.control.gather(tuple(links), "comparing measured links")[0]
+
+
+def _nodes(layout: Layout, ranks: Iterable[int]) -> int | None:
+    """Return how many nodes these ranks cover; None if there is one node, or if nodes are not known."""
+    return len({node_of(rank, layout.node_size) for rank in ranks}) if layout.nodes > 1 else None
 
 
 def _measure(probe: Probe, budget: Budget, share_s: float, device: torch.device) -> LinkModel:

@@ -154,33 +154,33 @@ def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: 
     Args:
         nodes: Number of nodes; in a single one all links are inside it.
     """
-    for lane, group in (("link", "ep"), ("intra", "ep" if nodes == 1 else "node")):
-        link = _measured(links, "all_to_all", group)
-        if link is not None:
-            others = link.ranks - 1
-            latency_s = max(link.alpha_s / others, LEAST_LATENCY_S)
-            rate = others / link.ranks / link.beta_s_per_byte
-            rates = rates.measured(**{f"{lane}_latency_s": latency_s, f"{lane}_bytes_per_s": rate})
-            rates = replace(rates, link_rate_of="device") if lane == "link" else rates
-    shared = _shared_card_bytes_per_s(links, nodes)
-    return rates if shared is None else replace(rates.measured(link_bytes_per_s=shared), link_rate_of="node")
+    for lane, crosses in (("intra", False), ("link", nodes > 1)):
+        even = [x for x in links if x.collective == "all_to_all" and ((x.nodes or 1) > 1) == crosses]
+        if not even:
+            continue
+        line, sharing = even[0], _sharing(links, nodes) if crosses else 1
+        latency_s = max(line.alpha_s / (line.ranks - 1), LEAST_LATENCY_S)
+        passing = 1 - 1 / ((crosses and line.nodes) or line.ranks)
+        rate = sharing * passing / line.beta_s_per_byte
+        rates = rates.measured(**{f"{lane}_latency_s": latency_s, f"{lane}_bytes_per_s": rate})
+        if lane == "link":
+            rates = replace(rates, link_rate_of="device" if sharing == 1 else "node")
+    return rates
 
 
-def _shared_card_bytes_per_s(links: tuple[LinkModel, ...], nodes: int) -> float | None:
-    """Return the rate of a node's network card if its devices share one; None if not, or if that is unknown.
+def _sharing(links: tuple[LinkModel, ...], nodes: int) -> int:
+    """Return how many devices share a network card: those of a node, or 1, also if that is unknown.
 
     A device that sends alone has a shared card to itself; with a card of its own it is no faster than when
-    all send. The measured rate is closer to one of the two. It is unknown where there are several expert
-    groups: they are measured at the same time and share cards, too.
+    all send. The measured rate is closer to one of the two. It is unknown where no group has all ranks:
+    several groups are measured at the same time and share cards, too.
     """
-    even, alone = (_measured(links, name, "ep") for name in ("all_to_all", "point_to_point"))
     world = max((link.ranks for link in links), default=0)
-    if even is None or alone is None or even.ranks != world or nodes == 1:
-        return None
-    devices = world // nodes
-    own = (world - devices) / world / even.beta_s_per_byte
-    return own * devices if 1 / alone.beta_s_per_byte > own * devices**0.5 else None
-
-
-def _measured(links: tuple[LinkModel, ...], collective: str, group: str) -> LinkModel | None:
-    return next((link for link in links if (link.collective, link.group) == (collective, group)), None)
+    even, alone = (
+        next((link for link in links if (link.collective, link.ranks) == (name, world)), None)
+        for name in ("all_to_all", "point_to_point")
+    )
+    if even is None or alone is None:
+        return 1
+    devices, own = world // nodes, (1 - 1 / nodes) / even.beta_s_per_byte
+    return devices if 1 / alone.beta_s_per_byte > own * devices**0.5 else 1
