@@ -158,6 +158,29 @@ def test_an_empty_path_is_refused(load_text: Load) -> None:
         assert caught.value.key == "train.out"
 
 
+MIXTURE = "[data.mixture]\na = 3\nb = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mixture", "path"),
+    [
+        (["data.mixture.c=1"], {"a": 3, "b": 1, "c": 1}, None),
+        (["data.mixture={c=1}"], {"c": 1}, None),
+        (["data.mixture={c=1}", "data.mixture={d=1}"], {"d": 1}, None),
+        (["data.mixture={c=1}", "data.mixture.d=1"], {"c": 1, "d": 1}, None),
+        (["data.mixture={}"], {}, None),
+        (["data.path=x", "data.mixture={}"], {}, "x"),
+    ],
+)
+def test_a_table_that_is_given_whole_replaces_that_of_the_file(
+    overrides: list[str], mixture: dict[str, int], path: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "mixture.toml"
+    file.write_text(MIXTURE)
+    data = load(RunConfig, file, overrides).data
+    assert (dict(data.mixture), data.path) == (mixture, path)
+
+
 def test_a_section_said_to_be_none_may_be_set_again(load_text: Load) -> None:
     assert load_text('link = "none"\n[train]\nsteps = 1\n').link is None
     assert load_text('link = "none"\n[train]\nsteps = 1\n', "link.rate=3").link == Link(rate=3.0)

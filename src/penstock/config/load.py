@@ -42,6 +42,10 @@ DEEPEST: Final = 16
 COMMAND_LINE: Final = "command line"
 
 
+class Whole(dict[str, Any]):
+    """A setting that is a table and was given as one: nothing of what was set before stays."""
+
+
 def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     """Build `cls` from the file at `path` (None: defaults alone), then `section.key=value` overrides.
 
@@ -121,7 +125,8 @@ def _nested(cls: type | None, path: Sequence[str], text: str) -> dict[str, Any]:
     name, *rest = path
     tp = types_of(cls).get(own_name(cls, name), object) if cls else object
     if not rest:
-        return {name: _value(tp, text)}
+        value = _value(tp, text)
+        return {name: Whole(value) if bare(tp) is Table and isinstance(value, dict) else value}
     if bare(tp) is Table:
         return {name: {".".join(rest): _value(object, text)}}
     return {name: _nested(section_of(tp), rest, text)}
@@ -140,7 +145,7 @@ def _value(tp: Any, text: str) -> object:
 def _lay(above: Mapping[str, Any], below: dict[str, Any]) -> None:
     """Put one table over another, section by section."""
     for name, value in above.items():
-        if isinstance(value, dict) and isinstance(below.get(name), dict):
+        if isinstance(value, dict) and not isinstance(value, Whole) and isinstance(below.get(name), dict):
             _lay(value, below[name])
         else:
             below[name] = value
