@@ -43,6 +43,7 @@ def test_prepare_and_prepare_again(tmp_path: Path, cli: Cli) -> None:
         (["text.txt", "--out", "text.txt"], "text.txt cannot be written"),
         (["text.txt.gz"], "text.txt.gz is no text"),
         (["text.txt", "."], r"INPUT: .*text.txt is named twice"),
+        (["text.txt", "empty/../text.txt"], r"INPUT: .*text.txt is named twice"),
         (["empty"], "empty holds no text"),
     ],
 )

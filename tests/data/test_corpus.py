@@ -116,6 +116,9 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
     for name in (".lock", "config.toml", "metrics.jsonl", "checkpoints/a.txt"):
         (tmp_path / "run" / name).write_text("no text")
     assert whole(load_corpus(DataConfig(path=str(tmp_path)))) == whole(corpus)
+    (tmp_path / "latest.txt").symlink_to(tmp_path / "b.txt")
+    (tmp_path / "run.txt").hardlink_to(tmp_path / "b.txt")
+    assert whole(load_corpus(DataConfig(path=str(tmp_path)))) == whole(corpus), "a file counts once"
     only = load_corpus(DataConfig(path=str(tmp_path), suffixes=(".md", ".Bin")))
     assert whole(only) == contents["a/z.MD"] + b"\n" + contents["c.bin"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections import Counter
+from collections.abc import Hashable
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +16,7 @@ from penstock.cli.out import add, user_path, whole
 from penstock.cli.run import FAILED, say
 from penstock.config import UNSET, ConfigError
 from penstock.data.config import DataConfig
-from penstock.data.files import HINT, files_of
+from penstock.data.files import HINT, files_of, identity
 from penstock.data.prepare import SHARD_TOKENS, Preparation
 from penstock.data.text import TextError
 from penstock.data.tokenizer import open_tokenizer
@@ -114,12 +114,12 @@ def _prepare(options: argparse.Namespace) -> int:
 def _preparation(options: argparse.Namespace) -> Preparation:
     suffixes = DataConfig(suffixes=tuple(options.suffixes.split(","))).suffixes
     files = [file for each in options.inputs for file in files_of(each, suffixes)]
-    counts = Counter(file.absolute() for file in files)
-    ((file, times),) = counts.most_common(1)
-    if times > 1:
-        why = f"{file} is named twice, and would be trained on where it is held out"
-        hint = "Name every file once; the weight of a mixture says how often a text is seen."
-        raise ConfigError("INPUT", UNSET, why, hint)
+    known = dict[Hashable, Path]()
+    for file in files:
+        if known.setdefault(identity(file), file) is not file:
+            why = f"{file} is named twice, and would be trained on where it is held out"
+            hint = "Name every file once; the weight of a mixture says how often a text is seen."
+            raise ConfigError("INPUT", UNSET, why, hint)
     work = Preparation(
         files=tuple(files),
         source=os.fsencode(" ".join(options.inputs)).decode(errors="backslashreplace"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.config import UNSET, ConfigError, expanded
 from penstock.data.config import DataConfig
 from penstock.data.documents import is_table
-from penstock.data.files import files_below, files_of, is_folder, is_on_hub, place_of
+from penstock.data.files import files_below, files_of, identity, is_folder, is_on_hub, place_of
 from penstock.data.prepare import Preparation
 from penstock.data.text import Readable, Text
 from penstock.data.tokenizer import Bytes, open_tokenizer
@@ -105,19 +105,10 @@ def check_apart(config: DataConfig) -> None:
         if path is None:
             continue
         for file in [place_of(path)] if _is_prepared(path) else files_of(path, config.suffixes):
-            if (owner := owners.setdefault(_known_by(file), path)) != path:
+            if (owner := owners.setdefault(identity(file), path)) != path:
                 why = f"{owner} and {path} both have {file}: one would train on what the other holds out"
                 hint = "Name every file in one text alone; its weight says how often it is seen."
                 raise ConfigError("mixture", UNSET, why, hint)
-
-
-def _known_by(file: Path) -> Hashable:
-    """Return a key that is the same for one file under all of its names, including links of both kinds."""
-    try:
-        status = file.stat()
-    except OSError:  # opening it later reports what is wrong
-        return file
-    return status.st_dev, status.st_ino
 
 
 def _tokens_of(config: DataConfig, path: str | None) -> tuple[str, int | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final, NoReturn
@@ -184,7 +184,8 @@ def files_below(
 ) -> list[Path]:
     """Return files below `folder` ending in `suffixes`, in any case of letters, by relative path.
 
-    Links to folders are ignored, and so is what runs have left: it would become text when they continue.
+    Links to folders are ignored, and so is what runs have left: it would become text when they continue. Of
+    several names of one file the first counts: its text would be trained on where it is held out.
 
     Args:
         path: The setting that named the folder, for messages.
@@ -202,7 +203,20 @@ def files_below(
         folders[:] = [name for name in folders if name not in left_out]
         files += [Path(parent, name) for name in names if name.lower().endswith(endings)]
     # File systems list their entries in different orders; this order is the same on all machines.
-    return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
+    files.sort(key=lambda file: file.relative_to(folder).as_posix())
+    first = dict[Hashable, Path]()
+    for file in files:
+        first.setdefault(identity(file), file)
+    return list(first.values())
+
+
+def identity(file: Path) -> Hashable:
+    """Return a key that is the same for one file under all of its names, including links of both kinds."""
+    try:
+        status = file.stat()
+    except OSError:  # opening it later reports what is wrong
+        return file
+    return status.st_dev, status.st_ino
 
 
 def _unreadable(path: str | None, error: OSError) -> ConfigError:
