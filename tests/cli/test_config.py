@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,18 @@ def test_sizes_of_a_published_model_are_shown_as_its_own(cli: Cli) -> None:
     shown = json.loads(cli.prints(["config", "show", *settings, "--format", "json"]))
     wanted = {"num_layers": (12, "model.preset"), "seq_len": (12, "command line"), "dropout": (0, "default")}
     assert {name: (shown["model"][name], shown["$from"][f"model.{name}"]) for name in wanted} == wanted
+
+
+def test_what_a_run_makes_of_the_settings_is_shown(cli: Cli) -> None:
+    """A schedule that is named decides, and a machine of one core starts two processes."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        settings = ("model.preset=flowmoe/gpt2-tiny", "schedule.name=sequential")
+        shown = json.loads(cli.prints(["config", "show", "tiny", *settings, "--format", "json"]))
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert (shown["plan"]["mode"], shown["moe"]["num_experts"]) == ("fixed", 2)
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, cli: Cli) -> None:

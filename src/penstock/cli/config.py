@@ -96,10 +96,12 @@ def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
     del given
     path, overrides = config_and_settings(options)
     cls = _run_config()
-    from penstock.topology.local import Places
+    from penstock.cli.ranks import ranks_of
+    from penstock.plan.plan_config import given_schedule
 
+    overrides = given_schedule(overrides)
     config = load(cls, path, overrides)
-    table = to_dict(config.with_sizes(config.parallel.processes or Places.here().number))
+    table = to_dict(config.with_sizes(config.parallel.processes or ranks_of(config, None, None)))
     asked, values = by_key(cls, to_dict(config)), by_key(cls, table)
     origin = dict.fromkeys(values, DEFAULT) | sources(cls, path, overrides)
     sized = "model.preset" if config.model.config is None else "model.config"
