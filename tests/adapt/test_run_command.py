@@ -92,6 +92,7 @@ def test_a_configuration_alone_begins_with_the_same_weights_on_any_layout(
     [
         ("moe.gate=sigmoid", "moe.gate"),
         ("moe.num_experts=16", "moe.num_experts"),
+        ("model.num_layers=4", "model.num_layers"),
         ("model.hidden_size=64", "model.hidden_size"),
         ("model.dropout=0.1", "model.dropout"),
         ("model.seq_len=999", "model.seq_len"),
@@ -114,6 +115,7 @@ def test_what_the_family_does_not_have_is_refused(
         ("gpt_oss", "data.separate_documents=true", "data.separate_documents"),
         ("dbrx", "placement.experts=shadowing", "placement.experts"),
         ("deepseek_v3", "moe.aux_loss_coeff=0.5", "moe.aux_loss_coeff"),
+        ("deepseek_v3", "moe.aux_loss_coeff=0.01", "moe.aux_loss_coeff"),
     ],
 )
 def test_what_one_family_lacks_is_refused(

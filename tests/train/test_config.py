@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from math import gcd
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
+from penstock.models.qwen3_moe import config_json
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig, given_schedule
 from penstock.schedule import SCHEDULES
@@ -57,6 +59,36 @@ def test_what_the_user_set_wins() -> None:
     assert (found.model.num_layers, found.model.hidden_size, found.model.dropout) == (3, 512, 0.25)
     assert (found.moe.num_experts, found.moe.top_k, found.moe.capacity_factor) == (4, 1, 2.0)
     assert found.data.batch_per_device == 6
+
+
+GIVEN = ("num_layers=4", "seq_len=128", "hidden_size=768")
+"""Keys of [model] that are set to their defaults, but for the last."""
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "sizes"),
+    [
+        ((), ("preset='flowmoe/gpt2-tiny'", *GIVEN), (4, 128, 768)),
+        (("preset='flowmoe/gpt2-tiny'", *GIVEN), (), (4, 128, 768)),
+        (("preset='flowmoe/gpt2-tiny'",), GIVEN, (4, 128, 768)),
+        (GIVEN, ("preset='flowmoe/gpt2-tiny'",), (12, 256, 768)),  # such as tiny, with another model
+        (GIVEN, ("preset='flowmoe/gpt2-tiny'", "num_layers=4"), (4, 256, 768)),
+        ((), ("config='FILE'", *GIVEN), (4, 128, 768)),
+        (("config='FILE'", *GIVEN), (), (4, 128, 768)),
+        (GIVEN, ("config='FILE'",), (6, 128, 768)),
+    ],
+)
+def test_what_is_set_to_its_default_wins_where_it_is_set_for_the_model(
+    file: tuple[str, ...], overrides: tuple[str, ...], sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    written = config_json(ModelConfig(num_layers=6, moe_layers=(1, 5), head_dim=8), MoEConfig())
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    path, text = tmp_path / "run.toml", "\n".join(("[model]", *file))
+    path.write_text(text.replace("FILE", str(tmp_path)))
+    settings = [f"model.{each}".replace("FILE", str(tmp_path)) for each in overrides]
+    found = load(RunConfig, path, settings).resolved(2)
+    assert (found.model.num_layers, found.model.seq_len, found.model.hidden_size) == sizes
+    assert found.resolved(2) == found
 
 
 def test_other_sections_are_left_alone() -> None:
@@ -141,6 +173,15 @@ def test_what_is_saved_is_read_back(tmp_path: Path, config: RunConfig) -> None:
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     assert load(RunConfig, path) == config
+
+
+def test_a_run_that_is_saved_has_the_same_sizes(tmp_path: Path) -> None:
+    """Those among them that were set to none."""
+    settings = ["model.preset=flowmoe/gpt2-tiny", "model.num_layers=4", "moe.capacity_factor=none"]
+    config, path = load(RunConfig, None, settings).resolved(4), tmp_path / "config.toml"
+    assert config.moe.capacity_factor is None
+    path.write_text(to_toml(config))
+    assert load(RunConfig, path).resolved(2) == config
 
 
 # ---- who decides -------------------------------------------------------------------------------------------

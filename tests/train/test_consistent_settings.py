@@ -9,18 +9,20 @@ import pytest
 import penstock
 from penstock.config import ConfigError, load
 from penstock.topology import Control
-from penstock.train.config import RunConfig, check_same_settings
+from penstock.train.config import RunConfig, resolved_for_all
 from tests.support.forked import run_forked
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
 
 pytestmark = pytest.mark.slow
 
+PRESET = "model.preset=flowmoe/gpt2-tiny"
+
 
 def compare(rank: int, overrides: list[list[str]]) -> str | None:
     """What a rank is told."""
     try:
-        check_same_settings(load(RunConfig, None, overrides[rank]), Control(rank, len(overrides)))
+        resolved_for_all(load(RunConfig, None, overrides[rank]), Control(rank, len(overrides)))
     except ConfigError as error:
         return str(error)
     return None
@@ -33,6 +35,7 @@ def compare(rank: int, overrides: list[list[str]]) -> str | None:
         (["train.steps=4"], [], "train.steps = 4: .*on rank 1 it is 200"),
         ([], ["train.eval_every=7"], "train.eval_every = 100: .*on rank 1 it is 7"),
         ([], ["train.checkpoint_every=3", "model.dropout=0.5"], r"model.dropout = 0.0: .*0\.5 \(also diff"),
+        (["model.num_layers=4", PRESET], [PRESET], "model.num_layers = 4: .*on rank 1 it is 12"),
         (["data.mixture.a=1", "data.mixture.b=2"], ["data.mixture.c=1", "data.mixture.d=1"], r"\[1, 2\]"),
     ],
 )

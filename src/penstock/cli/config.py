@@ -13,7 +13,6 @@ from penstock.config import ConfigError, load, to_dict
 from penstock.config.bounds import by_key, leaves
 from penstock.config.described import help_text, json_schema, page
 from penstock.config.error import shorten, toml_value
-from penstock.config.load import sources
 from penstock.stops import STOPS
 from penstock.words import terminal_width
 
@@ -99,11 +98,10 @@ def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
     from penstock.cli.ranks import ranks_of
     from penstock.plan.plan_config import given_schedule
 
-    overrides = given_schedule(overrides)
-    config = load(cls, path, overrides)
+    config = load(cls, path, given_schedule(overrides))
     table = to_dict(config.with_sizes(config.parallel.processes or ranks_of(config, None, None)))
     asked, values = by_key(cls, to_dict(config)), by_key(cls, table)
-    origin = dict.fromkeys(values, DEFAULT) | sources(cls, path, overrides)
+    origin = {key: config.sources.get(key, DEFAULT) for key in values}
     sized = "model.preset" if config.model.config is None else "model.config"
     origin |= {key: sized for key in values if values[key] != asked[key]}
     if options.format == "json":

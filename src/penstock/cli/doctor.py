@@ -227,7 +227,7 @@ def _gpu_doctor(
         check_out(options.out, EXAMPLE)
     if path is None:
         config = load(RunConfig, None, [*usual, f"moe.num_experts={max(2, ranks)}", *overrides])
-    config.resolved(ranks)
+    config = config.resolved(ranks)
 
     def report(info: ProcessInfo, meeting: Meeting) -> int:
         """Run the stages; the first rank prints each when it ends, and saves all. Return the exit code."""

@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 from penstock.config.bounds import (
     Table,
     bare,
-    default_of,
     example,
     inner,
     leaves,
@@ -52,27 +51,22 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     A name without a dot or a folder, such as `tiny`, is a file here, or else a shipped configuration.
 
     An override's value is read as TOML where that fits the field, as bare text otherwise, unless it spells
-    one of `NOT_TEXT`; of two overrides of one key the later counts.
+    one of `NOT_TEXT`; of two overrides of one key the later counts. An attribute `sources` of `cls` becomes
+    where each setting was set last, if anywhere, by its dotted key: the file, or `COMMAND_LINE`.
 
     Raises:
         ConfigError: With its full dotted key, for the first thing that does not fit; `others` holds what else
             does not.
     """
     table: dict[str, Any] = {}
-    for _, layer in _layers(cls, path, overrides):
+    sources: dict[str, str] = {}
+    for where, layer in _layers(cls, path, overrides):
+        sources |= {key: where for key, _ in leaves(cls) if _is_set(layer, key.split("."))}
         _lay(layer, table)
     built: T = validated(cls, table, "")
+    if hasattr(cls, "sources"):
+        object.__setattr__(built, "sources", sources)
     return built
-
-
-def sources(cls: type, path: Path | None, overrides: Sequence[str]) -> dict[str, str]:
-    """Return where each setting was set last, if anywhere, by its dotted key: the file, or an override."""
-    return {
-        key: where
-        for where, layer in _layers(cls, path, overrides)
-        for key, _ in leaves(cls)
-        if _is_set(layer, key.split("."))
-    }
 
 
 def from_dict(cls: type[T], table: object, name: str) -> T:
@@ -90,12 +84,12 @@ def to_dict(config: object) -> dict[str, Any]:
 def to_toml(config: object) -> str:
     """Return `config` as the text of a TOML file that `load` turns into an equal one.
 
-    A field that is None is left out where that is its default anyway, and written as "none" elsewhere.
+    A field that is None is written as "none": what is left out may get another value, such as a preset's.
 
     Raises:
         ConfigError: If a text would be read back as None.
     """
-    return "\n".join(_lines(config, "", None)).strip("\n") + "\n"
+    return "\n".join(_lines(config, "")).strip("\n") + "\n"
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -161,20 +155,19 @@ def _is_set(table: Any, path: Sequence[str]) -> bool:
 # ---- writing -----------------------------------------------------------------------------------------------
 
 
-def _lines(config: Any, section: str, base: object) -> Iterator[str]:
+def _lines(config: Any, section: str) -> Iterator[str]:
     """Yield single settings first, then each section under its own header, as TOML requires."""
     cls: type = type(config)
     sections = []
     for field in settable(cls):
         name, value = field.name, getattr(config, field.name)
-        usual = default_of(field) if base is None else getattr(base, name)
         if is_dataclass(value):
-            sections.append((dotted(section, name), value, usual if is_dataclass(usual) else None))
-        elif value is not None or usual is not None:
+            sections.append((dotted(section, name), value))
+        else:
             tp = types_of(cls)[name]
             yield f"{name} = {toml_value(_storable(tp, value, dotted(section, name)))}"
-    for key, value, inner_base in sections:
-        yield from ("", f"[{key}]", *_lines(value, key, inner_base))
+    for key, value in sections:
+        yield from ("", f"[{key}]", *_lines(value, key))
 
 
 def _storable(tp: Any, value: object, key: str) -> object:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from penstock.config import Checked, ConfigError, Within, check_bounds, check_name, to_dict
 from penstock.config.bounds import MOST_STEPS, FilePath, Items, Name, Seed, Steps, by_key
 from penstock.config.error import shown
+from penstock.config.load import COMMAND_LINE
 from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
@@ -27,7 +28,6 @@ from penstock.topology import Control, ParallelConfig
 from penstock.train.optimizer import OptimizerConfig
 from penstock.train.possible import check_movable, check_moves, check_sections, check_shares, moving_in
 
-Section = TypeVar("Section", ModelConfig, MoEConfig, DataConfig)
 Precision = Literal["auto", "float32", "bfloat16"]
 Resume = Literal[True, False, "auto"]
 IF_PRESENT = "auto"
@@ -112,8 +112,13 @@ class MetricsConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that `penstock train` reads."""
+    """Everything that `penstock train` reads.
 
+    Attributes:
+        sources: Where `load` has found each setting that is set, by its dotted key.
+    """
+
+    sources: ClassVar[Mapping[str, str]] = {}
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -152,10 +157,12 @@ class RunConfig:
     def with_sizes(self, world_size: int) -> RunConfig:
         """Return the run with the sizes of a preset, or of the model's file, where the user set none.
 
-        A preset's number of experts depends on the number of ranks. A key whose value is not its default
-        takes precedence.
+        A preset's number of experts depends on the number of ranks. In Python, a key is set if its value is
+        not its default; so it is in a file for which the command line names the preset or model.
         """
-        return self._with_preset(world_size)._with_config()
+        sized = self._with_preset(world_size)._with_config()
+        object.__setattr__(sized, "sources", self.sources)  # with its sizes it may come here again
+        return sized
 
     def computing_in(self, usual: Precision) -> RunConfig:
         """Return the run with its own precision, or the `usual` one where it leaves that to the device."""
@@ -177,17 +184,15 @@ class RunConfig:
             from penstock.families import sections  # transformers takes seconds to load
 
             sizes = sections.sections_of(self.model.config)
-            model, moe = _laid_under(self.model, sizes["model"]), _laid_under(self.moe, sizes["moe"])
+            model, moe = self._sized("model", sizes["model"]), self._sized("moe", sizes["moe"])
             check_sections(self.model.config, sizes, model, moe)
             placement = moving_in(model.model_type, self.placement, self.data)
             return replace(self, model=model, moe=moe, placement=placement)
         sizes = sections_of(self.model.config)
-        layers, usual = sizes["model"]["moe_layers"], ModelConfig.num_layers
-        if layers is not None and self.model.num_layers != usual:  # the user's number goes before the file's
+        layers = sizes["model"]["moe_layers"]
+        if layers is not None and self._is_set("model", "num_layers"):
             sizes["model"]["moe_layers"] = tuple(each for each in layers if each < self.model.num_layers)
-        return replace(
-            self, model=_laid_under(self.model, sizes["model"]), moe=_laid_under(self.moe, sizes["moe"])
-        )
+        return replace(self, **{name: self._sized(name, sizes[name]) for name in sizes})
 
     def _with_preset(self, world_size: int) -> RunConfig:
         if self.model.preset is None:
@@ -196,9 +201,9 @@ class RunConfig:
         try:
             return replace(
                 self,
-                model=_laid_under(self.model, sizes_of_preset(preset)),
-                moe=_laid_under(self.moe, experts_of_preset(preset, world_size)),
-                data=_laid_under(self.data, {"batch_per_device": preset.batch}),
+                model=self._sized("model", sizes_of_preset(preset)),
+                moe=self._sized("moe", experts_of_preset(preset, world_size)),
+                data=self._sized("data", {"batch_per_device": preset.batch}),
             )
         except ConfigError as error:
             if preset.experts_per_device * world_size >= preset.top_k:
@@ -209,11 +214,18 @@ class RunConfig:
             hint = f"Start {least} processes or more (parallel.processes)."
             raise ConfigError("model.preset", self.model.preset, why.rstrip("."), hint) from None
 
+    def _sized(self, section: str, sizes: Mapping[str, Any]) -> Any:
+        """Return the section with `sizes` for every key that the user has not set."""
+        open_sizes = {name: size for name, size in sizes.items() if not self._is_set(section, name)}
+        return replace(getattr(self, section), **open_sizes)
 
-def _laid_under(section: Section, sizes: Mapping[str, Any]) -> Section:
-    """Return the section with `sizes` for every key that still has its default."""
-    untouched = {f.name for f in fields(section) if getattr(section, f.name) == f.default}
-    return replace(section, **{key: value for key, value in sizes.items() if key in untouched})
+    def _is_set(self, section: str, name: str) -> bool:
+        """Tell whether the user set a key for this very model: a file may be one for any."""
+        named = "model.preset" if self.model.config is None else "model.config"
+        where, settings = self.sources.get(f"{section}.{name}"), getattr(self, section)
+        if where is not None and where in (COMMAND_LINE, self.sources.get(named)):
+            return True
+        return bool(getattr(settings, name) != getattr(type(settings), name))
 
 
 OF_A_RANK: Final = (
@@ -242,8 +254,7 @@ def resolved_for_all(config: RunConfig, control: Control) -> RunConfig:
     """
     check_same_settings(config, control)
     resolved = control.agreed(lambda: config.resolved(control.world_size), "reading the settings")
-    if resolved.model.config is not None:  # files of the same name may differ between machines
-        check_same_settings(resolved, control)
+    check_same_settings(resolved, control)  # files of one name may differ, and who set what
     return resolved
 
 

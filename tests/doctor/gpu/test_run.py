@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import main
+from penstock.config import load
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import DOCTOR
 from penstock.doctor.gpu import facts, run
@@ -90,6 +91,18 @@ def test_an_error_of_a_stage_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
     config = replace(CONFIG, parallel=replace(CONFIG.parallel, processes=1))
     found = run_here(stage("any"), Given(config=config, timeout_s=1))
     assert (found.verdict, found.reason) == (Verdict.FAIL, "ValueError: rank 0 has no numbers")
+
+
+def sizes(here: Here) -> Outcome:
+    return Outcome.of([], {"layers": here.config.model.num_layers})
+
+
+def test_a_stage_has_the_sizes_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    settings = ["model.preset=flowmoe/bert-large", "model.num_layers=4"]
+    Given(config=load(RunConfig, None, settings).resolved(1), timeout_s=HANG_S).save(tmp_path)
+    assert run_here(stage("any", run=sizes), Given.read(tmp_path)).figures == {"layers": 4}
 
 
 def test_the_worst_of_all_ranks_counts() -> None:

@@ -36,7 +36,7 @@ class Given:
     """What a stage needs to know.
 
     Attributes:
-        config: The settings, not resolved.
+        config: The settings, resolved.
         timeout_s: Seconds after which the stage is ended.
         cluster: What the curves have found; None if they have not been measured.
     """
@@ -71,7 +71,7 @@ def run_here(stage: Stage, given: Given) -> Outcome:
     try:
         info = detect(os.environ) or ALONE
         device = pick_device(info.local_rank)
-        config = on_device(given.config.resolved(info.world_size), device)
+        config = on_device(given.config, device)
         if stage.joins:
             waits = config.parallel
             join(info, waits.timeout_s, device, waits.transport, start_s=waits.start_s)
