@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,15 +13,17 @@ from torch import Tensor
 
 from penstock.cost import ClusterConfig
 from penstock.decision import Decision, ScheduleConfig
-from penstock.graph import Lane, ScheduleError
+from penstock.features.build import build_graph
+from penstock.graph import Graph, Lane, Phase, RefusalError, ScheduleError, Task
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig, SampleKeys
-from penstock.ops import OPS
+from penstock.ops import OPS, Kind, OpSpec, Work, register
 from penstock.plan.problem import Problem
 from penstock.report import render_timeline
 from penstock.runtime.handlers import HANDLERS
 from penstock.schedule import SCHEDULES, Schedule
-from penstock.step import StepShape
+from penstock.step import Stage, StepShape
+from penstock.step.rewrite import insert_after
 from penstock.timing import lower_bound
 from penstock.train.assemble import build_stack
 from penstock.train.config import RunConfig
@@ -87,6 +89,35 @@ def test_without_its_handler_it_is_refused_by_name(page: dict[str, Any]) -> None
     del HANDLERS["MX", page["Phase"].BACKWARD]
     with pytest.raises(ScheduleError, match=r"L\d.MX.m\d.B: op MX has no handler for phase B"):
         stack_on(0, 1).program(training=True)
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Doubles what experts return, chunk by chunk."""
+
+    name = "doubled"
+    stage = Stage.INSERT
+
+    def __call__(self, graph: Graph) -> Graph:
+        def after(task: Task) -> Task:
+            return Task(task.name._replace(op="ZZ"), Lane.COMPUTE, (), {"rows": (task.name,)}, task.cut)
+
+        return insert_after(graph, "X", "rows", after)
+
+
+@pytest.mark.usefixtures("page")
+@pytest.mark.parametrize(("forward", "backward"), [(2, 4), (3, 2)])
+def test_what_is_cut_runs_again_where_a_backward_chunk_lies_in_one(forward: int, backward: int) -> None:
+    doubles: dict[str, Any] = {"kind": Kind.COPY, "work": lambda *_: Work(), "indices": "mc"}
+    register(OpSpec(name="ZZ", title="doubles rows", recomputable=True, **doubles))
+    shape = StepShape(
+        moe_layers=(True,), chunks=forward, degree_backward=backward, recompute="blocks", more=(Doubled(),)
+    )
+    if backward % forward:
+        with pytest.raises(RefusalError, match="ZZ runs again"):
+            build_graph(shape)
+    else:
+        assert "ZZ" in {task.op for task in build_graph(shape).tasks if task.phase is Phase.RECOMPUTE}
 
 
 def config() -> RunConfig:

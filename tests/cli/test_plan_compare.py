@@ -182,3 +182,12 @@ def test_an_update_takes_its_passes(stage: str, cli: Cli) -> None:
     assert twice["throughput"]["tokens_per_s"] >= once["throughput"]["tokens_per_s"]
     assert twice["memory_bytes"] > once["memory_bytes"], "sums of the first pass are put aside"
     assert "2 passes" in " ".join(cli.prints([*words, "--global-batch", str(samples)]).split())
+
+
+@pytest.mark.slow
+def test_what_is_busy_is_so_in_the_step_that_is_compared(cli: Cli) -> None:
+    samples = 4 * cli.finds(STUDY)["sizes"]["ranks"]
+    both = cli.finds([*STUDY, "--global-batch", str(samples), "--against", "seq_len=64"])
+    for side in (both["a"], both["b"]):
+        assert side["sizes"]["passes"] == 4
+        assert 0.4 * side["step_s"] <= max(side["busy_s"].values()) <= side["step_s"]

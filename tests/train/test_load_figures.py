@@ -16,7 +16,7 @@ from penstock.config import ConfigError
 from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import EMPTY, ExpertPlacement, Replication
 from penstock.report.loads import NUMBERS, LoadCourse
-from penstock.train.history import LoadBook
+from penstock.train.history import MOST_KEPT, LoadBook
 from penstock.train.measuring import (
     RowsOfReplicas,
     _joined,
@@ -194,3 +194,20 @@ def test_a_run_goes_on_with_its_own_loads_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             LoadBook.resumed(tmp_path, 2, layers, experts)
         assert caught.value.key == str(tmp_path / NUMBERS)
+
+
+def test_a_run_that_goes_on_keeps_as_few_steps_as_one_that_never_stopped(tmp_path: Path) -> None:
+    """A figure puts what is kept at equal distances."""
+    loads, stop, end = np.ones((1, 2), dtype=np.int64), MOST_KEPT + 4, MOST_KEPT + 130
+    books = LoadBook(), LoadBook()
+    for book, last in zip(books, (stop, end), strict=True):
+        for step in range(1, last + 1):
+            book.add(step, loads)
+    course, whole = (book.course((0,)) for book in books)
+    assert course is not None and whole is not None
+    course.save(tmp_path)
+    resumed = LoadBook.resumed(tmp_path, stop, (0,), 2)
+    for step in range(stop + 1, end + 1):
+        resumed.add(step, loads)
+    course = resumed.course((0,))
+    assert course is not None and course.steps == whole.steps

@@ -254,8 +254,8 @@ def empty_model(file: Path, config: Any, held: Held, kind: Any = None) -> Any:
 
     if kind is None and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
-            f"{file}: model_type = {config.model_type!r} is no causal language model of transformers. Make the "
-            "model with from_pretrained of its own class, and give it to penstock.parallelize"
+            f"{file}: model_type = {config.model_type!r} is no causal language model of transformers: make "
+            "it with from_pretrained of its own class, and give it to penstock.parallelize"
         )
     try:
         with quiet(), torch.device("meta"), few_modules(held):

@@ -10,6 +10,8 @@ from penstock.config import to_dict
 from penstock.decision.record import FIELDS
 from penstock.mesh import holders
 from penstock.plan import Explanation, FoundPlan, PlanFile, Subject
+from penstock.plan.candidate import whole_s
+from penstock.plan.predict import closing_s
 from penstock.plan.throughput import Throughput
 from penstock.report.plan import table
 from penstock.words import change, folded, gib, lane_words, milliseconds, printable
@@ -37,7 +39,7 @@ class Side:
     def of(subject: Subject, found: FoundPlan, explanation: Explanation) -> Side:
         """Return the side of a plan that was searched."""
         speed, nodes = Throughput.of(subject, found.best), subject.problem.has_nodes
-        step_s = found.best.predicted_s
+        step_s = whole_s(subject.problem, found.best) - closing_s(subject.problem)
         return Side(
             file=subject.plan_file(found.best, found.searched),
             tokens_per_s=speed.tokens_per_s,

@@ -16,6 +16,7 @@ from penstock.config import Checked, Within
 from penstock.config.bounds import MOST_RANKS
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Axes, Mesh
+from penstock.ops import Op
 from penstock.ops.core import computes_experts
 from penstock.timing import TaskRecord
 from penstock.writing import write_whole
@@ -232,11 +233,11 @@ class Straggler(Checked):
 def typical_seconds(records: Iterable[TaskRecord]) -> dict[Kind, float]:
     """Return the median duration of every kind of computation that is the same on all ranks.
 
-    Routed experts are left out: how many rows they get depends on the routing.
+    Routed experts, and copies of the rows that they get, are left out: their number depends on the routing.
     """
     kinds: dict[Kind, list[float]] = defaultdict(list)
     for record in records:
-        if record.lane.computes and not computes_experts(record.task.op):
+        if record.lane.computes and not (computes_experts(op := record.task.op) or op == Op.ROW_ORDER):
             kinds[record.task.op, record.task.phase].append(record.duration_s)
     return {kind: median(seconds) for kind, seconds in kinds.items()}
 

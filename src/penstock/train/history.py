@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Final
@@ -325,6 +326,8 @@ class LoadBook:
             course = LoadCourse.read(path)
             if (course.layers, course.loads_SYE.shape[-1]) != (tuple(layers), experts):
                 raise ConfigError(str(path), UNSET, "holds the loads of another model", REMOVE)
+            if len(course.steps) > 1:  # it goes on as it was thinned
+                book._every = min(later - step for step, later in pairwise(course.steps))
             for step, loads_YE in zip(course.steps, course.loads_SYE, strict=True):
                 if step <= done:
                     book.add(step, loads_YE)

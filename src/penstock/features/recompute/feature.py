@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.features.feature import Feature
 from penstock.features.field import Field
-from penstock.graph import Graph, Name, Phase, Task
+from penstock.graph import Graph, Name, Phase, RefusalError, Task
 from penstock.ops import spec_of
 from penstock.ops.base import place_of
 from penstock.ops.core import computes_experts
@@ -30,9 +30,11 @@ class Recompute:
 
     Attributes:
         experts_only: Whether the rest of a block keeps what its backward needs.
+        nest: Whether every backward chunk lies in one forward chunk.
     """
 
     experts_only: bool
+    nest: bool = True
     name = "recompute"
     stage = Stage.TRANSPOSE
 
@@ -54,6 +56,11 @@ class Recompute:
             if not (wanted and task.phase is Phase.BACKWARD and "saved" in task.inputs):
                 out.append(task)
                 continue
+            if not (self.nest or computes_experts(task.op)) and "c" in spec_of(task.op).indices:
+                raise RefusalError(
+                    f"{task.op} runs again by whole forward chunks, and a backward chunk lies in several: "
+                    "take a multiple of forward chunks for backward, or an op that is not recomputable"
+                )
             (forward,) = task.inputs["saved"]
             name = task.name._replace(phase=Phase.RECOMPUTE)
             inputs = {"kept": (forward,), "due": due[task.layer]}
@@ -76,7 +83,10 @@ RECOMPUTE = Field(
 
 
 def _passes(shape: StepShape) -> Sequence[Pass]:
-    return () if shape.recompute == "none" else (Recompute(experts_only=shape.recompute == "experts"),)
+    if shape.recompute == "none":
+        return ()
+    nest = shape.backward_chunks % shape.chunks == 0
+    return (Recompute(experts_only=shape.recompute == "experts", nest=nest),)
 
 
 FEATURE = Feature(
