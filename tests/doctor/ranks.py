@@ -31,12 +31,13 @@ MOMENT_S = 0.2
 @dataclass(frozen=True)
 class Disguise:
     """What a rank says instead of the truth. machine: as if it were another;
-    dies: after it has come."""
+    dies: after it has come; user: who it is from when it knows its versions."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     ahead_s: float = 0.0
     machine: str = ""
     dies: bool = False
+    user: int | None = None
 
 
 HONEST = Disguise()
@@ -159,7 +160,14 @@ def _be_rank(
 
 def _put_on(disguise: Disguise) -> None:
     true_versions, true_time = facts.versions, wire.now_s
-    facts.versions = lambda: {**true_versions(), **disguise.versions}
+
+    def versions() -> dict[str, str]:
+        found = {**true_versions(), **disguise.versions}
+        if disguise.user is not None:
+            os.setuid(disguise.user)
+        return found
+
+    facts.versions = versions
     wire.now_s = lambda: true_time() + disguise.ahead_s
     if disguise.machine:
         facts._machine = lambda: disguise.machine

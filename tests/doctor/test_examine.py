@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
+from penstock.doctor.facts import find_facts
+from penstock.topology.join import ALONE
 from tests.doctor.ranks import DIED, Disguise, doctor
 
 pytestmark = pytest.mark.slow
@@ -60,3 +64,23 @@ def test_an_interface_that_is_not_there_is_named_and_nobody_waits_for_it() -> No
         "has no interface ib7; it has " in text
         and "name one that all others reach in GLOO_SOCKET_IFNAME" in text
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a rank becomes another user")
+def test_a_rank_that_may_not_enter_the_folder_of_a_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o700)
+    run = tmp_path / "locked" / "run"
+    run.mkdir()
+    told = doctor(2, f"output.dir={run}", "--json", disguises={1: Disguise(user=65534)})
+    assert told.codes == {0: 1, 1: 1}, told.errors
+    found = json.loads(told.out)
+    (disk,) = (each for each in found["checks"] if not each["passed"])
+    assert disk["name"] == "disk" and len(disk["findings"]) == 2
+    assert found["examination"]["shared"] == {str(run): [0]}
+    assert found["examination"]["facts"]["1"]["folders"][0]["problem"]
+
+
+def test_a_folder_that_cannot_be_looked_at_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    found = find_facts(ALONE, "127.0.0.1", [tmp_path / "new", tmp_path / ("n" * 300), tmp_path / "link"])
+    assert [bool(each.problem) for each in found.folders] == [False, True, True]

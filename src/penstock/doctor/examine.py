@@ -13,8 +13,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from penstock.config import ConfigError
-from penstock.doctor.facts import Facts, Folder, find_facts
+from penstock.config import ConfigError, asked
+from penstock.doctor.facts import Facts, Folder, find_facts, nearest
 from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.doctor.wire import (
     PATIENCE_S,
@@ -238,15 +238,16 @@ class _Doctor:
         made = []
         if self._leads:
             for folder in self._facts.folders:
-                path = Path(folder.path).absolute()
-                there = next(each for each in (path, *path.parents) if each.exists())
+                there = nearest(Path(folder.path))
                 with suppress(OSError):
                     file = NamedTemporaryFile(dir=there, prefix=".penstock-doctor-")  # noqa: SIM115
                     made.append(file)
                     marks[folder.path] = file.name
             self._meeting.announce("marks", marks)
         files = self._meeting.announced("marks", time.monotonic() + 2 * TURN_S) or {}
-        sightings = self._all_do("seen", lambda: {path: Path(name).exists() for path, name in files.items()})
+        sightings = self._all_do(
+            "seen", lambda: {path: asked(Path(name).exists) for path, name in files.items()}
+        )
         for file in made:
             file.close()
         return {path: tuple(rank for rank, seen in sightings.items() if seen.get(path)) for path in files}

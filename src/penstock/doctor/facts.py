@@ -19,6 +19,7 @@ from typing import Final
 import torch
 
 import penstock
+from penstock.config import asked, is_missing
 from penstock.topology import ProcessInfo
 from penstock.topology.local import Places, free_memory_bytes
 from penstock.topology.meeting_point import address_of, interface_names
@@ -149,12 +150,18 @@ def _address(towards: str) -> tuple[str, str]:
     return ip, "" if ip else f"has no IPv4 address on {name}"
 
 
+def nearest(path: Path) -> Path:
+    """Return the path, or the nearest folder above it of which the system tells that it is there."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if asked(each.exists))
+
+
 def _folder(path: Path) -> Folder:
     """Return the facts of a folder. path: made by the run; until then the folder above it counts."""
-    place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-    problem = ""
+    place, problem = nearest(path), ""
     if not place.is_dir():
         problem = f"{place} is a file"
     elif not os.access(place, os.W_OK | os.X_OK):
         problem = f"{place} cannot be written"
+    elif place != path.absolute() and not is_missing(path):
+        problem = f"{path} cannot be opened"
     return Folder(path=str(path), free_bytes=shutil.disk_usage(place).free, problem=problem)
