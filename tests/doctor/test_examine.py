@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from penstock.doctor.facts import find_facts
 from penstock.topology.join import ALONE
+from penstock.topology.meeting_point import IPV6
 from tests.doctor.ranks import DIED, Disguise, doctor
 
 pytestmark = pytest.mark.slow
@@ -64,6 +67,39 @@ def test_an_interface_that_is_not_there_is_named_and_nobody_waits_for_it() -> No
         "has no interface ib7; it has " in text
         and "name one that all others reach in GLOO_SOCKET_IFNAME" in text
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "address", "named"), [("lo,lo", "127.0.0.1", ""), ("lo,ib7", "", "ib7"), ("ib8,lo", "", "ib8")]
+)
+def test_all_interfaces_of_a_list_are_to_be_there(
+    monkeypatch: pytest.MonkeyPatch, given: str, address: str, named: str
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    found = find_facts(ALONE, "127.0.0.1", ())
+    assert found.address == address and bool(found.problem) == bool(named) and named in found.problem
+
+
+WITHOUT_IPV4 = """
+ip link set lo up && ip -4 address flush dev lo
+ip link add one type veth peer name two && ip -6 address add fe80::1/64 dev one nodad && ip link set one up
+exec "$0" -c '
+import os
+from penstock.doctor.facts import find_facts
+from penstock.topology.join import ALONE
+for name in ("lo", "one"):
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    found = find_facts(ALONE, "::1", ())
+    print(name, found.address or "none", "FIX" if found.problem else "ok")
+'
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not IPV6.exists(), reason="it makes a namespace with IPv6")
+def test_an_interface_may_have_ipv6_alone_if_not_just_on_its_own_link() -> None:
+    script = ["unshare", "--net", "sh", "-c", WITHOUT_IPV4, sys.executable]
+    told = subprocess.run(script, check=False, capture_output=True, text=True)
+    assert told.stdout.split() == ["lo", "::1", "ok", "one", "none", "FIX"], told.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a rank becomes another user")

@@ -22,7 +22,7 @@ import penstock
 from penstock.config import asked, is_missing
 from penstock.topology import ProcessInfo
 from penstock.topology.local import Places, free_memory_bytes
-from penstock.topology.meeting_point import address_of, interface_names
+from penstock.topology.meeting_point import address_of, given_interfaces, interface_names
 
 PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 """Packages that compute, or handle files that ranks share. One that is installed nowhere does not matter."""
@@ -48,7 +48,8 @@ class Facts:
         host: The machine's name.
         host_ip: What that name resolves to here, "" if it does not.
         interface: GLOO_SOCKET_IFNAME or "".
-        address: The address of that interface, or of the one towards rank 0; "" if there is none.
+        address: The address of that interface, of the first of several, or of the one towards rank 0; "" if
+            there is none.
         problem: Why there is no address, "" if there is one.
         memory_bytes: Free memory of the machine or the container.
         open_files: The soft and the hard limit of open files.
@@ -135,8 +136,8 @@ def _resolved(name: str) -> str:
 
 def _address(towards: str) -> tuple[str, str]:
     """Return the address at which other ranks reach this one, and what is wrong with the interface."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not name:  # that from which this machine reaches the others' host; nothing is sent
+    given = given_interfaces(os.environ)
+    if not given:  # that from which this machine reaches the others' host; nothing is sent
         with suppress(OSError):
             family, _, _, _, address = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -144,10 +145,12 @@ def _address(towards: str) -> tuple[str, str]:
                 return str(probe.getsockname()[0]), ""
         return "", ""
     there = interface_names()
-    if name not in there:
-        return "", f"has no interface {name}; it has {', '.join(there)}"
-    ip = address_of(name)
-    return ip, "" if ip else f"has no IPv4 address on {name}"
+    for name in given:
+        if name not in there:
+            return "", f"has no interface {name}; it has {', '.join(there)}"
+        if not address_of(name):
+            return "", f"has no address on {name} that others can use"
+    return address_of(given[0]), ""
 
 
 def nearest(path: Path) -> Path:

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 import torch.distributed as dist
@@ -35,6 +36,7 @@ T = TypeVar("T")
 
 VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR: Final = 0x8915  # from <linux/sockios.h>
+IPV6: Final = Path("/proc/net/if_inet6")
 
 GIVE_ADDRESS: Final = (
     "give the network address of rank 0's machine (MASTER_ADDR, or torchrun's --rdzv-endpoint and "
@@ -198,18 +200,29 @@ def interface_names() -> list[str]:
     return sorted(name for _, name in socket.if_nameindex())
 
 
+def given_interfaces(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the interfaces that Gloo is to use: several are allowed; [] = it chooses itself."""
+    return [name for name in environ.get(VARIABLE, "").split(",") if name]
+
+
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface; "" if it has none."""
+    """Return an address of an interface: of IPv4, or else of IPv6; "" if it has none that others can use."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
         answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
         return socket.inet_ntoa(answer[20:24])
+    with suppress(OSError):  # of a kernel without IPv6
+        for line in IPV6.read_text(encoding="utf-8").splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if name == interface and not address.is_link_local:  # which means another link elsewhere
+                return str(address)
     return ""
 
 
 def check_interface(environ: Mapping[str, str]) -> None:
     """Raise ConfigError if Gloo is to use an interface that this machine does not have."""
     there = interface_names()
-    for name in filter(None, environ.get(VARIABLE, "").split(",")):  # as Gloo reads it: several are allowed
+    for name in given_interfaces(environ):
         if name not in there:
             why = f"{platform.node()} has no interface of that name; it has {listed()}"
             raise ConfigError(VARIABLE, environ[VARIABLE], why, "Name the one that all other ranks reach.")
@@ -247,11 +260,9 @@ def check_open_files(ranks: int, *, by_nccl: bool = False) -> None:
 
 
 def listed() -> str:
-    """Return this machine's interfaces with their IPv4 addresses, in words."""
+    """Return this machine's interfaces with their addresses, in words."""
     addresses = {name: address_of(name) for name in interface_names()}
-    return ", ".join(
-        f"{name} ({ip})" if ip else f"{name} (no IPv4 address)" for name, ip in addresses.items()
-    )
+    return ", ".join(f"{name} ({ip})" if ip else f"{name} (no address)" for name, ip in addresses.items())
 
 
 def in_use(environ: Mapping[str, str]) -> str:
