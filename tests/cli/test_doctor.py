@@ -59,3 +59,8 @@ def test_a_schedule_that_is_named_is_given() -> None:
     """As `penstock train` takes it: without it a wrong number of microbatches would pass."""
     words = ["schedule.name=flowmoe", "schedule.microbatches=64"]
     assert main(["doctor", "tiny", "parallel.processes=1", *words]) == 2
+
+
+def test_a_plan_file_that_cannot_be_looked_at_is_no_crash(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parallel.processes=1", "plan.mode=replay", f"plan.file={'n' * 300}/plan.json"]
+    assert memory_wanted(capsys, *words)

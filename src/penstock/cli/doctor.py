@@ -25,7 +25,7 @@ from rich.text import Text
 from penstock.cli.out import check_out, config_and_settings, save_out
 from penstock.cli.ranks import Emulated, on_ranks, ranks_of
 from penstock.cli.run import FAILED, tell, tell_torchrun
-from penstock.config import ConfigError, check_name, load
+from penstock.config import ConfigError, asked, check_name, load
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import write_json
 from penstock.cost.clusters import find_cluster
@@ -132,8 +132,10 @@ def _wanted(config: RunConfig | None, cluster: str | None, ranks: int) -> Wanted
         assumed = find_cluster(cluster)
     elif plan is not None and plan.cluster is not None:
         name, assumed = plan.cluster, find_cluster(plan.cluster)
-    elif plan is not None and plan.path is not None and (file := plan.path.parent / CLUSTER_FILE).exists():
-        name, assumed = str(file), ClusterFile.read(file)
+    elif plan is not None and plan.path is not None:
+        file = plan.path.parent / CLUSTER_FILE
+        if asked(file.exists):
+            name, assumed = str(file), ClusterFile.read(file)
     if config is None:
         return Wanted(assumed=assumed, cluster_name=name)
     config = config.resolved(ranks)
