@@ -36,6 +36,14 @@ def facts(rank: int) -> Facts:
     )
 
 
+def dealt(places: Sequence[tuple[str, int]]) -> dict[int, Facts]:
+    """Facts of ranks, of each its machine and its local rank."""
+    return {
+        rank: replace(facts(rank), machine=machine, local_rank=local)
+        for rank, (machine, local) in enumerate(places)
+    }
+
+
 def link(first: int, second: int, rate: float, *, problem: str = "") -> Link:
     rates = None if problem else Rates(out_bytes_per_s=rate, back_bytes_per_s=rate, round_trip_s=1e-4)
     return Link(pair=Pair(asks=first, answers=second, nodes=(first, second)), rates=rates, problem=problem)
@@ -121,7 +129,7 @@ def test_a_faster_network_than_assumed_is_worth_knowing() -> None:
 
 def test_nobody_is_in_two_measurements_at_once_and_all_nodes_meet() -> None:
     for count in range(1, 8):
-        nodes = nodes_of({rank: rank % 2 for rank in range(2 * count)})
+        nodes = nodes_of(dealt([(f"node{rank // 2}", rank % 2) for rank in range(2 * count)]))
         assert nodes == [[2 * node, 2 * node + 1] for node in range(count)]
         inside, *rounds = rounds_of(nodes)
         assert [pair.nodes for pair in inside] == [(node, node) for node in range(count)]
@@ -130,6 +138,20 @@ def test_nobody_is_in_two_measurements_at_once_and_all_nodes_meet() -> None:
         for pairs in rounds:
             busy = [node for pair in pairs for node in pair.nodes]
             assert len(busy) == len(set(busy))
+
+
+@pytest.mark.parametrize(
+    ("places", "nodes"),
+    [
+        ([("a", 0), ("b", 0), ("a", 1), ("b", 1)], [[0, 2], [1, 3]]),  # dealt in turn
+        ([("a i", 0), ("a j", 0), ("a i", 1), ("a j", 1)], [[0, 2], [1, 3]]),  # to containers of one machine
+        ([("a", 0), ("a", 1), ("a", 0), ("a", 1)], [[0, 1], [2, 3]]),  # two launchers on one machine
+        ([("a i", 0), ("a j", 1), ("a k", 0), ("a l", 1)], [[0, 1], [2, 3]]),  # emulated nodes
+        ([("a", 0), ("a", 1), ("b", 1), ("b", 2)], [[0, 1], [2, 3]]),  # the first rank there has not come
+    ],
+)
+def test_ranks_of_a_node_share_a_machine(places: list[tuple[str, int]], nodes: list[list[int]]) -> None:
+    assert nodes_of(dealt(places)) == nodes
 
 
 def test_checkpoints_need_a_shared_folder() -> None:

@@ -55,13 +55,21 @@ class Pair:
         return f"inside node {first}" if self.inside else f"from node {first} to node {second}"
 
 
-def nodes_of(local_ranks: Mapping[int, int]) -> list[list[int]]:
-    """Return the ranks of every node: a node begins with local rank 0, as launchers count."""
+def nodes_of(facts: Mapping[int, Facts]) -> list[list[int]]:
+    """Return the ranks of every node: local rank 0 begins one, and the next ones on its machine belong to it.
+
+    Launchers may deal ranks to machines in turn, several may run on one machine, and a node's ranks may have
+    namespaces of their own.
+    """
     nodes: list[list[int]] = []
-    for rank, local in sorted(local_ranks.items()):
-        if local == 0 or not nodes:
-            nodes.append([])
-        nodes[-1].append(rank)
+    latest: dict[str, list[int]] = {}
+    for rank, each in sorted(facts.items()):
+        node = latest.get(each.machine, latest.get(each.kernel))
+        if node is None or each.local_rank == 0:
+            node = latest[each.kernel] = []
+            nodes.append(node)
+        latest[each.machine] = node
+        node.append(rank)
     return nodes
 
 
@@ -137,7 +145,7 @@ class Examination:
     @property
     def nodes(self) -> Sequence[Sequence[int]]:
         """Ranks of every node."""
-        return nodes_of({rank: each.local_rank for rank, each in self.facts.items()})
+        return nodes_of(self.facts)
 
 
 def examine(
@@ -209,7 +217,7 @@ class _Doctor:
         return Examination(
             size=self._meeting.size,
             reference=self._reference,
-            facts={rank: facts_of(said["facts"]) for rank, said in self._known.items()},
+            facts=self._all_facts(),
             clocks=clocks,
             links=sorted(links, key=lambda link: link.pair.nodes),
             gone=tuple(sorted(self._gone)),
@@ -256,9 +264,8 @@ class _Doctor:
 
     def _links(self) -> list[Link]:
         """Measure pairs of ranks, round by round, so that no rank is in two measurements at once."""
-        local_ranks = {rank: said["facts"]["local_rank"] for rank, said in self._known.items()}
         links = []
-        for number, pairs in enumerate(rounds_of(nodes_of(local_ranks))):
+        for number, pairs in enumerate(rounds_of(nodes_of(self._all_facts()))):
             own = next((pair for pair in pairs if pair.asks == self._rank), None)
             if own is not None:
                 self._meeting.leave(f"round-{number}", self._measured(own))
@@ -308,6 +315,9 @@ class _Doctor:
         return {"problem": ""}
 
     # ---- together ------------------------------------------------------------------------------------------
+
+    def _all_facts(self) -> dict[int, Facts]:
+        return {rank: facts_of(said["facts"]) for rank, said in self._known.items()}
 
     def _all_do(
         self, key: str, work: Callable[[], dict[str, Any]], within_s: float = TURN_S

@@ -72,6 +72,11 @@ class Facts:
     cores: int
     gpus: int
 
+    @property
+    def kernel(self) -> str:
+        """The same for ranks that share a system, whatever their namespaces."""
+        return self.machine.partition(" ")[0]
+
 
 def find_facts(info: ProcessInfo, towards: str, folders: Sequence[Path]) -> Facts:
     """Gather the facts of this rank.
