@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from penstock.topology.local import Places, cpu_limit, limit_threads, memory_limit
+from penstock.topology.local import Places, cpu_limit, free_memory_bytes, limit_threads, memory_limit
 from tests.support.patience import HANG_S
 from tests.support.ranks import forking
 
@@ -67,6 +67,48 @@ def test_version_1_has_a_hierarchy_for_every_controller(tmp_path: Path) -> None:
     root = tree(tmp_path, own, mounts, files)
     assert cpu_limit(root) == 3.0
     assert memory_limit(root) == 1 << 30
+
+
+def counts(**mib: int) -> str:
+    """Lines of a memory.stat."""
+    return "\n".join(f"{name} {size << 20}" for name, size in mib.items())
+
+
+V2_FREE = {
+    "memory.stat": counts(anon=1),  # the topmost group has no limit and no use, as the kernel shows it
+    "pod/memory.max": f"{64 << 30}",
+    "pod/memory.current": f"{60 << 30}",  # a sidecar's, too
+    "pod/memory.stat": counts(
+        anon=40 << 10, active_file=8 << 10, inactive_file=1 << 10, slab_reclaimable=1024
+    ),
+    "pod/run/memory.max": f"{32 << 30}",
+    "pod/run/memory.current": f"{1 << 30}",
+}
+V1_FREE = {
+    "memory/memory.limit_in_bytes": "9223372036854771712",
+    "memory/memory.usage_in_bytes": f"{99 << 30}",
+    "memory/pod/memory.limit_in_bytes": f"{4 << 30}",
+    "memory/pod/memory.usage_in_bytes": f"{3 << 30}",
+    "memory/pod/memory.stat": counts(active_file=0, total_active_file=512, inactive_file=0),
+}
+V1_FULL = V1_FREE | {"memory/pod/memory.usage_in_bytes": f"{5 << 30}"}
+
+
+@pytest.mark.parametrize(
+    ("own", "mount", "files", "free_mib"),
+    [
+        ("0::/pod/run", V2.format(top="/"), V2_FREE, 14 << 10),
+        ("0::/pod/run", V2.format(top="/"), {}, 100 << 10),
+        ("3:memory:/pod", V1.format(top="/", name="memory"), V1_FREE, 1536),
+        ("3:memory:/pod", V1.format(top="/", name="memory"), V1_FULL, 0),
+    ],
+)
+def test_free_is_what_a_group_does_not_hold_yet(
+    tmp_path: Path, own: str, mount: str, files: dict[str, str], free_mib: int
+) -> None:
+    root = tree(tmp_path, [own], [mount], files)
+    (root / "proc/meminfo").write_text(f"MemTotal: {200 << 20} kB\nMemAvailable: {100 << 20} kB\n")
+    assert free_memory_bytes(root) == free_mib << 20
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ say what it may use. A group's limit holds for groups below it, so the smallest 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -20,9 +20,11 @@ from penstock.topology.groups import ParallelConfig
 from penstock.words import counted
 
 ROOT = Path("/")
-MEMORY = Path("/proc/meminfo")
 LARGEST_BYTES = 1 << 60
 """Version 1 expresses no limit by a number near the largest possible one."""
+CACHED = ("active_file", "inactive_file", "slab_reclaimable")
+"""What a group's use of memory counts as well, and the kernel gives to processes before it ends one. Files in
+/dev/shm are not among it."""
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:
@@ -40,22 +42,39 @@ def cpu_limit(root: Path = ROOT) -> float | None:
 
 def memory_limit(root: Path = ROOT) -> int | None:
     """Return the bytes that this process and those in its groups may use; None without a limit."""
-    texts = [*_read(root, "", "memory.max"), *_read(root, "memory", "memory.limit_in_bytes")]
-    limits = [int(text) for text in texts if text.isdecimal()]
-    return min((limit for limit in limits if limit < LARGEST_BYTES), default=None)
+    return min((limit for limit, _ in _memory(root)), default=None)
 
 
-def free_memory_bytes() -> int:
+def free_memory_bytes(root: Path = ROOT) -> int:
     """Return the bytes that new processes can have without anything being swapped out."""
-    lines, limit = _lines(MEMORY), memory_limit()
+    lines = _lines(root / "proc/meminfo")
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     if not free:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return free[0] if limit is None else min(free[0], limit)
+    return min(free + [max(0, limit - kept) for limit, kept in _memory(root)])
+
+
+def _memory(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit of each group that has one, and the bytes there that the kernel does not take back."""
+    files = ("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    for controller, limit, usage in files:
+        for group in _groups(root, controller):
+            limits = [int(text) for text in _lines(group / limit) if text.isdecimal()]
+            if limits and limits[0] < LARGEST_BYTES:
+                counts = dict(line.split() for line in _lines(group / "memory.stat"))
+                # In version 1 the plain counts are those of the group alone.
+                cached = sum(int(counts.get(f"total_{name}", counts.get(name, 0))) for name in CACHED)
+                yield limits[0], max(0, sum(map(int, _lines(group / usage))) - cached)
 
 
 def _read(root: Path, controller: str, name: str) -> list[str]:
-    """Return file `name` of this process's group and of those above it that are mounted here.
+    """Return file `name` of this process's group and of those above it that are mounted here."""
+    files = (group / name for group in _groups(root, controller))
+    return [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's group and of those above it that are mounted here.
 
     controller: of version 1; "" for version 2. See proc(5), /proc/pid/mountinfo.
     """
@@ -63,8 +82,7 @@ def _read(root: Path, controller: str, name: str) -> list[str]:
     # Version 2 has one line without controllers.
     own = next((PurePosixPath(path) for _, of, path in groups if controller in of.split(",")), None)
     if own is None:
-        return []
-    texts = list[str]()
+        return
     for line in _lines(root / "proc/self/mountinfo"):
         mounted, _, kind = line.partition(" - ")
         (_, _, _, top, place, *_), (system, *_, options) = mounted.split(), kind.split()
@@ -72,9 +90,8 @@ def _read(root: Path, controller: str, name: str) -> list[str]:
             continue
         # Where a container has mounted groups of its host, its own group may be outside of what is visible.
         inside = own.relative_to(top) if own.is_relative_to(top) else PurePosixPath()
-        files = [root / place.lstrip("/") / each / name for each in (inside, *inside.parents)]
-        texts += [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
-    return texts
+        for each in (inside, *inside.parents):
+            yield root / place.lstrip("/") / each
 
 
 def _lines(file: Path) -> list[str]:
