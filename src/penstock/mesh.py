@@ -280,6 +280,17 @@ class Mesh:
             groups = self._groups[axes] = tuple(map(tuple, rows))
         return groups
 
+    def last_to_come(self, seconds: Seconds, axes: Axes) -> int:
+        """Return the rank that saw a collective alone, in the group in which it took longest.
+
+        Ranks that come before the last one of their group wait for it, and see more.
+
+        Args:
+            seconds: The seconds that every rank saw, [ranks].
+        """
+        last = [min(group, key=seconds.__getitem__) for group in self.groups(axes)]
+        return max(last, key=seconds.__getitem__)
+
     def latest(self, times: Seconds, axes: Axes) -> Seconds:
         """Return for every rank the latest time within its group along `axes`.
 

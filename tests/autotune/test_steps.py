@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.autotune.profile.steps import Watched, with_steps, worth_running
+from penstock.autotune.profile.steps import Watched, transferred, with_steps, worth_running
 from penstock.cost import ClusterFile, ProfiledCluster
 from penstock.cost.cluster_file import LinkModel, StepFit, TaskModel
 from penstock.decision import Decision
@@ -95,6 +95,27 @@ def test_what_scatters_too_much_is_left_as_it_was_and_said() -> None:
     assert found.steps is None and found.tasks == PLAIN.tasks
     assert any("all computation: not corrected by real steps" in doubt for doubt in found.doubts)
     assert found.doubts[-1].startswith("real steps ")
+
+
+def test_a_transfer_takes_as_long_as_in_the_slowest_group() -> None:
+    """There as on the rank that came last. All ranks are in one group where they reduce gradients."""
+    plain = problem_of(PLAIN)
+    work = replace(plain.workload, ep_size=2)
+    before = watched(plain, Decision())
+    start_KRT, end_KRT = before.spans_KRT2[..., 0], before.spans_KRT2[..., 1]
+    factors_K11 = np.array([1.0, 4.0, 9.0, 3.0])[:, None, None]
+    after = replace(
+        before, spans_KRT2=np.stack((start_KRT, start_KRT + factors_K11 * (end_KRT - start_KRT)), -1)
+    )
+
+    def ratios(each: Watched) -> dict[str, float]:
+        seen = transferred([each], lambda each: plain.cost(each.choice, each.plan.shape), work)
+        return {collective: sightings[0].ratio for (collective, _), sightings in seen.items()}
+
+    now = ratios(after)
+    assert {name: now[name] / ratio for name, ratio in ratios(before).items()} == pytest.approx(
+        {"all_to_all": 3.0, "all_reduce": 1.0}
+    )
 
 
 def test_plans_that_overlap_most_are_run() -> None:

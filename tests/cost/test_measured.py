@@ -34,14 +34,25 @@ def record(name: str, rank: int, duration_s: float, *, step: int = 0) -> TaskRec
     return TaskRecord(lone_task(name), rank, 8.0, 8.0 + duration_s, step)
 
 
-def measured(*records: TaskRecord) -> MeasuredCost:
-    return MeasuredCost.from_records(records, lambda task: -1.0)
+def measured(*records: TaskRecord, ep_size: int = 4) -> MeasuredCost:
+    mesh = Mesh(world_size=4, ep_size=ep_size)
+    return MeasuredCost.from_records(records, lambda task: -1.0, mesh)
 
 
 def test_a_collective_costs_what_the_last_rank_to_arrive_sees() -> None:
     for name in ("L0.D.m0.c0.F", "L0.N.m0.F", "L0.ST.F", "L0.AR.p0.B", "L0.XR.p0.B"):
-        cost = measured(record(name, 0, 5.0), record(name, 1, 2.0), record(name, 2, 3.0))
+        ep_size = 1 if lone_task(name).axes == Group.EXPERT_DATA else 4
+        cost = measured(record(name, 0, 5.0), record(name, 1, 2.0), record(name, 2, 3.0), ep_size=ep_size)
         assert cost(lone_task(name)) == 2.0
+
+
+def test_the_slowest_of_several_groups_counts() -> None:
+    """In every group the last rank to arrive; all others wait for the group."""
+    name = "L0.D.m0.c0.F"
+    records = [record(name, rank, seconds) for rank, seconds in enumerate((1.0, 4.0, 9.0, 3.0))]
+    cost = measured(*records, ep_size=2)
+    assert cost(lone_task(name)) == 3.0
+    assert np.array_equal(cost.on_ranks(lone_task(name)), (1.0, 1.0, 3.0, 3.0))
 
 
 def test_a_computation_costs_what_it_costs_on_the_slowest_rank() -> None:
@@ -80,7 +91,7 @@ def test_a_piece_that_never_ran_costs_what_its_kind_does() -> None:
 
 
 def test_a_kind_that_never_ran_costs_what_the_fallback_says() -> None:
-    cost = MeasuredCost.from_records([record("L0.AT.m0.F", 0, 1.0)], lambda task: float(task.layer))
+    cost = MeasuredCost.from_records([record("L0.AT.m0.F", 0, 1.0)], lambda task: float(task.layer), Mesh())
     assert cost(lone_task("L3.AT.m0.F")) == 3.0
 
 
@@ -96,7 +107,7 @@ def test_ranks_that_are_slow_in_different_layers_do_not_lengthen_the_bound() -> 
 
     order = SCHEDULES["flowmoe"].order(graph, cost, Decision(schedule="flowmoe", microbatches=4))
     timeline = simulate(order, graph, cost, mesh)
-    found = MeasuredCost.from_records(timeline.records(), lambda task: -1.0)
+    found = MeasuredCost.from_records(timeline.records(), lambda task: -1.0, mesh)
     busiest_s = sum(slowest(found(task)) for task in graph.tasks if task.lane is Lane.COMPUTE)
     least_s = lower_bound(graph, found.on_ranks, mesh).seconds
     assert least_s == pytest.approx(lower_bound(graph, cost, mesh).seconds)

@@ -301,8 +301,8 @@ class Autotuner:
         everyone = control.gather(own, "collecting durations")
         steps_before, steps_now = ([rank[i] for rank in everyone] for i in (0, 1))
         plan = self._config.plan
-        seen, silent, nodes = (steps_before, steps_now), layout.mesh.silent, layout.nodes > 1
-        find = partial(diagnose, *seen, plan.drift_threshold, silent, nodes=nodes)
+        seen, nodes = (steps_before, steps_now), layout.nodes > 1
+        find = partial(diagnose, *seen, plan.drift_threshold, layout.mesh, nodes=nodes)
         diagnosis = control.decided(find, "finding what has changed")
         self._tuned = plan.tuner is None  # else a later step begins the search for a size
         if diagnosis.text and plan.mode == AUTO:

@@ -44,7 +44,8 @@ def refine(
     """
     choice, even = planned.choice, planned.seeing(None).problem  # ranks order it by themselves
     everyone = stack.machinery.control.gather(list(records), "exchanging measured durations")
-    cost = MeasuredCost.from_records(chain(*everyone), even.cost(choice, planned.plan.shape))
+    mesh = stack.machinery.layout.mesh
+    cost = MeasuredCost.from_records(chain(*everyone), even.cost(choice, planned.plan.shape), mesh)
     order = SCHEDULES[choice.schedule].order(stack.plan.graph, cost, choice)
     stack.adopt(replace(stack.plan, schedule=order))
     return replace(planned, plan=stack.plan), cost.seconds

@@ -291,19 +291,23 @@ def _correction(
 def _prolonged(planned: Planned, other: Planned, records: Sequence[TaskRecord]) -> Mapping[str, float]:
     """Return measured over predicted seconds of transfers that only `planned` has, by op.
 
-    What both plans send a profile has measured, and a trial repeats it under other conditions. Predicted is
-    the rank that comes last, as `MeasuredCost` reads it off a run.
+    What both plans send a profile has measured, and a trial repeats it under other conditions. `MeasuredCost`
+    reads both alike.
     """
     shared = {task.op for task in other.plan.graph.tasks}
     own: dict[str, list[Task]] = {}
     for task in planned.plan.graph.tasks:
         if task.axes and task.op not in shared:
             own.setdefault(task.op, []).append(task)
-    times = predicted_timeline(planned.problem, planned.choice, planned.plan).times if own else {}
-    measured, ratios = MeasuredCost.from_records(records, lambda _: 0.0), {}
+    if not own:
+        return {}
+    timeline, ratios = predicted_timeline(planned.problem, planned.choice, planned.plan), {}
+    measured, predicted = (
+        MeasuredCost.from_records(each, lambda _: 0.0, mesh)
+        for each, mesh in ((records, planned.problem.workload.mesh), (timeline.records(), timeline.mesh))
+    )
     for op, tasks in own.items():
-        took_s = sum(map(measured, tasks))
-        expected_s = sum(float((times[task].end - times[task].start).min()) for task in tasks)
+        took_s, expected_s = sum(map(measured, tasks)), sum(map(predicted, tasks))
         if took_s > 0 and expected_s > 0:
             ratios[op] = took_s / expected_s
     return ratios

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median, median_high, median_low
@@ -21,7 +21,7 @@ from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import LinkModel
 from penstock.cost.measured import Kind, MeasuredCost
 from penstock.graph import Lane
-from penstock.mesh import Axes
+from penstock.mesh import Mesh
 from penstock.plan import Candidate, evaluate
 from penstock.plan.effort import Searched
 from penstock.plan.moving import staying
@@ -122,7 +122,7 @@ class Diagnosis:
 
     Attributes:
         transfers: Ratios by lane, for lanes on which anything is sent; a collective counts with its shortest
-            duration over ranks, since the rest is waiting.
+            duration in a group, since the rest is waiting, and in the slowest group.
         compute: Ratios by rank.
         threshold: Smaller changes are noise.
         nodes: Whether there are several nodes.
@@ -164,7 +164,7 @@ def diagnose(
     before: Sequence[Iterable[TaskRecord]],
     now: Sequence[Iterable[TaskRecord]],
     threshold: float,
-    silent: Collection[Axes] = (),
+    mesh: Mesh,
     *,
     nodes: bool = False,
 ) -> Diagnosis:
@@ -173,18 +173,20 @@ def diagnose(
     Args:
         before, now: Records of some steps each, by rank.
         threshold: Smaller changes are noise.
-        silent: Groups of one rank, in which nothing is sent.
+        mesh: The ranks; in groups of one nothing is sent.
         nodes: Whether there are several nodes.
     """
     transfers = {}
     for lane in (Lane.INTRA, Lane.INTER):
         earlier, later = (
-            _seconds(r for r in chain(*ranks) if r.lane is lane and r.task.axes not in silent)
+            _seconds((r for r in chain(*ranks) if r.lane is lane and r.task.axes not in mesh.silent), mesh)
             for ranks in (before, now)
         )
         if earlier:
             transfers[lane] = _ratio(earlier, later)
-    computed = ([_seconds(r for r in rank if r.lane.computes) for rank in ranks] for ranks in (before, now))
+    computed = (
+        [_seconds((r for r in rank if r.lane.computes), mesh) for rank in ranks] for ranks in (before, now)
+    )
     return Diagnosis(
         transfers=transfers,
         compute=tuple(map(_ratio, *computed)),
@@ -193,8 +195,8 @@ def diagnose(
     )
 
 
-def _seconds(records: Iterable[TaskRecord]) -> dict[Kind, float]:
-    return MeasuredCost.from_records(records, lambda _: 0.0).seconds
+def _seconds(records: Iterable[TaskRecord], mesh: Mesh) -> dict[Kind, float]:
+    return MeasuredCost.from_records(records, lambda _: 0.0, mesh).seconds
 
 
 def _ratio(before: Mapping[Kind, float], now: Mapping[Kind, float]) -> float:

@@ -6,12 +6,14 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from math import inf
 from statistics import median
 
 import numpy as np
 
 from penstock.graph import Phase, Task
-from penstock.mesh import Seconds
+from penstock.mesh import Mesh, Seconds
 from penstock.timing import TaskRecord
 from penstock.words import counted
 
@@ -24,8 +26,8 @@ class MeasuredCost:
     """Seconds per kind of task; a task of a kind that never ran costs what `fallback` says.
 
     Attributes:
-        by_rank: The seconds on every rank, arrays [ranks], for tasks that ranks compute alone, where they are
-            known.
+        by_rank: The seconds on every rank, arrays [ranks], where they are known; those of a collective are
+            its group's.
     """
 
     seconds: dict[Kind, float]
@@ -39,39 +41,35 @@ class MeasuredCost:
     def on_ranks(self, task: Task) -> float | Seconds:
         """Return seconds on every rank, [ranks]; one number where all take equally long.
 
-        With dropless routing another rank may be the slowest one in every layer: the sum over layers of the
-        slowest rank's seconds is then longer than what any rank computes.
+        Another rank, or group, may be the slowest one in every layer: the sum over layers of the slowest
+        one's seconds is then longer than what any rank computes, or sends.
         """
         measured = self.by_rank.get((task.layer, task.op, task.phase))
         return self(task) if measured is None else measured
 
     @staticmethod
-    def from_records(records: Iterable[TaskRecord], fallback: Callable[[Task], float]) -> MeasuredCost:
-        """Read costs off records: for computation the median over tasks and steps on the slowest rank.
+    def from_records(
+        records: Iterable[TaskRecord], fallback: Callable[[Task], float], mesh: Mesh
+    ) -> MeasuredCost:
+        """Read costs off records: the median over tasks and steps on the slowest rank or group.
 
-        All other ranks wait for the slowest one. A collective lasts on a rank as long as that rank waits for
-        the last one to arrive; only the last one sees the transfer alone. So the shortest duration over ranks
-        counts.
+        All others wait for it. A collective lasts on a rank as long as that rank waits for the
+        last one of its group to arrive; only the last one sees the transfer alone. So the shortest duration
+        in every group counts.
         """
-        together: dict[tuple[int, Task], list[float]] = defaultdict(list)
-        apart: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-        for record in records:
+        group_of = cache(mesh.group)
+        met = [(each, (each.step, each.task, group_of(each.rank, each.task.axes))) for each in records]
+        shortest: dict[tuple[int, Task, int], float] = {}
+        for record, meeting in met:
+            shortest[meeting] = min(shortest.get(meeting, inf), record.duration_s)
+        seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        for record, meeting in met:
             task = record.task
-            if not task.axes:
-                kind = (task.layer, task.op, task.phase)
-                apart[kind, record.rank].append(record.duration_s)
-            else:
-                together[record.step, task].append(record.duration_s)
-        kinds: dict[Kind, list[float]] = defaultdict(list)
-        for (_, task), seconds in together.items():
-            kinds[task.layer, task.op, task.phase].append(min(seconds))
-        medians = {kind: median(seconds) for kind, seconds in kinds.items()}
-        ranks = 1 + max((rank for _, rank in apart), default=0)
-        by_rank = {kind: np.zeros(ranks) for kind, _ in apart}
-        for (kind, rank), seconds in apart.items():
-            by_rank[kind][rank] = median(seconds)
-        medians |= {kind: float(each.max()) for kind, each in by_rank.items()}
-        return MeasuredCost(medians, fallback, by_rank)
+            seconds[(task.layer, task.op, task.phase), record.rank].append(shortest[meeting])
+        by_rank = {kind: np.zeros(mesh.world_size) for kind, _ in seconds}
+        for (kind, rank), each in seconds.items():
+            by_rank[kind][rank] = median(each)
+        return MeasuredCost({kind: float(each.max()) for kind, each in by_rank.items()}, fallback, by_rank)
 
 
 # ---- what measurements could not tell, in words: in full in a file, in one sentence where a plan is shown -

@@ -55,7 +55,7 @@ class StepAnalysis:
         measured_s: Their median duration on the slowest rank, from its first task to its last.
         simulated_s: Simulated duration of a step of the same tasks with their median durations.
         bound_s: Seconds that no order of these tasks can beat: the busiest lane or the critical path. A
-            collective counts with its shortest duration over ranks: the rest is waiting for each other.
+            collective counts with its shortest duration in a group: the rest is waiting for each other.
         stragglers: Ranks that computed slowly.
     """
 
@@ -117,7 +117,7 @@ def analyse(
     tasks = list(plan.graph.tasks)
     everyone = control.gather(_OfRank.of(tasks, steps, traced), "collecting the last steps")
     records = [record for rank in everyone for step in rank.traced for record in step]
-    cost = MeasuredCost.from_records(records, _never_measured)
+    cost = MeasuredCost.from_records(records, _never_measured, mesh)
     timeline = simulate(plan.schedule, plan.graph, cost.on_ranks, mesh)
     analysis = StepAnalysis(
         steps=min(traced, len(steps)),
@@ -178,7 +178,7 @@ def _step_file(
         lanes=tuple(str(task.lane) for task in tasks),
         measured=_spans([[(each[task].start_s, each[task].end_s) for task in tasks] for each in last]),
         typical_measured_s=tuple(
-            _typical(task, np.array(each)) for task, each in zip(tasks, measured_s, strict=True)
+            _typical(task, np.array(each), mesh) for task, each in zip(tasks, measured_s, strict=True)
         ),
         path=tuple(
             PathLink(
@@ -195,14 +195,16 @@ def _step_file(
     )
     if forecast is None:
         return file
-    times = [forecast.timeline.times[task] for task in tasks]
+    timeline = forecast.timeline
+    times = [timeline.times[task] for task in tasks]
     return replace(
         file,
         source=forecast.source,
-        predicted_s=forecast.timeline.iteration_s,
+        predicted_s=timeline.iteration_s,
         predicted=_spans([[(span.start[rank], span.end[rank]) for span in times] for rank in shown]),
         typical_predicted_s=tuple(
-            _typical(task, span.end - span.start) for task, span in zip(tasks, times, strict=True)
+            _typical(task, span.end - span.start, timeline.mesh)
+            for task, span in zip(tasks, times, strict=True)
         ),
     )
 
@@ -213,9 +215,10 @@ def _spans(times_s: Sequence[Sequence[tuple[float, float]]]) -> Spans:
     return Spans(start_s=start_s, end_s=end_s)
 
 
-def _typical(task: Task, durations_s: Seconds) -> float:
-    """Return a task's typical duration over ranks: the mean; the shortest where ranks wait for one."""
-    return _rounded(durations_s.min() if task.axes else durations_s.mean())
+def _typical(task: Task, durations_s: Seconds, mesh: Mesh) -> float:
+    """Return a task's typical duration over ranks: the mean; where ranks wait for one, what that one saw."""
+    seen_s = durations_s[mesh.last_to_come(durations_s, task.axes)] if task.axes else durations_s.mean()
+    return _rounded(seen_s)
 
 
 def _rounded(seconds: float) -> float:

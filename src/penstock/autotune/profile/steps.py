@@ -239,9 +239,10 @@ class Fits:
 def transferred(
     watched: Sequence[Watched], cost_of: Callable[[Watched], Cost], work: Workload
 ) -> dict[Kind, list[Sighting]]:
-    """Compare every transfer on the rank that came last with its line; return sightings by kind of transfer.
+    """Compare every transfer with its line, on the rank that came last in the slowest group.
 
-    The other ranks wait for that one, and see more than the transfer.
+    The other ranks of the group wait for that one, and see more than the transfer; the line, too, is that of
+    the slowest group. Returns sightings by kind of transfer.
 
     Args:
         cost_of: Returns the seconds of the tasks that ran, without contention.
@@ -255,8 +256,8 @@ def transferred(
             modelled_s, collective = float(np.max(cost(task))), sizes.work(task).collective
             if not collective or modelled_s <= 0:
                 continue
-            last_R = durations_KRT[:, :, number].argmin(axis=0)
-            rounds = range(len(last_R))
+            rounds, mesh = range(durations_KRT.shape[1]), work.mesh
+            last_R = [mesh.last_to_come(durations_KRT[:, each, number], task.axes) for each in rounds]
             sightings[_kind(collective, str(task.lane))].append(
                 Sighting(
                     modelled_s=modelled_s,
