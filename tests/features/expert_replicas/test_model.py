@@ -8,8 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from penstock.cost import StepCost
+from penstock.decision import Decision
+from penstock.features.build import build_graph
+from penstock.features.expert_replicas.prices import expert_costs
 from penstock.features.expert_replicas.problem import ExpertCosts, LayerLoad, paper_seconds, seconds_of
+from penstock.ops import Op
 from penstock.routing.links import Links
+from tests.plan.problems import problem, with_sharing
 
 APART = Links(nodes=(0, 1), across_s_per_byte=1.0, inside_s_per_byte=1.0)
 """Two nodes of one rank; a byte takes a second."""
@@ -24,6 +30,20 @@ def test_the_busiest_link_counts() -> None:
     assert replace(links, card_per_rank=True).seconds(sent) == 2 * (3 + 5)
     assert replace(links, across_s_per_byte=0.1).seconds(sent) == 4
     assert links.mean_s_per_byte == pytest.approx(2 * 4 / 3)
+
+
+@pytest.mark.parametrize(("tp_size", "etp_size"), [(1, 1), (1, 4), (4, 1), (4, 2)])
+def test_rows_and_the_rest_of_a_block_cost_what_tasks_do(tp_size: int, etp_size: int) -> None:
+    each = with_sharing(problem(), tp_size, etp_size)
+    costs, shape = expert_costs(each.workload, each.cluster), each.plan(Decision()).shape
+    step = StepCost(shape, each.workload, each.cluster)
+    block = [task for task in build_graph(shape).tasks if task.layer == 0 and task.forward]
+    (experts,) = (task for task in block if task.op == Op.EXPERTS)
+    rows = step.rows(experts) * experts.cut.row_copies
+    flops, rate = {task: step.work(task).flops for task in block}, each.cluster.flops_per_s
+    assert costs.row_s * rate == pytest.approx(flops[experts] / rows)
+    rest_s = costs.other_s - each.cluster.task_overhead_s
+    assert rest_s * rate == pytest.approx(sum(flops.values()) - flops[experts])
 
 
 def test_equation_8() -> None:

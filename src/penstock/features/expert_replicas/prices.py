@@ -47,18 +47,19 @@ LOCAL = ("pro_prophet", "shadowing")
 def expert_costs(work: Batch, cluster: Rates) -> ExpertCosts:
     """Return the costs of a step for a planner of replicas; slack as in Eq 8.
 
-    Where replicas were seen to travel longer than their bytes by the links, these are more bytes.
+    A rank computes its shard of experts and of attention. Where replicas were seen to travel longer than
+    their bytes by the links, these are more bytes.
     """
     tokens = work.tokens(0, 1)
     forward = partial(cluster.compute_s, phase=Phase.FORWARD, moved_bytes=0.0)
-    rows_s = [forward(Op.EXPERTS, flops=work.expert_flops(n)) for n in (0, tokens)]
+    rows_s = [forward(Op.EXPERTS, flops=work.expert_flops(n) / work.etp_size) for n in (0, tokens)]
     return ExpertCosts(
         links=links_of(work, cluster, work.mesh.groups(Group.EXPERT)[0]),
         row_s=(rows_s[1] - rows_s[0]) / tokens,
         row_bytes=work.wire_bytes(1),
         parameter_bytes=work.expert_bytes * cluster.prolonged(Op.REPLICA_PARAMETERS),
         gradient_bytes=work.expert_bytes * cluster.prolonged(Op.REPLICA_GRADIENTS),
-        other_s=forward(Op.ATTENTION, flops=work.attention_flops(tokens)),
+        other_s=forward(Op.ATTENTION, flops=work.attention_flops(tokens) / work.tp_size),
     )
 
 
