@@ -69,6 +69,7 @@ def test_a_plan_beside_which_nothing_fits_is_named(cli: Cli) -> None:
         (["--against", "ep_size=1", "--sweep", "ep_size=1,2"], "--against"),
         (["--sweep", "ep_size=1,2", "--out", "plan.json"], "--out"),
         (["--global-batch", "3"], "Nearest valid"),
+        (["--global-batch", "512", "--out", "plan.json"], "one pass"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(words: list[str], said: str, cli: Cli) -> None:
@@ -179,6 +180,8 @@ def test_an_update_takes_its_passes(stage: str, cli: Cli) -> None:
     twice = cli.finds([*words, "--global-batch", str(samples)])
     assert twice["sizes"]["passes"] == 2 and once["sizes"]["passes"] == 1
     assert once["predicted_s"] < twice["predicted_s"] <= 2 * once["predicted_s"]
+    assert once["lower_bound_s"] < twice["lower_bound_s"] <= twice["predicted_s"]
+    assert all(each["lower_bound_s"] > once["lower_bound_s"] for each in twice["others"])
     assert twice["throughput"]["tokens_per_s"] >= once["throughput"]["tokens_per_s"]
     assert twice["memory_bytes"] > once["memory_bytes"], "sums of the first pass are put aside"
     assert "2 passes" in " ".join(cli.prints([*words, "--global-batch", str(samples)]).split())

@@ -17,6 +17,7 @@ from penstock.config import ConfigError, Table, Within
 from penstock.decision import TAIL, Decision, Field, Partition, Portion, Slot, register, unregister
 from penstock.plan import Candidate, PlanFile, Problem, evaluate
 from penstock.plan.candidate import whole_s
+from penstock.plan.optimizers import sharing_updates
 from penstock.plan.space import space
 from tests.plan.problems import problem, problems
 from tests.support.draws import draws
@@ -77,6 +78,12 @@ def test_what_is_saved_is_read_and_replayed(
     replayed = file.step_plan(each)
     assert replayed.schedule == found.plan.schedule
     assert replayed.shape == found.plan.shape
+
+
+@pytest.mark.parametrize("each", [problem(), sharing_updates(problem())])
+def test_the_lower_bound_is_that_of_all_passes(each: Problem, path: Path) -> None:
+    once, thrice = (saved(path, now, evaluate(now, Decision())) for now in (each, replace(each, passes=3)))
+    assert 2 * once.lower_bound_s < thrice.lower_bound_s <= thrice.predicted_s
 
 
 FURTHER = (

@@ -260,6 +260,9 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
         )
     if options.out is not None:
         check_out(options.out, EXAMPLE)
+        if subject.problem.passes > 1:
+            limit = "is for plans that can be run, and a run has one pass for an update"
+            raise ConfigError("--out", str(options.out), limit, "Remove it, or --global-batch.")
     weighed: Weighed | None = None
     started = time.monotonic()
     with searching(memory, budget) as search:

@@ -12,7 +12,7 @@ from penstock.decision import Decision
 from penstock.graph import Task
 from penstock.ops import spec_of
 from penstock.plan.memory import MemoryEstimate, estimate_memory, memory_kind
-from penstock.plan.predict import adding_s, bound, closing_s, interval_s, predict_s
+from penstock.plan.predict import adding, adding_s, bound, closing_s, interval_s, predict_s
 from penstock.plan.problem import Problem, beside_pieces
 from penstock.plan.space import space
 from penstock.schedule import StepPlan
@@ -61,6 +61,16 @@ def whole_s(problem: Problem, candidate: Candidate) -> float:
     if problem.passes > 1:
         added_s = min(candidate.predicted_s, adding_s(problem, candidate.choice, candidate.plan))
     return (problem.passes - 1) * added_s + candidate.predicted_s + closing_s(problem)
+
+
+def whole_bound_s(problem: Problem, candidate: Candidate) -> float:
+    """Return the seconds of a whole iteration, as in `whole_s`, that no order of the same tasks beats."""
+    added_s = 0.0
+    if problem.passes > 1:
+        least = bound(problem, candidate.choice, candidate.plan, adding(problem))
+        added_s = min(candidate.bound_s, least.seconds)
+    least_s = (problem.passes - 1) * added_s + candidate.bound_s + closing_s(problem)
+    return min(whole_s(problem, candidate), least_s)
 
 
 def evaluate(problem: Problem, choice: Decision) -> Candidate:

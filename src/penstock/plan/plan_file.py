@@ -27,9 +27,9 @@ from penstock.features.build import build_graph
 from penstock.features.expert_replicas.feature import ExpertMoves
 from penstock.features.sample_placement.feature import SampleMoves
 from penstock.graph import ScheduleError
-from penstock.plan.candidate import Candidate, whole_s
+from penstock.plan.candidate import Candidate, whole_bound_s, whole_s
 from penstock.plan.effort import Searched
-from penstock.plan.predict import closing_s, interval_s
+from penstock.plan.predict import interval_s
 from penstock.plan.problem import Problem
 from penstock.schedule import Schedule, StepPlan
 from penstock.schedule.schedule import parse_orders
@@ -189,7 +189,7 @@ class PlanFile:
             cluster=cluster,
             predicted_s=predicted_s,
             interval_s=interval_s(problem, predicted_s) or (),
-            lower_bound_s=candidate.bound_s + closing_s(problem),
+            lower_bound_s=whole_bound_s(problem, candidate),
             memory_bytes=candidate.memory_bytes,
             why=why,
             sizes=PlanSizes.of(problem),

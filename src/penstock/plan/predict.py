@@ -23,7 +23,7 @@ from penstock.graph import Phase, Task
 from penstock.mesh import Mesh, Seconds
 from penstock.ops import Op, Work
 from penstock.plan.memory import trained_bytes
-from penstock.plan.problem import Problem
+from penstock.plan.problem import ALL_AS_LONG, Problem
 from penstock.schedule import StepPlan
 from penstock.timing import Cost, LowerBound, Timeline, iteration_s, simulate
 
@@ -73,10 +73,16 @@ def prolonged_s(problem: Problem, choice: Decision, plan: StepPlan, times: Mappi
 def adding_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     """Return the seconds of a pass whose gradients are only added to those of others: it updates nothing,
     and its parameters were gathered before, if they stay."""
+    times = adding(problem)
+    return prolonged_s(problem, choice, plan, times) if times else predict_s(problem, choice, plan)
+
+
+def adding(problem: Problem) -> dict[str, float]:
+    """Return, by op, how many times as long its tasks take in a pass as in `adding_s`; 1 for all others."""
     if problem.shape.updating is None:
-        return predict_s(problem, choice, plan)
+        return {}
     once = () if problem.workload.state.fully_sharded else GATHERS
-    return prolonged_s(problem, choice, plan, dict.fromkeys((*UPDATES, *once, Op.NORM), 0.0))
+    return dict.fromkeys((*UPDATES, *once, Op.NORM), 0.0)
 
 
 def task_cost(problem: Problem, choice: Decision, plan: StepPlan) -> Cost:
@@ -105,9 +111,15 @@ def step_ratio(problem: Problem) -> float:
     return 1.0 if file is None or file.steps is None else file.steps.ratio
 
 
-def bound(problem: Problem, choice: Decision, plan: StepPlan) -> LowerBound:
-    """Return the lower bound for any order of these tasks: costs without contention, times `step_ratio`."""
-    return alone(problem).bound(choice, plan).times(step_ratio(problem))
+def bound(
+    problem: Problem, choice: Decision, plan: StepPlan, times: Mapping[str, float] = ALL_AS_LONG
+) -> LowerBound:
+    """Return the lower bound for any order of these tasks: costs without contention, times `step_ratio`.
+
+    Args:
+        times: By op, how many times as long its tasks take; 1 for all others.
+    """
+    return alone(problem).bound(choice, plan, times).times(step_ratio(problem))
 
 
 def interval_s(problem: Problem, predicted_s: float) -> tuple[float, float] | None:

@@ -43,6 +43,7 @@ from penstock.timing import Cost, Issuing, LowerBound, Timeline, lower_bound, si
 USUAL = PlacementConfig()
 OPEN: Final = Table()
 ANY = Decision()
+ALL_AS_LONG: Final[Mapping[str, float]] = {}
 
 QUICK: Final = "critical_path"
 """The rule of orders by which replicas are planned, since a search would take too long."""
@@ -298,9 +299,14 @@ class Problem:
         cost = self.cost(choice, plan.shape)
         return simulate(plan.schedule, plan.graph, cost, self.mesh, self.issuing)
 
-    def bound(self, choice: Decision, plan: StepPlan) -> LowerBound:
-        """Return the time that no order of the same tasks beats."""
-        return lower_bound(plan.graph, self.cost(choice, plan.shape), self.mesh)
+    def bound(self, choice: Decision, plan: StepPlan, times: Mapping[str, float] = ALL_AS_LONG) -> LowerBound:
+        """Return the time that no order of the same tasks beats.
+
+        Args:
+            times: By op, how many times as long its tasks take; 1 for all others.
+        """
+        cost = self.cost(choice, plan.shape)
+        return lower_bound(plan.graph, lambda task: cost(task) * times.get(task.op, 1.0), self.mesh)
 
     def uncut(self, choice: Decision) -> StepShape:
         """Return the shape with the legs of the choice's dispatch, and with the counts that these need."""

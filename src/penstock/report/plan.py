@@ -10,9 +10,9 @@ from penstock.config import to_dict
 from penstock.decision import Field
 from penstock.decision.record import FIELDS
 from penstock.plan import Candidate, Explanation, FoundPlan, PlanFile, Problem, Subject
-from penstock.plan.candidate import whole_s
+from penstock.plan.candidate import whole_bound_s, whole_s
 from penstock.plan.moving import Weighed
-from penstock.plan.predict import closing_s, interval_s
+from penstock.plan.predict import interval_s
 from penstock.plan.throughput import Throughput
 from penstock.words import change, counted, folded, gib, milliseconds, printable
 
@@ -148,7 +148,7 @@ def _plain(problem: Problem, candidate: Candidate) -> dict[str, Any]:
         **to_dict(candidate.choice),
         "predicted_s": predicted_s,
         "interval_s": interval_s(problem, predicted_s),
-        "lower_bound_s": candidate.bound_s + closing_s(problem),
+        "lower_bound_s": whole_bound_s(problem, candidate),
         "memory_bytes": candidate.memory_bytes,
     }
 
