@@ -65,6 +65,16 @@ def test_types_and_shares_of_others() -> None:
     assert least.weights_bytes < whole.weights_bytes and least.optimizer_bytes == whole.optimizer_bytes
 
 
+def test_an_embedding_is_copied_for_products_where_it_is_the_head() -> None:
+    work = replace(problem().workload, element_bytes=2)
+    apart, tied = (
+        estimate_memory(replace(problem(), workload=replace(work, tied_embeddings=each)), Decision())
+        for each in (False, True)
+    )
+    assert tied.weights_bytes == apart.weights_bytes
+    assert tied.copies_bytes - apart.copies_bytes == 2 * work.vocab_size * work.hidden_size
+
+
 SIZES = (
     *("model.num_layers=3", "model.hidden_size=256", "model.num_heads=4", "model.seq_len=64"),
     *("model.moe_layers=[1,2]", "moe.num_experts=4", "moe.moe_ffn_hidden_size=256"),

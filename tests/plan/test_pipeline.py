@@ -223,7 +223,8 @@ def tied(each: Problem) -> Problem:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_weight_of_embedding_and_head_is_held_twice_and_its_gradients_meet(sharded: bool) -> None:
-    whole = sharing_updates(LARGE) if sharded else LARGE
+    half = replace(LARGE, workload=replace(LARGE.workload, element_bytes=2))
+    whole = sharing_updates(half) if sharded else half
     own_bytes = 4 * 64 * 128
     plain, both = (
         predict_pipeline(each, pipeline(3, 1, 4), Decision(), (2, 2, 2)) for each in (whole, tied(whole))
@@ -232,6 +233,8 @@ def test_a_weight_of_embedding_and_head_is_held_twice_and_its_gradients_meet(sha
     assert (plain.tied_bytes, both.tied_bytes) == (0, own_bytes)
     assert sum(each.weights_bytes for each in both.memory) == all_of_it + own_bytes
     assert both.memory[-1].weights_bytes - plain.memory[-1].weights_bytes == own_bytes
+    copies_bytes = estimate_memory(tied(whole), Decision()).copies_bytes
+    assert sum(each.copies_bytes for each in both.memory) == copies_bytes, "the first stage's is not the head"
     rates = LARGE.cluster
     assert both.tied_s == pytest.approx(rates.link_latency_s + own_bytes / rates.link_bytes_per_s)
     one = predict_pipeline(tied(whole), pipeline(1, 1, 4), Decision())

@@ -23,9 +23,9 @@ the rows that they received are kept, e r M; where blocks are, e (M + 2 r M): a 
 received and returned, and the input of shared experts. Then buffers hold one whole block.
 
 Where products are computed in e < 4 bytes, every weight of 4 bytes has a copy of e bytes between forward and
-backward, but for the embedding, which no product reads. Contexts and communicators of GPUs are not counted
-here: what may be taken is measured beside them. On a stand-in for a GPU, which counts the
-bytes of its tensors, the sum is from 5 % too little to 18 % too much.
+backward, but for an embedding that is not the head as well, which no product reads. Contexts and
+communicators of GPUs are not counted here: what may be taken is measured beside them. On a stand-in for a
+GPU, which counts the bytes of its tensors, the sum is from 5 % too little to 18 % too much.
 
 Against measurements (default model, memory of a step above what is held before it, MiB): activations and
 buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
@@ -194,7 +194,9 @@ def _copies_bytes(problem: Problem, replicas: int) -> int:
     cast = work.held is None or work.held.cast
     if not cast or work.element_bytes >= work.state.parameter_bytes:
         return 0
-    embedding = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
+    embedding = 0
+    if not work.tied_embeddings:
+        embedding = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
     return (_weights_bytes(problem) + replicas - embedding) * work.element_bytes // FLOAT32_BYTES
 
 

@@ -282,7 +282,9 @@ class Stages:
             sizes[-1] += self._ends[0]
             held = work.held and replace(work.held, weights=work.held.weights + self._ends[0])
             work = replace(work, held=held)
-        return replace(problem, workload=replace(work, all_reduce_bytes=tuple(sizes)))
+        tied = work.tied_embeddings and part.begins and part.ends
+        work = replace(work, tied_embeddings=tied, all_reduce_bytes=tuple(sizes))
+        return replace(problem, workload=work)
 
     @property
     def tied_bytes(self) -> int:
