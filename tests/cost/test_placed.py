@@ -206,6 +206,15 @@ def test_no_table_of_all_ranks_experts_and_positions_is_made() -> None:
             tracemalloc.stop()
 
 
+@pytest.mark.parametrize(("ep_size", "etp_size"), [(8, 1), (4, 1), (2, 1), (4, 2), (2, 2)])
+def test_a_group_of_ranks_plans_for_its_own_rows(ep_size: int, etp_size: int) -> None:
+    """As at run time: each of the groups that share no experts, however many there are."""
+    work = replace(WORK, ep_size=ep_size, etp_size=etp_size)
+    counts = counts_of("hot_expert,hot_share=0.5", work)
+    share = ep_size * etp_size / work.world_size
+    assert rank_loads(counts, SHAPE, work).sum() == pytest.approx(share * counts.sum(), rel=0.02)
+
+
 def test_rows_that_are_split_by_their_own_loads_are_even_and_all_ranks_are_told_of_all() -> None:
     """Split as the replication says, replicas would compute the rows of their own ranks alone."""
     shape = replace(SHAPE, replica_slots=1, chunks=2)

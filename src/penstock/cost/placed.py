@@ -57,12 +57,13 @@ class Evidence:
 
 
 def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
-    """Return rows by place in an expert group, over all such groups, [Y, ranks of an expert group, E]."""
+    """Return rows by place in an expert group, the mean of all such groups, [Y, ranks of such a group, E]."""
     rows_PYE = work.cut(shape).rows_in_all(counts_DBYE)
     places = [work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)]
     by_place = np.zeros((work.ep_size, *rows_PYE.shape[1:]), np.int64)
     np.add.at(by_place, places, rows_PYE)
-    return by_place.transpose(1, 0, 2)
+    mean = by_place / work.mesh.size(Group.EXPERT_DATA)
+    return np.rint(mean).astype(np.int64).transpose(1, 0, 2)
 
 
 def received_rows(counts_DBYE: Counts, placed: Placed | None, shape: StepShape, work: Workload) -> Counts:

@@ -248,8 +248,9 @@ class Problem:
             replications: tuple[Replication, ...] = ()
             planning_s = 0.0
             if choice.num_replica_slots:
-                groups, few = (each.mesh.size(Group.EXPERT_DATA) for each in (whole, work))
-                loads_YPE = rank_loads(evidence.before_DBYE, cut, work) * (groups // few)
+                loads_YPE = rank_loads(
+                    evidence.before_DBYE, cut, work
+                )  # as of a group, each plans for itself
                 # The same replicas whatever contention a bound assumes, or it would be one of another step.
                 even = StepCost(cut, whole, self.cluster.contended(1.0))
                 # The slack is what a quick order leaves.
