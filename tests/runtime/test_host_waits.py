@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.device import Stream, using
 from penstock.graph import Task
 from penstock.ops import OPS, Op
+from penstock.runtime.batch import Samples
 from penstock.runtime.features.expert_sharding import _turn
 from tests.support.card import OPERATIONS, Card, CardDevice, counted, install
 from tests.support.layouts import Layout, layout_case
@@ -75,6 +77,33 @@ def test_a_batch_of_the_host_travels_without_a_wait(cards: Pools) -> None:
     case = layout_case((2, 1, 2, 1), "flowmoe", "gather", num_layers=1)
     there, here = (cards(2).run(waits_of_a_step, case, False, on_host) for on_host in (False, True))
     assert here == there
+
+
+def numbers_after_the_caller_wrote_again(rank: int) -> list[int]:
+    """Pinned tokens of the caller, who writes to them as soon as the call has returned, before the copy."""
+    del rank
+    device, copies = install(), []
+
+    class Late(CardDevice):
+        """Copies from pinned memory when `copies` say so."""
+
+        def from_host(self, numbers: Tensor, device: torch.device) -> Tensor:
+            there, held = torch.empty(numbers.shape, dtype=numbers.dtype, device=device), numbers.clone()
+            copies.append(lambda: there.copy_(held))
+            return there
+
+    with using(Late()):
+        tokens = Late().pinned((1, 3), torch.int64).fill_(1)
+        sent = Samples(tokens, tokens, tokens[:, 0], None).to(device)
+        tokens.fill_(2)
+        for copy in copies:
+            copy()
+        return [*sent.tokens_BL.flatten().tolist(), len(copies)]
+
+
+@pytest.mark.slow
+def test_a_batch_is_the_caller_s_again_when_the_call_returns(cards: Pools) -> None:
+    assert cards(1).run(numbers_after_the_caller_wrote_again) == [[1, 1, 1, 3]]
 
 
 def waits_of_the_second_step(rank: int, case: Case) -> int:

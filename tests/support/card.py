@@ -177,9 +177,13 @@ class Card(Tensor):
         if operator.computes:
             OPERATIONS[operator.name] += 1
         held = [_held(each) for each in args]
+        if operator.name in ADDS:
+            _check_adds(operator.name, held[0])
         if kwargs:
             kwargs = {name: _held(each) for name, each in kwargs.items()}
         out = cardccl.exchange(func, held, kwargs) if operator.exchanges else func(*held, **kwargs)
+        if operator.name == "_grouped_mm" and held[1].dim() == 2:
+            _leave_empty(out, *held[2:3], **kwargs)
         if to_host:
             return out
         written = {
@@ -308,6 +312,21 @@ def _moves(operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> 
             f"{KIND}:0 and cpu! ({operator.func}, of the host: {[list(each.shape) for each in strangers]})"
         )
     return name in ("equal", "is_nonzero")
+
+
+def _leave_empty(out: Tensor, offs: Tensor, **more: Any) -> None:
+    """Leave sums over no rows undefined, as the kernel of sm100 does."""
+    del more
+    out[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = float("nan")
+
+
+ADDS = {"index_add", "index_add_", "scatter_add", "scatter_add_"}
+
+
+def _check_adds(name: str, total: Tensor) -> None:
+    """Refuse sums by which a GPU adds one number after the other, in any order and in their own type."""
+    if total.is_floating_point() and total.element_size() < 4:
+        raise RuntimeError(f"{name} of {total.dtype} is neither precise nor the same twice on a GPU")
 
 
 def _note_upload(source: Tensor, non_blocking: bool) -> None:

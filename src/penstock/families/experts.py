@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from penstock.device import on_device
 from penstock.families.adapters import active, axes_of, core_of, wrappers
 from penstock.mesh import Group
 from penstock.moe.experts import ONE_SHARD, Experts, ExpertShard, StackedExperts
-from penstock.moe.products import Product, grouped_product
+from penstock.moe.products import Biased, Product, grouped_product
 from penstock.partial_state import unmark_share
 from penstock.sharding import Shard, Sharding, StackedSharding
 from penstock.topology import Layout
@@ -288,9 +287,7 @@ def _multiply(experts: Any, name: str, rows_RM: Tensor, times: Times) -> Tensor:
     if more := out_RH.shape[1] - bias_EH.shape[1]:  # where outputs are added up, each column is biased once
         before = times.shard.rank * bias_EH.shape[1]
         bias_EH = F.pad(bias_EH, (before, more - before))
-    times_E = on_device(times.sizes, bias_EH.device)
-    bias_RH = bias_EH.repeat_interleave(times_E, dim=0, output_size=len(rows_RM))
-    biased_RH: Tensor = out_RH + bias_RH.to(out_RH.dtype)
+    biased_RH: Tensor = Biased.apply(out_RH, bias_EH, times.sizes)
     return biased_RH
 
 

@@ -144,7 +144,7 @@ class Samples:
         there = device_of(device)
 
         def moved(tensor: Tensor) -> Tensor:
-            travels = there.is_gpu and device_of(tensor).is_cpu and not tensor.is_pinned()
+            travels = there.is_gpu and device_of(tensor).is_cpu  # through memory that no caller writes to
             # What comes from a GPU must have come before the host reads it.
             return (
                 there.from_host(tensor, device) if travels else tensor.to(device, non_blocking=there.is_gpu)

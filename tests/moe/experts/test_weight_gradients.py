@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.moe.products import AutogradWeights, ComputeCopies, WeightGradients, grouped_product
+from penstock.device import using
+from penstock.moe.products import AutogradWeights, Biased, ComputeCopies, WeightGradients, grouped_product
 from tests.moe.experts.plain import SIZES, TOLERANCE, TYPES, WAYS, check_close, numbers, take
+from tests.support.card import CardDevice, install
 from tests.support.casts import Casts
+from tests.support.ranks import Pools
 
 Store = AutogradWeights | WeightGradients
 
@@ -178,3 +181,42 @@ def test_what_is_computed_for_a_product_gets_no_copy_of_another(grad: bool) -> N
             for make in (lambda of: of.unflatten(0, (3, 16)), lambda of: of.reshape(3, 16, 24) * 2):
                 found = AutogradWeights(copies).product(rows, make(flat), sizes)
                 torch.testing.assert_close(found, grouped_product(rows, make(flat), sizes))
+
+
+def by_device(rank: int, sizes: tuple[int, ...], bias: bool) -> list[Tensor]:
+    """The gradients that autograd makes of a weight, or of a bias, on a GPU and on a processor."""
+    del rank
+    rows, weight = (each.detach() for each in variables(sizes, torch.bfloat16, torch.bfloat16))
+    rows, factor = (rows @ weight[0], weight[:, 0]) if bias else (rows, weight)
+    found = []
+    with using(CardDevice(kernel=True)):
+        for device in (install(), torch.device("cpu")):
+            there = factor.to(device).requires_grad_()
+            product = Biased.apply if bias else grouped_product
+            product(rows.to(device), there, sizes).sum().backward()
+            found.append(gradient(there).cpu())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True])
+@every_size
+def test_experts_without_rows_have_zeros_whatever_a_kernel_leaves(
+    sizes: tuple[int, ...], bias: bool, cards: Pools
+) -> None:
+    found, wanted = cards(1).run(by_device, sizes, bias)[0]
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@every_size
+def test_a_bias_is_added_to_the_rows_of_its_expert(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows, bias = numbers(sum(sizes), 24, dtype=dtype), numbers(len(sizes), 24, dtype=dtype, seed=1)
+    found, wanted = ((rows.clone().requires_grad_(), bias.clone().requires_grad_()) for _ in range(2))
+    out = Biased.apply(*found, sizes)
+    expected = wanted[0] + wanted[1].repeat_interleave(torch.tensor(sizes), dim=0)
+    torch.testing.assert_close(out, expected)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    for one, other in zip(found, wanted, strict=True):
+        check_close(gradient(one), gradient(other).double(), TOLERANCE[dtype])
