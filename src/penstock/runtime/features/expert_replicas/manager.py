@@ -28,7 +28,7 @@ from penstock.runtime.features.expert_replicas.replicas import LayerReplicas, Pi
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.machinery import FeatureStack, Machinery, StackFeature, StepFeature
 from penstock.runtime.statistics import Loads
-from penstock.runtime.transport import Later, to_host
+from penstock.runtime.transport import HostCounts, Later, to_host
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
@@ -541,7 +541,8 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     manager, size = context.of(StepReplicas).manager, transport.size(task.axes)
     premise = manager.premise
     mine = on_device([[premise, len(numbers)]], device)
-    premises, lengths = zip(*transport.all_gather(mine, [1] * size, task.axes).tolist(), strict=True)
+    told = HostCounts(transport.all_gather(mine, [1] * size, task.axes)).numbers
+    premises, lengths = zip(*told.tolist(), strict=True)
     if different := [place for place, theirs in enumerate(premises) if theirs != premise]:
         raise PlacementError(
             f"ranks would plan different replicas for the next step: of this group those at places "
