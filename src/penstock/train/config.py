@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from penstock.config import Checked, ConfigError, Within, check_bounds, check_name, to_dict
+from penstock.config import Checked, ConfigError, Within, asked, check_bounds, check_name, to_dict
 from penstock.config.bounds import MOST_STEPS, FilePath, Items, Name, Seed, Steps, by_key
 from penstock.config.error import shown
 from penstock.config.load import COMMAND_LINE
@@ -172,7 +172,7 @@ class RunConfig:
     def _with_config(self) -> RunConfig:
         if self.model.config is None:
             return self
-        if not self.model.config.exists():
+        if not asked(self.model.config.exists):
             hint = "Give a config.json or a folder of transformers; for one on the hub, run hf download."
             raise ConfigError("model.config", str(self.model.config), "is not there", hint)
         place = self.model.config.resolve()
