@@ -288,9 +288,10 @@ def mark_shards(model: nn.Module, ranks: object = None) -> None:
         wanted, whole = sharding.part_shape, list(sharding.shape)
         remedy = "Keep its name and shape, or build a new stack without shards"
         what = f"one of {sharding.count} parts {list(wanted)} of a parameter {whole} that ranks share"
-        try:
-            parameter = model.get_parameter(name)
-        except AttributeError as error:
+        owner, _, own = name.rpartition(".")
+        try:  # adapters of peft have what they wrap as an attribute of this name, but no parameter
+            parameter = dict(model.get_submodule(owner).named_parameters(recurse=False))[own]
+        except (AttributeError, KeyError) as error:
             raise ValueError(f"{name} is gone, and was {what}. {remedy} ({error})") from error
         if tuple(parameter.shape[-len(wanted) :]) != wanted:  # experts are stacked along one more dimension
             raise ValueError(f"{name} is {list(parameter.shape)}, and should be {what}. {remedy}")

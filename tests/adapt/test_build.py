@@ -152,6 +152,10 @@ def test_adapters_and_hooks_on_what_ranks_would_share_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"MixtralAttention\.v_proj has hooks"):
         penstock.parallelize(model, tp_size=2)
     hook.remove()
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: None)  # steps run attention apart
+    with pytest.raises(ConfigError, match=r"MixtralDecoderLayer has hooks"):
+        penstock.parallelize(model, tp_size=2)
+    hook.remove()
     with pytest.raises(ConfigError, match=r"MixtralAttention\.q_proj has adapters"):
         penstock.parallelize(with_adapters(model), tp_size=2)
 
@@ -200,6 +204,45 @@ def test_what_ranks_that_share_attention_cannot_do_is_refused(ranks: Pools) -> N
     for said in ranks(2).run(share_and_misuse, 2):
         for words, text in zip(wanted, said, strict=True):
             assert re.search(words, text), text
+
+
+def change_what_is_shared(rank: int, world: int) -> None:
+    """Steps are refused after each change, and go on when it is undone."""
+    from peft import LoraConfig, get_peft_model
+
+    del rank
+    changes: dict[str, Any] = DIVISIBLE
+    model = penstock.parallelize(small("qwen3_moe", **changes), tp_size=world, plan="flowmoe")
+    given, (dense, moe) = Batch().inputs(0, 2), model.model.layers
+    wanted = model(**given).loss.item()
+    for register in (
+        model.model.embed_tokens.register_forward_hook,
+        moe.self_attn.register_forward_hook,
+        moe.self_attn.o_proj.register_full_backward_pre_hook,
+        moe.register_forward_pre_hook,
+        dense.register_forward_hook,
+        dense.mlp.register_forward_hook,
+    ):
+        hook = register(lambda *_: None)
+        with pytest.raises(ConfigError, match=r"^tp_size = 2: .* given hooks"):
+            model(**given)
+        hook.remove()
+    head, model.lm_head = model.lm_head, torch.nn.Linear(32, 64)
+    with pytest.raises(ConfigError, match=r"^tp_size = 2: Linear was replaced"):
+        model(**given)
+    model.lm_head = head
+    model.enable_input_require_grads()
+    assert model(**given).loss.item() == wanted
+    for name in ("embed_tokens", "q_proj"):
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=[name]))
+        with pytest.raises(ConfigError, match=r"^tp_size = 2: .* wrapped"):
+            adapted(**given)
+        adapted.unload()
+    assert model(**given).loss.item() == wanted
+
+
+def test_what_ranks_share_can_only_be_changed_before(ranks: Pools) -> None:
+    ranks(2).run(change_what_is_shared, 2)
 
 
 def refuse_late(rank: int, world: int) -> None:

@@ -32,7 +32,8 @@ from tests.support.parity import (
 
 
 class LoRA(nn.Module):
-    """A linear layer, frozen, and a trained product of two small matrices beside it."""
+    """A linear layer, frozen, and a trained product of two small matrices beside it; as in peft, `weight` is
+    that of the layer."""
 
     def __init__(self, base: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -44,6 +45,10 @@ class LoRA(nn.Module):
         more = x.to(self.down.dtype) @ self.down.T @ self.up.T
         out: Tensor = self.base(x) + more.to(x.dtype)
         return out
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
 
 
 class Reaching(nn.Module):

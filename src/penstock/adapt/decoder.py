@@ -498,9 +498,10 @@ class Decoder:
         """The layers with experts."""
         return [part for part in self.parts if isinstance(part, CutLayer)]
 
-    def changed(self) -> Iterator[nn.Module]:
-        """Yield modules that ranks share, and that run other code now than what they share them by."""
-        return iter(()) if self._shares is None else self._shares.changed()
+    def check_shared(self) -> None:
+        """Raise ValueError if what ranks share is no longer as it was when they began."""
+        if self._shares is not None:
+            self._shares.check()
 
     @property
     def base(self) -> Any:

@@ -356,8 +356,6 @@ def check_unchanged(decoder: Decoder, *, balances: bool) -> None:
                 "experts. Remove it (register_module_forward_hook and the like return a handle), or "
                 "register it on the modules that it is meant for"
             )
-    for module in decoder.changed():
-        raise ValueError(patched(module, "parallelize the model without it"))
     layers = decoder.layers
     if len(layers) != len(decoder.parts):
         raise ValueError(
@@ -374,6 +372,7 @@ def check_unchanged(decoder: Decoder, *, balances: bool) -> None:
         if isinstance(part, CutLayer):
             _check_cut(part, layer, decoder)
             _check_hooks(part, layer, decoder, balances=balances)
+    decoder.check_shared()
 
 
 def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
