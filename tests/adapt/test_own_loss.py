@@ -19,6 +19,7 @@ from penstock.step.shape import Updating
 from tests.support.adapted import (
     DIVISIBLE,
     Batch,
+    check_grads,
     distance,
     exactly,
     grads_of,
@@ -375,3 +376,24 @@ def test_on_one_rank() -> None:
     of_each_loss = {case.loss: name for name, case in CASES.items()}
     for name, found in check_all(0, 1, [*of_each_loss.values()]).items():
         assert max(found.values()) < LIMIT, (name, found)
+
+
+def of_labels(model: Any, given: Given) -> Tensor:
+    loss: Tensor = model(**given).loss
+    return loss
+
+
+@pytest.mark.parametrize("again", [{}, {"create_graph": True}], ids=str)
+@pytest.mark.parametrize("then", [of_logits, of_labels])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_backward_that_is_refused_leaves_nothing_for_the_next(then: Loss, again: dict[str, bool]) -> None:
+    """Gradients of the head are made before a step's own backward can be refused."""
+    wanted, model = small("qwen3_moe"), penstock.parallelize(small("qwen3_moe"), plan="flowmoe")
+    for each in (wanted, model):
+        one, other = of_logits(each, Batch().inputs()), then(each, Batch(seed=6).inputs())
+        one.backward(retain_graph=True)
+        if each is model:
+            with pytest.raises(RuntimeError):
+                one.backward(**again)
+        other.backward()
+    check_grads(model, wanted)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -458,6 +459,10 @@ def _covered(layers: Layers, chunks: Sequence[int], names: dict[int, str]) -> tu
 _ENGINE = Variable._execution_engine
 
 
+class _Caught(dict[nn.Parameter, Tensor]):
+    """Gradients that a backward pass has caught; a plain dict could not be referred to weakly."""
+
+
 class OutsideGradients:
     """Catches gradients that a model's own code makes outside of steps, and sums them over ranks.
 
@@ -470,21 +475,18 @@ class OutsideGradients:
         self.averaged = machinery.layout.dp_size
         # The nodes that accumulate gradients, and shapes: while a node is kept, autograd makes no other.
         self._watched: dict[nn.Parameter, tuple[Node, torch.Size]] = {}
-        self._caught: dict[nn.Parameter, Tensor] = {}
+        # Autograd's callback at the end of a pass keeps it, so it goes with a pass that fails.
+        self._caught = ref(_Caught())
         self._apart = 0
         self._ends = -1  # the backward pass at whose end the rest is summed
 
     def begin(self, parameters: Iterable[nn.Parameter], *, averaged: int) -> None:
         """Begin a forward pass that uses these parameters outside of a step, and no others.
 
-        What a backward pass that failed has left is forgotten.
-
         Args:
             averaged: The number of ranks over which their gradients are averaged; 1: they are summed.
         """
         self.averaged = averaged
-        if torch._C._current_graph_task_id() == -1:
-            self._caught.clear()
         watched, self._watched = self._watched, {}
         for parameter in parameters:
             if not (parameter.requires_grad and parameter.is_leaf) or parameter.is_inference():
@@ -509,8 +511,9 @@ class OutsideGradients:
 
     def add(self) -> None:
         """Add what was caught to gradients that a step will sum."""
-        caught, self._caught = self._caught, {}
-        for parameter, grad in caught.items():
+        caught = self._caught() or _Caught()
+        while caught:
+            parameter, grad = caught.popitem()
             _accumulate(parameter, grad, self._share(parameter))
 
     def _share(self, parameter: nn.Parameter) -> float:
@@ -525,18 +528,23 @@ class OutsideGradients:
         (grad,) = grads
         if self._apart or grad is None:
             return None  # accumulated as usual
-        earlier = self._caught.get(parameter)
-        self._caught[parameter] = grad.detach() if earlier is None else earlier + grad
+        caught = self._caught()
+        if caught is None:
+            caught = _Caught()
+            self._caught = ref(caught)
+        earlier = caught.get(parameter)
+        caught[parameter] = grad.detach() if earlier is None else earlier + grad
         if self._ends != (task := torch._C._current_graph_task_id()):
             self._ends = task
-            _ENGINE.queue_callback(self._finish)
+            _ENGINE.queue_callback(partial(self._finish, caught))
         return (None,)
 
     @torch.no_grad()
-    def _finish(self) -> None:
+    def _finish(self, left: _Caught) -> None:
         """Sum over ranks what no step has taken; all ranks come here with gradients of the same."""
         self._ends = -1
-        caught, self._caught = self._caught, {}
+        caught = dict(left)
+        left.clear()  # a pass around this one goes on
         if not caught:
             return
         if self._gradients.in_shares:
