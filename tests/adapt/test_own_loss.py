@@ -397,3 +397,17 @@ def test_a_backward_that_is_refused_leaves_nothing_for_the_next(then: Loss, agai
                 one.backward(**again)
         other.backward()
     check_grads(model, wanted)
+
+
+def penalised(rank: int) -> None:
+    """The loss of labels is that of all ranks, whatever is done with gradients of others."""
+    wanted, model = small("qwen3_moe"), small("qwen3_moe")
+    penstock.parallelize(model, plan="flowmoe", gradient_reduction="sum")
+    for each, given in (wanted, Batch().inputs()), (model, Batch().inputs(2 * rank, 2 * rank + 2)):
+        loss = of_labels(each, given)
+        (loss + 0.1 * torch.stack([p.square().sum() for p in each.parameters()]).sum()).backward()
+    check_grads(model, wanted, rank)
+
+
+def test_a_term_of_weights_beside_labels_counts_once(ranks: Pools) -> None:
+    ranks(2).run(penalised)

@@ -509,20 +509,25 @@ class OutsideGradients:
         finally:
             self._apart -= 1
 
-    def add(self) -> None:
-        """Add what was caught to gradients that a step will sum."""
+    def add(self, averaged: int | None) -> None:
+        """Add what was caught to gradients that a step will sum.
+
+        Args:
+            averaged: See `Ending`.
+        """
         caught = self._caught() or _Caught()
         while caught:
             parameter, grad = caught.popitem()
-            _accumulate(parameter, grad, self._share(parameter))
+            _accumulate(parameter, grad, self._share(parameter, averaged))
 
-    def _share(self, parameter: nn.Parameter) -> float:
+    def _share(self, parameter: nn.Parameter, averaged: int | None) -> float:
         """Return what part of the sum over the ranks that hold a parameter is its gradient.
 
         Ranks that share samples make a loss of all of them each, and their mean counts.
         """
-        copies = 1 if sharding_of(parameter) is not None else self._machinery.layout.tp_size
-        return 1 / (self.averaged * copies)
+        layout = self._machinery.layout
+        copies = 1 if sharding_of(parameter) is not None else layout.tp_size
+        return 1 / ((averaged or layout.dp_size) * copies)
 
     def _catch(self, parameter: nn.Parameter, grads: tuple[Tensor | None, ...]) -> Any:
         (grad,) = grads
@@ -562,7 +567,7 @@ class OutsideGradients:
             total = caught[names[name]].clone(memory_format=torch.contiguous_format)
             add = partial(transports.of(Lane.INTER, axes[name]).all_reduce, total, axes[name])
             self._machinery.exchange(what, add)
-            _accumulate(names[name], total, self._share(names[name]))
+            _accumulate(names[name], total, self._share(names[name], self.averaged))
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         """Return the name in the model as it is now: no step may have taken the parameter up."""

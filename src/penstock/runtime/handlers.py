@@ -309,6 +309,12 @@ class Ending(Protocol):
 
     tells_at_once: bool
 
+    @property
+    def averaged(self) -> int | None:
+        """The number of ranks over which gradients of the caller's loss are averaged; 1: they are summed;
+        None: the loss is the step's own, and a term beside it is alike on all ranks."""
+        ...
+
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs: ...
 
     def backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs: ...

@@ -365,6 +365,7 @@ class TokenLoss:
     """The mean cross-entropy of all ranks' tokens, which the step computes itself and returns."""
 
     tells_at_once = False
+    averaged = None
 
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return the sums of a microbatch's token losses."""

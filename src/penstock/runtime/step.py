@@ -210,7 +210,7 @@ class Step:
             try:
                 gradients.begin()
                 self.finished = True
-                self.stack.outside.add()
+                self.stack.outside.add(self.ending.averaged)
                 self._run()
                 for feature in self.taken.features:
                     feature.over()
