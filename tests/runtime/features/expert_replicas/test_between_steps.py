@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.checkpoint.folder import DamagedError
 from penstock.decision import PlacementConfig
 from penstock.mesh import Group
+from penstock.moe import ModuleExperts
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
 from penstock.runtime import PipelinedStack
 from penstock.runtime.features.expert_replicas.manager import ExpertReplicas, Plans
@@ -288,9 +290,32 @@ def share(stack: PipelinedStack) -> None:
     last.register_parameter("w_up", first.get_parameter("w_up"))
 
 
+def with_modules(stack: PipelinedStack, *activations: type[nn.Module]) -> list[ModuleExperts]:
+    """Give every layer experts that have these activations in turn, and dropout; return them."""
+    size, kinds = CASE.model.hidden_size, cycle(activations)
+    made = []
+    for layer in (each for each in stack.moe_layers if each is not None):
+        layer.experts = ModuleExperts(
+            lambda: nn.Sequential(nn.Linear(size, size), next(kinds)(), nn.Dropout(0.5)),
+            layer.experts.num_local_experts,
+        )
+        made.append(layer.experts)
+    return made
+
+
+def differ(stack: PipelinedStack) -> None:
+    with_modules(stack, nn.GELU, nn.ReLU)
+
+
+def watch(stack: PipelinedStack) -> None:
+    with_modules(stack, nn.GELU)[0].expert_modules[1].register_forward_hook(lambda *_: None)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (differ, "the experts of ModuleExperts differ in code"),
+        (watch, "an expert of ModuleExperts has hooks"),
         (hook, "experts.w_up has a gradient hook"),
         (buffer, "SwiGLUExperts has buffers"),
         (share, "experts of several layers share a parameter"),
@@ -329,6 +354,20 @@ def test_a_room_that_comes_back_from_a_step_of_an_earlier_plan_is_not_lent_again
     host.take_back(under_way)
     slots = {each.room.replicas.num_local_experts for each in host.lend(layers).replicas if each is not None}
     assert slots == {2}
+
+
+def test_replicas_are_in_the_mode_that_experts_are_in_now() -> None:
+    stack = stack_of(0, CASE)
+    (first, *_) = with_modules(stack, nn.GELU)
+    layers, host = stack.moe_layers, ExpertReplicas(stack.machinery.layout, stack.machinery.device)
+    host.open(layers, replace(stack.base_shape, replica_slots=1))
+    for training in (True, False, True):
+        first.train(training)
+        lent = host.lend(layers)
+        (room, *_) = (each.room for each in lent.replicas if each is not None)
+        assert isinstance(room.replicas, ModuleExperts)
+        assert {each.training for each in room.replicas.expert_modules[0].modules()} == {training}
+        host.take_back(lent)
 
 
 def test_replicas_whose_rows_nobody_splits_any_more_are_not_brought() -> None:

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.device import on_device
 from penstock.features.expert_replicas.encoding import Numbers, Share, numbers_of, share_of
@@ -19,7 +19,7 @@ from penstock.features.expert_replicas.problem import ExpertCosts, ExpertProblem
 from penstock.graph import Graph, Phase, Task
 from penstock.mesh import Group, Mesh, node_of
 from penstock.moe import MoELayer
-from penstock.moe.experts import Experts, Spread, slots_with_replicas
+from penstock.moe.experts import Experts, ModuleExperts, Spread, slots_with_replicas
 from penstock.ops import Op
 from penstock.placement import PlacementError, Replication
 from penstock.routing.replicas import ExactSplit
@@ -415,13 +415,26 @@ def splits_exactly(layer: MoELayer | None, shape: StepShape) -> bool:
 
 
 def check_no_hooks(experts: Experts) -> None:
-    """Raise ValueError for a hook on the gradient of an expert that may be a replica elsewhere."""
+    """Raise ValueError for a hook on an expert that may be a replica elsewhere, or on its gradient."""
+    for module in _modules_of(experts):
+        for each in module.modules():
+            after = each._forward_hooks or each._backward_hooks
+            if after or each._forward_pre_hooks or each._backward_pre_hooks:
+                raise ValueError(
+                    f"an expert of {type(experts).__name__} has hooks, which would not see rows that other "
+                    "ranks compute. Remove them, or set placement.experts=none"
+                )
     for name, parameter in experts.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
                 f"experts.{name} has a gradient hook, which would not see the gradients of rows that other "
                 "ranks compute. Remove it, or set placement.experts=none"
             )
+
+
+def _modules_of(experts: Experts) -> Sequence[nn.Module]:
+    """Return the experts that are modules of their own."""
+    return list(experts.expert_modules) if isinstance(experts, ModuleExperts) else []
 
 
 # ---- checks that ranks can hold replicas of others' experts in a stack, and agree on which rank holds
@@ -444,7 +457,8 @@ def check_replicas(layers: Layers, shape: StepShape, machinery: Machinery) -> No
     moe = [layer for layer in layers if layer is not None]
     words = []
     for experts in (layer.experts for layer in moe):
-        kinds = (f"{name} {list(p.shape)} {p.dtype}" for name, p in experts.named_parameters())
+        kinds = [f"{name} {list(p.shape)} {p.dtype}" for name, p in experts.named_parameters()]
+        kinds += map(repr, _modules_of(experts)[:1])
         words.append(f"{type(experts).__name__} ({', '.join(kinds)})")
     everyone = machinery.control.gather(words, "comparing experts")
     for rank, found in enumerate(everyone):
@@ -478,6 +492,11 @@ def check_takes_replicas(layers: Layers, shape: StepShape, layout: Layout) -> No
                 "rows would meet others there. Remove them, or set placement.experts=none"
             )
         check_no_hooks(experts)
+        if len(set(map(repr, _modules_of(experts)))) > 1:
+            raise ValueError(
+                f"the experts of {type(experts).__name__} differ in code, so one cannot take the place of "
+                "another. Build them alike, or set placement.experts=none"
+            )
         sizes: dict[int, list[int]] = {}
         for name, parameter in experts.named_parameters():
             for _, slot, part in experts.split(name, parameter):

@@ -84,7 +84,7 @@ class Piece:
         return found
 
 
-Kinds = tuple[tuple[str, torch.dtype, torch.device, torch.Size, bool], ...]
+Kinds = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,10 @@ class Room:
 
 
 def kinds_of(experts: Experts) -> Kinds:
-    """Return what replicas must match: names, types, devices, shapes and trainability of parameters."""
-    return tuple((n, p.dtype, p.device, p.shape, p.requires_grad) for n, p in experts.named_parameters())
+    """Return what replicas must match: names, types, devices, shapes and trainability of parameters, and
+    whether modules are in training mode."""
+    named = ((n, p.dtype, p.device, p.shape, p.requires_grad) for n, p in experts.named_parameters())
+    return *named, *(module.training for module in experts.modules())
 
 
 @dataclass(frozen=True)
