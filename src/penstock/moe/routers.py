@@ -426,7 +426,7 @@ class ExpertBias(nn.Module):
     def __init__(self, num_experts: int, rate: float) -> None:
         super().__init__()
         self.rate = rate
-        self.register_buffer("value_E", torch.zeros(num_experts))
+        self.register_buffer("value_E", torch.zeros(num_experts, dtype=torch.float32))
         self.register_buffer("counted_E", torch.zeros(num_experts, dtype=torch.int64))
 
     def count(self, chosen_E: Tensor) -> None:
@@ -458,8 +458,11 @@ class ExpertBias(nn.Module):
         self.counted_E.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertBias:
-        super()._apply(fn, recurse)
-        self.value_E = self.value_E.float()  # whatever the rest of the model was cast to
+        def kept(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(kept, recurse)
         return self
 
 

@@ -77,8 +77,16 @@ def test_an_update_moves_by_rate_times_sign(counts: list[int], rate: float) -> N
 
 
 def test_casting_a_model_costs_no_precision() -> None:
-    bias = torch.nn.Sequential(ExpertBias(2, 0.001)).to(torch.bfloat16)[0]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        learnt = ExpertBias(2, 0.001)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    learnt.value_E.fill_(0.501)
+    bias = torch.nn.Sequential(learnt).to(torch.bfloat16).half().type(torch.bfloat16)[0]
     assert isinstance(bias, ExpertBias)
+    assert torch.equal(bias.value_E, torch.full((2,), 0.501))
+    bias.value_E.zero_()
     for _ in range(1000):
         bias.count(torch.tensor([1000, 1]))
         bias.update()
