@@ -16,6 +16,7 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 import penstock
 from penstock.adapt import FAMILIES
 from penstock.adapt.asking import read_whole
+from penstock.adapt.build import reload
 from penstock.families import weights
 from penstock.partial_state import local_state
 from tests.support.adapted import DIVISIBLE, Batch, distance, grads_of, part_of, small
@@ -78,6 +79,31 @@ def test_every_rank_reads_its_share(
         small(family, **sizes_of(layout)).save_pretrained(tmp_path / family, max_shard_size="40KB")
     for wrong in ranks(2).run(shares_read, 2, str(tmp_path), families, layout):
         assert not wrong
+
+
+def reloaded_otherwise(rank: int, world: int, folder: str, layout: dict[str, Any]) -> list[str]:
+    """Names of what is not as it was, of a model in bfloat16 with some parameters in float32."""
+    del rank, world
+    model = penstock.parallelize(small("mixtral", dtype=torch.bfloat16), **layout)
+    for name, parameter in model.named_parameters():
+        if "gate" in name or "k_proj" in name:
+            parameter.data = parameter.data.float() * 1.2345
+    before = {name: each.clone() for name, each in local_state(model.state_dict()).items()}
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    reload(model, folder)
+    after = local_state(model.state_dict())
+    return [name for name, each in before.items() if not torch.equal(each, after[name])]
+
+
+@pytest.mark.parametrize("layout", [{}, {"etp_size": 2}])
+def test_every_weight_is_read_in_the_type_that_it_has(
+    ranks: Pools, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    for found in ranks(2).run(reloaded_otherwise, 2, str(tmp_path), layout):
+        assert not found
 
 
 def memory_mib(field: str) -> float:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -427,7 +427,12 @@ def load_pretrained(
 
 
 def read_share(
-    found: Found, opened: ModelFolder, layout: Layout, dtype: torch.dtype, device: torch.device | str
+    found: Found,
+    opened: ModelFolder,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    own: Mapping[str, Tensor] | None = None,
 ) -> Found:
     """Return the parts of a model with this rank's share of experts, read from its folder.
 
@@ -437,6 +442,7 @@ def read_share(
         found: The parts of the model without weights, see `skeleton`.
         dtype: Type of the weights.
         device: Where the model is to be.
+        own: Tensors of a model, of which those that are read get the types, by name; None = all get `dtype`.
     """
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
     ids = {id(p) for experts in found.experts for p in experts.parameters()}
@@ -449,10 +455,12 @@ def read_share(
         """Begin a model with these experts alone: transformers makes it without memory."""
         plain.__init__(self, *arguments, **named)
         Shares(look(self, found.family).experts, held, found.num_experts).settle()
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            tensor.data = tensor.data.to((own or {}).get(name, tensor).dtype)
 
-    own = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__init__": begin}
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__init__": begin}
     with with_variable(os.environ, ASYNC, "1"):
-        model = opened.read(type(plain.__name__, (plain,), own), tensors, dtype)
+        model = opened.read(type(plain.__name__, (plain,), names), tensors, dtype)
     model.__class__ = plain
     for name, parameter in found.model.named_parameters():  # transformers unfreezes what it reads
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
@@ -464,12 +472,14 @@ def read_share(
 def reload(model: Any, folder: str | Path) -> None:
     """Give a scheduled model the weights in a folder.
 
-    A rank holds its share twice while they are read; of a family that is not described the whole model.
+    A rank holds its share twice while they are read; of a family that is not described the whole model, in
+    the widest of its types.
 
     Raises:
         ValueError: If the folder holds another model.
     """
-    kind, dtype = plain_class(model), next(model.parameters()).dtype
+    kind, own = plain_class(model), local_state(model.state_dict())
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in own.values()))
     opened = ModelFolder.open(Path(folder), kind)
     other = f"{folder} holds another model than {kind.__name__} is here"
     if family_of(opened.model) is None:
@@ -478,8 +488,8 @@ def reload(model: Any, folder: str | Path) -> None:
         except RuntimeError as error:
             raise ValueError(other) from error
         return
-    read = read_share(skeleton(opened), opened, engine_of(model).layout, dtype, "cpu").model.state_dict()
-    own = local_state(model.state_dict())
+    found = read_share(skeleton(opened), opened, engine_of(model).layout, dtype, "cpu", own)
+    read = found.model.state_dict()
     if {name: tensor.shape for name, tensor in own.items()} != {name: read[name].shape for name in read}:
         raise ValueError(other)
     with torch.no_grad():
