@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,8 @@ def test_in_bfloat16_a_run_goes_on_with_either_optimizer(tmp_path: Path, sharded
     model, optimizer = made(small("mixtral", dtype=torch.bfloat16), sharded=sharded)
     losses_of(model, optimizer, 0, 1, range(SAVED_AT))
     penstock.save_checkpoint(model, optimizer, tmp_path / "saved")
+    index = json.loads((tmp_path / "saved/model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {"model.safetensors"}
     expected = losses_of(model, optimizer, 0, 1, range(SAVED_AT, STEPS))
     for other in (sharded, not sharded):
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", experts_implementation="eager")

@@ -24,6 +24,8 @@ from tests.support.killed import left_by_kills
 from tests.support.ranks import Pools
 
 LIMIT = 40_000
+ALONE = {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"}
+"""The files of a model whose weights are one file."""
 
 
 def is_read(folder: Path, model: Any) -> bool:
@@ -47,7 +49,7 @@ def test_shards_take_the_place_of_another_model(tmp_path: Path) -> None:
     assert is_read(tmp_path, model)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     shards = sorted(set(index["weight_map"].values()))
-    papers = {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json"}
+    papers = {*ALONE, "tokenizer.json"} - {"model.safetensors"}
     assert names_in(tmp_path) == {*shards, *papers}
     assert shards == [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
@@ -55,7 +57,7 @@ def test_shards_take_the_place_of_another_model(tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size < LIMIT + 10_000 for name in shards)  # with its header
     assert index["metadata"]["total_size"] == 4 * model.num_parameters()
     model.save_pretrained(tmp_path)
-    assert names_in(tmp_path) == {*(papers - {"model.safetensors.index.json"}), "model.safetensors"}
+    assert names_in(tmp_path) == {*ALONE, "tokenizer.json"}
 
 
 @pytest.mark.slow
@@ -128,7 +130,7 @@ def test_no_files_are_taken_back_from_elsewhere(tmp_path: Path) -> None:
         (folder / name).symlink_to(other)
     penstock.parallelize(small("mixtral")).save_pretrained(folder)
     assert names_in(other) == {"mine"}
-    assert names_in(folder) == {"config.json", "generation_config.json", "model.safetensors"}
+    assert names_in(folder) == ALONE
 
 
 @pytest.mark.slow
@@ -153,7 +155,7 @@ def save_apart(rank: int, world: int, folder: str) -> None:
 def test_where_ranks_see_different_folders_rank_0_saves_all(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(save_apart, 2, str(tmp_path))
     assert is_read(tmp_path / "0", small("mixtral"))
-    assert names_in(tmp_path / "0") == {"config.json", "generation_config.json", "model.safetensors"}
+    assert names_in(tmp_path / "0") == ALONE
     assert names_in(tmp_path) == {"0", "1"} and not names_in(tmp_path / "1" / UNFINISHED_MODEL)
 
 

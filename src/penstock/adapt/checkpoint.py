@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -142,9 +142,9 @@ def save_checkpoint(
     return begun
 
 
-def _close(groups: str, work: Path, names: Collection[str]) -> None:
+def _close(groups: str, work: Path) -> None:
     """Write what names the files of ranks: the index of a model's, and whose the optimiser's state is."""
-    close_model(work, names)
+    close_model(work)
     write_whole(work / GROUPS, groups, durable=True)
 
 

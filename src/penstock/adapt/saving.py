@@ -244,10 +244,12 @@ def numbered(tensors: Sequence[Outgoing], control: Control, most: int | str = MO
     }
 
 
-def close_model(work: Path, names: Collection[str]) -> None:
-    """Write the index of a model's files, where there are several."""
-    names = [name for name in names if name.startswith(MODEL)]
-    if len(names) > 1:
+def close_model(work: Path) -> None:
+    """Write the index of a model's files, of a single one, too.
+
+    Without one vLLM and SGLang take all safetensors of a folder for weights, the optimiser's state as well.
+    """
+    if names := [path.name for path in work.glob(f"{MODEL}*.safetensors")]:
         write_index(work, names)
 
 
@@ -394,16 +396,17 @@ class InPlace:
 
     Attributes:
         path: The folder.
-        close: Writes into a folder what names the files of ranks, given their names.
+        close: Writes into a folder what names the files of ranks.
         own: The names of former files that go.
-        entrances: Files without which there is nothing: when they are there, so are the files that they name.
+        entrances: Files without one of which there is nothing; they leave last to first, before all others,
+            and arrive first to last, after them.
         unfinished, kept: Names of the hidden folders for new files and former ones, others for every kind.
     """
 
     path: Path
-    close: Callable[[Path, Collection[str]], None]
+    close: Callable[[Path], None]
     own: re.Pattern[str] = WEIGHTS
-    entrances: Collection[str] = (INDEX, ONE)
+    entrances: Sequence[str] = (INDEX, ONE)
     unfinished: str = UNFINISHED_MODEL
     kept: str = FORMER
 
@@ -422,7 +425,8 @@ class InPlace:
             folder.mkdir()
 
     def finish(self, digests: Mapping[str, str]) -> None:
-        self.close(self.work, digests)
+        del digests
+        self.close(self.work)
         files = list(self.work.iterdir())
         for entry in (*files, self.work):
             make_durable(entry)
@@ -436,16 +440,20 @@ class InPlace:
             self.give_up()
 
     def give_up(self) -> None:
-        cut_off = not any((self.path / name).exists() for name in self.entrances)
-        if cut_off and self.former.is_dir() and not self.former.is_symlink():
+        waiting, there = (
+            any((each / name).exists() for name in self.entrances) for each in (self.work, self.path)
+        )
+        if (waiting or not there) and self.former.is_dir() and not self.former.is_symlink():
             self._move(self.former, self.path)
         for left in (self.work, self.former):
             remove_tree(left)
 
     def _move(self, source: Path, target: Path, chosen: Callable[[str], bool] = lambda name: True) -> None:
-        """Move files; entrances leave first and arrive last."""
+        """Move files, in the order in which entrances leave or arrive."""
+        places = {name: place for place, name in enumerate(self.entrances, 1)}
         files = [path for path in source.iterdir() if chosen(path.name)]
-        for path in sorted(files, key=lambda path: (path.name in self.entrances) == (target == self.path)):
+        files.sort(key=lambda path: places.get(path.name, 0), reverse=target != self.path)
+        for path in files:
             path.rename(target / path.name)
 
 
@@ -463,7 +471,7 @@ class AsWhole:
     """
 
     path: Path
-    close: Callable[[Path, Collection[str]], None]
+    close: Callable[[Path], None]
     own: Callable[[str, Collection[str]], bool]
 
     @property
@@ -488,7 +496,8 @@ class AsWhole:
         self.work.mkdir(parents=True)
 
     def finish(self, digests: Mapping[str, str]) -> None:
-        self.close(self.work, digests)
+        del digests
+        self.close(self.work)
         for path in (*self.work.iterdir(), self.work):
             make_durable(path)
         if self.path.exists():

@@ -99,8 +99,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         ValueError: If the folder holds no complete set of safetensors.
     """
     files = [folder / name for name in model_files(folder)]
-    if not files:
+    if not files or not all(file.exists() for file in files):
         refuse_cut_off(folder)
+    if not files:
         raise ValueError(
             f"{folder} holds neither {ONE} nor {INDEX}. Give a folder that save_pretrained has written, or "
             "download the model's files first: hf download NAME --local-dir FOLDER"
