@@ -249,15 +249,16 @@ def test_ranks_with_other_files_are_told_apart(ranks: Pools, tmp_path: Path, sta
 
 
 @pytest.mark.slow
-def test_what_a_folder_says_of_generation_and_losses_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_what_a_folder_says_of_generation_and_losses_is_kept(tmp_path: Path, family: str) -> None:
     """By a run that begins with it, one that goes on, and one with fresh weights; a weight of 0, too."""
-    start = folder_of("mixtral", tmp_path / "start", router_aux_loss_coef=0.5)
+    start = folder_of(family, tmp_path / "start", router_aux_loss_coef=0.5)
     generation = {"temperature": 0.6, "do_sample": True, "eos_token_id": [2, 7]}
     (start / "generation_config.json").write_text(json.dumps(generation))
     for number, begins in enumerate((True, False, True)):
         if number == 2:
             (start / "model.safetensors").unlink()
-        config = Case("mixtral").config(start)
+        config = Case(family).config(start)
         config = replace(config, moe=replace(config.moe, aux_loss_coeff=0.0))
         machinery = build_machinery(ALONE, torch.device("cpu"), config.parallel, "float32")
         model = model_of_run(config, machinery, plan=None, moving=None, begins=begins)

@@ -109,7 +109,7 @@ assert tokens.shape == (1, 8) and not any("penstock" in name for name in sys.mod
 def test_a_checkpoint_is_a_folder_of_transformers(ranks: Pools, tmp_path: Path, layout: list[str]) -> None:
     """It computes the same there, and, as one layout shows for all, without Penstock.
 
-    And a run may begin with it, on another layout.
+    And a run may begin with it, on another layout, which keeps what the folder says of generation.
     """
     write_config(tmp_path)
     settings = [*AS_QWEN3_MOE, f"train.steps={STEPS}"]
@@ -127,10 +127,18 @@ def test_a_checkpoint_is_a_folder_of_transformers(ranks: Pools, tmp_path: Path, 
         alone = [sys.executable, "-c", READ_ALONE, str(checkpoint), str(tmp_path / "logits.pt")]
         subprocess.run(alone, check=True, timeout=HANG_S)
         torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), ours)
+    said = {"eos_token_id": 5, "max_position_embeddings": 64}
+    described = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(described | said))
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [5, 3], "do_sample": true}')
     fresh = [f"model.config={checkpoint}", f"output.dir={tmp_path / 'second'}", f"train.steps={STEPS}"]
     second = ranks(2).run(train_on, 2, tmp_path, fresh, None)[0].summary
     assert second.steps == STEPS and second.first_loss < began.first_loss
     assert second.first_loss == pytest.approx(began.last_loss, rel=0.05)
+    (checkpoint,) = (tmp_path / "second" / "checkpoints").iterdir()
+    for model in (from_checkpoint(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)):
+        assert said.items() <= model.config.to_dict().items()
+        assert model.generation_config.eos_token_id == [5, 3] and model.generation_config.do_sample
 
 
 def words_file(folder: Path, last: str = "cube") -> Path:

@@ -25,9 +25,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from penstock.checkpoint.storage import Part, misfits
 from penstock.config import from_dict
-from penstock.families.described import quiet
+from penstock.families.described import quiet, read_generation
 from penstock.models import ModelConfig, MoEDecoder
-from penstock.models.qwen3_moe import config_json, lack_of
+from penstock.models.qwen3_moe import CONFIG, config_json, lack_of
 from penstock.moe import MoEConfig
 from penstock.topology import Control
 from penstock.train.checkpoint import TYPES, open_stored, verify
@@ -101,14 +101,19 @@ def from_checkpoint(path: Path) -> PreTrainedModel:
             name: torch.empty(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in saved.items()
         }
         stored.load({name: Part.of(tensor) for name, tensor in tensors.items()})
-        return as_qwen3_moe(model, moe, tensors, record.tokenizer).eval()
+        like = path if (path / CONFIG).exists() else None
+        return as_qwen3_moe(model, moe, tensors, record.tokenizer, like).eval()
     wrapped = WrappedDecoder(model, moe, record.tokenizer)
     stored.load({name: Part.of(tensor) for name, tensor, _ in DecoderNaming(wrapped.decoder).in_files()})
     return wrapped.eval()
 
 
 def as_qwen3_moe(
-    model: ModelConfig, moe: MoEConfig, tensors: Mapping[str, Tensor], tokenizer_digest: str | None = None
+    model: ModelConfig,
+    moe: MoEConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer_digest: str | None = None,
+    like: Path | None = None,
 ) -> Qwen3MoeForCausalLM:
     """Return the model of transformers with the weights of a decoder.
 
@@ -117,10 +122,14 @@ def as_qwen3_moe(
         moe: Section `[moe]`.
         tensors: The weights, by their names in checkpoints.
         tokenizer_digest: Sha256 of the text's tokenizer, or `bytes`; None = none is known.
+        like: A folder that says what the sections do not: special tokens, positions, and how text is made.
     """
-    config = Qwen3MoeConfig(**config_json(model, moe, tokenizer_digest=tokenizer_digest))
+    config = Qwen3MoeConfig(**config_json(model, moe, tokenizer_digest=tokenizer_digest, like=like))
+    generation = None if like is None else read_generation(like)
     with quiet():
         made: Qwen3MoeForCausalLM = Qwen3MoeForCausalLM.from_pretrained(
             None, config=config, state_dict=dict(tensors), dtype=torch.float32
         )
+    if generation is not None:
+        made.generation_config = generation
     return made

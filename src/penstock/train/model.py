@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from penstock.families.described import GENERATION, read_table
 from penstock.models.qwen3_moe import CONFIG, config_json, lack_of
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.features.expert_replicas.manager import ExpertMoving
@@ -61,7 +62,10 @@ def decoder_of(
         if lack_of(config.moe) is not None:
             return {}
         like = config.model.config
-        return {CONFIG: config_json(config.model, config.moe, tokenizer_digest=tokenizer, like=like)}
+        made = {CONFIG: config_json(config.model, config.moe, tokenizer_digest=tokenizer, like=like)}
+        if like is not None and (generation := like / GENERATION).is_file():
+            made[GENERATION] = read_table(generation)
+        return made
 
     stack = build_stack(config, machinery, plan=plan, moving=moving, begins=begins)
     return RunModel(stack=stack, naming=DecoderNaming, files=files, repeats_late=True)
