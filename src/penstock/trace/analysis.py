@@ -16,8 +16,7 @@ from penstock.config import Checked, Within
 from penstock.config.bounds import MOST_RANKS
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Axes, Mesh
-from penstock.ops import Op
-from penstock.ops.core import computes_experts
+from penstock.ops import spec_of
 from penstock.timing import TaskRecord
 from penstock.writing import write_whole
 
@@ -233,11 +232,12 @@ class Straggler(Checked):
 def typical_seconds(records: Iterable[TaskRecord]) -> dict[Kind, float]:
     """Return the median duration of every kind of computation that is the same on all ranks.
 
-    Routed experts, and copies of the rows that they get, are left out: their number depends on the routing.
+    What is cut into chunks, experts and copies of their rows, is left out: how many rows a rank gets depends
+    on the routing.
     """
     kinds: dict[Kind, list[float]] = defaultdict(list)
     for record in records:
-        if record.lane.computes and not (computes_experts(op := record.task.op) or op == Op.ROW_ORDER):
+        if record.lane.computes and "c" not in spec_of(record.task.op).indices:
             kinds[record.task.op, record.task.phase].append(record.duration_s)
     return {kind: median(seconds) for kind, seconds in kinds.items()}
 
