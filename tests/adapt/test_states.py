@@ -24,7 +24,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.distributed.tensor import DTensor
 
 import penstock
+from penstock.adapt.scheduled import stack_of
 from penstock.partial_state import ShareError
+from penstock.step.shape import Updating
 from tests.support.adapted import DIVISIBLE, Batch, distance, exactly, small
 from tests.support.ranks import Pools
 
@@ -39,11 +41,22 @@ LOADED: list[Layout] = [{"ep_size": 4}, {"ep_size": 1}, {"ep_size": 2, "tp_size"
 class Training:
     """A small model and its optimiser; what is trained is the same on every layout."""
 
-    def __init__(self, rank: int, layout: Layout, *, seed: int = 0, family: str = "qwen3_moe") -> None:
+    def __init__(
+        self,
+        rank: int,
+        layout: Layout,
+        *,
+        seed: int = 0,
+        family: str = "qwen3_moe",
+        updating: Updating | None = None,
+    ) -> None:
         with exactly(torch.float64):
             whole = small(family, dtype=torch.float64, seed=seed, **DIVISIBLE)
-            self.model = penstock.parallelize(whole, plan="flowmoe", **layout)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+            self.model = penstock.parallelize(whole, plan="flowmoe", updating=updating, **layout)
+        groups = [{"params": list(self.model.parameters()), "weight_decay": 0.01}]
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.01)
+        if updating is not None:
+            self.optimizer = penstock.ShardedAdamW(stack_of(self.model), groups, lr=0.01)
         tp_size = layout.get("tp_size", 1)
         groups, place = dist.get_world_size() // tp_size, rank // tp_size
         self._mine = Batch(samples=4).inputs(place * 4 // groups, (place + 1) * 4 // groups)
@@ -156,4 +169,23 @@ def put_in_place(rank: int) -> list[float]:
 
 def test_what_takes_the_place_of_a_part_says_which_it_is(ranks: Pools) -> None:
     for found in ranks(2).run(put_in_place):
+        assert max(found) < 1e-10
+
+
+def of_either_kind(rank: int) -> list[float]:
+    """How losses differ when a sharded optimiser goes on with the state dict of a sharded or plain one."""
+    found, after = list[float](), Updating(clips=False)
+    for before in (after, None):
+        saved = Training(rank, {"ep_size": 2}, updating=before)
+        saved.step()
+        states = copy.deepcopy((saved.model.state_dict(), saved.optimizer.state_dict()))
+        loaded = Training(rank, {"ep_size": 2}, seed=1, updating=after)
+        loaded.model.load_state_dict(states[0])
+        loaded.optimizer.load_state_dict(states[1])
+        found += [abs(loaded.step() - saved.step()) for _ in range(2)]
+    return found
+
+
+def test_a_sharded_optimizer_takes_a_state_dict_of_its_own_and_a_plain_one_s(ranks: Pools) -> None:
+    for found in ranks(2).run(of_either_kind):
         assert max(found) < 1e-10

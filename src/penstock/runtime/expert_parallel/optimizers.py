@@ -60,7 +60,7 @@ def watch_optimizer(optimizer: Optimizer) -> None:
             state.update(_taken(f"of parameter {number}", parameter, said))
     _known.add(optimizer)
     optimizer.register_state_dict_post_hook(_give)
-    optimizer.register_load_state_dict_pre_hook(_take)
+    optimizer.register_load_state_dict_pre_hook(own_parts)
 
 
 def _give(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -81,8 +81,12 @@ def _give(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": states, "param_groups": groups}
 
 
-def _take(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's parts of a state, without marks. Raises ShareError for another share's."""
+def own_parts(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's parts of a state, without marks.
+
+    Raises:
+        ShareError: It is another share's.
+    """
     states, groups = dict(state["state"]), []
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         if KEY in saved:
@@ -91,6 +95,7 @@ def _take(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             if number in states:
                 states[number] = _taken(f"of parameter {number}", parameter, states[number])
         groups.append({key: each for key, each in saved.items() if key != KEY})
+    groups += state["param_groups"][len(groups) :]  # torch refuses another number of groups
     return {**state, "state": states, "param_groups": groups}
 
 

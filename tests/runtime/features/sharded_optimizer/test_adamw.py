@@ -232,6 +232,9 @@ def test_a_parameter_that_is_frozen_keeps_its_loaded_state_until_it_is_trained()
     for parameter in frozen:
         parameter.requires_grad_(False)
     fresh.load_state_dict(saved)
+    fresh.load_state_dict({**saved, "state": {}})
+    assert len(fresh.state_dict()["state"]) == len(saved["state"]) - len(frozen)
+    fresh.load_state_dict(saved)
     for number, state in fresh.state_dict()["state"].items():
         for name in ("step", "exp_avg", "exp_avg_sq"):
             assert torch.equal(state[name], saved["state"][number][name]), (number, name)
@@ -247,6 +250,11 @@ def test_the_state_of_other_parameters_is_refused() -> None:
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].repeat(2, 1)
     with pytest.raises(ValueError, match="of another model, layout or order of parameters"):
         optimizer.load_state_dict(saved)
+    _, plain = build(0, CASE, Habits(), sharded=False)
+    more = {"state": {}, "param_groups": saved["param_groups"] * 2}
+    for each in (optimizer, plain):
+        with pytest.raises(ValueError):
+            each.load_state_dict(more)
 
 
 @pytest.mark.parametrize(

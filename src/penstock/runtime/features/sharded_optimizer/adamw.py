@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.buckets import give_up_stand_ins, has_gradient
 from penstock.runtime.clip import mark_sharded
-from penstock.runtime.expert_parallel.optimizers import watch_optimizer
+from penstock.runtime.expert_parallel.optimizers import own_parts, watch_optimizer
 from penstock.runtime.features.sharded_optimizer.share import MASTER, MOMENTS
 from penstock.runtime.features.sharded_optimizer.updates import Groups, ShardedUpdates, Updates
 from penstock.runtime.machinery import FeatureStack
@@ -191,13 +191,16 @@ class ShardedAdamW(torch.optim.Optimizer):
 
         Raises:
             ValueError: For the state of other parameters or of another kind of optimizer.
+            ShareError: For that of another rank or layout.
         """
+        state_dict = own_parts(self, state_dict)
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         pairs = [(p, state_dict["state"].get(n)) for n, p in zip(numbers, self._trained(), strict=False)]
         check_state(state_dict["param_groups"], pairs)
         self._stack.settle()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.updates.groups = self.param_groups  # super() has made a new list
+        self.updates.waiting.clear()
         for parameter, saved in pairs:
             found = self.updates.share_of(parameter)
             if found is None and saved:  # frozen; it may be trained later
