@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,40 @@ def test_in_bfloat16_a_run_goes_on_with_either_optimizer(tmp_path: Path, sharded
         assert losses_of(model, optimizer, 0, 1, range(SAVED_AT, STEPS)) == pytest.approx(expected, rel=1e-2)
         keys = {key for state in optimizer.state.values() for key in state}
         assert keys == (set() if other else {"step", "exp_avg", "exp_avg_sq"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "loads"),
+    [
+        (torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}, True),
+        (torch.optim.Adam, {"weight_decay": 0.0}, True),
+        (torch.optim.Adam, {"weight_decay": 0.1}, False),
+        (torch.optim.AdamW, {"weight_decay": 0.1, "maximize": True}, False),
+        (torch.optim.AdamW, {"weight_decay": 0.1, "amsgrad": True}, False),
+    ],
+)
+def test_options_that_a_sharded_optimizer_lacks_stay_as_they_are_or_are_refused(
+    tmp_path: Path, kind: Any, options: dict[str, Any], loads: bool
+) -> None:
+    models = [
+        penstock.parallelize(small("mixtral"), updating=updating(sharded=each)) for each in (True, False)
+    ]
+    groups = [{"params": list(models[0].parameters()), "weight_decay": options["weight_decay"]}]
+    optimizers = [
+        penstock.ShardedAdamW(stack_of(models[0]), groups, lr=1e-2),
+        kind(models[1].parameters(), lr=1e-2, **options),
+    ]
+    for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        losses_of(model, optimizer, 0, 1, range(1))
+        save_optimizer(model, optimizer, tmp_path / str(number))
+    for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        group, folder = optimizer.param_groups[0], tmp_path / str(1 - number)
+        before = {key: group[key] for key in group.keys() - {"params", "betas"}}
+        with nullcontext() if loads else pytest.raises(ValueError):
+            penstock.load_optimizer(model, optimizer, folder)
+        group = optimizer.param_groups[0]
+        assert {key: group[key] for key in group.keys() - {"params", "betas"}} == before
+        losses_of(model, optimizer, 0, 1, range(1))
 
 
 def names_in(folder: Path) -> set[str]:

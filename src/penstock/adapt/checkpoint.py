@@ -47,6 +47,7 @@ from penstock.families.described import FORMER_STATE, refuse_cut_off
 from penstock.partial_state import part_of
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizers import watch_optimizer
+from penstock.runtime.features.sharded_optimizer.adamw import OPTIONS, check_options
 from penstock.runtime.features.sharded_optimizer.share import MASTER
 from penstock.topology import Control
 from penstock.train.checkpoint import TYPES
@@ -216,6 +217,9 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
             f"{path} has the state of another kind of optimizer than {type(optimizer).__name__}: settings "
             f"{some_of(unknown)}, and not {some_of(lacking)}. Make the saved kind, or start from scratch"
         )
+    for own_group, group in zip(states.groups, saved, strict=True):
+        if own_group.keys().isdisjoint(OPTIONS) != group.keys().isdisjoint(OPTIONS):  # one is sharded
+            check_options({**own_group, **group})
     states.take(path, saved)
 
 
@@ -323,10 +327,10 @@ class _States:
                 own_group.update({key: group[key] for key in SHARED_SETTINGS if key in group})
             return
         groups, first = [], 0
-        for group in saved:
+        for own_group, group in zip(self.optimizer.param_groups, saved, strict=True):
             settings = {key: value for key, value in group.items() if key not in ("parameters", WITHOUT)}
             last = first + len(group["parameters"])
-            groups.append({**settings, "params": list(range(first, last))})
+            groups.append({**own_group, **settings, "params": list(range(first, last))})
             first = last
         watch_optimizer(self.optimizer)
         for number, parameter in enumerate(self.parameters):

@@ -303,9 +303,16 @@ def _check_settings(group: Mapping[str, Any]) -> None:
             raise ValueError(f"a parameter group of a sharded optimizer has no {name}: AdamW needs it")
         if not fits(group[name]):
             raise ValueError(f"{name} = {group[name]} of a parameter group: it must be {needed}")
-    for option in OPTIONS:
-        if group.get(option):
-            raise ValueError(
-                f"{option} = {group[option]} of a parameter group: a sharded optimizer does not have it; "
-                "leave it out, or use optimizer.zero_stage=0"
-            )
+    check_options(group)
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of a group that a sharded optimiser would ignore."""
+    ignored = [option for option in OPTIONS if group.get(option)]
+    if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+        ignored.append("decoupled_weight_decay")
+    for option in ignored:
+        raise ValueError(
+            f"{option} = {group[option]} of a parameter group: a sharded optimizer does not have it; "
+            "leave it out, or use optimizer.zero_stage=0"
+        )
