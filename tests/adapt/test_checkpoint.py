@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
@@ -184,6 +186,77 @@ def test_options_that_a_sharded_optimizer_lacks_stay_as_they_are_or_are_refused(
         group = optimizer.param_groups[0]
         assert {key: group[key] for key in group.keys() - {"params", "betas"}} == before
         losses_of(model, optimizer, 0, 1, range(1))
+
+
+FROZEN = ("lm_head.weight", "model.layers.1.mlp.experts.down_proj")
+
+
+def some_frozen(world: int, *, sharded: bool, dtype: torch.dtype = torch.float32, frozen: bool = True) -> Any:
+    """A model, of which some parameters may be frozen, and its optimiser."""
+    whole = small("mixtral", dtype=dtype)
+    model = penstock.parallelize(whole, ep_size=world, plan="flowmoe", updating=updating(sharded=sharded))
+    for name in FROZEN:
+        model.get_parameter(name).requires_grad_(not frozen)
+    return model, optimizer_of(model, sharded=sharded)
+
+
+def kept_by(model: Any, optimizer: Any) -> dict[tuple[str, str], torch.Tensor]:
+    """What this rank has of the state, by parameter and key."""
+    names = {p: name for name, p in model.named_parameters()}
+    parameters = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    return {
+        (parameters[number], key): each.to_local() if isinstance(each, DTensor) else each
+        for number, state in optimizer.state_dict()["state"].items()
+        for key, each in state.items()
+    }
+
+
+def are_same(found: Mapping[Any, torch.Tensor], wanted: Mapping[Any, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def freeze_and_thaw(rank: int, world: int, folder: Path, dtype: torch.dtype) -> list[bool]:
+    """Whether a state is what was saved, after it was read and saved by who had frozen parameters."""
+    model, optimizer = some_frozen(world, sharded=True, dtype=dtype, frozen=False)
+    losses_of(model, optimizer, rank, world, range(SAVED_AT))
+    save_optimizer(model, optimizer, folder / "first")
+    wanted, found = kept_by(model, optimizer), []
+    for frozen in (True, False):
+        model, optimizer = some_frozen(world, sharded=True, dtype=dtype)
+        penstock.load_optimizer(model, optimizer, folder / "first")
+        save_optimizer(model, optimizer, folder / "second")
+        model, optimizer = some_frozen(world, sharded=True, dtype=dtype, frozen=frozen)
+        penstock.load_optimizer(model, optimizer, folder / "second")
+        found.append(are_same(kept_by(model, optimizer), wanted))
+        for name in FROZEN:
+            model.get_parameter(name).requires_grad_(True)
+        found.append(are_same(kept_by(model, optimizer), wanted))
+        losses_of(model, optimizer, rank, world, range(1))
+        after = kept_by(model, optimizer)
+        found.append({float(each) for (_, key), each in after.items() if key == "step"} == {SAVED_AT + 1})
+    return found
+
+
+def test_a_frozen_parameter_of_a_sharded_optimizer_keeps_its_state(ranks: Pools, tmp_path: Path) -> None:
+    assert all(freeze_and_thaw(0, 1, tmp_path / "narrow", torch.bfloat16))
+    for found in ranks(2).run(freeze_and_thaw, 2, tmp_path / "spread", torch.float32):
+        assert all(found), found
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_parameter_without_a_saved_state_starts_afresh_in_shares(tmp_path: Path, steps: int) -> None:
+    """Where it was frozen, or saved before the first step; whatever state it had."""
+    plain, adamw = some_frozen(1, sharded=False)
+    losses_of(plain, adamw, 0, 1, range(steps))
+    save_optimizer(plain, adamw, tmp_path)
+    model, optimizer = some_frozen(1, sharded=True, frozen=False)
+    losses_of(model, optimizer, 0, 1, range(SAVED_AT))
+    penstock.load_optimizer(model, optimizer, tmp_path)
+    saved, found = kept_by(plain, adamw), kept_by(model, optimizer)
+    fresh = found.keys() - saved.keys()
+    assert len({name for name, _ in fresh}) == (len(FROZEN) if steps else len([*model.parameters()]))
+    assert not any(found[key].any() for key in fresh)
+    assert are_same({key: found[key] for key in saved}, saved)
 
 
 def names_in(folder: Path) -> set[str]:

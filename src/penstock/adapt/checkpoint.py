@@ -41,6 +41,7 @@ from penstock.checkpoint.storage import (
     Stored,
     misfits,
     of_rank,
+    tensors_in,
 )
 from penstock.config import UNSET, ConfigError, read_json
 from penstock.families.described import FORMER_STATE, refuse_cut_off
@@ -273,13 +274,19 @@ class _States:
                     )
 
     def held(self) -> State:
-        """Return views of what this rank has of the state."""
-        return updated(self.optimizer, self.model, self.naming)
+        """Return views of what this rank has of the state, also of frozen parameters."""
+        state = updated(self.optimizer, self.model, self.naming)
+        if isinstance(self.optimizer, ShardedAdamW):
+            for parameter in self.parameters:
+                for key, value in self.optimizer.updates.waiting.get(parameter, {}).items():
+                    held = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+                    state |= state_part(self.names[parameter], key, held, self.naming)
+        return state
 
     @property
     def text(self) -> str:
         """The content of the file that says whose the state is, without which there is none."""
-        having = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in self.held()}
+        having = {_place(logical)[0] for logical in self.held()}
         groups = [
             {**group, WITHOUT: [name for name in group["parameters"] if name not in having]}
             for group in self.groups
@@ -292,28 +299,33 @@ class _States:
         numbers = {self.names[parameter]: number for number, parameter in enumerate(parameters)}
         states: dict[int, dict[str, Tensor]] = {}
         sharded = isinstance(self.optimizer, ShardedAdamW)
-        state = self.held() if sharded else {}
+        shares = updated(self.optimizer, self.model, self.naming) if sharded else {}
+        shared = {_place(logical)[0] for logical in shares}
+        names, bare = (set(chain(*(group[kind] for group in saved))) for kind in ("parameters", WITHOUT))
+        fresh = {logical: part for logical, part in shares.items() if _place(logical)[0] in bare}
+        state = {logical: part for logical, part in shares.items() if logical not in fresh}
         try:
             stored = Stored(folder, [path.name for path in folder.glob(f"*{SUFFIX}")], prefix=OPTIMIZER)
-            # AdamW has no such weights, and a sharded one makes them of the model's.
-            spare = {name for name in stored.whole.keys() ^ state.keys() if name.endswith(f".{MASTER}")}
-            whole = {name: each for name, each in stored.whole.items() if name not in spare}
-            state = {name: part for name, part in state.items() if name not in spare}
-            places = {name: name.removeprefix(OPTIMIZER).rpartition(".") for name in whole}
-            held = {name for name, _, _ in places.values()}
-            names, bare = (set(chain(*(group[kind] for group in saved))) for kind in ("parameters", WITHOUT))
+            held = {_place(logical)[0] for logical in stored.whole}
             missing, unexpected = sorted(names - bare - held), sorted(held - names)
             if missing or unexpected:
                 raise ValueError(
                     f"{folder} is not what {GROUPS} says: missing {some_of(missing)}, unexpected "
                     f"{some_of(unexpected)}. Copy both again, or go on from another checkpoint"
                 )
-            for logical, (shape, dtype) in () if sharded else whole.items():
-                name, _, key = places[logical]
-                parameter = parameters[numbers[name]]
-                tensor = torch.empty(parameter.shape if shape else (), dtype=dtype, device="cpu")
-                states.setdefault(numbers[name], {})[key] = tensor
-                state |= state_part(name, key, tensor, self.naming)
+            for logical, (shape, dtype) in stored.whole.items():
+                name, key = _place(logical)
+                if name not in shared and (sharded or key != MASTER):
+                    parameter = parameters[numbers[name]]
+                    tensor = torch.empty(parameter.shape if shape else (), dtype=dtype, device="cpu")
+                    states.setdefault(numbers[name], {})[key] = tensor
+                    state |= state_part(name, key, tensor, self.naming)
+            # AdamW has no such weights, and a share makes them of the model's.
+            spare = {
+                logical for logical in stored.whole.keys() ^ state.keys() if _place(logical)[1] == MASTER
+            }
+            whole = {logical: each for logical, each in stored.whole.items() if logical not in spare}
+            state = {logical: part for logical, part in state.items() if logical not in spare}
             if (misfit := misfits(state, whole, state, TYPES)) is not None:
                 raise DamagedError(misfit)
             stored.load(state)
@@ -322,7 +334,10 @@ class _States:
                 f"{folder} has no state of this optimizer: {error}. Copy it again, or go on from another "
                 "checkpoint"
             ) from error
-        if isinstance(self.optimizer, ShardedAdamW):  # its states are filled already
+        if isinstance(self.optimizer, ShardedAdamW):  # its shares are filled already
+            for _, box in tensors_in(fresh):
+                box.zero_()
+            self.optimizer.updates.waiting = {parameters[number]: kept for number, kept in states.items()}
             for own_group, group in zip(self.optimizer.param_groups, saved, strict=True):
                 own_group.update({key: group[key] for key in SHARED_SETTINGS if key in group})
             return
@@ -338,6 +353,12 @@ class _States:
                 kept = states[number].items()
                 states[number] = {key: part.spread(each) if each.dim() else each for key, each in kept}
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _place(logical: str) -> tuple[str, str]:
+    """Return whose tensor of an optimiser's state it is, by its parameter's name, and its key there."""
+    name, _, key = logical.removeprefix(OPTIMIZER).rpartition(".")
+    return name, key
 
 
 def _number(setting: object) -> object:
