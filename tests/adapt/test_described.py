@@ -15,12 +15,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import penstock
 from penstock.cli import main
 from penstock.cli.run import BAD_USAGE
 from penstock.config import ConfigError
 from penstock.families.described import DEEPEST, read_table
+from penstock.families.weights import ModelFolder
 from tests.support.adapted import small
 from tests.support.runs import refused
 
@@ -299,3 +308,23 @@ def test_of_equal_keys_the_last_counts_as_in_transformers(tmp_path: Path) -> Non
     file = tmp_path / "config.json"
     file.write_text('{"hidden_size": 1, "hidden_size": 2}')
     assert read_table(file) == {"hidden_size": 2}
+
+
+class OwnConfig(MixtralConfig):
+    model_type = "mixtral_of_our_own"
+
+
+class OwnModel(MixtralForCausalLM):
+    config_class = OwnConfig
+
+
+def test_a_model_that_its_user_has_registered_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for register in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        monkeypatch.setattr(register, "_extra_content", {})  # as before when the test ends
+    AutoConfig.register(OwnConfig.model_type, OwnConfig)
+    AutoModelForCausalLM.register(OwnConfig, OwnModel)
+    small("mixtral").save_pretrained(tmp_path)
+    saying(model_type=OwnConfig.model_type)(tmp_path)
+    assert type(ModelFolder.open(tmp_path).model) is OwnModel

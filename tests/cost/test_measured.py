@@ -250,6 +250,15 @@ def test_of_several_measured_groups_the_nearest_in_size_counts() -> None:
     assert cluster.all_to_all(4).alpha_s == pytest.approx(near.alpha_s * 3)
 
 
+def test_a_link_whose_nodes_are_unknown_prices_its_own_kind_alone() -> None:
+    """That of ranks inside a node may be hundreds of times as fast as the network."""
+    inside = link_of("all_to_all", "tp", "intra", 2, 0.001)
+    cluster = ProfiledCluster.build(replace(TESTBED_B, links=(inside,)))
+    without = ProfiledCluster.build(replace(TESTBED_B, links=()))
+    apart = Span.regular(2, 1)
+    assert cluster.all_to_all(apart) == without.all_to_all(apart)
+
+
 def test_a_file_lends_another_what_that_lacks() -> None:
     own = link_of("all_to_all", "ep", "inter", 8, 1.0)
     other = link_of("all_to_all", "ep", "inter", 8, 2.0), link_of("all_to_all", "ep", "inter", 4, 3.0)
@@ -260,6 +269,8 @@ def test_a_file_lends_another_what_that_lacks() -> None:
     theirs = replace(TESTBED_B, links=other, tasks=(replace(tasks[0], scale=2.0), tasks[1]))
     joined = mine.beside(theirs)
     assert joined.links == (own, other[1]) and joined.tasks == (tasks[0], tasks[1])
+    inside, across = (replace(own, nodes=nodes) for nodes in (1, 2))
+    assert replace(mine, links=(inside,)).beside(replace(theirs, links=(across,))).links == (inside, across)
     assert theirs.beside(mine).tasks == theirs.tasks
 
 

@@ -283,13 +283,17 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
 
     A link that was not measured again stays.
     """
-    before = {(link.collective, link.group, link.op): link for link in file.links}
+    before = {_measures(link): link for link in file.links}
     updated = []
     for link in links:
-        earlier = before.pop((link.collective, link.group, link.op), link)
+        earlier = before.pop(_measures(link), link)
         updated.append(replace(link, in_steps=earlier.in_steps, contended=earlier.contended))
     links = (*updated, *before.values())
     return replace(file, links=links, rates=rates_with_links(file.rates, links, file.nodes))
+
+
+def _measures(link: LinkModel) -> tuple[object, ...]:
+    return link.collective, link.group, link.op, link.ranks, link.nodes
 
 
 def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis) -> Verdict:

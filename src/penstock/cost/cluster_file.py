@@ -367,7 +367,7 @@ class ClusterFile:
 
     def beside(self, other: ClusterFile) -> ClusterFile:
         """Return file with missing links and tasks taken from another file, measured by the same rates."""
-        links = {(x.collective, x.group, x.op, x.ranks): x for x in (*other.links, *self.links)}
+        links = {(x.collective, x.group, x.op, x.ranks, x.nodes): x for x in (*other.links, *self.links)}
         tasks = {(x.op, x.phase): x for x in (*other.tasks, *self.tasks)}
         own = [x for x in links.values() if x in self.links], [x for x in tasks.values() if x in self.tasks]
         return replace(

@@ -60,8 +60,13 @@ class ProfiledCluster(ClusterConfig):
 
     def all_to_all(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
         """Return the model for groups along these axes, or else for those that share experts, or others."""
-        links = [link for link in self.file.links if link.collective == "all_to_all"]
-        return self._of_size(super().all_to_all, group, links, (Group.name(axes), Group.name(Group.EXPERT)))
+        kinds = Group.name(axes), Group.name(Group.EXPERT)
+        links = [
+            link
+            for link in self.file.links
+            if link.collective == "all_to_all" and (link.nodes is not None or link.group in kinds)
+        ]
+        return self._of_size(super().all_to_all, group, links, kinds)
 
     def all_reduce(self, group: Span | int) -> AlphaBeta:
         links = [link for link in self.file.links if link.collective == "all_reduce"]

@@ -249,10 +249,9 @@ def empty_model(file: Path, config: Any, held: Held, kind: Any = None) -> Any:
         ValueError: Transformers cannot make it, or it is far larger than its weights and does not fit into
             memory either; the message names the file.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    if kind is None and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"{file}: model_type = {config.model_type!r} is no causal language model of transformers: make "
             "it with from_pretrained of its own class, and give it to penstock.parallelize"

@@ -233,6 +233,20 @@ def as_cast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
+def _weight_gradient_by_kernel(rows_RM: Tensor, grad_RH: Tensor, sizes: Sequence[int]) -> Tensor | None:
+    """Return rows_e^T grad_e of every expert where that is one call; else None."""
+    size = len(sizes) * rows_RM.shape[1] * grad_RH.shape[1]
+    small = device_of(rows_RM).is_cpu and size <= SMALL and rows_RM.dtype in GROUPED_TYPES
+    in_one_call = len(set(sizes)) > 1 and (small or has_grouped_kernel(rows_RM))
+    if not (in_one_call and _aligned(rows_RM) and _aligned(grad_RH)):
+        return None
+    made_EMH = F.grouped_mm(rows_RM.t(), grad_RH, offs=ends_of(sizes, rows_RM.device))
+    for expert, size in enumerate(sizes):
+        if size == 0:  # a sum over no rows, for which sm100's kernel leaves what was in its registers
+            made_EMH[expert].zero_()
+    return made_EMH
+
+
 def weight_gradient(
     rows_RM: Tensor, grad_RH: Tensor, sizes: Sequence[int], total_EMH: Tensor, *, add: bool
 ) -> None:
@@ -245,16 +259,11 @@ def weight_gradient(
         sizes: Rows per expert.
         add: Whether to add to what `total_EMH` has.
     """
-    even = len(set(sizes)) == 1
-    small = device_of(rows_RM).is_cpu and total_EMH.numel() <= SMALL and rows_RM.dtype in GROUPED_TYPES
-    in_one_call = not even and (small or has_grouped_kernel(rows_RM))
-    if in_one_call and _aligned(rows_RM) and _aligned(grad_RH):
-        made_EMH = F.grouped_mm(rows_RM.t(), grad_RH, offs=ends_of(sizes, rows_RM.device))
-        for expert, size in enumerate(sizes):
-            if size == 0:  # a sum over no rows, for which sm100's kernel leaves what was in its registers
-                made_EMH[expert].zero_()
+    made_EMH = _weight_gradient_by_kernel(rows_RM, grad_RH, sizes)
+    if made_EMH is not None:
         put(made_EMH, total_EMH, add=add)
         return
+    even = len(set(sizes)) == 1
     if even and not _expert_by_expert(rows_RM, total_EMH, sizes):
         shape = (len(sizes), sizes[0])
         rows_EMR, grad_ERH = rows_RM.unflatten(0, shape).transpose(1, 2), grad_RH.unflatten(0, shape)
@@ -289,7 +298,9 @@ class Biased(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        if not ctx.needs_input_grad[1]:
+            return grads[0], None, None
         grad_RH = grads[0].contiguous()
         ones_R8 = grad_RH.new_ones(len(grad_RH), ROW_ALIGNMENT_BYTES // grad_RH.element_size())
         total_E8H = ctx.like_EH.new_empty(len(ctx.sizes), ones_R8.shape[1], grad_RH.shape[1])
@@ -305,17 +316,25 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int], multiplied: Product
-    ) -> Tensor:
-        ctx.save_for_backward(rows_RM, weight_EMH)
-        ctx.sizes = sizes
+    def forward(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int], multiplied: Product) -> Tensor:
         return multiplied(rows_RM, weight_EMH, sizes)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _save(ctx, inputs[:3], output)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients_by(product_of_cast, _weight_gradient_of, ctx, grads[0]), None
+        again = torch.is_grad_enabled()  # where the gradients are to be differentiated, too
+        weight_gradient_of = _differentiable_weight_gradient if again else _weight_gradient_of
+        return *_gradients_by(product_of_cast, weight_gradient_of, ctx, grads[0]), None
+
+
+def _differentiable_weight_gradient(
+    rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]
+) -> Tensor:
+    parts = zip(rows_RM.split(list(sizes)), grad_RH.split(list(sizes)), strict=True)
+    return torch.stack([part_RM.t() @ part_RH for part_RM, part_RH in parts]).to(weight_EMH.dtype)
 
 
 def _by_kernel(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -339,9 +358,12 @@ def _weight_gradient_of(
     sizes: Sequence[int],
     memory_format: torch.memory_format = torch.preserve_format,  # autograd takes over what lies as weights do
 ) -> Tensor:
-    made_EMH = torch.empty_like(weight_EMH, memory_format=memory_format)
-    weight_gradient(rows_RM, grad_RH, sizes, made_EMH, add=False)
-    return made_EMH
+    lies_so = weight_EMH.dtype == rows_RM.dtype and weight_EMH.is_contiguous()
+    if lies_so and (made_EMH := _weight_gradient_by_kernel(rows_RM, grad_RH, sizes)) is not None:
+        return made_EMH  # a copy would be as much again as all experts of a rank
+    total_EMH = torch.empty_like(weight_EMH, memory_format=memory_format)
+    weight_gradient(rows_RM, grad_RH, sizes, total_EMH, add=False)
+    return total_EMH
 
 
 def _gradients_by(

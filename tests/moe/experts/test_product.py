@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,11 +132,26 @@ def test_a_gradient_lies_as_its_weight_does(monkeypatch: pytest.MonkeyPatch) -> 
     assert grad.stride() == weight.stride()
 
 
-def test_a_second_derivative_is_refused_instead_of_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    take("expert by expert", monkeypatch)
-    rows = numbers(3, 16, dtype=torch.float32).requires_grad_()
-    weight = numbers(2, 16, 24, dtype=torch.float32, seed=1).requires_grad_()
-    out = grouped_product(rows, weight, (2, 1))
-    (grad,) = torch.autograd.grad(out.square().sum(), rows, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+def one_by_one(rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+    parts = zip(rows.split(list(sizes)), weight, strict=True)
+    return torch.cat([part @ matrix for part, matrix in parts])
+
+
+@pytest.mark.parametrize("squared", [False, True])
+@every_way
+def test_a_second_derivative_is_that_of_a_loop(
+    way: str, squared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the gradient that arrives is a constant."""
+    take(way, monkeypatch)
+    sizes, found = (4, 0, 3), []
+    for product in (grouped_product, one_by_one):
+        rows = numbers(7, 16, dtype=torch.float32).requires_grad_()
+        weight = numbers(3, 16, 24, dtype=torch.float32, seed=1).requires_grad_()
+        out = product(rows, weight, sizes)
+        total = out.square().sum() if squared else out.sum()
+        grads = torch.autograd.grad(total, (rows, weight), create_graph=True)
+        penalty = torch.stack([grad.square().sum() for grad in grads]).sum()
+        found.append(torch.autograd.grad(penalty, (rows, weight)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

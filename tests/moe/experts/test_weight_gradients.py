@@ -220,3 +220,13 @@ def test_a_bias_is_added_to_the_rows_of_its_expert(sizes: tuple[int, ...], dtype
     expected.square().sum().backward()
     for one, other in zip(found, wanted, strict=True):
         check_close(gradient(one), gradient(other).double(), TOLERANCE[dtype])
+
+
+def test_a_frozen_bias_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*given: object, **more: object) -> None:
+        raise AssertionError(given, more)
+
+    monkeypatch.setattr("penstock.moe.products.weight_gradient", never)
+    rows = numbers(7, 24).requires_grad_()
+    Biased.apply(rows, numbers(3, 24, seed=1), (4, 1, 2)).sum().backward()
+    assert torch.equal(gradient(rows), torch.ones_like(rows))

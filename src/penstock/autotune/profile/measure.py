@@ -154,8 +154,9 @@ def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: 
     Args:
         nodes: Number of nodes; in a single one all links are inside it.
     """
+    known = [x for x in links if x.collective == "all_to_all" and (nodes == 1 or x.nodes is not None)]
     for lane, crosses in (("intra", False), ("link", nodes > 1)):
-        even = [x for x in links if x.collective == "all_to_all" and ((x.nodes or 1) > 1) == crosses]
+        even = [line for line in known if ((line.nodes or 1) > 1) == crosses]
         if not even:
             continue
         line, sharing = even[0], _sharing(links, nodes) if crosses else 1
