@@ -204,7 +204,12 @@ def _multiplied(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Te
     if len(set(sizes)) == 1:
         return torch.bmm(rows_RM.unflatten(0, (len(sizes), sizes[0])), weight_EMH).flatten(0, 1)
     if rows_RM.dtype in GROUPED_TYPES and _aligned(weight_EMH):
-        product_RH: Tensor = _Product.apply(rows_RM, weight_EMH, sizes, _by_kernel)
+        if torch.is_grad_enabled() and not device_of(rows_RM).is_cpu:
+            product_RH: Tensor = _Product.apply(rows_RM, weight_EMH, sizes, _by_kernel)
+            return product_RH
+        product_RH = _by_kernel(rows_RM, weight_EMH, sizes)
+        if product_RH.requires_grad:
+            product_RH.register_hook(Tensor.contiguous)  # its backward refuses a broadcast gradient
         return product_RH
     parts = rows_RM.split(list(sizes))
     return torch.cat([part @ weight for part, weight in zip(parts, weight_EMH.unbind(0), strict=True)])
