@@ -162,14 +162,14 @@ def replacing(path: Path, *, durable: bool = False, yields: bool = False) -> Ite
         raise
 
 
-def write_whole(path: Path, data: str | bytes, *, durable: bool = False) -> None:
+def write_whole(path: Path, data: str | bytes, *, durable: bool = False, yields: bool = False) -> None:
     """Write a file as a whole or not at all.
 
     Args:
         data: The content; text is written as UTF-8.
-        durable: See `Draft.settle`.
+        durable, yields: See `Draft.settle`.
     """
-    with replacing(path, durable=durable) as file:
+    with replacing(path, durable=durable, yields=yields) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ from penstock.data.tokens import (
     Shard,
     Tokens,
     first_damage,
+    shard_file,
     width_of,
     write_record,
 )
@@ -298,17 +300,20 @@ def test_two_at_once(tmp_path: Path) -> None:
     assert list(first) is not None and list(second) == []
 
 
+def take_locks_away(monkeypatch: pytest.MonkeyPatch, reason: int) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+
+
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("reason", NO_LOCKS)
 def test_two_at_once_where_there_are_no_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: int
 ) -> None:
-    """As on Lustre that is mounted without them: both write the same, whichever comes to its end first."""
-
-    def unknown(*_: object) -> None:
-        raise OSError(reason, os.strerror(reason))
-
-    monkeypatch.setattr(fcntl, "flock", unknown)
+    """As on Lustre that is mounted without them: both write the same, and what can be read stays in place."""
+    take_locks_away(monkeypatch, reason)
     work, out = preparation(write_inputs(tmp_path / "in")), tmp_path / "out"
     first, second = work.run(out), work.run(out)
     next(first)
@@ -316,8 +321,39 @@ def test_two_at_once_where_there_are_no_locks(
     finish(work, tmp_path / "alone")
     list(first)
     assert content(out).keys() >= (whole := content(tmp_path / "alone")).keys()
+    states = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in out.glob("tokens-*[!t]")}
     list(second)
     assert content(out) == whole and "no locks" in caplog.text
+    assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in states} == states
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(
+    ("name", "before", "after"), [(WHOLE, 1, None), (UNFINISHED, 1, None), (UNFINISHED, 0, 8)]
+)
+def test_one_that_begins_while_another_writes_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, before: int, after: int | None
+) -> None:
+    """The other goes on, or ends, just after this one has looked for a record."""
+    take_locks_away(monkeypatch, NO_LOCKS[0])
+    work, out, exists = preparation(write_inputs(tmp_path / "in")), tmp_path / "out", Path.exists
+    finish(work, tmp_path / "alone")
+    other = work.run(out)
+    list(islice(other, before))
+
+    def look(path: Path) -> bool:
+        there = exists(path)
+        if path == out / name:
+            patched.undo()
+            list(islice(other, after))
+        return there
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "exists", look)
+        next(work.run(out), None)
+    assert shard_file(out, 0).exists()
+    list(other)
+    assert content(out) == content(tmp_path / "alone")
 
 
 @pytest.mark.slow

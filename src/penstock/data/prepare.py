@@ -2,7 +2,8 @@
 
 A shard is finished when it has its final name and the record lists it; what comes after it is written again.
 Pieces of text and shards begin and end in the same places however often the work was interrupted, so the
-result is the same to the last byte. So where nothing keeps two processes apart, both write the same.
+result is the same to the last byte. So where nothing keeps two processes apart, both write the same, and a
+shard that has its name stays: a run may read it already.
 """
 
 from __future__ import annotations
@@ -46,15 +47,21 @@ logger = logging.getLogger(__name__)
 
 
 class ShardWriter:
-    """A shard to which tokens are added; `finish` gives it its name. At most one block waits in memory."""
+    """A shard to which tokens are added; `finish` gives it its name. At most one block waits in memory.
 
-    def __init__(self, folder: Path, number: int, dtype: np.dtype[np.unsignedinteger]) -> None:
+    Args:
+        yields: See `Draft.settle`.
+    """
+
+    def __init__(
+        self, folder: Path, number: int, dtype: np.dtype[np.unsignedinteger], *, yields: bool
+    ) -> None:
         self._path, self._sums_path, self.dtype = (
             shard_file(folder, number),
             sums_file(folder, number),
             dtype,
         )
-        self._draft = Draft(self._path)
+        self._draft, self._yields = Draft(self._path), yields
         self._file = self._draft.file
         self._waiting, self._hash, self._sums = bytearray(), hashlib.sha256(), bytearray()
         self.tokens = 0
@@ -77,8 +84,8 @@ class ShardWriter:
                 self._write(bytes(self._waiting))
             self._file.seek(0)
             self._write_header()
-            write_whole(self._sums_path, bytes(self._sums), durable=True)
-            self._draft.settle(durable=True)
+            write_whole(self._sums_path, bytes(self._sums), durable=True, yields=self._yields)
+            self._draft.settle(durable=True, yields=self._yields)
         return Shard(tokens=self.tokens, sha256=self._hash.hexdigest())
 
     def __enter__(self) -> ShardWriter:
@@ -186,7 +193,7 @@ class Preparation:
                 remove_drafts(folder)
             else:
                 logger.warning(f"nothing keeps others out of {folder}: its file system has no locks")
-            record = yield from self._write(folder, record)
+            record = yield from self._write(folder, record, yields=not taken)
             if self.made_from != made_from:
                 raise TextError(f"{self.source}: a file has changed while it was read; leave them alone")
             if not record.tokens:
@@ -199,16 +206,19 @@ class Preparation:
         return sum(file.stat().st_size for file in self.files)
 
     def _begun(self, folder: Path, made_from: str) -> Record | None:
-        """Return the record from which to continue; None where the folder is whole."""
-        for name in (WHOLE, UNFINISHED):
-            if (folder / name).exists():
-                earlier = read_record(folder / name)
+        """Return the record from which to continue; None where the folder is whole.
+
+        Without locks another process may write there meanwhile. Whatever its shards that are seen here, one
+        of the records that are looked for after them is there, in this order.
+        """
+        names = {each.name for each in folder.iterdir()} - {LOCK, UNFINISHED}
+        for name in (WHOLE, UNFINISHED, WHOLE):
+            if (earlier := _earlier(folder / name)) is not None:
                 if earlier.made_from == made_from:
                     return None if name == WHOLE else earlier
                 if earlier.shards:  # else an input was refused, and may be right by now
                     why = "holds tokens of other files or settings, or a file has changed since"
                     raise _refused(folder, why, "Choose another folder, or delete this one.")
-        names = {each.name for each in folder.iterdir()} - {LOCK, UNFINISHED}
         if not all(map(DRAFT.fullmatch, names)):
             raise _refused(folder, "is not empty", "Choose a new folder.")
         record = Record(
@@ -221,7 +231,7 @@ class Preparation:
         write_record(record, folder / UNFINISHED)
         return record
 
-    def _write(self, folder: Path, record: Record) -> Generator[Progress, None, Record]:
+    def _write(self, folder: Path, record: Record, *, yields: bool) -> Generator[Progress, None, Record]:
         """Write what the record lacks, and return the record with it."""
         before = sum(file.stat().st_size for file in self.files[: record.position.file])
         total, read = self._total_bytes, min(before + record.position.at, self._total_bytes)
@@ -230,7 +240,7 @@ class Preparation:
             if len(record.shards) == MOST_SHARDS:
                 raise _refused(folder, f"has {MOST_SHARDS:,} shards", "Use a larger --shard-tokens.")
             batches = _batches(chain([piece], coming))
-            with ShardWriter(folder, len(record.shards), record.dtype) as shard:
+            with ShardWriter(folder, len(record.shards), record.dtype, yields=yields) as shard:
                 documents, position = record.documents, record.position
                 for batch in batches:
                     self._add(batch, shard)
@@ -249,6 +259,16 @@ class Preparation:
     def _add(self, batch: Sequence[Piece], shard: ShardWriter) -> None:
         for piece, ids in zip(batch, self.tokenizer.encode([each.text for each in batch]), strict=True):
             shard.add(as_array(self.tokenizer, ids, shard.dtype, ends=piece.ends))
+
+
+def _earlier(path: Path) -> Record | None:
+    """Return a record; None where there is none, or another process has removed it meanwhile."""
+    try:
+        return read_record(path) if path.exists() else None
+    except ConfigError:
+        if path.exists():
+            raise
+        return None
 
 
 def _batches(coming: Iterator[Piece]) -> Iterator[list[Piece]]:
