@@ -42,12 +42,14 @@ def test_sizes_of_a_published_model_are_shown_as_its_own(cli: Cli) -> None:
     assert {name: (shown["model"][name], shown["$from"][f"model.{name}"]) for name in wanted} == wanted
 
 
-def test_what_a_run_makes_of_the_settings_is_shown(cli: Cli) -> None:
-    """A schedule that is named decides, and a machine of one core starts two processes."""
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_what_a_run_makes_of_the_settings_is_shown(transport: str, cli: Cli) -> None:
+    """A schedule that is named decides, and a machine of one core starts two processes, GPU or none."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        settings = ("model.preset=flowmoe/gpt2-tiny", "schedule.name=sequential")
+        named = ("model.preset=flowmoe/gpt2-tiny", "schedule.name=sequential")
+        settings = (*named, f"parallel.transport={transport}")
         shown = json.loads(cli.prints(["config", "show", "tiny", *settings, "--format", "json"]))
     finally:
         os.sched_setaffinity(0, cores)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from penstock.cli.out import add, add_overrides, config_and_settings, user_path
@@ -99,7 +100,11 @@ def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
     from penstock.plan.plan_config import given_schedule
 
     config = load(cls, path, given_schedule(overrides))
-    table = to_dict(config.with_sizes(config.parallel.processes or ranks_of(config, None, None)))
+    try:
+        ranks = config.parallel.processes or ranks_of(config, None, None)
+    except ConfigError:  # staging without a GPU, which only a run that starts refuses
+        ranks = ranks_of(replace(config, parallel=replace(config.parallel, transport="direct")), None, None)
+    table = to_dict(config.with_sizes(ranks))
     asked, values = by_key(cls, to_dict(config)), by_key(cls, table)
     origin = {key: config.sources.get(key, DEFAULT) for key in values}
     sized = "model.preset" if config.model.config is None else "model.config"
