@@ -164,7 +164,7 @@ def settings(section: Any, before: str = "") -> Iterator[str]:
         value = getattr(section, field.name)
         if is_dataclass(value):
             yield from settings(value, f"{before}{field.name}.")
-        elif field.init:
+        elif field.init and field.compare:
             yield before + field.name
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError, load, to_toml
+from penstock.config.bounds import types_of
 from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
@@ -86,9 +87,11 @@ def test_what_is_set_to_its_default_wins_where_it_is_set_for_the_model(
     path, text = tmp_path / "run.toml", "\n".join(("[model]", *file))
     path.write_text(text.replace("FILE", str(tmp_path)))
     settings = [f"model.{each}".replace("FILE", str(tmp_path)) for each in overrides]
-    found = load(RunConfig, path, settings).resolved(2)
-    assert (found.model.num_layers, found.model.seq_len, found.model.hidden_size) == sizes
-    assert found.resolved(2) == found
+    config = load(RunConfig, path, settings)
+    for each in (config, replace(config, train=TrainConfig(steps=1))):
+        found = each.resolved(2)
+        assert (found.model.num_layers, found.model.seq_len, found.model.hidden_size) == sizes
+        assert replace(found, train=config.train).resolved(2) == replace(found, train=config.train)
 
 
 def test_other_sections_are_left_alone() -> None:
@@ -169,7 +172,7 @@ OTHER = RunConfig(
 
 @pytest.mark.parametrize("config", [RunConfig(), OTHER, with_preset("flowmoe/bert-large").resolved(4)])
 def test_what_is_saved_is_read_back(tmp_path: Path, config: RunConfig) -> None:
-    assert not [f.name for f in fields(RunConfig) if getattr(OTHER, f.name) == getattr(RunConfig(), f.name)]
+    assert not [each for each in types_of(RunConfig) if getattr(OTHER, each) == getattr(RunConfig(), each)]
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     assert load(RunConfig, path) == config

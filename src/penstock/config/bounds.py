@@ -219,8 +219,8 @@ PLAIN: Final[Mapping[Any, tuple[str, str]]] = {
 
 
 def settable(cls: type) -> list[Field[Any]]:
-    """Return the fields that a caller may set, in order."""
-    return [field for field in fields(cls) if field.init]
+    """Return the fields that a caller may set, in order: those by which two configurations differ."""
+    return [field for field in fields(cls) if field.init and field.compare]
 
 
 def types_of(cls: type) -> Mapping[str, Any]:

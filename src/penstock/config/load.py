@@ -64,7 +64,7 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
         sources |= {key: where for key, _ in leaves(cls) if _is_set(layer, key.split("."))}
         _lay(layer, table)
     built: T = validated(cls, table, "")
-    if hasattr(cls, "sources"):
+    if hasattr(built, "sources"):
         object.__setattr__(built, "sources", sources)
     return built
 

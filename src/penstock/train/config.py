@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from penstock.config import Checked, ConfigError, Within, asked, check_bounds, check_name, to_dict
 from penstock.config.bounds import MOST_STEPS, FilePath, Items, Name, Seed, Steps, by_key
@@ -115,10 +115,10 @@ class RunConfig:
     """Everything that `penstock train` reads.
 
     Attributes:
-        sources: Where `load` has found each setting that is set, by its dotted key.
+        sources: Where `load` has found each setting that is set, by its dotted key; copies with
+            other sections have it, too.
     """
 
-    sources: ClassVar[Mapping[str, str]] = {}
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -131,6 +131,7 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         preset = self.model.preset
@@ -160,9 +161,7 @@ class RunConfig:
         A preset's number of experts depends on the number of ranks. In Python, a key is set if its value is
         not its default; so it is in a file for which the command line names the preset or model.
         """
-        sized = self._with_preset(world_size)._with_config()
-        object.__setattr__(sized, "sources", self.sources)  # with its sizes it may come here again
-        return sized
+        return self._with_preset(world_size)._with_config()
 
     def computing_in(self, usual: Precision) -> RunConfig:
         """Return the run with its own precision, or the `usual` one where it leaves that to the device."""

@@ -18,6 +18,7 @@ from typing import Any, Final
 from penstock.autotune.problem import check_shared, open_runs, possible_dispatches, run_problem
 from penstock.autotune.profile.measure import profile_layout
 from penstock.config import ConfigError, IndivisibleError, asked, load, read_json, to_dict
+from penstock.config.bounds import types_of
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.cost.devices import Computing
@@ -285,7 +286,7 @@ WHILE_RUNNING: Final = {
 }
 """Settings of section [plan] for what only a run does, which a plan for a cluster file cannot heed."""
 
-SECTIONS: Final = frozenset(each.name for each in fields(RunConfig))
+SECTIONS: Final = frozenset(types_of(RunConfig))
 """Names of a run's sections."""
 
 
