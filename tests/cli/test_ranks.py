@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,35 @@ import pytest
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from penstock.cli import ranks
+from penstock.cli.doctor import ON_CPU, ON_GPUS
+from penstock.cli.profile import DEFAULTS
 from penstock.cli.run import NOT_BEGUN
+from penstock.config import load
+from penstock.models import ModelConfig
+from penstock.models.qwen3_moe import config_json
+from penstock.moe import MoEConfig
+from penstock.topology.join import ALONE
 from penstock.train import launcher
+from penstock.train.config import RunConfig
 from tests.support.launched import start_launcher
 from tests.support.patience import HANG_S
 from tests.support.runs import write_config
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("sample", [DEFAULTS, ON_CPU, ON_GPUS])
+def test_a_model_that_is_named_has_its_own_sizes(sample: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_json(ModelConfig(num_layers=6), MoEConfig())))
+    eight = replace(ALONE, world_size=8)
+    for named in (f"model.config={tmp_path}", "model.preset=flowmoe/bert-large"):
+        found, _ = ranks.measured_run(None, [named], sample, eight, None)
+        expected = load(RunConfig, None, [named]).resolved(8)
+        assert (found.model, found.moe, found.data) == (expected.model, expected.moe, expected.data)
+    found, count = ranks.measured_run(
+        None, ["model.num_layers=3"], sample, replace(ALONE, world_size=3), None
+    )
+    assert (found.moe.num_experts, found.model.num_layers, count) == (3, 3, 3)
 
 
 def ask_afterwards() -> None:

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.out import check_out, config_and_settings, save_out
-from penstock.cli.ranks import Emulated, on_ranks, ranks_of
+from penstock.cli.ranks import Emulated, measured_run, on_ranks, ranks_of
 from penstock.cli.run import FAILED, tell, tell_torchrun
 from penstock.config import ConfigError, asked, check_name, load
 from penstock.cost import ClusterFile
@@ -222,14 +222,10 @@ def _gpu_doctor(
         why = "this process sees no GPU"
         hint = "Let it see one (CUDA_VISIBLE_DEVICES), or try the command itself with --device cpu."
         raise ConfigError("--gpu", True, why, hint)
-    usual = () if path is not None else ON_CPU if on_cpu else ON_GPUS
-    config, info = load(RunConfig, path, [*usual, *overrides]), detect(os.environ)
-    ranks = ranks_of(config, info, emulate)
+    info = detect(os.environ)
+    config, ranks = measured_run(path, overrides, ON_CPU if on_cpu else ON_GPUS, info, emulate)
     if info is None or info.rank == 0:
         check_out(options.out, EXAMPLE)
-    if path is None:
-        config = load(RunConfig, None, [*usual, f"moe.num_experts={max(2, ranks)}", *overrides])
-    config = config.resolved(ranks)
 
     def report(info: ProcessInfo, meeting: Meeting) -> int:
         """Run the stages; the first rank prints each when it ends, and saves all. Return the exit code."""

@@ -16,9 +16,9 @@ from penstock.autotune.profile.measure import profile_run
 from penstock.autotune.profile.sample import Limits
 from penstock.autotune.profile.tasks import cuts, sample_of
 from penstock.cli.out import check_folder, check_out, config_and_settings, progress_line, save_out
-from penstock.cli.ranks import Emulated, measure_as_rank, on_ranks, ranks_of
+from penstock.cli.ranks import Emulated, measure_as_rank, measured_run, on_ranks
 from penstock.cli.run import FAILED, say
-from penstock.config import ConfigError, load, to_dict
+from penstock.config import ConfigError, to_dict
 from penstock.cost import ClusterFile
 from penstock.device import count_gpus
 from penstock.extras import install, is_there, needs
@@ -55,12 +55,8 @@ def profile(options: argparse.Namespace, given: Sequence[str], emulate: Emulated
         why = f"must be above 0 and at most {MOST_BUDGET_S} seconds: measuring takes time, and has to end"
         raise ConfigError("--budget", options.budget, why, "Use 60.")
     path, overrides = config_and_settings(options)
-    info, usual = detect(os.environ), () if path is not None else DEFAULTS
-    config = load(RunConfig, path, [*usual, *overrides])
-    ranks = ranks_of(config, info, emulate)
-    if path is None:
-        config = load(RunConfig, None, [*usual, f"moe.num_experts={max(2, ranks)}", *overrides])
-    config = config.resolved(ranks)
+    info = detect(os.environ)
+    config, ranks = measured_run(path, overrides, DEFAULTS, info, emulate)
     here = ranks if emulate is None else emulate.devices  # ranks of a node, unless a launcher started them
     node_size = None if info is not None else here
     layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)

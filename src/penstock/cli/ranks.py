@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from penstock.cli.run import BAD_USAGE, FAILED, INTERRUPTED, say, tell, tell_torchrun
-from penstock.config import ConfigError
+from penstock.config import ConfigError, load
 from penstock.device import pick_device
 from penstock.graph import RefusalError
 from penstock.plan.plan_config import AUTO
@@ -125,6 +125,28 @@ def ranks_of(config: RunConfig, info: ProcessInfo | None, emulate: Emulated | No
             Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
 
     return local_processes(config.parallel, Places.here(), check)
+
+
+def measured_run(
+    path: Path | None,
+    overrides: Sequence[str],
+    sample: Sequence[str],
+    info: ProcessInfo | None,
+    emulate: Emulated | None,
+) -> tuple[RunConfig, int]:
+    """Return the run whose tasks a command measures, resolved, and its number of ranks.
+
+    Where no file is given and no model is named, it is the command's `sample`, with an expert for every rank.
+    """
+    usual = () if path is not None else sample
+    config = load(RunConfig, path, [*usual, *overrides])
+    if usual and (config.model.preset is not None or config.model.config is not None):
+        usual, ranks = (), [each for each in sample if each.startswith("parallel.")]
+        config = load(RunConfig, None, [*ranks, *overrides])
+    count = ranks_of(config, info, emulate)
+    if usual:
+        config = load(RunConfig, None, [*usual, f"moe.num_experts={max(2, count)}", *overrides])
+    return config.resolved(count), count
 
 
 def start_ranks(
