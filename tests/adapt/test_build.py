@@ -231,6 +231,10 @@ def change_what_is_shared(rank: int, world: int) -> None:
     with pytest.raises(ConfigError, match=r"^tp_size = 2: Linear was replaced"):
         model(**given)
     model.lm_head = head
+    head.probe = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"^tp_size = 2: .* was replaced"):
+        model(**given)
+    del head.probe
     model.enable_input_require_grads()
     assert model(**given).loss.item() == wanted
     for name in ("embed_tokens", "q_proj"):

@@ -399,15 +399,37 @@ def test_a_backward_that_is_refused_leaves_nothing_for_the_next(then: Loss, agai
     check_grads(model, wanted)
 
 
-def penalised(rank: int) -> None:
+def penalised(rank: int, first: bool) -> None:
     """The loss of labels is that of all ranks, whatever is done with gradients of others."""
     wanted, model = small("qwen3_moe"), small("qwen3_moe")
     penstock.parallelize(model, plan="flowmoe", gradient_reduction="sum")
+
+    def penalty(of: Any) -> Tensor:
+        return 0.1 * torch.stack([p.square().sum() for p in of.parameters()]).sum()
+
     for each, given in (wanted, Batch().inputs()), (model, Batch().inputs(2 * rank, 2 * rank + 2)):
+        before = penalty(each) if first else None
         loss = of_labels(each, given)
-        (loss + 0.1 * torch.stack([p.square().sum() for p in each.parameters()]).sum()).backward()
+        (loss + (penalty(each) if before is None else before)).backward()
     check_grads(model, wanted, rank)
 
 
-def test_a_term_of_weights_beside_labels_counts_once(ranks: Pools) -> None:
-    ranks(2).run(penalised)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_term_of_weights_beside_labels_counts_once(ranks: Pools, first: bool) -> None:
+    ranks(2).run(penalised, first)
+
+
+def own_beside_labels(rank: int) -> None:
+    """The head is called after the forward pass of another loss, and its gradient is still its own loss's."""
+    wanted, model = small("qwen3_moe"), small("qwen3_moe")
+    penstock.parallelize(model, plan="flowmoe", gradient_reduction="sum")
+    for each, first, last in (wanted, 0, 4), (model, 2 * rank, 2 * rank + 2):
+        given = Batch().inputs(first, last)
+        hidden = each.model(**without_labels(given)).last_hidden_state
+        loss = of_labels(each, given)
+        (each.lm_head(hidden).square().sum() + loss).backward()
+    check_grads(model, wanted, rank)
+
+
+def test_a_head_that_is_called_late_has_the_gradient_of_its_loss(ranks: Pools) -> None:
+    ranks(2).run(own_beside_labels)

@@ -92,6 +92,8 @@ def test_what_is_set_to_its_default_wins_where_it_is_set_for_the_model(
         found = each.resolved(2)
         assert (found.model.num_layers, found.model.seq_len, found.model.hidden_size) == sizes
         assert replace(found, train=config.train).resolved(2) == replace(found, train=config.train)
+    other = replace(config, model=ModelConfig(preset="flowmoe/bert-large"))
+    assert other.resolved(2).model.hidden_size == 512, "of another section"
 
 
 def test_other_sections_are_left_alone() -> None:

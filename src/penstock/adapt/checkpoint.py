@@ -219,7 +219,8 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
             f"{some_of(unknown)}, and not {some_of(lacking)}. Make the saved kind, or start from scratch"
         )
     for own_group, group in zip(states.groups, saved, strict=True):
-        if own_group.keys().isdisjoint(OPTIONS) != group.keys().isdisjoint(OPTIONS):  # one is sharded
+        alike = all((option in own_group) == (option in group) for option in OPTIONS)
+        if not alike or isinstance(optimizer, ShardedAdamW):  # one of both is sharded
             check_options({**own_group, **group})
     states.take(path, saved)
 

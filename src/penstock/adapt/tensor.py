@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 import torch
@@ -308,8 +309,8 @@ class TensorShares(KeptWhole):
         for stand in self._stands:
             if stand.module.__dict__.get("forward") is not stand:
                 raise ValueError(patched(stand.module, "parallelize the model without it"))
-        now = shared_modules(self._found)
-        for before, (path, module) in zip(self._modules, now, strict=True):
+        now, gone = shared_modules(self._found), ("a module", None)
+        for before, (path, module) in zip_longest(self._modules, now, fillvalue=gone):
             if before is not module or has_hooks(module):
                 why = f"{path} was replaced, wrapped or given hooks after the model was parallelized"
                 raise ConfigError(

@@ -106,7 +106,7 @@ def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
         ranks = ranks_of(replace(config, parallel=replace(config.parallel, transport="direct")), None, None)
     table = to_dict(config.with_sizes(ranks))
     asked, values = by_key(cls, to_dict(config)), by_key(cls, table)
-    origin = {key: config.sources.get(key, DEFAULT) for key in values}
+    origin = {key: config.sources.get(key, (DEFAULT,))[0] for key in values}
     sized = "model.preset" if config.model.config is None else "model.config"
     origin |= {key: sized for key in values if values[key] != asked[key]}
     if options.format == "json":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -52,7 +53,7 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
 
     An override's value is read as TOML where that fits the field, as bare text otherwise, unless it spells
     one of `NOT_TEXT`; of two overrides of one key the later counts. An attribute `sources` of `cls` becomes
-    where each setting was set last, if anywhere, by its dotted key: the file, or `COMMAND_LINE`.
+    where each setting was set last, if anywhere, by its dotted key: the file, or `COMMAND_LINE`; and as what.
 
     Raises:
         ConfigError: With its full dotted key, for the first thing that does not fit; `others` holds what else
@@ -65,7 +66,8 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
         _lay(layer, table)
     built: T = validated(cls, table, "")
     if hasattr(built, "sources"):
-        object.__setattr__(built, "sources", sources)
+        as_what = {key: (where, attrgetter(key)(built)) for key, where in sources.items()}
+        object.__setattr__(built, "sources", as_what)
     return built
 
 

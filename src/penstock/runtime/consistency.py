@@ -379,6 +379,11 @@ class Turns:
         self._control, self.last = control, 0
         self._open: list[int] = []  # steps whose backward pass may come
 
+    @property
+    def waits(self) -> bool:
+        """Whether the backward half of a step without labels may come."""
+        return bool(self._open)
+
     def forward(self) -> None:
         """Begin the forward pass of a step without labels. Raises as `begin` does."""
         self.begin(FORWARD, self.last + 1)

@@ -515,6 +515,7 @@ class OutsideGradients:
         Args:
             averaged: See `Ending`.
         """
+        self.averaged = averaged or self._machinery.layout.dp_size  # also of what comes after the step
         caught = self._caught() or _Caught()
         while caught:
             parameter, grad = caught.popitem()

@@ -20,7 +20,7 @@ from penstock.routing.routes import RouteMaker
 from penstock.runtime.batch import Batch
 from penstock.runtime.bounds import RowBounds
 from penstock.runtime.buckets import BackwardPass, Buckets
-from penstock.runtime.consistency import Consistency, StepConsistency
+from penstock.runtime.consistency import Consistency, StepConsistency, Turns
 from penstock.runtime.executor import Execution, Program
 from penstock.runtime.fingerprints import Snapshot
 from penstock.runtime.gradients import Gradients, OutsideGradients
@@ -70,6 +70,7 @@ class Stack(Protocol):
     consistency: Consistency
     gradients: Gradients
     outside: OutsideGradients
+    turns: Turns
     loads: LoadHistory
     replan_request: str
     timed: bool
@@ -210,7 +211,10 @@ class Step:
             try:
                 gradients.begin()
                 self.finished = True
-                self.stack.outside.add(self.ending.averaged)
+                if (
+                    self.ending.averaged is not None or not self.stack.turns.waits
+                ):  # else it may be that step's
+                    self.stack.outside.add(self.ending.averaged)
                 self._run()
                 for feature in self.taken.features:
                     feature.over()

@@ -115,7 +115,7 @@ class RunConfig:
     """Everything that `penstock train` reads.
 
     Attributes:
-        sources: Where `load` has found each setting that is set, by its dotted key; copies with
+        sources: Where `load` has found each setting that is set, and as what, by its dotted key; copies with
             other sections have it, too.
     """
 
@@ -131,7 +131,7 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    sources: Mapping[str, tuple[str, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         preset = self.model.preset
@@ -221,10 +221,11 @@ class RunConfig:
     def _is_set(self, section: str, name: str) -> bool:
         """Tell whether the user set a key for this very model: a file may be one for any."""
         named = "model.preset" if self.model.config is None else "model.config"
-        where, settings = self.sources.get(f"{section}.{name}"), getattr(self, section)
-        if where is not None and where in (COMMAND_LINE, self.sources.get(named)):
-            return True
-        return bool(getattr(settings, name) != getattr(type(settings), name))
+        settings = getattr(self, section)
+        now, usual = getattr(settings, name), getattr(type(settings), name)
+        where, then = self.sources.get(f"{section}.{name}", (None, None))
+        of_this = where is not None and where in (COMMAND_LINE, self.sources.get(named, (None,))[0])
+        return bool(now != usual) or (of_this and now == then)
 
 
 OF_A_RANK: Final = (
