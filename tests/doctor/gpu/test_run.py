@@ -233,7 +233,7 @@ def test_where_nothing_can_be_saved_the_first_rank_says_so_before_it_waits_for_o
 def test_a_report_that_could_not_be_saved_is_not_said_to_be(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("penstock.cli.doctor.ranks_of", lambda *_: 1)
+    monkeypatch.setattr("penstock.cli.ranks.ranks_of", lambda *_: 1)
     monkeypatch.setattr("penstock.cli.doctor.run_stages", lambda *_: iter(()))
     monkeypatch.setattr("penstock.cli.doctor.save_out", lambda *_: False)
     assert main(["doctor", "--gpu", "--device", "cpu", "--out", str(tmp_path / "found.json")]) == 1
