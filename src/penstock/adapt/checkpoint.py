@@ -219,8 +219,8 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
             f"{some_of(unknown)}, and not {some_of(lacking)}. Make the saved kind, or start from scratch"
         )
     for own_group, group in zip(states.groups, saved, strict=True):
-        alike = all((option in own_group) == (option in group) for option in OPTIONS)
-        if not alike or isinstance(optimizer, ShardedAdamW):  # one of both is sharded
+        same = all((option in own_group) == (option in group) for option in OPTIONS)
+        if not same or isinstance(optimizer, ShardedAdamW):  # one optimizer has options that the other lacks
             check_options({**own_group, **group})
     states.take(path, saved)
 

@@ -283,17 +283,13 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
 
     A link that was not measured again stays.
     """
-    before = {_measures(link): link for link in file.links}
+    before = {link.measures: link for link in file.links}
     updated = []
     for link in links:
-        earlier = before.pop(_measures(link), link)
+        earlier = before.pop(link.measures, link)
         updated.append(replace(link, in_steps=earlier.in_steps, contended=earlier.contended))
     links = (*updated, *before.values())
     return replace(file, links=links, rates=rates_with_links(file.rates, links, file.nodes))
-
-
-def _measures(link: LinkModel) -> tuple[object, ...]:
-    return link.collective, link.group, link.op, link.ranks, link.nodes
 
 
 def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis) -> Verdict:

@@ -135,6 +135,11 @@ class LinkModel:
             check_name("op", self.op, OPS, "op of a task")
 
     @property
+    def measures(self) -> tuple[object, ...]:
+        """What was measured, whatever came out; of two links with the same, one is a repetition."""
+        return self.collective, self.group, self.op, self.ranks, self.nodes
+
+    @property
     def model(self) -> AlphaBeta:
         return AlphaBeta(alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte)
 
@@ -367,7 +372,7 @@ class ClusterFile:
 
     def beside(self, other: ClusterFile) -> ClusterFile:
         """Return file with missing links and tasks taken from another file, measured by the same rates."""
-        links = {(x.collective, x.group, x.op, x.ranks, x.nodes): x for x in (*other.links, *self.links)}
+        links = {x.measures: x for x in (*other.links, *self.links)}
         tasks = {(x.op, x.phase): x for x in (*other.tasks, *self.tasks)}
         own = [x for x in links.values() if x in self.links], [x for x in tasks.values() if x in self.tasks]
         return replace(

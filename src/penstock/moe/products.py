@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from penstock.device import device_of, on_device
 from penstock.routing.routes import GroupSizes
@@ -284,34 +283,6 @@ def weight_gradient(
             multiply(part_RM.t(), part_RH, total_MH, add=add)
         elif not add:
             total_MH.zero_()
-
-
-class Biased(torch.autograd.Function):
-    """Adds to the rows of every expert its bias, of which the gradient is a grouped product as well.
-
-    That of a gather adds rows one by one on a GPU, in any order and in their own type: of 8,192 rows of
-    bfloat16 sums are a tenth off.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, bias_EH: Tensor, sizes: Sequence[int]) -> Tensor:
-        ctx.sizes, ctx.like_EH = sizes, bias_EH.new_empty(0)
-        ends_E = ends_of(sizes, rows_RH.device)
-        places_R = torch.arange(len(rows_RH), device=rows_RH.device, dtype=ends_E.dtype)
-        experts_R = torch.bucketize(places_R, ends_E, right=True)
-        return rows_RH + bias_EH.to(rows_RH.dtype).index_select(0, experts_R)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        if not ctx.needs_input_grad[1]:
-            return grads[0], None, None
-        grad_RH = grads[0].contiguous()
-        ones_R8 = grad_RH.new_ones(len(grad_RH), ROW_ALIGNMENT_BYTES // grad_RH.element_size())
-        total_E8H = ctx.like_EH.new_empty(len(ctx.sizes), ones_R8.shape[1], grad_RH.shape[1])
-        with as_cast(grad_RH.device):
-            weight_gradient(ones_R8, grad_RH, ctx.sizes, total_E8H, add=False)
-        return grads[0], total_E8H[:, 0], None
 
 
 class _Product(torch.autograd.Function):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.device import using
-from penstock.moe.products import AutogradWeights, Biased, ComputeCopies, WeightGradients, grouped_product
+from penstock.families.experts import Biased
+from penstock.moe.products import AutogradWeights, ComputeCopies, WeightGradients, grouped_product
 from tests.moe.experts.plain import SIZES, TOLERANCE, TYPES, WAYS, check_close, numbers, take
 from tests.support.card import CardDevice, install
 from tests.support.casts import Casts
@@ -226,7 +227,7 @@ def test_a_frozen_bias_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None
     def never(*given: object, **more: object) -> None:
         raise AssertionError(given, more)
 
-    monkeypatch.setattr("penstock.moe.products.weight_gradient", never)
+    monkeypatch.setattr("penstock.families.experts.weight_gradient", never)
     rows = numbers(7, 24).requires_grad_()
     Biased.apply(rows, numbers(3, 24, seed=1), (4, 1, 2)).sum().backward()
     assert torch.equal(gradient(rows), torch.ones_like(rows))
