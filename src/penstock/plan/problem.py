@@ -248,9 +248,8 @@ class Problem:
             replications: tuple[Replication, ...] = ()
             planning_s = 0.0
             if choice.num_replica_slots:
-                loads_YPE = rank_loads(
-                    evidence.before_DBYE, cut, work
-                )  # as of a group, each plans for itself
+                # Those of one group of ranks that share the experts: each plans for itself.
+                loads_YPE = rank_loads(evidence.before_DBYE, cut, work)
                 # The same replicas whatever contention a bound assumes, or it would be one of another step.
                 even = StepCost(cut, whole, self.cluster.contended(1.0))
                 # The slack is what a quick order leaves.
@@ -307,6 +306,8 @@ class Problem:
             times: By op, how many times as long its tasks take; 1 for all others.
         """
         cost = self.cost(choice, plan.shape)
+        if not times:  # a search asks for every choice
+            return lower_bound(plan.graph, cost, self.mesh)
         return lower_bound(plan.graph, lambda task: cost(task) * times.get(task.op, 1.0), self.mesh)
 
     def uncut(self, choice: Decision) -> StepShape:
