@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-
-LOOP_NAME: Final = "gloo_tcp_loop"
-"""The name that Gloo gives these threads."""
 
 
-def polling_threads() -> set[int]:
-    """Return the threads in which Gloo waits for its sockets, by their numbers in the system; Linux only."""
-    folder, threads = Path("/proc/self/task"), set[int]()
-    for thread in folder.iterdir() if folder.exists() else ():
-        with suppress(OSError):  # the thread has ended: it can no longer be read
-            if (thread / "comm").read_text(encoding="utf-8").strip() == LOOP_NAME:
-                threads.add(int(thread.name))
-    return threads
+def native_threads() -> set[int]:
+    """Return the threads that Python did not start, by their numbers in the system; Linux only.
+
+    Those in which Gloo waits for sockets are among them. Each names itself, which one that has just been
+    started may not have done yet.
+    """
+    folder = Path("/proc/self/task")
+    threads = {int(thread.name) for thread in folder.iterdir()} if folder.exists() else set[int]()
+    return threads - {thread.native_id for thread in threading.enumerate()}
 
 
 def wait_their_turn(threads: Collection[int]) -> None:

@@ -22,7 +22,7 @@ from penstock.features.dispatch import Leg
 from penstock.graph import Lane
 from penstock.mesh import Axes, Group, partners
 from penstock.routing.routes import Degrees, RouteMaker, Routes
-from penstock.runtime.sockets import Sockets, polling_threads, wait_their_turn
+from penstock.runtime.sockets import Sockets, native_threads, wait_their_turn
 from penstock.topology.faults import ACTIVITY
 
 
@@ -294,9 +294,9 @@ class GlooTransport(GroupTransport):
     def __init__(
         self, make_groups: Callable[[], dict[Axes, dist.ProcessGroup]], send_buffer_bytes: int = 0
     ) -> None:
-        sockets, threads = Sockets.now(), polling_threads()
+        sockets, threads = Sockets.now(), native_threads()
         super().__init__(make_groups())
-        wait_their_turn(polling_threads() - threads)
+        wait_their_turn(native_threads() - threads)
         self._sockets = Sockets.now().since(sockets).of_gloo()
         self._sockets.limit_send_buffers(send_buffer_bytes)
 

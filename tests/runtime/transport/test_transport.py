@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from penstock.mesh import Axes, Group
 from penstock.runtime.groups import LocalTransport
-from penstock.runtime.sockets import Sockets, polling_threads, wait_their_turn
+from penstock.runtime.sockets import Sockets, native_threads, wait_their_turn
 from penstock.runtime.transport import GlooTransport
 from penstock.topology import Layout, lane_groups
 from tests.support.draws import draws
@@ -113,9 +113,9 @@ def test_connections_that_other_threads_open_meanwhile_are_left_alone(ranks: Poo
 
 def policies_of_new_loops(rank: int, world_size: int) -> list[int]:
     """How the system schedules each thread in which a new transport waits for its sockets."""
-    before = polling_threads()
+    before = native_threads()
     transport = new_transport(rank, world_size)
-    policies = [os.sched_getscheduler(thread) for thread in polling_threads() - before]
+    policies = [os.sched_getscheduler(thread) for thread in native_threads() - before]
     dist.barrier()  # the other rank may still be connecting
     transport.abort()
     return policies
