@@ -14,6 +14,7 @@ from transformers import MixtralForCausalLM
 from transformers.models.mixtral import modeling_mixtral as mixtral
 
 import penstock
+from penstock.adapt.build import reload
 from tests.support.adapted import Batch, check_grads, small
 
 Change = Callable[[Any], None]
@@ -130,7 +131,7 @@ def test_a_class_that_steps_would_not_follow_is_refused(kind: type, what: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AddingBlock, ScaledLogits, HalvingAttention, HalvingRouter])
-def test_a_class_that_steps_follow_is_taken(kind: type) -> None:
+def test_a_class_that_steps_follow_is_taken(tmp_path: Path, kind: type) -> None:
     wanted = small("mixtral")
     change_class(wanted, kind)
     model = penstock.parallelize(copy.deepcopy(wanted), plan="flowmoe")
@@ -145,6 +146,11 @@ def test_a_class_that_steps_follow_is_taken(kind: type) -> None:
     expected.backward()
     found.backward()
     check_grads(model, wanted, within=1e-4)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    reload(model, tmp_path)
+    assert model.lm_head.weight.equal(wanted.lm_head.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
