@@ -378,6 +378,21 @@ def test_on_one_rank() -> None:
         assert max(found.values()) < LIMIT, (name, found)
 
 
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_tuple_has_the_router_loss_where_the_model_has_it(labelled: bool) -> None:
+    wanted, model = small("mixtral"), penstock.parallelize(small("mixtral"), plan="flowmoe")
+    given, outs = Batch().inputs(), []
+    for each in (wanted, model):
+        each.loss_function = lambda logits, labels, **_: cross_entropy(logits, labels, 0.2)
+        out = each(
+            **(given if labelled else without_labels(given)), output_router_logits=True, return_dict=False
+        )
+        outs.append(out[: 2 + labelled])  # losses and logits
+        sum(each.square().mean() for each in outs[-1]).backward()
+    assert all(distance(mine.detach(), whole.detach()) < 1e-5 for whole, mine in zip(*outs, strict=True))
+    check_grads(model, wanted)
+
+
 def of_labels(model: Any, given: Given) -> Tensor:
     loss: Tensor = model(**given).loss
     return loss

@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -209,15 +209,15 @@ def _with_logits(model: Any, plain: Any, engine: Engine, named: dict[str, Any]) 
             "be scheduled: give labels=..., or call model.eval() to get logits without gradients"
         )
     balances = _balances(model, named, engine.decoder)
-    if balances:
-        named = {**named, "output_router_logits": False}
+    given = {**named, "output_router_logits": False, "return_dict": True} if balances else named
     with engine.balancing(balances) as request:
-        out = plain(model, **named)
-    if balances and isinstance(out, dict):
-        out["aux_loss"] = request.balance
-        if out.get("loss") is not None and request.balance is not None:
-            out["loss"] = out["loss"] + (engine.decoder.coefficient or 0.0) * request.balance
-    return out
+        out = plain(model, **given)
+    if not balances:
+        return out
+    out["aux_loss"] = request.balance
+    if out.get("loss") is not None and request.balance is not None:
+        out["loss"] = out["loss"] + (engine.decoder.coefficient or 0.0) * request.balance
+    return out if _as_dict(model, named) else replace(out).to_tuple()  # in the order of its fields
 
 
 def _decode(plain: Any, base: Any, /, *arguments: Any, **named: Any) -> Any:
@@ -284,8 +284,13 @@ def _step(model: Any, engine: Engine, named: dict[str, Any]) -> Any:
     aux = None if aux is None else refuse_backward(aux.to(precise, copy=True), STEPPED)
     out = StepOutput(loss=loss.to(precise), aux_loss=aux)
     LOGITS[out.loss] = (engine.logits_of_step(), named.get("logits_to_keep"))
-    as_dict = named.get("return_dict")
-    return out if (model.config.return_dict if as_dict is None else as_dict) else out.to_tuple()
+    return out if _as_dict(model, named) else out.to_tuple()
+
+
+def _as_dict(model: Any, named: dict[str, Any]) -> bool:
+    """Return whether the model returns more than a tuple."""
+    given = named.get("return_dict")
+    return bool(model.config.return_dict if given is None else given)
 
 
 def _check_known(named: dict[str, Any], known: Sequence[str], what: str) -> None:
