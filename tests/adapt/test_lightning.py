@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -256,6 +256,8 @@ def refuse(rank: int, folder: Path) -> list[str]:
         (Module, None, {"plugins": [scaled]}),
         (WithCritic, None, {}),
         (Module, empty, {}),
+        (Module, None, {"callbacks": [EMAWeightAveraging()]}),
+        (Module, None, {"callbacks": [StochasticWeightAveraging(1e-2)]}),
     ]
     for kind, resume, more in wrong:
         with as_torchrun_starts_it(rank, RANKS), pytest.raises((ValueError, RuntimeError)) as caught:
@@ -272,6 +274,8 @@ def test_what_lightning_cannot_do_with_them_is_refused(ranks: Pools, tmp_path: P
         "16-mixed.* scales losses",
         "has parameters of the scheduled model 'model' and others",
         r"empty.ckpt has no lightning.ckpt",
+        "EMAWeightAveraging: its average",
+        "StochasticWeightAveraging: its average",
     )
     for said in ranks(RANKS).run(refuse, tmp_path):
         for words, text in zip(wanted, said, strict=True):

@@ -25,6 +25,9 @@ from penstock.writing import remove_tree
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
+AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+"""Callbacks with a model of their own."""
+
 FOLDER = "penstock_folder"
 """Key, in what Lightning reads of a checkpoint, of the folder that it was in."""
 
@@ -96,6 +99,13 @@ def _begin(held: _Held, plain: Callable[..., Any], strategy: Any, trainer: Any) 
             "precision='16-mixed' scales losses, and ranks with different experts would not skip the same "
             "steps: use 'bf16-mixed'"
         )
+    for callback in trainer.callbacks:
+        if any(kind.__name__ in AVERAGING for kind in type(callback).__mro__):
+            raise ValueError(
+                f"{type(callback).__name__}: its average would be missing in checkpoints. Keep a "
+                "torch.optim.swa_utils.AveragedModel of the model, and save its module by save_pretrained on "
+                "all ranks"
+            )
     for model in held.models.values():
         engine = engine_of(model)
         if trainer.world_size != engine.layout.world_size:
