@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -215,6 +216,19 @@ def test_mixed_precision_is_what_the_arguments_say(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words) if words else nullcontext():
             trainer.train()
     assert set(seen) == {torch.bfloat16}
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
+def test_what_spreads_parameters_is_refused_in_a_loop_of_accelerate(kind: DistributedType) -> None:
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    model = penstock.parallelize(small("mixtral"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator.state.distributed_type = kind
+    for given in ((model, optimizer), (optimizer, model)):
+        with pytest.raises(ValueError, match=f"spread already.*{kind.value}"):
+            accelerator.prepare(*given)
     AcceleratorState._reset_state(True)
 
 

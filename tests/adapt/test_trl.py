@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig
@@ -26,10 +27,14 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+from trl.distributed import DistributedBackend
+from trl.experimental.online_dpo import OnlineDPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import dpo_trainer
 
 import penstock
 from penstock.adapt.scheduled import engine_of
+from tests.adapt.test_adapters import adapted
 from tests.support.adapted import as_torchrun_starts_it, distance, small
 from tests.support.ranks import Pools
 
@@ -221,3 +226,29 @@ def hash_twice(rank: int, world: int) -> tuple[str, str]:
 def test_reference_log_probs_are_stored_under_a_hash_of_all_ranks_weights(ranks: Pools) -> None:
     (before, after), same = ranks(2).run(hash_twice, 2)
     assert same == (before, after) and before != after
+
+
+def given_to_vllm(model: Any) -> dict[str, torch.Tensor]:
+    """What TRL reads of a model; vLLM, which would get it, need not be there."""
+    generation = object.__new__(VLLMGeneration)
+    generation.model, generation.accelerator = model, Accelerator(cpu=True)
+    generation._dist = DistributedBackend(generation.accelerator)
+    return {name: tensor.clone() for name, tensor in generation._iter_named_params()}
+
+
+def give_to_vllm(rank: int, world: int) -> None:
+    with as_torchrun_starts_it(rank, world):
+        for make in (lambda: small("mixtral"), lambda: adapted(small("mixtral"))):
+            wanted, found = given_to_vllm(make()), given_to_vllm(penstock.parallelize(make(), plan="flowmoe"))
+            assert found.keys() == wanted.keys()
+            assert all(distance(found[name], tensor) < 1e-6 for name, tensor in wanted.items())
+        with pytest.raises(ValueError, match="etp_size = 2"):
+            given_to_vllm(penstock.parallelize(small("mixtral"), plan="flowmoe", etp_size=world))
+        online = object.__new__(OnlineDPOTrainer)
+        online.model = penstock.parallelize(small("mixtral"), plan="flowmoe")
+        with pytest.raises(ValueError, match="OnlineDPOTrainer would give vLLM"):
+            online._move_model_to_vllm()
+
+
+def test_vllm_gets_every_expert(ranks: Pools) -> None:
+    ranks(2).run(give_to_vllm, 2)

@@ -23,7 +23,7 @@ from penstock.adapt.build import reload
 from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_optimizer
 from penstock.adapt.engine import Engine, check_device, refuse_sharing
 from penstock.adapt.scheduled import engine_if_any, is_wrapped_by_peft
-from penstock.partial_state import local_state, part_of
+from penstock.partial_state import Part, local_state, mark_held, part_of
 from penstock.writing import replacing
 
 SCHEDULER = "scheduler.pt"
@@ -39,6 +39,7 @@ def follow_libraries() -> None:
         replace_functions(
             accelerate.Accelerator,
             {
+                "prepare": _prepare,
                 "prepare_model": _prepare_model,
                 "save_state": _save_state,
                 "load_state": _load_state,
@@ -64,6 +65,10 @@ def follow_libraries() -> None:
     if (callbacks := sys.modules.get("trl.trainer.callbacks")) is not None:
         synced = {"_sync_target_model": _sync}
         replace_functions(callbacks.SyncRefModelCallback, synced, _engine_beside)
+    if (vllm := sys.modules.get("trl.generation.vllm_generation")) is not None:
+        replace_functions(vllm.VLLMGeneration, {"_iter_named_params": _whole_weights}, _engine_of)
+    if (online := sys.modules.get("trl.experimental.online_dpo.online_dpo_trainer")) is not None:
+        replace_functions(online.OnlineDPOTrainer, {"_move_model_to_vllm": _refuse_vllm}, _engine_of)
     for name in ("trl.trainer.dpo_trainer", "trl.trainer.kto_trainer"):
         if (module := sys.modules.get(name)) is not None:
             replace_functions(module, {"hash_module": _hash}, engine_if_any)
@@ -95,10 +100,10 @@ def replace_functions(
 
 
 def _engine_of(loop: Any, *given: Any, **named: Any) -> Engine | None:
-    """Return the engine of the model that a function was given, or of those that an object has."""
-    model = given[0] if given and isinstance(given[0], torch.nn.Module) else named.get("model")
+    """Return the engine of a model that a function was given, or else of those that an object has."""
+    models = [each for each in (*given, named.get("model")) if isinstance(each, torch.nn.Module)]
     held = getattr(loop, "_models", None) or [getattr(loop, "model", None)]
-    engines = (engine_if_any(each) for each in (held if model is None else [model]))
+    engines = (engine_if_any(each) for each in models or held)
     return next((each for each in engines if each is not None), None)
 
 
@@ -106,6 +111,17 @@ def _engine_beside(model: Any, reference: Any, alpha: float) -> Engine | None:
     """Return the engine of a model whose reference model is not scheduled."""
     del alpha
     return engine_if_any(model) if engine_if_any(reference) is None else None
+
+
+def _prepare(engine: Engine, plain: Callable[..., Any], accelerator: Any, *given: Any, **named: Any) -> Any:
+    """Refuse what would spread parameters, some of it before it comes to the model."""
+    del engine
+    if accelerator.distributed_type in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        raise ValueError(
+            f"accelerate would spread the parameters of a model that is spread already "
+            f"({accelerator.distributed_type.value}): leave fsdp, deepspeed and megatron_lm out"
+        )
+    return plain(accelerator, *given, **named)
 
 
 def _prepare_model(
@@ -356,6 +372,33 @@ def _sync(engine: Engine, plain: Callable[..., Any], model: Any, reference: Any,
                 "that are not brought together here: give the trainer a parallelized ref_model"
             )
         target.mul_(1.0 - alpha).add_(whole, alpha=alpha)
+
+
+def _whole_weights(
+    engine: Engine, plain: Callable[..., Any], generation: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what vLLM is to have, whole, under the names that TRL gives it; every rank brings its parts."""
+    if engine.layout.etp_size > 1:
+        raise ValueError(
+            f"use_vllm: experts are shared by ranks (etp_size = {engine.layout.etp_size}) in parts that are "
+            "not brought together here: leave one of the two out"
+        )
+    mark_held(generation.model)
+    parts: dict[int, Part] | None = None
+    for name, tensor in plain(generation):
+        if parts is None:  # adapters are in the weights by now
+            held = ((p.data_ptr(), part_of(p)) for p in generation.model.parameters())
+            parts = {place: part for place, part in held if part is not None}
+        part = parts.get(tensor.data_ptr())
+        yield name, tensor if part is None else part.spread(tensor).full_tensor()
+
+
+def _refuse_vllm(engine: Engine, plain: Callable[..., Any], trainer: Any) -> None:
+    if engine.layout.ep_size * engine.layout.etp_size > 1:
+        raise ValueError(
+            f"use_vllm: {type(trainer).__name__} would give vLLM one rank's experts for all: leave it out"
+        )
+    plain(trainer)
 
 
 def _hash(engine: Engine, plain: Callable[..., str], model: Any) -> str:
