@@ -383,7 +383,7 @@ def test_a_tuple_has_the_router_loss_where_the_model_has_it(labelled: bool) -> N
     wanted, model = small("mixtral"), penstock.parallelize(small("mixtral"), plan="flowmoe")
     given, outs = Batch().inputs(), []
     for each in (wanted, model):
-        each.loss_function = lambda logits, labels, **_: cross_entropy(logits, labels, 0.2)
+        each.loss_function = lambda logits, labels, *_, **__: cross_entropy(logits, labels, 0.2)
         out = each(
             **(given if labelled else without_labels(given)), output_router_logits=True, return_dict=False
         )
