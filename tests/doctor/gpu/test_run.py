@@ -17,6 +17,7 @@ from penstock.cli.main import main
 from penstock.config import load
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import DOCTOR
+from penstock.device import best_kind
 from penstock.doctor.gpu import facts, run
 from penstock.doctor.gpu.child import FOUND, Given, run_here
 from penstock.doctor.gpu.here import Here
@@ -32,13 +33,14 @@ from tests.support.forked import run_forked
 from tests.support.patience import HANG_S
 
 CONFIG = RunConfig()
+KIND = best_kind().type
 PASSED = Outcome.of([], {})
 
 
 def child(code: str, timeout_s: float = HANG_S) -> Outcome:
     """What a child with this code is said to have found; `folder` is its folder."""
     text = f"import os, signal, sys, threading\nfrom pathlib import Path\nfolder = Path(sys.argv[1])\n{code}"
-    given = Given(config=CONFIG, timeout_s=timeout_s)
+    given = Given(config=CONFIG, kind=KIND, timeout_s=timeout_s)
     return run_child(lambda folder: [sys.executable, "-c", text, str(folder)], given)
 
 
@@ -89,7 +91,7 @@ def test_an_error_of_a_stage_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     config = replace(CONFIG, parallel=replace(CONFIG.parallel, processes=1))
-    found = run_here(stage("any"), Given(config=config, timeout_s=1))
+    found = run_here(stage("any"), Given(config=config, kind=KIND, timeout_s=1))
     assert (found.verdict, found.reason) == (Verdict.FAIL, "ValueError: rank 0 has no numbers")
 
 
@@ -101,8 +103,15 @@ def test_a_stage_has_the_sizes_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     settings = ["model.preset=flowmoe/bert-large", "model.num_layers=4"]
-    Given(config=load(RunConfig, None, settings).resolved(1), timeout_s=HANG_S).save(tmp_path)
+    Given(config=load(RunConfig, None, settings).resolved(1), kind=KIND, timeout_s=HANG_S).save(tmp_path)
     assert run_here(stage("any", run=sizes), Given.read(tmp_path)).figures == {"layers": 4}
+
+
+def test_a_stage_takes_no_other_kind_of_device() -> None:
+    """A GPU that its parent saw may be gone: a PASS of processors would say nothing about it."""
+    other = "cpu" if KIND == "cuda" else "cuda"
+    found = run_here(stage("any", run=sizes), Given(config=CONFIG, kind=other, timeout_s=HANG_S))
+    assert found.verdict is Verdict.FAIL
 
 
 def test_the_worst_of_all_ranks_counts() -> None:

@@ -37,11 +37,13 @@ class Given:
 
     Attributes:
         config: The settings, resolved.
+        kind: The kind of device on which the stages run.
         timeout_s: Seconds after which the stage is ended.
         cluster: What the curves have found; None if they have not been measured.
     """
 
     config: RunConfig
+    kind: str
     timeout_s: float
     cluster: ClusterFile | None = None
 
@@ -71,6 +73,8 @@ def run_here(stage: Stage, given: Given) -> Outcome:
     try:
         info = detect(os.environ) or ALONE
         device = pick_device(info.local_rank)
+        if device.type != given.kind:
+            return Outcome.failed(f"this process no longer sees a device of kind {given.kind}")
         config = on_device(given.config, device)
         if stage.joins:
             waits = config.parallel

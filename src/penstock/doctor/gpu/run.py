@@ -23,6 +23,7 @@ import penstock
 from penstock.config import from_dict
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import DOCTOR
+from penstock.device import best_kind
 from penstock.doctor.gpu.child import FOUND, MODULE, Given
 from penstock.doctor.gpu.outcome import SEVERITY, Outcome, Verdict, names_here, without_names
 from penstock.doctor.gpu.stages import STAGES, Stage
@@ -102,13 +103,14 @@ def run_stages(
     """
     ended: dict[str, Verdict] = {}
     cluster: ClusterFile | None = None
+    kind = best_kind().type
     for stage in stages:
         start_s, limit_s = time.monotonic(), stage.timeout_s if timeout_s is None else timeout_s
         broken = [name for name in stage.needs if ended.get(name) in (Verdict.FAIL, Verdict.SKIPPED)]
         if broken:
             outcome = Outcome.skipped(f"it needs what {' and '.join(broken)} did not bring")
         else:
-            given = Given(config=config, timeout_s=limit_s, cluster=cluster)
+            given = Given(config=config, kind=kind, timeout_s=limit_s, cluster=cluster)
             own = run_child(partial(_command, stage.name), given)
             outcome = crew.collect(stage, own, start_s + limit_s + SPARE_S)
         ended[stage.name] = outcome.verdict
