@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
+from penstock.cli.main import main
 from penstock.doctor.facts import find_facts
 from penstock.topology.join import ALONE
 from penstock.topology.meeting_point import IPV6
@@ -100,6 +102,20 @@ def test_an_interface_may_have_ipv6_alone_if_not_just_on_its_own_link() -> None:
     script = ["unshare", "--net", "sh", "-c", WITHOUT_IPV4, sys.executable]
     told = subprocess.run(script, check=False, capture_output=True, text=True)
     assert told.stdout.split() == ["lo", "::1", "ok", "one", "none", "FIX"], told.stderr
+
+
+def test_ranks_that_are_started_again_do_not_read_what_they_said_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun keeps the store, and agents of several machines count restarts differently."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {**place, **rank}.items():
+        monkeypatch.setenv(name, value)
+    for started_again in (False, True):
+        assert main(["doctor", "--json"]) == int(started_again)
+        assert bool(capsys.readouterr().out) is not started_again
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a rank becomes another user")

@@ -116,6 +116,8 @@ def _met(info: ProcessInfo, wait_s: float, work: Callable[[str, Meeting], int]) 
         tell(not_joined(info, wait_s, host, port, why_unreachable(host, port, str(error), serves=serves)))
         return FAILED
     try:
+        if not meeting.first(f"came/{info.rank}"):  # torchrun keeps its store when it restarts ranks
+            raise MeetingError("its store has what an earlier start found: see that, use --max-restarts 0")
         return work(host, meeting)
     except MeetingError as error:
         tell(f"rank {info.rank} gave up: {error}")
