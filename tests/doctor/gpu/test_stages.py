@@ -87,8 +87,8 @@ def both(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
 # ---- numerics ----------------------------------------------------------------------------------------------
 
 
-def few_cases(world_size: int) -> list[Case]:
-    del world_size
+def few_cases(*sizes: int) -> list[Case]:
+    del sizes
     shared = {"tp_size": 2, "etp_size": 2}
     return [
         Case(name="plain"),
@@ -134,7 +134,7 @@ def test_a_lost_sum_is_found(ranks: Pools) -> None:
 def two_cases(rank: int) -> AbstractContextManager[Any]:
     """The card has no tensors without memory, as a sharded optimiser has in place of parameters."""
     del rank
-    return patch.object(numerics, "cases", lambda world_size: few_cases(world_size)[:2])
+    return patch.object(numerics, "cases", lambda *sizes: few_cases()[:2])
 
 
 @pytest.mark.slow
@@ -151,14 +151,18 @@ def test_what_is_no_number_is_wrong() -> None:
     assert not Errors(loss=0.0, norm=0.0, parameters=0.0).beyond(LIMITS["float32"])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_all_schedules_are_among_the_cases(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "node_size"), [(1, 1), (2, 2), (2, 1), (3, 3), (4, 4), (6, 3), (8, 4), (12, 0)]
+)
+def test_all_schedules_are_among_the_cases(world_size: int, node_size: int) -> None:
     """Those for which ranks must share something, where they can; and every case in both precisions."""
     from penstock.schedule import SCHEDULES
 
-    found = [*numerics.cases(world_size)]
+    found = [*numerics.cases(world_size, node_size)]
     plain = {name for name, each in SCHEDULES.items() if each.expert_form in (None, "gather")}
-    assert {each.schedule for each in found} == (plain if world_size % 2 else set(SCHEDULES))
+    pairs = node_size in (2, 4)
+    assert {each.schedule for each in found} == (set(SCHEDULES) if pairs else plain)
+    assert all(pairs or not each.parallel.keys() & {"tp_size", "etp_size"} for each in found)
     assert len({(each.name, each.precision) for each in found}) == len(found)
 
 
@@ -335,6 +339,17 @@ def test_all_layouts_have_communicators(cards: Pools) -> None:
         (each["layout"], one["group"]) for each in found.figures["layouts"] for one in each["communicators"]
     }
     assert {("flat", "ep"), ("hierarchical", "rail"), ("tensor parallel", "tp"), ("sharded", "etp")} <= made
+
+
+def join_from_nodes_of_one(rank: int) -> Outcome:
+    info = ProcessInfo(rank=rank, world_size=2, local_rank=0, launcher="penstock")
+    return STAGES["join"].run(here_of(rank, info=info))
+
+
+def test_ranks_of_different_nodes_share_nothing_that_stays_in_one(ranks: Pools) -> None:
+    found = judged("join", ranks(2).run(join_from_nodes_of_one))
+    assert (found.verdict, found.reason) == (Verdict.PASS, "")
+    assert [each["layout"] for each in found.figures["layouts"]] == ["flat", "replicas", "hierarchical"]
 
 
 # ---- faults ------------------------------------------------------------------------------------------------

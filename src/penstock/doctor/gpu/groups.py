@@ -20,6 +20,9 @@ from penstock.words import counted, mib
 PAIR: Final = 2
 """Ranks that share something in a layout in which ranks do."""
 
+INSIDE: Final = ("tp_size", "etp_size")
+"""Settings of layouts for ranks that share something inside their node."""
+
 GROUPS: Final[dict[Lane, tuple[Axes, ...]]] = {
     Lane.INTER: (
         Group.WORLD,
@@ -36,9 +39,11 @@ GROUPS: Final[dict[Lane, tuple[Axes, ...]]] = {
 
 def run(here: Here) -> Outcome:
     """Try all layouts, one after the other."""
+    named = layouts(here.world_size)
+    possible = {name: each for name, each in named.items() if fits(each, here.node_size)}
     results = [
         {"layout": name, **_try(here, Case(name=name, parallel=parallel))}
-        for name, parallel in layouts(here.world_size).items()
+        for name, parallel in possible.items()
     ]
     wrong = [
         f"{layout['layout']}: group {comm['group']} on lane {comm['lane']} gave {comm['got']}, "
@@ -51,9 +56,21 @@ def run(here: Here) -> Outcome:
     seconds = sum(layout["seconds"] for layout in results)
     taken = [layout["bytes"] for layout in results if layout["bytes"] is not None]
     memory = f", {mib(max(0, *taken))} of the device at most" if taken else ""
-    of = ", ".join(layouts(here.world_size))
-    line = f"{of}: {counted(number, 'communicator')} made in {seconds:.2f} s{memory}"
-    return Outcome.of([line], {"layouts": results}, wrong="; ".join(wrong))
+    lines = [f"{', '.join(possible)}: {counted(number, 'communicator')} made in {seconds:.2f} s{memory}"]
+    if len(possible) < len(named):
+        out = ", ".join(name for name in named if name not in possible)
+        lines.append(f"left out, as nodes have no even number of consecutive ranks: {out}")
+    return Outcome.of(lines, {"layouts": results}, wrong="; ".join(wrong))
+
+
+def fits(parallel: Mapping[str, Any], node_size: int) -> bool:
+    """Tell whether ranks of a layout that share something inside nodes do so.
+
+    Args:
+        parallel: Its settings of [parallel].
+        node_size: Ranks of a node; 0 = nodes differ.
+    """
+    return not parallel.keys() & INSIDE or (node_size > 0 and node_size % PAIR == 0)
 
 
 def layouts(world_size: int) -> dict[str, Mapping[str, Any]]:

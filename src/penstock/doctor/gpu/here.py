@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -82,6 +83,12 @@ class Here:
     @property
     def control(self) -> Control:
         return Control(self.info.rank, self.info.world_size)
+
+    @cached_property
+    def node_size(self) -> int:
+        """Consecutive ranks in a node; 0 = nodes differ. All ranks must ask for it together."""
+        given = self.config.parallel.ranks_per_node
+        return find_node_size(self.control, self.info.local_rank) if given is None else given
 
 
 def timed(here: Here, action: Callable[[], object]) -> tuple[float, float]:
@@ -239,8 +246,8 @@ def settled(here: Here) -> RunConfig:
 
 def layout_of(here: Here, config: RunConfig) -> Layout:
     """Return the layout of a run. All ranks must call it together."""
-    node_size = find_node_size(here.control, here.info.local_rank)
-    return Layout.build(config.parallel, here.world_size, here.info.rank, config.moe.num_experts, node_size)
+    experts = config.moe.num_experts
+    return Layout.build(config.parallel, here.world_size, here.info.rank, experts, here.node_size)
 
 
 def given_machinery(here: Here) -> Machinery:

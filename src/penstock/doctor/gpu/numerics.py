@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.doctor.gpu.groups import PAIR
+from penstock.doctor.gpu.groups import PAIR, fits
 from penstock.doctor.gpu.here import (
     BATCH,
     LARGER,
@@ -82,7 +82,7 @@ def run(here: Here) -> Outcome:
     """Run every case that the number of ranks allows."""
     errors: list[tuple[Case, Errors]] = []
     by_layout: dict[tuple[object, ...], list[Case]] = {}
-    for case in cases(here.world_size):
+    for case in cases(here.world_size, here.node_size):
         by_layout.setdefault(tuple(sorted(case.parallel.items())), []).append(case)
     for same_layout in by_layout.values():
         machinery = small_machinery(here, same_layout[0])
@@ -115,20 +115,17 @@ def _plain(case: Case, errors: Errors) -> dict[str, Any]:
     return {**about, **numbers, "worst": errors.worst}
 
 
-def cases(world_size: int) -> Iterator[Case]:
-    """Yield all cases for this number of ranks, in both precisions."""
-    for case in (*_schedules(world_size), *_options(world_size)):
-        for precision in LIMITS:
+def cases(world_size: int, node_size: int) -> Iterator[Case]:
+    """Yield all cases for so many ranks, in nodes of this size (0 = they differ), in both precisions."""
+    for case in (*_schedules(), *_options(world_size)):
+        for precision in LIMITS if fits(case.parallel, node_size) else ():
             yield replace(case, precision=precision)
 
 
-def _schedules(world_size: int) -> Iterator[Case]:
+def _schedules() -> Iterator[Case]:
     for name, system in SCHEDULES.items():
         shared = system.expert_form not in (None, "gather")  # it says how rows meet the shards of experts
-        if not shared:
-            yield Case(name=name, schedule=name)
-        elif PAIR in group_sizes(world_size):
-            yield Case(name=name, schedule=name, parallel={"tp_size": 2, "etp_size": 2})
+        yield Case(name=name, schedule=name, parallel={"tp_size": 2, "etp_size": 2} if shared else {})
 
 
 def _options(world_size: int) -> Iterator[Case]:
