@@ -127,6 +127,24 @@ def test_a_faster_network_than_assumed_is_worth_knowing() -> None:
     assert not finding.mend and "c.json assumes 400 Mbit/s" in finding.text
 
 
+def test_tcp_is_not_compared_with_what_nccl_carries() -> None:
+    """But where GPUs exchange by way of TCP, and ranks with each other."""
+    rates = replace(ASSUMED.rates, link_bytes_per_s=1e9)
+    wanted = Wanted(assumed=replace(ASSUMED, rates=rates), cluster_name="c")
+    gpus = {rank: replace(each, gpus=8) for rank, each in FINE.facts.items()}
+    found = replace(FINE, facts=gpus)
+    assert mended(found, wanted) == {} and list(mended(FINE, wanted)) == ["links"]
+    assert list(mended(found, replace(wanted, staged=True))) == ["links"]
+    slower = replace(found, links=[link(0, 1, 50e6), link(0, 2, 5e6), link(1, 2, 50e6)])
+    assert list(mended(slower, wanted)) == ["links"]
+
+
+def test_ranks_of_one_node_are_compared_with_its_own_links() -> None:
+    one = ClusterFile(name="c", nodes=1, ranks_per_node=3, rates=ClusterConfig(intra_bytes_per_s=50e6))
+    inside = Link(pair=Pair(asks=0, answers=1, nodes=(0, 0)), rates=FINE.links[0].rates)
+    assert mended(replace(FINE, links=[inside]), Wanted(assumed=one, cluster_name="c")) == {}
+
+
 def test_nobody_is_in_two_measurements_at_once_and_all_nodes_meet() -> None:
     for count in range(1, 8):
         nodes = nodes_of(dealt([(f"node{rank // 2}", rank % 2) for rank in range(2 * count)]))

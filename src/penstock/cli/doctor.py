@@ -155,6 +155,7 @@ def _wanted(config: RunConfig | None, cluster: str | None, ranks: int) -> Wanted
         rank_bytes=need.total_bytes,
         disk_bytes=int(kept * CHECKPOINT_SHARE * whole.state_bytes),
         disk=str(config.output.dir),
+        staged=config.parallel.transport == "staged",
     )
 
 

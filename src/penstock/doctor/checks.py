@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final, TypeVar
 
@@ -30,6 +30,7 @@ class Wanted:
         rank_bytes: Memory of a rank.
         disk_bytes: Size of its checkpoints.
         disk: The folder of its checkpoints.
+        staged: Whether what GPUs exchange goes through the host's memory, and so over TCP.
     """
 
     assumed: ClusterFile | None = None
@@ -37,6 +38,7 @@ class Wanted:
     rank_bytes: int = 0
     disk_bytes: int = 0
     disk: str = ""
+    staged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +335,10 @@ def links(found: Examination, wanted: Wanted) -> Check:
     measured = [(link, _slower(link)) for link in found.links if link.rates is not None]
     if not measured:
         return Check(name="links", found="none measured", findings=findings)
+    if wanted.assumed is not None and not wanted.staged and any(each.gpus for each in found.facts.values()):
+        text = "These are rates of TCP, and a plan for GPUs assumes those of NCCL: penstock doctor --gpu."
+        findings.append(Finding(text=text, mend=False))
+        wanted = replace(wanted, assumed=None)
     for inside in (False, True):
         here = [(link, rate) for link, rate in measured if link.pair.inside == inside]
         if here:
@@ -396,5 +402,4 @@ def _assumed(wanted: Wanted, *, inside: bool) -> float | None:
     """Return the assumed bytes per second of one rank that sends to one other; None without a plan."""
     if wanted.assumed is None:
         return None
-    rates, one_node = wanted.assumed.rates, wanted.assumed.nodes == 1
-    return rates.intra_bytes_per_s if inside and not one_node else rates.link_bytes_per_s
+    return wanted.assumed.rates.intra_bytes_per_s if inside else wanted.assumed.rates.link_bytes_per_s
