@@ -201,6 +201,14 @@ def test_a_setting_that_slows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.figures["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
+def test_a_setting_that_no_stage_can_undo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    found = facts.run(child_here())
+    assert found.figures["environment"].keys() >= {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"}
+    assert any("NVIDIA_TF32_OVERRIDE" in line for line in found.lines)
+
+
 def child_here() -> Here:
     import torch
 

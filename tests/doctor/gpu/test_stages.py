@@ -114,6 +114,16 @@ def scaled_sums(factor: Callable[[], float]) -> AbstractContextManager[Any]:
     return patch.object(GroupTransport, "all_reduce", wrong)
 
 
+def outside_chooses_tf32(rank: int) -> AbstractContextManager[Any]:
+    def off_unless_highest(*given: Any) -> Errors:
+        del given
+        off = float(torch.get_float32_matmul_precision() != "highest")
+        return Errors(loss=off, norm=0.0, parameters=0.0)
+
+    torch.set_float32_matmul_precision("high")
+    return both(only_few(rank), patch.object(numerics, "check", off_unless_highest))
+
+
 def half_is_lost(rank: int) -> AbstractContextManager[Any]:
     return both(only_few(rank), scaled_sums(lambda: 0.5))
 
@@ -123,6 +133,11 @@ def test_numbers_of_steps_are_those_of_the_reference(ranks: Pools) -> None:
     assert (found.verdict, found.reason) == (Verdict.PASS, "")
     assert [each["case"] for each in found.figures["cases"]] == ["plain", "sharded", "shared"]
     assert max(each["parameters"] for each in found.figures["cases"][:2]) < 1e-5
+
+
+def test_products_are_those_of_float32_whatever_is_chosen_outside(ranks: Pools) -> None:
+    found = judged("numerics", ranks(2).run(run_on, "numerics", outside_chooses_tf32))
+    assert (found.verdict, found.reason) == (Verdict.PASS, "")
 
 
 def test_a_lost_sum_is_found(ranks: Pools) -> None:

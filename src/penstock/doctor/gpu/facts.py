@@ -16,7 +16,10 @@ from penstock.doctor.gpu.here import Here
 from penstock.doctor.gpu.outcome import Outcome, Verdict, together
 from penstock.words import counted, gib
 
-RELEVANT: Final = ("NCCL_", "CUDA_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTORCH_", "HIP_", "RCCL_")
+RELEVANT: Final = (
+    *("NCCL_", "CUDA_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTORCH_", "HIP_", "RCCL_"),
+    *("TORCH_ALLOW_", "NVIDIA_TF32_"),
+)
 """Beginnings of the variables that change how GPUs and their network work."""
 
 SLOWING: Final = {
@@ -53,7 +56,10 @@ def run(here: Here) -> Outcome:
     software += [f"driver {figures['driver']}"] if figures["driver"] else []
     nics = [f"{each['name']} {each['rate']}".strip() for each in figures["network"]]
     lines = [f"{card['name']}{memory}{capability}; {counted(figures['cores'], 'core')}", ", ".join(software)]
-    return Outcome.of([*lines, f"network: {', '.join(nics) or 'none found'}"], figures, slow="; ".join(slow))
+    lines.append(f"network: {', '.join(nics) or 'none found'}")
+    if environ.get("NVIDIA_TF32_OVERRIDE") == "1":
+        lines.append("NVIDIA_TF32_OVERRIDE=1: products in float32 have 10 bits, too few for numerics")
+    return Outcome.of(lines, figures, slow="; ".join(slow))
 
 
 def judge(outcomes: Mapping[int, Outcome]) -> Outcome:
