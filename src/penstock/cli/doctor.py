@@ -75,12 +75,9 @@ def doctor(options: argparse.Namespace, given: Sequence[str], emulate: Emulated 
         """Examine, print what was found on the rank that has it, and return the exit code of all ranks."""
         examination = examine(meeting, info, host, [Path(wanted.disk)], options.wait)
         if examination is None:
-            end = meeting.announced(END, time.monotonic() + REPORT_S)
-            meeting.close(())
-            return FAILED if end is None else int(end["code"])
+            return _code_after_report(meeting)
         checks = judge(examination, wanted)
         code = 0 if all(check.passed for check in checks) else FAILED
-        meeting.announce(END, {"code": code})
         if code:
             mended = (finding.text for check in checks for finding in check.findings if finding.mend)
             tell_torchrun(" ".join(["penstock doctor found something to fix:", *mended]))
@@ -94,6 +91,7 @@ def doctor(options: argparse.Namespace, given: Sequence[str], emulate: Emulated 
             },
         }
         print(json.dumps(plain) if options.json else doctor_text(checks, terminal_width()), flush=True)
+        meeting.announce(END, {"code": code})
         meeting.close([rank for rank in examination.facts if rank not in examination.gone])
         return code
 
@@ -122,6 +120,13 @@ def _met(info: ProcessInfo, wait_s: float, work: Callable[[str, Meeting], int]) 
     except MeetingError as error:
         tell(f"rank {info.rank} gave up: {error}")
         return FAILED
+
+
+def _code_after_report(meeting: Meeting) -> int:
+    """Return the exit code of all ranks once one has reported: torchrun ends that rank when another fails."""
+    end = meeting.announced(END, time.monotonic() + REPORT_S)
+    meeting.close(())
+    return FAILED if end is None else int(end["code"])
 
 
 def _wanted(config: RunConfig | None, cluster: str | None, ranks: int) -> Wanted:
@@ -242,13 +247,14 @@ def _gpu_doctor(
             if info.rank == 0 and not options.json:
                 of_stage = report_of([result], names, info.world_size, device)["doctor"]["stages"][0]
                 print(result_text(of_stage, terminal_width()), flush=True)
-        code = FAILED if worst_of(results) is Verdict.FAIL else 0
-        if info.rank == 0:
-            whole = report_of(results, names, info.world_size, device)
-            saved = save_out(lambda path: write_json(path, whole), options.out)
-            code = code if saved else FAILED
-            where = f"; saved as {options.out}" if saved else ""
-            print(json.dumps(whole) if options.json else f"\n{last_line(whole)}{where}")
+        if info.rank != 0:
+            return _code_after_report(meeting)
+        whole = report_of(results, crew.names(), info.world_size, device)  # of ranks that came late, too
+        saved = save_out(lambda path: write_json(path, whole), options.out)
+        code = 0 if saved and worst_of(results) is not Verdict.FAIL else FAILED
+        where = f"; saved as {options.out}" if saved else ""
+        print(json.dumps(whole) if options.json else f"\n{last_line(whole)}{where}", flush=True)
+        meeting.announce(END, {"code": code})
         meeting.close(range(info.world_size))
         return code
 

@@ -6,13 +6,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
+from penstock.cli.doctor import END
 from penstock.cli.main import main
 from penstock.config import load
 from penstock.cost import ClusterFile
@@ -255,6 +257,57 @@ def test_a_report_that_could_not_be_saved_is_not_said_to_be(
     monkeypatch.setattr("penstock.cli.doctor.save_out", lambda *_: False)
     assert main(["doctor", "--gpu", "--device", "cpu", "--out", str(tmp_path / "found.json")]) == 1
     assert "saved as" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+    """The meeting of the second of two ranks, while this process is the first; it has said goodbye."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    environ |= {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("penstock.cli.ranks.end_of_rank", lambda info, code: code)
+    info = ProcessInfo(rank=1, world_size=2, local_rank=1, launcher="torchrun")
+    meeting = Meeting(info, "127.0.0.1", store.port, serves=False, wait_s=HANG_S)
+    meeting.leave("bye", {})
+    yield meeting
+
+
+def test_no_rank_ends_before_the_report_is_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: Meeting
+) -> None:
+    """torchrun ends all ranks when one has failed. And all ranks fail where the report cannot be saved."""
+    announced: list[object] = []
+
+    def save(*given: object) -> bool:
+        del given
+        announced.append(second.announced(END, until_s=0.0))
+        return False
+
+    Crew(second)
+    monkeypatch.setattr("penstock.cli.doctor.run_stages", lambda *_: iter(()))
+    monkeypatch.setattr("penstock.cli.doctor.save_out", save)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["doctor", "--gpu", "--device", "cpu", "--out", str(tmp_path / "found.json")]) == 1
+    assert announced == [None]
+
+
+def test_names_of_ranks_that_come_late_are_not_in_the_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: Meeting
+) -> None:
+    out = tmp_path / "found.json"
+
+    def stages(*given: object) -> Iterator[run.Result]:
+        del given
+        second.leave("names", {"node-late": "<host>"})
+        yield run.Result(stage="facts", seconds=1.0, outcome=Outcome.of(["of node-late"], {}))
+
+    monkeypatch.setattr(run, "SPARE_S", 0.0)
+    monkeypatch.setattr("penstock.cli.doctor.run_stages", stages)
+    assert main(["doctor", "--gpu", "--device", "cpu", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())[DOCTOR]["stages"][0]["lines"] == ["of <host>"]
 
 
 @pytest.mark.slow
