@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -24,7 +25,7 @@ from penstock.doctor.gpu import facts, run
 from penstock.doctor.gpu.child import FOUND, Given, run_here
 from penstock.doctor.gpu.here import Here
 from penstock.doctor.gpu.outcome import Outcome, Verdict, together
-from penstock.doctor.gpu.run import Crew, report_of, run_child, run_stages
+from penstock.doctor.gpu.run import Crew, ending, report_of, run_child, run_stages
 from penstock.doctor.gpu.stages import Stage
 from penstock.doctor.meeting import Meeting
 from penstock.topology import ProcessInfo
@@ -54,11 +55,25 @@ def test_a_stage_that_hangs_fails_by_its_time_limit() -> None:
 def test_where_it_hung_is_said() -> None:
     """As the child's own timer writes it."""
     said = (
-        'Thread 0x1 (most recent call first):\n  File "/x/penstock/device.py", line 7 in wait\n'
-        '  File "/x/penstock/other.py", line 9 in more'
+        'Thread 0x2 (most recent call first):\n  File "/x/penstock/topology/faults.py", line 5 in _watch\n'
+        'Thread 0x1 (most recent call first):\n  File "/x/torch/cuda.py", line 3 in synchronize\n'
+        '  File "/x/penstock/device.py", line 7 in wait\n  File "/x/penstock/other.py", line 9 in more'
     )
-    found = child(f"sys.stderr.write({said!r}); sys.stderr.flush(); os.kill(os.getpid(), signal.SIGKILL)")
-    assert found.reason.endswith("; it was in penstock/device.py line 7, wait")
+    found = ending(-signal.SIGKILL, said, lasted_s=1.1, timeout_s=1)
+    assert found.endswith("; it was in penstock/device.py line 7, wait")
+
+
+class InTheKernel(subprocess.Popen[bytes]):
+    """A process that is seen to end neither by itself nor when it is killed."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "that might be for ever"
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
+def test_a_stage_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", InTheKernel)
+    assert child("", timeout_s=1).reason == ending(None, "", lasted_s=1, timeout_s=1)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +82,12 @@ def test_where_it_hung_is_said() -> None:
         ("sys.exit('no device')", "ended with code 1: no device"),
         ("os.kill(os.getpid(), signal.SIGTERM)", f"was ended by {signal.SIGTERM.name}"),
         ("os._exit(0)", "ended with code 0"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed after "),
     ],
 )
 def test_a_stage_that_leaves_nothing_fails(code: str, reason: str) -> None:
     found = child(code)
-    assert (found.verdict, found.reason) == (Verdict.FAIL, reason)
+    assert found.verdict is Verdict.FAIL and found.reason.startswith(reason)
 
 
 def test_what_a_stage_left_counts() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -35,7 +36,13 @@ from penstock.words import counted, folded
 SPARE_S: Final = 15.0
 """How long ranks may differ in starting and ending a child."""
 
+KILL_S: Final = 10.0
+"""How long a child may take to end once it is killed."""
+
 LAST_WORDS: Final = 300
+DUMPED: Final = "(most recent call first)"
+"""What stands above every thread of a dump, of which the first thread of the process is the last."""
+
 FRAME: Final = re.compile(r'File ".*?(penstock/[\w/]+\.py)", line (\d+) in (\w+)')
 
 
@@ -145,26 +152,37 @@ def run_child(command: Callable[[Path], Sequence[str]], given: Given) -> Outcome
                 stderr=log,
                 preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - a system call
             )
+            start_s = time.monotonic()
             try:
-                child.wait(given.timeout_s)
-            except subprocess.TimeoutExpired:
-                pass
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(given.timeout_s)
             finally:
+                lasted_s = time.monotonic() - start_s
                 child.kill()
-                code = child.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(KILL_S)
             log.seek(0)
             said = log.read().decode(errors="replace")
         if (folder / FOUND).exists():
             return from_dict(Outcome, json.loads((folder / FOUND).read_text(encoding="utf-8")), FOUND)
-        return Outcome.failed(_ending(code, said, given.timeout_s))
+        return Outcome.failed(ending(child.returncode, said, lasted_s, given.timeout_s))
 
 
-def _ending(code: int, said: str, timeout_s: float) -> str:
-    """Return in words how a child ended that has left nothing. said: what it has written."""
-    if code == -signal.SIGKILL:  # nothing but its parent, or a system without memory, ends it so
-        frame = FRAME.search(said)
+def ending(code: int | None, said: str, lasted_s: float, timeout_s: float) -> str:
+    """Return in words how a child ended that has left nothing.
+
+    Args:
+        code: Its exit code; None if it has not ended though it was killed.
+        said: What it has written.
+        lasted_s: How long it ran, up to `timeout_s` or a little more.
+    """
+    if code == -signal.SIGKILL and lasted_s < timeout_s:
+        return f"was killed after {lasted_s:.0f} s, perhaps as memory ran out"
+    if code is None or code == -signal.SIGKILL:
+        frame = FRAME.search(said.rpartition(DUMPED)[2])
         where = f"; it was in {frame[1]} line {frame[2]}, {frame[3]}" if frame else ""
-        return f"did not end within {timeout_s:g} s{where}"
+        held = "; killed, it waits inside the kernel, as for a driver or a disk" if code is None else ""
+        return f"did not end within {timeout_s:g} s{where}{held}"
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     tail = " ".join(said.split())[-LAST_WORDS:]
     return f"{how}: {tail}" if tail else how
