@@ -112,6 +112,11 @@ def test_clocks_are_as_sure_as_the_network_is_quick() -> None:
     assert mended(replace(FINE, clocks={1: Clock(offset_s=0.3, round_trip_s=0.6)})) == {}
 
 
+def test_clocks_that_nobody_could_ask_are_not_said_to_be_one() -> None:
+    (clocks,) = (check for check in judge(replace(FINE, clocks={}), Wanted()) if check.name == "clocks")
+    assert clocks.found.startswith("not compared")
+
+
 def test_room_is_what_the_run_needs() -> None:
     wanted = Wanted(rank_bytes=9 * GIB, disk_bytes=200 * GIB, disk="runs")
     found = mended(FINE, wanted)
