@@ -346,6 +346,23 @@ def one_after_the_other(rank: int) -> Outcome:
         return lanes.run(here)
 
 
+def sizes_of_sums(rank: int) -> set[int]:
+    original, sizes = GroupTransport.all_reduce, set()
+
+    def noted(self: Any, tensor: Tensor, group: Any) -> None:
+        sizes.add(tensor.numel())
+        original(self, tensor, group)
+
+    with patch.object(GroupTransport, "all_reduce", noted):
+        lanes.run(here_of(rank))
+    return sizes
+
+
+def test_lanes_that_share_a_link_may_run_at_once(ranks: Pools) -> None:
+    """Two transfers that fill it would take as long as one after the other."""
+    assert ranks(2).run(sizes_of_sums) == [{lanes.SIZE}] * 2
+
+
 @pytest.mark.slow
 def test_all_layouts_have_communicators(cards: Pools) -> None:
     found = judged("join", cards(2).run(run_on_card, "join", nothing))
