@@ -70,7 +70,7 @@ def fits(parallel: Mapping[str, Any], node_size: int) -> bool:
         parallel: Its settings of [parallel].
         node_size: Ranks of a node; 0 = nodes differ.
     """
-    return not parallel.keys() & INSIDE or (node_size > 0 and node_size % PAIR == 0)
+    return not parallel.keys() & INSIDE or PAIR in group_sizes(node_size)
 
 
 def layouts(world_size: int) -> dict[str, Mapping[str, Any]]:
