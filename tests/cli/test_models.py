@@ -34,7 +34,7 @@ from tests.support.cli import Cli
 from tests.support.parity import machinery
 from tests.support.patience import HANG_S
 from tests.support.ranks import Pools
-from tests.support.runs import write_config
+from tests.support.runs import without_reader, write_config
 from tests.support.training import train_on
 
 STEPS = 8
@@ -227,6 +227,12 @@ def test_a_tokenizer_keeps_the_space_between_a_prompt_and_what_follows(tmp_path:
     small("mixtral").save_pretrained(tmp_path)
     text = cli.prints(["generate", tmp_path, "--prompt", "w7 w8", "--max-new-tokens", "3"])
     assert text.startswith("w7 w8 w")
+
+
+@pytest.mark.slow
+def test_a_text_that_is_generated_may_lose_its_reader(tmp_path: Path) -> None:
+    words = ("generate", checkpoint_of(tmp_path, "bytes"), "--prompt", "a", "--max-new-tokens", "2")
+    assert without_reader(words) == (0, b"")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from penstock.cli.doctor import ON_CPU, ON_GPUS
 from penstock.cli.profile import DEFAULTS
 from penstock.cli.run import NOT_BEGUN
 from penstock.config import load
+from penstock.lab.commands.emulate import Emulation
 from penstock.models import ModelConfig
 from penstock.models.qwen3_moe import config_json
 from penstock.moe import MoEConfig
@@ -42,6 +43,16 @@ def test_a_model_that_is_named_has_its_own_sizes(sample: tuple[str, ...], tmp_pa
         None, ["model.num_layers=3"], sample, replace(ALONE, world_size=3), None
     )
     assert (found.moe.num_experts, found.model.num_layers, count) == (3, 3, 3)
+
+
+@pytest.mark.parametrize(("asked", "said"), [([], False), (["parallel.processes=2"], True)])
+def test_ranks_that_are_not_started_are_said(
+    asked: list[str], said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The samples of commands have a number of processes, which nobody has asked for."""
+    emulated = Emulation(nodes=2, devices=2)
+    _, count = ranks.measured_run(None, asked, DEFAULTS, None, emulated)
+    assert count == 4 and ("parallel.processes = 2 is not used" in capsys.readouterr().err) is said
 
 
 def ask_afterwards() -> None:

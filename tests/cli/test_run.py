@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from penstock.cli.main import main
 from penstock.cli.run import exit_code
 from penstock.config import HintWarning
 from tests.support.cli import Cli
-from tests.support.runs import clean_environ, command, write_config
+from tests.support.runs import clean_environ, command, without_reader, write_config
 
 HINT = "penstock: parallel.tensor_parallel_size: taken as parallel.tp_size\n"
 SETTING = "parallel.tensor_parallel_size=4"
@@ -170,13 +169,17 @@ def test_a_closed_output_is_no_failure(tmp_path: Path, closed: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("buffered", [False, True])
 @pytest.mark.parametrize("words", [("list",), ("schedule", "flowmoe")])
-def test_a_reader_that_goes_is_no_failure(words: tuple[str, ...]) -> None:
+def test_a_reader_that_goes_is_no_failure(words: tuple[str, ...], buffered: bool) -> None:
     """As `head` when it has its lines."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        command(*words), stdout=writer, stderr=subprocess.PIPE, env=clean_environ(), check=False
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert without_reader(words, buffered=buffered) == (0, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_goes_on_without_a_reader(tmp_path: Path, processes: int) -> None:
+    words = ("train", write_config(tmp_path), "train.steps=2", f"parallel.processes={processes}")
+    code, said = without_reader(words, buffered=True)
+    assert code == 0 and b"step 2/2" in said and b"Error" not in said, said
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from penstock.checkpoint.folder import complete_checkpoints
+from penstock.cli import main, train_rank
 from penstock.cli.run import NOT_BEGUN
 from tests.support import asked, little_room
 from tests.support.forked import run_forked
@@ -75,6 +77,26 @@ def test_an_earlier_run_in_the_folder_is_not_what_was_saved(tmp_path: Path) -> N
     words = ("in the first step", "SIGINT,SIGINT", "train", write_config(tmp_path), *SETTINGS)
     done = run_forked(1, *words, "parallel.processes=1", program=asked.__file__)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (130, f"penstock: {NONE_YET}")
+
+
+def test_a_model_that_cannot_be_built_leaves_the_reports_of_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is moved aside only when this one begins; without a run in the folder there is a report."""
+    monkeypatch.setattr(train_rank, "decoder_of", broken)
+    words = ["train", str(write_config(tmp_path)), "parallel.processes=1"]
+    report = tmp_path / "run" / "failure-rank0.txt"
+    assert main(words) == 1
+    assert f"(details: {report})" in capsys.readouterr().err and "Traceback" in report.read_text()
+    report.write_text("earlier")
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert report.read_text() == "earlier" and "Traceback" in said and "(details" not in said
+
+
+def broken(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError("no such model")
 
 
 def test_a_disk_that_becomes_full_is_said_in_a_line_by_each_rank(tmp_path: Path) -> None:

@@ -84,6 +84,18 @@ def run(*arguments: str | Path, timeout_s: float = HANG_S) -> subprocess.Complet
     )
 
 
+def without_reader(words: tuple[str | Path, ...], *, buffered: bool = False) -> tuple[int, bytes]:
+    """The exit code of a command whose output nobody reads, and what it says of that."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environ = clean_environ()
+    if buffered:  # then Python itself writes once more when it ends
+        environ.pop("PYTHONUNBUFFERED", None)
+    done = subprocess.run(command(*words), stdout=writer, stderr=subprocess.PIPE, env=environ, check=False)
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     """What `penstock` says as it refuses, before it starts any rank; in this process, which has torch."""
     words = list(map(str, arguments))

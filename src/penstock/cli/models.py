@@ -130,6 +130,8 @@ def _explained(command: Callable[[], int]) -> int:
             raise
         say(MISSING)
         return BAD_USAGE
+    except BrokenPipeError:
+        raise  # the reader of the text has gone, as `head` does
     except (ValueError, OSError, CheckpointError) as error:
         say(str(error))
         return FAILED if isinstance(error, CheckpointError) else BAD_USAGE

@@ -11,14 +11,14 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from penstock.cli.run import BAD_USAGE, FAILED, INTERRUPTED, say, tell, tell_torchrun
+from penstock.cli.run import BAD_USAGE, FAILED, INTERRUPTED, put, say, tell, tell_torchrun
 from penstock.config import ConfigError, load
 from penstock.device import pick_device
 from penstock.graph import RefusalError
 from penstock.plan.plan_config import AUTO
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.machinery import keep_freed_memory
-from penstock.stops import STOPS
+from penstock.stops import STOPS, mute
 from penstock.topology import (
     CommunicationError,
     Control,
@@ -106,6 +106,9 @@ def on_ranks(
         code = work(info)
     except KeyboardInterrupt:
         code = STOPS.stopped()
+    except BrokenPipeError:  # nobody reads the result
+        mute(1)
+        code = 0
     return end_of_rank(info, code)
 
 
@@ -117,6 +120,7 @@ def ranks_of(config: RunConfig, info: ProcessInfo | None, emulate: Emulated | No
     if info is not None:
         return info.world_size
     if emulate is not None:
+        say_unused(config.parallel.processes, emulate)
         return emulate.ranks
 
     def check(processes: int) -> None:
@@ -125,6 +129,13 @@ def ranks_of(config: RunConfig, info: ProcessInfo | None, emulate: Emulated | No
             Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
 
     return local_processes(config.parallel, Places.here(), check)
+
+
+def say_unused(processes: int | None, emulate: Emulated) -> None:
+    """Say if not as many ranks are started as parallel.processes asks for."""
+    if processes not in (None, emulate.ranks):
+        why = f"--emulate {emulate.shape} starts {emulate.ranks} ranks"
+        say(f"parallel.processes = {processes} is not used: {why}")
 
 
 def measured_run(
@@ -138,6 +149,8 @@ def measured_run(
 
     Where no file is given and no model is named, it is the command's `sample`, with an expert for every rank.
     """
+    if emulate is not None:
+        sample = [each for each in sample if not each.startswith("parallel.processes=")]
     usual = () if path is not None else sample
     config = load(RunConfig, path, [*usual, *overrides])
     if usual and (config.model.preset is not None or config.model.config is not None):
@@ -176,7 +189,7 @@ def start_ranks(
     if place is None and not reports:
         check_interface(os.environ)  # an emulated cluster has interfaces of its own; a doctor reports it
     if announced:
-        print(announced, flush=True)
+        put(announced)
     command = [sys.executable, "-m", program, *given]
     # After a failure the others need up to one timeout to notice it and to say what they waited for.
     try:

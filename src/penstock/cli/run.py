@@ -44,6 +44,14 @@ class CommandError(RuntimeError):
     exit_code = FAILED
 
 
+def put(text: str) -> None:
+    """Print `text`; where nobody reads it any more, nothing else is printed either, and the work goes on."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        mute(1)
+
+
 def tell(text: str) -> None:
     """Write `text` to standard error, and leave it for torchrun."""
     say(text)
@@ -128,12 +136,13 @@ def exit_code(command: Callable[[], int], left: str = "") -> int:
             tell(str(error))
             code = error.exit_code
         except BrokenPipeError:  # as in `penstock schedule ... | head`, which is no failure
-            sys.stderr.close()
+            mute(1)  # what is left to be written would fail again when Python ends
+            mute(2)
             code = 0
         except OSError as error:
             if error.errno not in FULL or error.filename is not None:
                 raise
-            mute(1)  # what is left to be written would fail again when Python ends
+            mute(1)
             tell(f"standard output could not be written: {error.strerror}")
             code = FAILED
         STOPS.finish(code)

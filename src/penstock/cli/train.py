@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.cli.ranks import Emulated, Left, ranks_of, start_ranks
+from penstock.cli.run import put
 from penstock.config import ConfigError, is_missing, load
 from penstock.cost.clusters import find_cluster
 from penstock.device import count_gpus
@@ -44,13 +44,7 @@ def train(
             why = f"ranks that {info.launcher} started already have a network"
             raise ConfigError("--emulate", str(emulate.shape), why, hint)
         # One rank per device of the cluster, whatever parallel.processes says; ranks are told so, too.
-        ranks, wanted = emulate.ranks, config.parallel.processes
-        if wanted not in (None, ranks):
-            print(
-                f"penstock: parallel.processes = {wanted} is not used: --emulate {emulate.shape} starts "
-                f"{ranks} ranks",
-                file=sys.stderr,
-            )
+        ranks = ranks_of(config, None, emulate)
         where = f"{Places.here().describe(ranks)}, in an emulated cluster {emulate.shape}"
         announced = "" if json_wanted else f"starting {where}"
         with emulate.cluster() as cluster:
@@ -62,7 +56,7 @@ def train(
     if processes == 1:
         limit_threads()
         if not json_wanted:
-            print(places.describe(1), flush=True)
+            put(places.describe(1))
         return _be_rank(config, ALONE, json_wanted)
     announced = "" if json_wanted else f"starting {places.describe(processes)}"
     return _start_ranks(config, given, processes, node_size=processes, announced=announced)

@@ -12,8 +12,8 @@ from pathlib import Path
 from penstock.autotune import Autotuner
 from penstock.checkpoint.storage import CheckpointError
 from penstock.cli.ranks import Left, end_of_rank, refused
-from penstock.cli.run import FAILED, FULL, NOT_BEGUN, tell
-from penstock.config import ConfigError
+from penstock.cli.run import FAILED, FULL, NOT_BEGUN, put, tell
+from penstock.config import ConfigError, asked
 from penstock.data import TextError
 from penstock.device import pick_device
 from penstock.graph import RefusalError
@@ -26,6 +26,7 @@ from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.faults import give_up
 from penstock.train.config import RunConfig
 from penstock.train.logs import RankLog
+from penstock.train.metrics import METRICS_FILE
 from penstock.train.model import decoder_of
 from penstock.train.optimizer import DivergedError
 from penstock.train.output import OutputError
@@ -89,8 +90,11 @@ class _Rank:
         return None if self._trainer is None else self._trainer.summary
 
     def _left_now(self) -> str:
-        began = self._trainer is not None and self._trainer.began
-        return self._left.by_a_stop() if began else NOT_BEGUN
+        return self._left.by_a_stop() if self._began else NOT_BEGUN
+
+    @property
+    def _began(self) -> bool:
+        return self._trainer is not None and self._trainer.began
 
     def _train(self) -> int:
         config, info = self._config, self._info
@@ -115,44 +119,50 @@ class _Rank:
         except (ConfigError, RefusalError) as error:
             return refused(error)
         except EXPECTED as error:
-            return _report_failure(config, info, str(error))
+            return self._report_failure(str(error))
         except Exception as error:
             headline = f"rank {info.rank}: {type(error).__name__}: {error}"
             full = isinstance(error, OSError) and error.errno in FULL
             details = "" if full else f"\n\n{traceback.format_exc()}"
-            return _report_failure(config, info, f"{headline}{details}", unexpected=True)
+            return self._report_failure(f"{headline}{details}", unexpected=True)
         return 0
 
+    def _report_failure(self, text: str, *, unexpected: bool = False) -> int:
+        """Print a line on the terminal; write the rest (a grid with the task marked, a traceback) to a file.
 
-def _report_failure(config: RunConfig, info: ProcessInfo, text: str, *, unexpected: bool = False) -> int:
-    """Print one line on the terminal; write the rest (a grid with the task marked, a traceback) to a file.
+        unexpected: whether the rest is printed where it is not written. Raises KeyboardInterrupt instead
+        after a stop: what it interrupts, and ranks that end, look like errors.
+        """
+        if STOPS.heard:
+            raise KeyboardInterrupt
+        headline, _, details = text.partition("\n")
+        give_up(headline)
+        where, shown = "", f"\n{details.strip()}\n" if unexpected else " "
+        report = self._config.output.dir / f"failure-rank{self._info.rank}.txt"
+        if details and not self._owns_folder:
+            where = shown.rstrip()
+        elif details:
+            try:
+                report.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(report, text)
+                where = f" (details: {report})"
+            except OSError as error:  # a full disk is a likely reason for being here
+                where = f"{shown}({report} could not be written: {error.strerror})"
+        logger.error(f"{headline}{where}")
+        tell(f"{headline}{where}")
+        return FAILED
 
-    unexpected: whether the rest is printed where it cannot be written. Raises KeyboardInterrupt instead after
-    a stop: what it interrupts, and ranks that end, look like errors.
-    """
-    if STOPS.heard:
-        raise KeyboardInterrupt
-    headline, _, details = text.partition("\n")
-    give_up(headline)
-    where = ""
-    if details:
-        report = config.output.dir / f"failure-rank{info.rank}.txt"
-        try:
-            report.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(report, text)
-            where = f" (details: {report})"
-        except OSError as error:  # a full disk is a likely reason for being here
-            shown = f"\n{details.strip()}\n" if unexpected else " "
-            where = f"{shown}({report} could not be written: {error.strerror})"
-    logger.error(f"{headline}{where}")
-    tell(f"{headline}{where}")
-    return FAILED
+    @property
+    def _owns_folder(self) -> bool:
+        """Whether no other run's reports are there: an earlier run is moved aside when this begins."""
+        folder, resume = self._config.output.dir, self._config.train.resume
+        return self._began or resume is True or not asked((folder / METRICS_FILE).exists)
 
 
 def _print_summary(summary: RunSummary, json_wanted: bool) -> None:
     text = summary.to_text(terminal_width())
     logger.debug(f"summary\n{text}{summary.details()}")  # what follows is for the terminal
-    print(json.dumps(summary.to_dict()) if json_wanted else "\n" + text, flush=True)
+    put(json.dumps(summary.to_dict()) if json_wanted else "\n" + text)
 
 
 def _print_complete(run: RunCompleteError, folder: Path, json_wanted: bool) -> None:
@@ -165,4 +175,4 @@ def _print_complete(run: RunCompleteError, folder: Path, json_wanted: bool) -> N
         _print_summary(replace(summary, interrupted=False), json_wanted)
     elif json_wanted:
         known = {"steps": run.steps, "interrupted": False, "outputs": {"checkpoint": str(run.path)}}
-        print(json.dumps(known), flush=True)
+        put(json.dumps(known))
