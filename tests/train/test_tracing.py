@@ -111,7 +111,8 @@ def test_a_disturbed_step_among_the_traced_ones_does_not_make_the_measured_step(
     kept[2] = [replace(record, end_s=record.end_s + late_s) for record in kept[2]]
     analyse(stack, kept, 2, lambda: forecast(stack), tmp_path)
     file = StepFile.read(tmp_path / "step.json")
-    assert (file.step, file.typical_steps, file.traced_steps) == (3, 3, 2)
+    assert (file.first_step, file.step, file.typical_steps, file.traced_steps) == (1, 3, 3, 2)
+    assert not file.apart
     assert file.measured_s == max(map(span_s, kept[:2]))
     assert file.traced_s == sum(map(span_s, kept[1:])) / 2 > late_s / 2
     assert file.efficiency == file.bound_s / (file.traced_s or 0)

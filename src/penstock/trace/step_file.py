@@ -75,6 +75,8 @@ class StepFile:
         typical_predicted_s, typical_measured_s: How long each task takes, measured by its median over
             `typical_steps` steps: for computation the mean over ranks; for a transfer the rank that waited
             least. () without a prediction.
+        first_step: The first of the `typical_steps`, which lie apart where GPUs time some steps only; None in
+            older files.
         traced_s: The seconds of a step in the last `traced_steps`; None in older files, where `measured_s` is
             that.
         path: The measured critical path.
@@ -91,6 +93,7 @@ class StepFile:
     measured_s: Seconds
     bound_s: Seconds
     typical_steps: Annotated[int, Within(1, 2**62, "there was a step")]
+    first_step: Annotated[int, Within(0, 2**62, "steps count up from 1")] | None = None
     tasks: Annotated[tuple[str, ...], Items(MOST_TASKS, "one per task")]
     lanes: Annotated[tuple[str, ...], Items(MOST_TASKS, "one per task")]
     predicted: Spans | None = None
@@ -130,6 +133,11 @@ class StepFile:
         """How near the traced steps came to their bound; None = they took no time."""
         traced_s = self.measured_s if self.traced_s is None else self.traced_s
         return self.bound_s / traced_s if traced_s > 0 else None
+
+    @property
+    def apart(self) -> bool:
+        """Whether steps that were not timed lie between the timed ones."""
+        return self.first_step is not None and self.step - self.first_step >= self.typical_steps
 
     @staticmethod
     def _check_length(key: str, found: int, wanted: int, of: str) -> None:

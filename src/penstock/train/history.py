@@ -73,10 +73,11 @@ class StepAnalysis:
 
 @dataclass(frozen=True)
 class _OfRank:
-    """What one rank contributes. traced: the last of its steps. typical_s: by task of the graph. spans_s: of
-    every step. kinds_s: see `typical_seconds`."""
+    """What one rank contributes. traced: the last of its steps. first_step: number of the first. typical_s:
+    by task of the graph. spans_s: of every step. kinds_s: see `typical_seconds`."""
 
     traced: list[Sequence[TaskRecord]]
+    first_step: int
     typical_s: list[float]
     spans_s: list[float]
     kinds_s: Mapping[Kind, float]
@@ -88,7 +89,8 @@ class _OfRank:
         for record in records:
             seconds[record.task].append(record.duration_s)
         typical_s = [median(seconds[task]) for task in tasks]
-        return _OfRank(list(steps[-traced:]), typical_s, list(map(span_s, steps)), typical_seconds(records))
+        spans_s, first_step = list(map(span_s, steps)), steps[0][0].step
+        return _OfRank(list(steps[-traced:]), first_step, typical_s, spans_s, typical_seconds(records))
 
 
 def analyse(
@@ -174,6 +176,7 @@ def _step_file(
         traced_s=analysis.measured_s,
         traced_steps=analysis.steps,
         typical_steps=len(everyone[0].spans_s),
+        first_step=everyone[0].first_step,
         tasks=tuple(map(str, tasks)),
         lanes=tuple(str(task.lane) for task in tasks),
         measured=_spans([[(each[task].start_s, each[task].end_s) for task in tasks] for each in last]),

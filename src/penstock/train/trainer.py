@@ -22,7 +22,7 @@ from penstock.extras import install, is_there, needs
 from penstock.moe import MoELayer, update_expert_biases
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
-from penstock.report.summary import SUMMARY_FILE
+from penstock.report.summary import SUMMARY_FILE, WARM_UP_STEPS
 from penstock.runtime.consistency import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
@@ -75,6 +75,7 @@ class Trainer:
     """
 
     began = False
+    first = 0  # steps that were done before this start
     skipped_in_a_row = 0
     summary: RunSummary | None = None
     saved: Path | None = None
@@ -195,10 +196,10 @@ class Trainer:
             if self.config.moe.warning is not None:
                 logger.info(self.config.moe.warning)
             self._open_records(closing, done)
-            last, first, started_s = False, done, time.perf_counter()
+            last, self.first, started_s = False, done, time.perf_counter()
             while not last:
                 metrics = self._step(done)
-                if done == first > 0:
+                if done == self.first > 0:
                     metrics = replace(metrics, resumed=True)
                 done += 1
                 # Ranks leave this vote together: the next step starts after it, on one clock.
@@ -227,7 +228,8 @@ class Trainer:
         set_learning_rate(self.optimizer, rate)
         batch = self.batches.take(step)
         left = self.config.train.steps - step  # the last steps are analysed
-        now_and_then = step % TIMED_EVERY == 0 or not self.recent  # for metrics
+        # For metrics, and not while a start warms up, which would be taken for the steps after it.
+        now_and_then = (step - self.first) % TIMED_EVERY == WARM_UP_STEPS or not self.recent
         self.stack.timed = self.pilot.reads_records or now_and_then or left <= (self.recent.maxlen or 0)
         start_s = time.perf_counter()
         loss = batch_loss(self.stack, batch)

@@ -128,6 +128,9 @@ def test_cards_say_of_which_steps_they_are() -> None:
     assert (reached, traced.partition(":")[0]) == ("0.50", "overlap efficiency of steps 29 and 30 (traced)")
     once = replace(step, typical_steps=1, traced_steps=1)
     assert "of step 30;" in cards(finished(step=once))[1][1]
+    apart = cards(finished(step=replace(step, step=42, first_step=2, measured_s=9.0)))
+    assert apart[1][1].startswith("forward and backward of the last 10 timed steps, up to step 42 (median);")
+    assert apart[1][1].endswith("these steps were slower") and "the last 2 timed steps" in apart[2][1]
     older = replace(step, traced_steps=None, traced_s=None)
     (_, of), (reached, traced) = cards(finished(step=older))[1:3]
     assert of.startswith("forward and backward of the last steps (median);")

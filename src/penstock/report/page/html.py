@@ -178,7 +178,8 @@ def _forward_and_backward(step: StepFile, course: Course, iteration_s: float | N
         text += f"; {ratio} {against} predicted {milliseconds(step.predicted_s)}"
     if iteration_s is not None and step.measured_s > iteration_s:
         text += "; longer than a median step of the run: these steps were slower"
-        at = range(step.step - (steps or 0) + 1, step.step + 1)
+        known = 0 if step.apart else steps or 0
+        at = range(step.step - known + 1, step.step + 1)
         of_these = [
             seconds for number, seconds in zip(course.step, course.iteration_s, strict=True) if number in at
         ]
@@ -193,6 +194,8 @@ def _last_steps(step: StepFile, count: int | None) -> str:
     if count is None:
         return "the last steps"
     first = step.step - count + 1
+    if step.apart and count > 1:
+        return f"the last {count} timed steps, up to step {step.step}"
     if count == 1:
         return f"step {first}"
     return f"steps {first} {'and' if count == 2 else 'to'} {step.step}"
