@@ -121,7 +121,9 @@ def test_a_stop_ends_all_of_it_and_prints_what_was_measured(tmp_path: Path) -> N
 
 def test_virtual_devices_are_marked_in_json() -> None:
     zipf = ("virtual.routing=zipf", "virtual.zipf_exponent=1.5")
-    found = printed(run_forked(2, "bench", "--virtual", "--json", "--schedules", "flowmoe", *QUICK, *zipf))
+    settings = (*QUICK, *zipf, "parallel.ranks_per_node=1")
+    found = printed(run_forked(2, "bench", "--virtual", "--json", "--schedules", "flowmoe", *settings))
+    assert found["nodes"] == 2 and found["wire_bytes"] > 0 and found["inter_rate_bit_per_s"] is None
     assert found["virtual"] is True
     assert found["virtual_devices"] == "virtual devices, zipf routing (exponent 1.5)"
     assert found["cases"][0].keys() >= CASE_KEYS
@@ -230,6 +232,11 @@ def test_ranks_that_somebody_else_started_get_no_second_network() -> None:
         ("--plan --virtual", "--plan"),
         ("--plan --plot figures", "--plan"),
         ("--plan --peers deepspeed", "--plan"),
+        ("--plan --schedules flowmoe,fsmoe", "--plan"),
+        ('--plan compare.peers=["deepspeed"]', "compare.peers"),
+        ("--plan compare.tune=true", "compare.tune"),
+        ("--virtual placement.samples=netmoe", "placement.samples"),
+        ("placement.experts=planned", "placement.experts"),
         ("--collectives moe.num_experts=4", "--collectives"),
         ("--layer", "--layer"),
         ("--drift --json", "--drift"),

@@ -14,12 +14,12 @@ import torch
 
 from penstock.autotune.problem import check_compatible
 from penstock.cli.out import check_folder, progress_line
-from penstock.cli.ranks import measure_as_rank, on_ranks
+from penstock.cli.ranks import measure_as_rank, on_ranks, say_unused
 from penstock.config import ConfigError, load
 from penstock.device import count_gpus
 from penstock.lab.bench import BenchConfig, BenchResult, checkout
 from penstock.lab.bench.compare import compare, summarise
-from penstock.lab.bench.config import AUTO, Named, processes_of_bench, variants
+from penstock.lab.bench.config import AUTO, STAYS, Named, processes_of_bench, variants
 from penstock.lab.bench.field import Field, planned_field, schedules_field
 from penstock.lab.bench.result import render
 from penstock.lab.bench.scheduled import run_config_of, run_of
@@ -36,7 +36,7 @@ def bench(
     options: argparse.Namespace, overrides: Sequence[str], given: Sequence[str], emulate: Emulation | None
 ) -> int:
     """Run the comparison and return its exit code; rank 0 prints the table or one JSON object."""
-    useless = [name for name in ("virtual", "plot", "peers") if getattr(options, name) not in (None, False)]
+    useless = [name for name in ("virtual", "plot", "schedules", "peers") if getattr(options, name)]
     if options.plan and useless:
         why = f"measures the chosen plan and published ones and has no use for --{useless[0]}"
         raise ConfigError("--plan", True, why, f"Leave --{useless[0]} out, or --plan.")
@@ -55,13 +55,25 @@ def bench(
         finish = partial(_finish, options=options)
         return measure_as_rank(info, config.parallel, config.moe.num_experts, measure, finish)
 
-    ranks, timeout_s = processes_of_bench(config), config.parallel.timeout_s
+    asked, timeout_s = config.parallel.processes, config.parallel.timeout_s
+    if emulate is not None and asked != BenchConfig().parallel.processes and detect(os.environ) is None:
+        say_unused(asked, emulate)
+    ranks = processes_of_bench(config)
     return on_ranks("penstock bench", given, ranks, timeout_s, emulate, work)
 
 
 def _check_together(config: BenchConfig, options: argparse.Namespace) -> None:
     """Refuse what cannot be compared, and options whose code is missing, before any process starts."""
     names = config.compare.peers
+    for key in ("peers", "tune") if options.plan else ():
+        if value := getattr(config.compare, key):
+            why = "--plan measures the chosen plan and published ones, and does not follow it"
+            raise ConfigError(f"compare.{key}", value, why, "Leave it out, or --plan.")
+    for key in ("samples", "experts"):
+        if (moves := getattr(config.placement, key)) not in ("auto", STAYS):
+            why = "what moves is said by the names of schedules"
+            hint = f"Use --virtual --schedules penstock+{moves}."
+            raise ConfigError(f"placement.{key}", moves, why, hint)
     if options.virtual and names:
         why = "other systems compute, and virtual devices sleep instead"
         raise ConfigError("--peers", ",".join(names), why, "Leave --virtual out.")
@@ -139,7 +151,7 @@ def _compare(
     layout: Layout,
     device: torch.device,
 ) -> BenchResult:
-    """Compare and summarise. Without an emulated cluster all ranks form one node, links of unknown rate."""
+    """Compare and summarise. Without an emulated cluster the rates of links are not known."""
     del device  # the compared systems run on the CPU
     control = Control(layout.rank, layout.world_size)
     control.agreed(lambda: check_folder(options.plot), "looking where figures are to be", by=0)
@@ -153,7 +165,8 @@ def _compare(
         measurements = compare(field, config.compare, say)
     field.close()
     if emulate is None:
-        return summarise(measurements, nodes=1, devices=layout.world_size, inter_rate_bit_per_s=None)
+        devices = layout.world_size // layout.nodes
+        return summarise(measurements, nodes=layout.nodes, devices=devices, inter_rate_bit_per_s=None)
     return summarise(
         measurements,
         nodes=emulate.nodes,
