@@ -68,6 +68,14 @@ def test_a_cluster_that_was_removed_in_part_is_listed(made: dict[str, Any], cli:
     assert not [name for name in namespaces() if name.startswith(made["id"])]
 
 
+def test_a_cluster_without_all_its_limits_is_listed(made: dict[str, Any], cli: Cli) -> None:
+    """As for a moment while it is made or removed."""
+    limit = ["qdisc", "delete", "dev", "uplink", "root"]
+    subprocess.run(["tc", "-netns", f"{made['id']}-n0", *limit], check=True)
+    listed = {each["id"]: each for each in cli.finds(["emulate", "list"])["clusters"]}
+    assert listed[made["id"]]["uplinks"] == []
+
+
 def test_rate_cut_and_restore(made: dict[str, Any], cli: Cli) -> None:
     def uplinks(*arguments: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = cli.finds(["emulate", *arguments])["uplinks"]

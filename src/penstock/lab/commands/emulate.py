@@ -16,6 +16,7 @@ from penstock.config import UNSET, ConfigError
 from penstock.lab.emulate import (
     Cluster,
     EmulateConfig,
+    EmulationError,
     Uplink,
     check_available,
     clusters,
@@ -191,9 +192,12 @@ def _list(options: argparse.Namespace) -> int:
     check_available()
     entries, lines = [], []
     for state in clusters():
-        cluster = open_cluster(state.name)
+        cluster = Cluster(state.config, persistent=state.owner is None, name=state.name)
         whole = state.is_whole and not state.is_stale  # else links may be missing: the kernel knows nothing
-        uplinks = cluster.uplinks() if whole else ()
+        try:
+            uplinks = cluster.uplinks() if whole else ()
+        except (EmulationError, KeyError):  # it is being made, or removed
+            whole, uplinks = False, ()
         entries.append(
             {
                 "id": cluster.name,
