@@ -45,6 +45,7 @@ def test_a_plan_in_stages_tells_its_order_its_memory_and_that_it_cannot_run(cli:
         ([STAGES, "2", UPDATE, "32", "--ep-size", "8"], "--ep-size"),
         ([STAGES, "2", UPDATE, "32", "--out", "plan.json"], "--out"),
         ([STAGES, "2", UPDATE, "32", "--sweep", "batch=1,2"], "--sweep"),
+        ([STAGES, "4", UPDATE, "32", "--price", "nan"], "--price"),
     ],
 )
 def test_what_no_stages_can_have_is_refused_by_name(words: list[str], key: str, cli: Cli) -> None:

@@ -207,6 +207,9 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
         options.overrides, options.config = [str(options.config), *options.overrides], None
     if options.show is not None:
         return _show(options, width)
+    if options.price is not None and not 0 <= options.price < math.inf:
+        why = "must be a price, finite and not negative"
+        raise ConfigError("--price", options.price, why, "Such as 2.5.")
     in_stages = wants_stages(options)
     if options.against is not None or options.sweep is not None:
         if options.against is not None and options.sweep is not None:
@@ -254,10 +257,6 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
     subject = subject_of(options, cluster)
     memory = memory_of(options.memory_gib, subject.memory_bytes)
     budget = budget_of(options, subject)
-    if options.price is not None and not 0 <= options.price < math.inf:
-        raise ConfigError(
-            "--price", options.price, "must be a price, finite and not negative", "Such as 2.5."
-        )
     if options.out is not None:
         check_out(options.out, EXAMPLE)
         if subject.problem.passes > 1:
