@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -132,14 +133,33 @@ TOO_LONG = "x" * 300
         (("plan", TOO_LONG, "--cluster", "flowmoe-cluster-2"), "File name too long"),
         (("train", TOO_LONG), "File name too long"),
         (("report", TOO_LONG), "there is no such folder"),
+        (("prepare", __file__, "--tokenizer", TOO_LONG, "--out", "tokens"), "File name too long"),
     ],
-    ids=["cluster", "cluster file", "routing", "plan", "train", "report"],
+    ids=["cluster", "cluster file", "routing", "plan", "train", "report", "tokenizer"],
 )
 def test_a_name_that_no_file_can_have_is_refused_in_a_line(
     cli: Cli, command: tuple[str, ...], why: str
 ) -> None:
     said = cli.refuses(command)
     assert said.count("\n") <= 1 and why in said
+
+
+def test_what_lies_in_a_locked_folder_is_refused_in_a_line(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who runs tests as root may look into any real one."""
+    looked, locked = Path.stat, folder / "folder"
+
+    def stat(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if locked in path.parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return looked(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.chdir(folder)
+    assert "metrics.jsonl" in cli.refuses(["report", locked])
+    words = ["plan", "--model", f"{locked}/model", "--cluster", "flowmoe-cluster-2"]
+    assert f"{locked}/model" in cli.refuses(words)
 
 
 def test_an_output_folder_that_cannot_be_is_refused() -> None:

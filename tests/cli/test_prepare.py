@@ -41,6 +41,7 @@ def test_prepare_and_prepare_again(tmp_path: Path, cli: Cli) -> None:
         (["text.txt", "--suffixes", "txt"], "suffixes = .*must be a file extension"),
         (["text.txt", "--shard-tokens", "0"], "is no number of tokens"),
         (["text.txt", "--out", "text.txt"], "text.txt cannot be written"),
+        (["text.txt", "--out", "x" * 300], "cannot be written .*File name too long"),
         (["text.txt.gz"], "text.txt.gz is no text"),
         (["text.txt", "."], r"INPUT: .*text.txt is named twice"),
         (["text.txt", "empty/../text.txt"], r"INPUT: .*text.txt is named twice"),

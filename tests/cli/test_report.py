@@ -166,6 +166,11 @@ def test_steps_of_models_with_other_layers_are_refused(
     assert "metrics.jsonl" in said and f"rows_dropped has {len(lines[-1]['rows_dropped'])} numbers" in said
 
 
+def test_settings_that_cannot_be_read_are_refused(run: Path, cli: Cli) -> None:
+    (run / "config.toml").write_bytes(b"\xff")
+    assert "config.toml: is not UTF-8" in cli.refuses(["report", run])
+
+
 SHOWN = ("config.toml", "metrics.jsonl", "failure-rank1.txt", *LEFT)
 
 

@@ -14,7 +14,7 @@ from rich.progress import Progress as RichProgress
 
 from penstock.cli.out import add, user_path, whole
 from penstock.cli.run import FAILED, say
-from penstock.config import UNSET, ConfigError
+from penstock.config import UNSET, ConfigError, asked
 from penstock.data.config import DataConfig
 from penstock.data.files import HINT, files_of, identity
 from penstock.data.prepare import SHARD_TOKENS, Preparation
@@ -82,7 +82,7 @@ def _prepare(options: argparse.Namespace) -> int:
         why = "is not UTF-8, and data.path could not name it"
         raise ConfigError("--out", str(folder), why, "Choose another name.") from error
     work = _preparation(options)
-    if (folder / WHOLE).exists() and (damage := first_damage(folder)) is not None:
+    if asked((folder / WHOLE).exists) and (damage := first_damage(folder)) is not None:
         say(damage)
         return FAILED
     STOPS.says(lambda: GOES_ON)

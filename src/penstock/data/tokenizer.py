@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import ConfigError, expanded, open_regular
+from penstock.config import ConfigError, asked, expanded, open_regular
 from penstock.data.files import TextError
 from penstock.data.text import BYTES
 from penstock.extras import install, needs
@@ -113,7 +113,7 @@ def read_tokenizer(path: str) -> tuple[tokenizers.Tokenizer, str]:
     """
     hint = "Give the tokenizer.json of a tokenizer, or none to train on bytes."
     file = expanded(path, "tokenizer", hint)
-    file = file / "tokenizer.json" if file.is_dir() else file
+    file = file / "tokenizer.json" if asked(file.is_dir) else file
     with open_regular(file, "tokenizer", hint, path) as opened:
         data = opened.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.config import in_any_case
+from penstock.config import in_any_case, is_missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,8 @@ def model_name(text: str) -> str:
     """
     canonical = in_any_case(text, (*open_models(), *MODELS))
     owner, slash, repository = text.rpartition("/")
-    if canonical != text or not slash or "/" in owner or owner in (".", "..", "~") or Path(text).exists():
+    is_path = "/" in owner or owner in (".", "..", "~") or not is_missing(Path(text))
+    if canonical != text or not slash or is_path:
         return canonical
     begins = [name for name in open_models() if f"{repository.lower()}-".startswith(f"{name}-")]
     return max(begins, key=len, default=text)

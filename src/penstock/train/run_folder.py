@@ -8,7 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.config import UNSET, ConfigError, asked, check_no_link
+from penstock.config import UNSET, ConfigError, asked, check_no_link, is_missing, read_text
+from penstock.config.files import MOST_JSON_BYTES
 from penstock.cost import ClusterFile
 from penstock.plan import PlanFile
 from penstock.report.loads import NUMBERS, LoadCourse
@@ -50,7 +51,7 @@ def read_run(folder: Path) -> FinishedRun:
 
     def found(name: str, read: Callable[[Path], T]) -> T | None:
         check_no_link(folder / name, REMOVE)
-        if (folder / name).exists():
+        if not is_missing(folder / name):
             return read(folder / name)
         missing.append(f"{name} is not there: {WHY_MISSING[name]}.")
         return None
@@ -89,7 +90,7 @@ def course_of(steps: Sequence[StepMetrics]) -> Course:
 def _steps(folder: Path) -> list[StepMetrics]:
     path = folder / METRICS_FILE
     check_no_link(path, REMOVE)
-    if not path.exists():
+    if is_missing(path):
         why = f"holds no run: there is no {METRICS_FILE} in it"
         raise ConfigError("RUN", str(folder), why, "Give the output.dir of a run, such as runs/tiny.")
     steps = read_metrics(path)
@@ -106,4 +107,4 @@ def _steps(folder: Path) -> list[StepMetrics]:
 
 def _text(path: Path) -> str:
     check_no_link(path, REMOVE)
-    return path.read_text(errors="replace", encoding="utf-8") if path.is_file() else ""
+    return "" if is_missing(path) else read_text(path, str(path), REMOVE, MOST_JSON_BYTES)
