@@ -79,20 +79,23 @@ def test_an_earlier_run_in_the_folder_is_not_what_was_saved(tmp_path: Path) -> N
     assert (done.returncode, done.stderr.splitlines()[-1]) == (130, f"penstock: {NONE_YET}")
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("earlier", [False, True])
 def test_a_model_that_cannot_be_built_leaves_the_reports_of_an_earlier_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], earlier: bool
 ) -> None:
     """It is moved aside only when this one begins; without a run in the folder there is a report."""
     monkeypatch.setattr(train_rank, "decoder_of", broken)
-    words = ["train", str(write_config(tmp_path)), "parallel.processes=1"]
     report = tmp_path / "run" / "failure-rank0.txt"
-    assert main(words) == 1
-    assert f"(details: {report})" in capsys.readouterr().err and "Traceback" in report.read_text()
-    report.write_text("earlier")
-    (tmp_path / "run" / "metrics.jsonl").touch()
-    assert main(words) == 1
-    said = capsys.readouterr().err
-    assert report.read_text() == "earlier" and "Traceback" in said and "(details" not in said
+    if earlier:
+        report.parent.mkdir()
+        report.write_text("earlier")
+        (tmp_path / "run" / "metrics.jsonl").touch()
+    assert main(["train", str(write_config(tmp_path)), "parallel.processes=1"]) == 1
+    said, left = capsys.readouterr().err, report.read_text()
+    assert "RuntimeError: no such model" in said and (f"(details: {report})" in said) is not earlier
+    assert left == "earlier" if earlier else "no such model" in left
+    assert "Traceback" in (said if earlier else left)
 
 
 def broken(*_: object, **__: object) -> NoReturn:
