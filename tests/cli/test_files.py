@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -13,6 +15,8 @@ from penstock.config import ConfigError
 from penstock.plan.plan_config import PlanConfig
 from penstock.train.output import OutputFolder
 from tests.support.cli import Cli
+
+T = TypeVar("T")
 
 PLAN = (
     *("plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "flowmoe-cluster-2"),
@@ -148,16 +152,19 @@ def test_what_lies_in_a_locked_folder_is_refused_in_a_line(
     folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who runs tests as root may look into any real one."""
-    looked, locked = Path.stat, folder / "folder"
+    locked = folder / "folder"
 
-    def stat(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
-        if locked in path.parents:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return looked(path, follow_symlinks=follow_symlinks)
+    def refusing(call: Callable[..., T]) -> Callable[..., T]:
+        def refused(path: Path, *given: object, **more: object) -> T:
+            if locked in Path(path).parents:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return call(path, *given, **more)
 
-    monkeypatch.setattr(Path, "stat", stat)
-    monkeypatch.chdir(folder)
-    assert "metrics.jsonl" in cli.refuses(["report", locked])
+        return refused
+
+    monkeypatch.setattr(Path, "stat", refusing(Path.stat))
+    monkeypatch.setattr(os, "open", refusing(os.open))
+    assert "metrics.jsonl: cannot be read (Permission denied)" in cli.refuses(["report", locked])
     words = ["plan", "--model", f"{locked}/model", "--cluster", "flowmoe-cluster-2"]
     assert f"{locked}/model" in cli.refuses(words)
 
