@@ -165,7 +165,7 @@ def _compare(
         measurements = compare(field, config.compare, say)
     field.close()
     if emulate is None:
-        devices = layout.world_size // layout.nodes
+        devices = layout.node_size or layout.world_size
         return summarise(measurements, nodes=layout.nodes, devices=devices, inter_rate_bit_per_s=None)
     return summarise(
         measurements,
