@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.apportion import Counts
-from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload, routing_sizes
+from penstock.cost import ClusterConfig, ProfiledCluster, RoutedCost, StepCost, Workload, routing_sizes
+from penstock.cost.clusters import find_cluster
 from penstock.cost.moves import RowMoves
 from penstock.cost.placed import rank_loads
 from penstock.features.build import build_graph
@@ -300,6 +301,9 @@ def test_rows_by_position_are_worked_out_once_for_all_ranks(monkeypatch: pytest.
 # ---- links -------------------------------------------------------------------------------------------------
 
 
+GPUS = ProfiledCluster.build(find_cluster("2x4xH100,net=8x400gbit"))
+
+
 def moves_of(work: Workload, cluster: ClusterConfig) -> RowMoves:
     return RowMoves(StepCost(SHAPE, work, cluster), np.zeros((0,), np.int64))
 
@@ -314,8 +318,9 @@ def test_even_tables_are_even_buffers(nodes: int, per_node: int, inside: float, 
     ranks = nodes * per_node
     work = replace(WORK, world_size=ranks, ep_size=ranks, node_size=per_node, devices_per_node=per_node)
     cluster = ClusterConfig(intra_bytes_per_s=inside * 1e9, link_rate_of="node" if shared else "device")
-    argument = moves_of(work, cluster).argument(np.full((ranks, ranks), 3.0))
-    assert argument == pytest.approx(0.0 if ranks == 1 else 3.0 * ranks)
+    for each in (cluster, GPUS):
+        argument = moves_of(work, each).argument(np.full((ranks, ranks), 3.0))
+        assert argument == pytest.approx(0.0 if ranks == 1 else 3.0 * ranks)
 
 
 def test_rows_inside_a_node_do_not_wait_for_its_card(monkeypatch: pytest.MonkeyPatch) -> None:

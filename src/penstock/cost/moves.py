@@ -245,9 +245,10 @@ class RowMoves:
 
     @cached_property
     def _even_s(self) -> float:
-        """Seconds of one unit of an even buffer, by the rates of links."""
-        even = ClusterConfig.all_to_all(self.even.cluster, self.sizes.span(Group.EXPERT))
-        return even.beta_s_per_byte
+        """Seconds of one unit of an even buffer, by the rates of links, as `Links` has them: of a ring."""
+        cluster = self.even.cluster
+        even = ClusterConfig.all_to_all(cluster, self.sizes.span(Group.EXPERT))
+        return even.beta_s_per_byte / cluster.raggedness
 
     # ---- tables --------------------------------------------------------------------------------------------
 
