@@ -4,15 +4,19 @@ task."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from penstock.cost import StepCost
+from penstock.cost import ClusterConfig, StepCost
+from penstock.cost.cluster import RateOf
 from penstock.decision import Decision
 from penstock.features.build import build_graph
 from penstock.features.expert_replicas.prices import expert_costs
 from penstock.features.expert_replicas.problem import ExpertCosts, LayerLoad, paper_seconds, seconds_of
+from penstock.features.routed import links_of
+from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.routing.links import Links
 from tests.plan.problems import problem, with_sharing
@@ -44,6 +48,23 @@ def test_rows_and_the_rest_of_a_block_cost_what_tasks_do(tp_size: int, etp_size:
     assert costs.row_s * rate == pytest.approx(flops[experts] / rows)
     rest_s = costs.other_s - each.cluster.task_overhead_s
     assert rest_s * rate == pytest.approx(sum(flops.values()) - flops[experts])
+
+
+@pytest.mark.parametrize("rate_of", get_args(RateOf))
+@pytest.mark.parametrize("etp_size", [1, 2, 4])
+def test_links_carry_what_all_ranks_send_that_share_experts(etp_size: int, rate_of: RateOf) -> None:
+    """Each of them an equal part of the rows, and its shard of every copy."""
+    each = with_sharing(problem(cluster=ClusterConfig(link_rate_of=rate_of)), 1, etp_size)
+    work, rng = each.workload, np.random.default_rng(0)
+    rows, copies = (rng.integers(0, most, (work.ep_size, work.ep_size)) for most in (99, 3))
+    rows_PP, copies_PP = np.zeros((2, work.world_size, work.world_size))
+    for ranks in work.mesh.groups(Group.EXPERT):
+        rows_PP[np.ix_(ranks, ranks)], copies_PP[np.ix_(ranks, ranks)] = rows / etp_size, copies
+    costs = replace(expert_costs(work, each.cluster), forward_slack_s=0.0, backward_slack_s=0.0)
+    found = seconds_of(costs, LayerLoad(traffic=rows.astype(np.float64), copies=copies))
+    links = links_of(work, each.cluster, range(work.world_size))
+    assert found.rows_s == pytest.approx(4 * work.wire_bytes(1) * links.seconds(rows_PP))
+    assert found.weights_s == pytest.approx(2 * work.expert_bytes * links.seconds(copies_PP))
 
 
 def test_equation_8() -> None:

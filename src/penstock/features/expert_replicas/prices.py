@@ -6,6 +6,7 @@ Shapes: Y MoE layers, P ranks of an expert group, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -47,16 +48,21 @@ LOCAL = ("pro_prophet", "shadowing")
 def expert_costs(work: Batch, cluster: Rates) -> ExpertCosts:
     """Return the costs of a step for a planner of replicas; slack as in Eq 8.
 
-    A rank computes its shard of experts and of attention. Where replicas were seen to travel longer than
-    their bytes by the links, these are more bytes.
+    A rank computes its shard of experts and of attention. Loads are those of all ranks that share an expert,
+    each of which sends its own part of the rows over links of its own, and its shard of a copy; where they
+    share a node's card, copies of all shards pass it. Where replicas were seen to travel longer than their
+    bytes by the links, these are more bytes.
     """
+    links = links_of(work, cluster, work.mesh.groups(Group.EXPERT)[0])
+    if not links.card_per_rank:
+        links = replace(links, across_s_per_byte=links.across_s_per_byte * work.etp_size)
     tokens = work.tokens(0, 1)
     forward = partial(cluster.compute_s, phase=Phase.FORWARD, moved_bytes=0.0)
     rows_s = [forward(Op.EXPERTS, flops=work.expert_flops(n) / work.etp_size) for n in (0, tokens)]
     return ExpertCosts(
-        links=links_of(work, cluster, work.mesh.groups(Group.EXPERT)[0]),
+        links=links,
         row_s=(rows_s[1] - rows_s[0]) / tokens,
-        row_bytes=work.wire_bytes(1),
+        row_bytes=work.wire_bytes(1) / work.etp_size,
         parameter_bytes=work.expert_bytes * cluster.prolonged(Op.REPLICA_PARAMETERS),
         gradient_bytes=work.expert_bytes * cluster.prolonged(Op.REPLICA_GRADIENTS),
         other_s=forward(Op.ATTENTION, flops=work.attention_flops(tokens) / work.tp_size),

@@ -36,7 +36,8 @@ class ExpertCosts:
     Attributes:
         links: The links between the ranks of an expert group.
         row_s: The seconds of an expert's forward for one row; backward takes twice that.
-        row_bytes: The bytes of a row in one of the four all-to-alls of a step.
+        row_bytes: The bytes of a row in one of the four all-to-alls of a step; where ranks share an expert,
+            each of which sends some of its rows, on the links of one of them.
         parameter_bytes, gradient_bytes: The bytes of one expert, as Trans and Agg carry them.
         other_s: The seconds of the forward of the rest of the block.
         forward_slack_s, backward_slack_s: The seconds of Trans and of Agg that the schedule hides; None = as
