@@ -7,6 +7,7 @@ virtual step, and of the cost model.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
@@ -18,14 +19,14 @@ import pytest
 import torch
 
 from penstock.apportion import Counts
-from penstock.cost import RoutedCost
+from penstock.cost import ClusterConfig, RoutedCost
 from penstock.cost.moves import ROW_MOVES
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.features.tensor_parallel.ops import ROUTED as TOKENS
 from penstock.graph import Task
 from penstock.lab.virtual import VirtualConfig, VirtualStack, build_virtual
 from penstock.lab.virtual.handlers import virtual_handlers
-from penstock.mesh import Axes
+from penstock.mesh import Axes, Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import Op
@@ -36,7 +37,11 @@ from penstock.runtime.features.expert_replicas.manager import ExpertReplicas
 from penstock.runtime.handlers import HANDLERS, Handlers, Inputs, Outputs
 from penstock.runtime.transport import GroupTransport
 from penstock.schedule import StepPlan
+from penstock.topology import Layout
+from penstock.train.assemble import workload
+from penstock.train.config import TrainConfig
 from tests.support.parity import Case, batch_of, machinery_of, stack_of
+from tests.support.placers import Rotated
 from tests.support.ranks import Pools
 from tests.support.replicas import RandomReplicas, random_replication, stack_with_replicas
 
@@ -162,25 +167,29 @@ def virtual_step(rank: int, case: Case, plan: StepPlan, rows: Counts, hosts: boo
         handlers = watched(virtual_handlers(), sent, patch)
         stack._programs = Programs(handlers, stack.machinery.layout.mesh.silent)
         stack.step(0)
-    priced: Sent = {}
-    mesh = stack.machinery.layout.mesh
+    return dict(sent), as_priced(cost, plan, rank, OPS)
+
+
+def as_priced(cost: RoutedCost, plan: StepPlan, rank: int, ops: Collection[str]) -> Sent:
+    """What the cost model says that a rank sends in tasks of these ops."""
+    found: Sent = {}
     for task in plan.graph.tasks:
-        if task.op not in OPS:
+        if task.op not in ops:
             continue
         move = cost.moves.move(task, rank)
         splits = move.input_splits
         if move.collective == "all_gather":
             splits = splits * len(move.output_splits)
-        own = mesh.place(rank, move.group)
+        own = cost.workload.mesh.place(rank, move.group)
         sizes = tuple(0 if n == own else rows * move.row_bytes for n, rows in enumerate(splits))
         if move.collective in ("all_to_all", "all_gather") and any(sizes):
-            priced[str(task.name)] = [(move.group, sizes)]
-    return dict(sent), priced
+            found[str(task.name)] = [(move.group, sizes)]
+    return found
 
 
-def of_rows(sent: Sent) -> Sent:
-    """What tasks sent that move rows, tokens or replicas."""
-    return {name: each for name, each in sent.items() if name.split(".")[1] in {str(op) for op in OPS}}
+def of_ops(sent: Sent, ops: Collection[str] = OPS) -> Sent:
+    """What tasks of these ops sent: without others those that move rows, tokens or replicas."""
+    return {name: each for name, each in sent.items() if name.split(".")[1] in {str(op) for op in ops}}
 
 
 def check(pools: Pools, case: Case, hosts: bool = False) -> None:
@@ -189,7 +198,7 @@ def check(pools: Pools, case: Case, hosts: bool = False) -> None:
     assert rows.any() and len({each.tobytes() for each in rows}) > 1, "ranks route otherwise"
     found = pools(case.world_size).run(virtual_step, case, plan, rows, hosts)
     for rank, ((real, _), (virtual, priced)) in enumerate(zip(told, found, strict=True)):
-        assert of_rows(real.sent) == of_rows(virtual) == priced, rank
+        assert of_ops(real.sent) == of_ops(virtual) == priced, rank
         assert real.sent.keys() == virtual.keys()
         assert priced, "something was sent"
 
@@ -219,3 +228,53 @@ def test_shards_of_experts(ranks: Pools, schedule: str, tp_size: int, etp_size: 
 def test_replicas_whose_rows_are_split_by_their_own_loads(ranks: Pools, dispatch: str) -> None:
     case = case_of(schedule="flowmoe", chunks=1, backward_chunks=1, dispatch=dispatch, node_size=2)
     check(ranks, case, hosts=True)
+
+
+# ---- samples -----------------------------------------------------------------------------------------------
+
+
+def moving_step(rank: int, case: Case, rounds: bool) -> tuple[Sent, StepPlan]:
+    """What a rank sends that follows samples, under autocast if it `rounds`."""
+    stack = stack_of(rank, case)
+    stack.compute_in(torch.bfloat16 if rounds else None)
+    tokens, labels = batch_of(case)
+    sent: Sent = defaultdict(list)
+    with pytest.MonkeyPatch.context() as patch:
+        stack._programs = Programs(watched(HANDLERS, sent, patch), stack.machinery.layout.mesh.silent)
+        stack(tokens[case.mine(rank)], labels[case.mine(rank)]).backward()
+    return of_ops(sent, [Op.SAMPLE_MOVE]), stack.plan
+
+
+def rotated(case: Case, plan: StepPlan) -> Placed:
+    """Where `Rotated` brings the samples of a step without slices."""
+    devices = case.mesh.size(Group.DATA)
+    held = [np.arange(devices * case.batch).reshape(devices, case.batch)]
+    for _ in range(sum(plan.shape.moe_layers)):
+        held.append(held[-1].copy())
+        for here_DB in np.split(held[-1], plan.shape.microbatches, axis=1):
+            homes = np.repeat(np.arange(devices), here_DB.shape[1])
+            order = np.argsort(np.roll(homes, 1 + here_DB.shape[1]), kind="stable")
+            here_DB[:] = here_DB.reshape(-1)[order].reshape(here_DB.shape)
+    return Placed(np.stack(held))
+
+
+@pytest.mark.parametrize("way", ["packed", "apart", "apart, rounded"])
+@pytest.mark.parametrize("shared", [0, 8])
+@pytest.mark.parametrize(("tp_size", "etp_size", "ep_size"), [(1, 1, 4), (2, 1, 4), (2, 2, 2)])
+def test_what_follows_samples(
+    ranks: Pools, tp_size: int, etp_size: int, ep_size: int, shared: int, way: str
+) -> None:
+    """Ranks that share samples have four and three of their tokens, and each all of their labels."""
+    layout = {"tp_size": tp_size, "etp_size": etp_size, "ep_size": ep_size}
+    rounds, precision = way == "apart, rounded", "bfloat16" if way == "apart, rounded" else "float32"
+    case = case_of(chunks=1, backward_chunks=1, batch=4, placer=Rotated(), carried=way == "packed", **layout)
+    model, moe = replace(case.model, seq_len=7), replace(case.moe, shared_ffn_hidden_size=shared)
+    case = replace(case, model=model, moe=replace(moe, aux_loss_group="sequence"))
+    told = ranks(4).run(moving_step, case, rounds)
+    plan, config = told[0][1], replace(case.config, train=TrainConfig(precision=precision))
+    work = workload(config, Layout.build(config.parallel, 4, 0, moe.num_experts))
+    counts = np.zeros((case.mesh.size(Group.DATA), case.batch, 2, moe.num_experts), np.int64)
+    cost = RoutedCost(plan.shape, work, ClusterConfig(), counts, placed=rotated(case, plan))
+    for rank, (sent, _) in enumerate(told):
+        assert sent == as_priced(cost, plan, rank, [Op.SAMPLE_MOVE]), rank
+    assert any(sent for sent, _ in told)

@@ -242,20 +242,17 @@ def gathered(step: RoutedStep, task: Task, rows: int, row_bytes: int) -> Move:
     return Move("all_gather", task.axes, (rows,), (rows,) * step.sizes.mesh.size(task.axes), row_bytes)
 
 
-def exchanged(step: RoutedStep, task: Task, rank: int, sent: Counts, along: Axes, row_bytes: int) -> Move:
-    """Return the move of an exchange between places along these axes.
+def exchanged(step: RoutedStep, task: Task, rank: int, sent_WW: Counts, row_bytes: int) -> Move:
+    """Return the move of an exchange between the members of a task's group.
 
     Args:
         rank: The rank whose move it is.
-        sent: The rows from place to place, forward; what stays is not handed over.
-        along: The axes along which places are counted.
+        sent_WW: The rows from member to member in this task; what stays is not handed over.
     """
-    mesh, table = step.sizes.mesh, sent if task.forward else sent.T
-    own_place = mesh.place(rank, along)
-    places = [mesh.place(member, along) for member in mesh.members(rank, task.axes)]
+    own = step.sizes.mesh.place(rank, task.axes)
     there, back = (
-        tuple(0 if place == own_place else int(row[place]) for place in places)
-        for row in (table[own_place], table[:, own_place])
+        tuple(0 if place == own else rows for place, rows in enumerate(row_W.tolist()))
+        for row_W in (sent_WW[own], sent_WW[:, own])
     )
     return Move("all_to_all", task.axes, there, back, row_bytes)
 

@@ -179,7 +179,7 @@ def _replicas(step: RoutedStep, task: Task, rank: int) -> Move:
     elements = round(step.sizes.expert_bytes) // FLOAT32_BYTES
     piece_bytes = part_sizes(elements, task.cut.parts)[task.piece] * FLOAT32_BYTES
     sent = copies_of(step.placed.replications[step.column(task)])
-    return exchanged(step, task, rank, sent, Group.EXPERT, piece_bytes)
+    return exchanged(step, task, rank, sent if task.forward else sent.T, piece_bytes)
 
 
 def _replicas_load(step: RoutedStep, task: Task) -> Floats:

@@ -161,15 +161,10 @@ def _solving_s(step: RoutedStep, task: Task, seconds: float) -> float:
     return SOLVING_S + SOLVING_S_PER_CELL * samples * solved * len(groups[0].devices) ** 2
 
 
-def _between_groups(step: RoutedStep, task: Task) -> Counts:
-    """Return samples that change homes, [D, D]."""
-    places = _samples(step, task)
-    return step.placed.moved(step.column(task), places.start, places.stop)
-
-
 def _moved(step: RoutedStep, task: Task) -> Floats:
     """Return samples from rank to rank, [P, P]; ranks that share them each move a part of the tokens."""
-    mesh, moved_DD = step.sizes.mesh, _between_groups(step, task)
+    mesh, places = step.sizes.mesh, _samples(step, task)
+    moved_DD = step.placed.moved(step.column(task), places.start, places.stop)
     moved_PP = np.zeros((mesh.world_size, mesh.world_size))
     for ranks in zip(*mesh.groups(Group.TENSOR), strict=True):
         moved_PP[np.ix_(ranks, ranks)] = moved_DD if task.forward else moved_DD.T
@@ -177,21 +172,25 @@ def _moved(step: RoutedStep, task: Task) -> Floats:
 
 
 def _sample_bytes(step: RoutedStep, task: Task, rank: int) -> int:
-    """Return bytes that follow a sample from this rank, which may have a part of its tokens only."""
+    """Return bytes that follow a sample from this rank, which may have a part of its tokens, with all labels.
+
+    The residual stream and weights are float32, outputs of shared experts are as other products.
+    """
     work = step.sizes
     tokens = split_sizes(work.seq_len, work.tp_size)[work.mesh.place(rank, Group.TENSOR)]
-    apart = not step.shape.packed_residual
-    streams = apart + (work.shared_ffn_hidden_size > 0)
-    values_bytes = (streams * work.hidden_size + apart * work.top_k) * FLOAT32_BYTES
+    apart, shares = not step.shape.packed_residual, work.shared_ffn_hidden_size > 0
+    shared_bytes = round(work.hidden_bytes(1)) * shares
+    values_bytes = apart * (work.hidden_size + work.top_k) * FLOAT32_BYTES + shared_bytes
     if not task.forward:
         return tokens * values_bytes
-    return tokens * (values_bytes + (work.top_k + 1) * INTEGER_BYTES) + INTEGER_BYTES
+    return tokens * (values_bytes + work.top_k * INTEGER_BYTES) + (work.seq_len + 1) * INTEGER_BYTES
 
 
 def _move(step: RoutedStep, task: Task, rank: int) -> Move:
     """Return the move of what follows a sample beside its rows: labels and so on; gradients back."""
-    row_bytes = _sample_bytes(step, task, rank)
-    return exchanged(step, task, rank, _between_groups(step, task), Group.DATA, row_bytes)
+    members = step.sizes.mesh.members(rank, task.axes)
+    sent_WW = _moved(step, task)[np.ix_(members, members)].astype(np.int64)
+    return exchanged(step, task, rank, sent_WW, _sample_bytes(step, task, rank))
 
 
 def _load(step: RoutedStep, task: Task) -> Floats:
