@@ -12,7 +12,7 @@ import torch
 import penstock
 from penstock.adapt import planning
 from penstock.adapt.engine import Engine
-from penstock.adapt.planning import stand_in
+from penstock.adapt.planning import moving_of, stand_in
 from penstock.adapt.scheduled import engine_of
 from penstock.autotune.profile import tasks
 from penstock.cost import Attention, ClusterFile
@@ -87,6 +87,18 @@ def test_what_is_trained_when_a_plan_is_made_counts() -> None:
     after = estimated(model)
     assert after.weights_bytes == before.weights_bytes
     assert after.gradients_bytes == model.lm_head.weight.nbytes < before.gradients_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("tuned", [whole, half])
+def test_experts_move_in_their_own_type(tuned: Callable[[Any], Any], family: str) -> None:
+    """Those of gpt_oss with their biases."""
+    engine = engine_of(penstock.parallelize(tuned(small(family)), plan="flowmoe"))
+    moving = moving_of(Decision(experts="planned"), engine._planner.sizes, engine.stack)
+    expert_bytes = engine.stack.gradients.sizes_bytes.expert
+    assert moving is not None and expert_bytes > 0
+    assert moving.costs.parameter_bytes == moving.costs.gradient_bytes == expert_bytes
 
 
 @pytest.mark.slow

@@ -85,6 +85,7 @@ class Workload:
         tied_embeddings: Whether embedding and head are one weight, which counts with the first layer.
         dense_ffn_hidden_size: The width of dense blocks.
         held: The weights that a rank has, for memory; None = all of them are trained, in float32.
+        held_expert_bytes: See `expert_bytes`, in the type in which a rank has them; 0 = in float32.
         state: The types of parameters, gradients and moments.
     """
 
@@ -121,6 +122,7 @@ class Workload:
     partial_all_reduce_bytes: tuple[int, ...] = ()
     partial_by_form: PartialByForm = ()
     held: HeldBytes | None = None
+    held_expert_bytes: int = 0
     tied_embeddings: bool = False
     state: StateTypes = StateTypes()  # frozen
 
@@ -276,7 +278,7 @@ class Workload:
     def expert_bytes(self) -> float:
         """Bytes of the parameters of one expert, or of a rank's shard of it."""
         numbers = self.expert_matrices * self.hidden_size * self.ffn_hidden_size
-        return numbers * FLOAT32_BYTES / self.etp_size
+        return self.held_expert_bytes or numbers * FLOAT32_BYTES / self.etp_size
 
     def dense_flops(self, tokens: int) -> float:
         """Return operations of the feed-forward part of a dense block: three matrices."""

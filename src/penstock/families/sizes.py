@@ -202,4 +202,5 @@ class ModelSizes:
             devices_per_node=layout.node_size,
             shared_ffn_hidden_size=self.shared_width,
             held=held,
+            held_expert_bytes=gradients.expert,
         )
