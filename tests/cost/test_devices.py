@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from penstock.config import ConfigError
-from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster
+from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost
 from penstock.cost.cluster_file import Machine, TaskModel
 from penstock.cost.clusters import find_cluster, names
 from penstock.cost.clusters.line import FABRICS, LINKS, in_line
 from penstock.cost.devices import DEVICES, KERNEL_S, SHARES, Computing, Efficiency, find_device
 from penstock.cost.span import Span
+from penstock.features.build import build_graph
 from penstock.graph import Phase
 from penstock.ops import Op, Work
 from penstock.ops.work import Kernels, Product
+from tests.plan.problems import problem, with_sharing
 
 RATES = ClusterConfig(flops_per_s=1e13)
 HERE = Machine(host="a", date="b", processor="c", device="cpu", python="3", torch="2", penstock="0")
@@ -150,6 +152,24 @@ def test_what_was_measured_goes_before_what_is_usual() -> None:
     measured = ProfiledCluster.build(replace(file, tasks=(model,)))
     assert measured.task_s(Op.EXPERTS, Phase.FORWARD, work) > 1.0
     assert ClusterFile(name="by hand", nodes=1, ranks_per_node=2, device="H100").kernels_of == "rates"
+
+
+@pytest.mark.parametrize("line", ["", "2x4xH100,net=25GB/s"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_what_else_is_done_to_rows_takes_its_time(tp_size: int, line: str) -> None:
+    """They are encoded and decoded, or bring the residual stream to the experts; by rates, and by kernels."""
+    each = with_sharing(problem(), tp_size, 1)
+    cluster = ProfiledCluster.build(find_cluster(line)) if line else ClusterConfig()
+    plain = StepCost(each.shape, each.workload, cluster)
+    coded = replace(plain, workload=each.workload.compressed("int8"), shared={})
+    packed = replace(each.shape, moves_samples=True, carries_residual=True)
+    carrying = replace(plain, shape=packed, shared={})
+    coding = (Op.ATTENTION if tp_size == 1 else Op.GATE, Op.EXPERTS, Op.UNPERMUTE)
+    computed = [task for task in build_graph(each.shape).tasks if task.lane.computes]
+    assert {task.op for task in computed} > set(coding)
+    for task in computed:
+        assert (coded(task) > plain(task)) is (task.op in coding), task
+        assert (carrying(task) > plain(task)) is (task.op == Op.EXPERTS), task
 
 
 def test_a_device_twice_as_fast_takes_half_as_long() -> None:

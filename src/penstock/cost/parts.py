@@ -124,17 +124,14 @@ PARTS: Final[dict[Part, Callable[[Workload, float, int], Kernels]]] = {
 """Every part by name, for tokens (experts: rows) of a rank; shares: the ranks that divide its width."""
 
 
-def kernels_of(work: Workload, amount: float, *parts: Part, shares: int = 1) -> Kernels:
-    """Return the forward kernels of some parts of a model together.
-
-    Args:
-        amount: The number of tokens, or of rows where a part is that of experts.
-        shares: The ranks that divide the width of the parts.
-    """
+def kernels_of(
+    work: Workload, amount: float, *parts: Part, shares: int = 1, beside_bytes: float = 0.0
+) -> Kernels:
+    """Return the forward kernels of some parts of a model together, see `Sizes.kernels`."""
     by_part = [PARTS[part](work, amount, shares) for part in parts]
     return Kernels(
         products=tuple(product for of_part in by_part for product in of_part.products),
         score_flops=sum(of_part.score_flops for of_part in by_part),
         score_width=max(of_part.score_width for of_part in by_part),
-        moved_bytes=sum(of_part.moved_bytes for of_part in by_part),
+        moved_bytes=beside_bytes + sum(of_part.moved_bytes for of_part in by_part),
     )

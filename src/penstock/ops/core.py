@@ -29,7 +29,7 @@ def _copied(task: Task, sizes: Sizes) -> float:
     return sizes.hidden_bytes(2 * sizes.tokens(task) * sizes.top_k)
 
 
-def _coded(task: Task, sizes: Sizes) -> float:
+def coded(task: Task, sizes: Sizes) -> float:
     """Return the bytes copied to encode rows for their transfer, or to decode them."""
     return sizes.coding_bytes(sizes.tokens(task) * sizes.top_k)
 
@@ -41,17 +41,18 @@ def _copies(task: Task, sizes: Sizes) -> Work:
 def _attention(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
     dense = 0.0 if sizes.moe_layers[task.layer] else sizes.dense_flops(tokens)
-    copied_bytes = _copied(task, sizes) if dense else _copied(task, sizes) + _coded(task, sizes)
+    coded_bytes = 0.0 if dense else coded(task, sizes)
     return Work(
         flops=sizes.attention_flops(tokens) + dense,
-        copied_bytes=copied_bytes,
-        kernels=sizes.kernels(tokens, "attention", "dense" if dense else "router"),
+        copied_bytes=_copied(task, sizes) + coded_bytes,
+        kernels=sizes.kernels(tokens, "attention", "dense" if dense else "router", beside_bytes=coded_bytes),
     )
 
 
 def _unpermuted(task: Task, sizes: Sizes) -> Work:
-    copied_bytes = _copied(task, sizes) + _coded(task, sizes)
-    return Work(copied_bytes=copied_bytes, kernels=sizes.kernels(sizes.tokens(task), "home"))
+    coded_bytes = coded(task, sizes)
+    kernels = sizes.kernels(sizes.tokens(task), "home", beside_bytes=coded_bytes)
+    return Work(copied_bytes=_copied(task, sizes) + coded_bytes, kernels=kernels)
 
 
 def _shared(task: Task, sizes: Sizes) -> Work:
@@ -65,13 +66,14 @@ def _shared(task: Task, sizes: Sizes) -> Work:
 def _experts(task: Task, sizes: Sizes) -> Work:
     """Return the work of a shard: it computes its part of the hidden width of every row."""
     rows = sizes.rows(task) * task.cut.row_copies
-    passes = 2 + CARRYING_PASSES * sizes.packed_residual
+    carried_bytes = CARRYING_PASSES * sizes.packed_residual * sizes.hidden_bytes(rows)
+    beside_bytes = carried_bytes + 2 * sizes.coding_bytes(rows)
     return Work(
         flops=sizes.expert_flops(rows) / sizes.etp_size,
-        copied_bytes=passes * sizes.hidden_bytes(rows) + 2 * sizes.coding_bytes(rows),
+        copied_bytes=2 * sizes.hidden_bytes(rows) + beside_bytes,
         pieces=len(task.cut.held),
         follows_rows=True,
-        kernels=sizes.kernels(rows, "experts", shares=sizes.etp_size),
+        kernels=sizes.kernels(rows, "experts", shares=sizes.etp_size, beside_bytes=beside_bytes),
     )
 
 

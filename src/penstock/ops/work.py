@@ -138,12 +138,13 @@ class Sizes(Protocol):
 
     def logit_bytes(self, tokens: int) -> float: ...
 
-    def kernels(self, amount: float, *parts: Part, shares: int = 1) -> Kernels:
+    def kernels(self, amount: float, *parts: Part, shares: int = 1, beside_bytes: float = 0.0) -> Kernels:
         """Return the kernels of parts of the model.
 
         Args:
             amount: The number of tokens, or of rows where a part is that of experts.
             shares: The ranks that divide the width of the parts.
+            beside_bytes: The bytes that are read and written beside them.
         """
         ...
 

@@ -15,7 +15,7 @@ from functools import partial
 from penstock.features.routed import Move, Routed, RoutedStep, within
 from penstock.graph.task import Task
 from penstock.ops.base import Backward, Family, Kind, Op, OpSpec, Place
-from penstock.ops.core import PARTIAL, REPLICATED
+from penstock.ops.core import PARTIAL, REPLICATED, coded
 from penstock.ops.work import Collective, Sizes, Work, WorkOf
 from penstock.routing.sizes import split_sizes
 
@@ -71,10 +71,11 @@ def _heads(task: Task, sizes: Sizes) -> Work:
 
 
 def _gate(task: Task, sizes: Sizes) -> Work:
-    tokens = sizes.tokens(task)
-    copied = sizes.hidden_bytes(2 * tokens * sizes.top_k)
+    tokens, coded_bytes = sizes.tokens(task), coded(task, sizes)
     return Work(
-        flops=sizes.router_flops(tokens), copied_bytes=copied, kernels=sizes.kernels(tokens, "router")
+        flops=sizes.router_flops(tokens),
+        copied_bytes=sizes.hidden_bytes(2 * tokens * sizes.top_k) + coded_bytes,
+        kernels=sizes.kernels(tokens, "router", beside_bytes=coded_bytes),
     )
 
 
