@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.config import ConfigError, load
 from penstock.cost import ClusterConfig, Span, StateTypes, StepCost, UnevenRanks, Workload, slowed
 from penstock.cost.cluster_file import LinkModel
+from penstock.cost.moves import ROW_MOVES
 from penstock.cost.span import even_leg
 from penstock.decision import Decision
 from penstock.features.build import build_graph
@@ -26,9 +27,9 @@ from penstock.ops.core import TRANSFERS
 from penstock.plan import find_plan
 from penstock.plan.optimizers import sharing_updates
 from penstock.step import StepShape
-from penstock.step.shape import ExpertForm, Sharing
+from penstock.step.shape import FORM_TOKENS, ExpertForm, Sharing
 from penstock.train.config import RunConfig
-from tests.plan.problems import problem
+from tests.plan.problems import problem, with_sharing
 from tests.steps import shapes, task_at
 
 CLUSTER = ClusterConfig(
@@ -237,6 +238,21 @@ def test_a_popular_rank_computes_longer_and_holds_up_transfers() -> None:
             assert found - start_s == pytest.approx(2 * (usual_s - start_s))
         else:
             assert found == pytest.approx(usual_s)
+
+
+@pytest.mark.parametrize("form", FORM_TOKENS)
+def test_a_popular_rank_holds_up_what_moves_rows_and_no_more(form: ExpertForm) -> None:
+    """With all tokens on every rank between blocks, some transfers are copies in one direction."""
+    each = with_sharing(problem(), 2, 2, "replicated")
+    shape = replace(each.shape, expert_form=form)
+    even = StepCost(shape, each.workload, CLUSTER)
+    uneven = UnevenRanks(even, load=(4.0, *[0.5] * (each.workload.world_size - 1)))
+    copied = set[str]()
+    for task in build_graph(shape).tasks:
+        if not task.lane.computes:
+            assert (np.max(uneven(task)) > even(task)) is (task.op in ROW_MOVES), task
+            copied |= {task.op} if not even.work(task).collective else set()
+    assert copied - {*ROW_MOVES}
 
 
 def test_a_slow_rank_with_few_tokens() -> None:

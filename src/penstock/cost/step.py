@@ -137,6 +137,7 @@ class StepCost:
     def _transfer_s(self, task: Task, work: Work, load: float) -> float:
         """Return the seconds of the task's collective in its groups; without a collective, of its copies."""
         prolonged = self.cluster.prolonged(task.op)
+        load = load if work.follows_rows else 1.0
         if not work.collective:
             return self.cluster.nominal_s(0.0, load * work.copied_bytes) * prolonged
         collective, axes = work.collective, task.axes
@@ -156,8 +157,7 @@ class StepCost:
                 case _:
                     line = cluster.inside(collective, sizes.mesh.size(axes))
             self._lines[key] = line
-        sent_bytes = load * work.sent_bytes if work.follows_rows else work.sent_bytes
-        return self._lines[key].seconds(sent_bytes) * prolonged
+        return self._lines[key].seconds(load * work.sent_bytes) * prolonged
 
     def row_bytes(self, *, outward: bool) -> float:
         """Return bytes of a row in transit, with what it brings along, see `Workload.row_bytes`."""

@@ -35,7 +35,7 @@ def _work(ranks_of: Callable[[Sizes], int], forward: Collective, backward: Colle
         rows_bytes = sizes.wire_bytes(sizes.rows(task))
         collective = forward if task.forward else backward
         if not collective:
-            return Work(copied_bytes=rows_bytes)
+            return Work(copied_bytes=rows_bytes, follows_rows=True)
         return Work(collective=collective, sent_bytes=rows_bytes * ranks_of(sizes), follows_rows=True)
 
     return work
