@@ -250,7 +250,7 @@ def test_a_popular_rank_holds_up_what_moves_rows_and_no_more(form: ExpertForm) -
     copied = set[str]()
     for task in build_graph(shape).tasks:
         if not task.lane.computes:
-            assert (np.max(uneven(task)) > even(task)) is (task.op in ROW_MOVES), task
+            assert (float(np.max(uneven(task))) > even(task)) is (task.op in ROW_MOVES), task
             copied |= {task.op} if not even.work(task).collective else set()
     assert copied - {*ROW_MOVES}
 
