@@ -157,12 +157,18 @@ def share_with_expert(stack: PipelinedStack) -> None:
     gpt(stack).parts[1].self_attn.register_module("borrowed", moe.experts)
 
 
+def wider_gradient(stack: PipelinedStack) -> None:
+    parameter = next(stack.parameters())
+    parameter.grad, parameter.grad_dtype = None, torch.float32
+
+
 REFUSED: dict[str, tuple[Callable[[PipelinedStack], None], str]] = {
     "meta": (to_meta, r"norm.weight is on meta, and the model's steps run on cpu: move the model back"),
     "layer": (add_layer, r"moe_layers is \(True, True, True\) and was .* Build a new stack"),
     "dense": (make_dense, r"moe_layers is \(True, False\) and was .* Build a new stack"),
     "experts": (other_experts, r"layer 1 was built with num_experts = 8, the stack with 4"),
     "model": (replace_model, r"stack.model was replaced, .* build a new stack"),
+    "gradient": (wider_gradient, r"its gradient was to be torch.float32 \(grad_dtype\).* to None"),
     "shared": (share_with_expert, r"is used by an expert, .* and by a part that all ranks hold"),
 }
 

@@ -586,5 +586,5 @@ def _accumulate(rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Seq
         return
     first = weight_EMH.grad is None
     if weight_EMH.grad is None:
-        weight_EMH.grad = torch.empty_like(weight_EMH)
+        weight_EMH.grad = torch.empty_like(weight_EMH, dtype=weight_EMH.grad_dtype)
     weight_gradient(rows_RM, grad_RH, sizes, weight_EMH.grad, add=not first)

@@ -493,7 +493,7 @@ def _digest_of_entries(entries: Iterable[Entry]) -> int:
 
 
 T = TypeVar("T")
-Kind = tuple[bool, torch.dtype, torch.Size, torch.device]
+Kind = tuple[bool, torch.dtype, torch.dtype | None, torch.Size, torch.device]
 
 
 class Snapshot:
@@ -554,4 +554,4 @@ def _tree(models: Sequence[nn.Module]) -> list[Any]:
 
 
 def _kinds(parameters: Sequence[nn.Parameter]) -> list[Kind]:
-    return [(p.requires_grad, p.dtype, p.shape, p.device) for p in parameters]
+    return [(p.requires_grad, p.dtype, p.grad_dtype, p.shape, p.device) for p in parameters]

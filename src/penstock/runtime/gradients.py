@@ -386,6 +386,12 @@ class Gradients:
                     f"{name} was made inside torch.inference_mode(), and no backward pass may use it: make "
                     "the model outside of that context"
                 )
+            if parameter.requires_grad and parameter.grad_dtype not in (None, parameter.dtype):
+                raise ValueError(
+                    f"{name} is {parameter.dtype} and its gradient was to be {parameter.grad_dtype} "
+                    "(grad_dtype): steps sum gradients in the types of parameters. Set its grad_dtype to "
+                    "None; for sums in float32 keep parameters in float32, and compute under autocast"
+                )
             here, device = parameter.device, self._device
             if here.type != device.type or device.index not in (None, here.index):
                 raise ValueError(

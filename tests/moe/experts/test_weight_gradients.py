@@ -84,6 +84,20 @@ def test_what_is_put_off_is_made_once_and_when_asked() -> None:
 
 
 @both
+def test_a_gradient_has_the_type_that_its_weight_asks_for(make: Callable[[], Store]) -> None:
+    """The sum over slices is then wider than a bfloat16 weight."""
+    rows, weight = variables((4, 1, 2), torch.bfloat16, torch.bfloat16)
+    weight.grad_dtype, grad, store = torch.float32, numbers(7, 24, dtype=torch.bfloat16), make()
+    products = [store.product(rows, weight, (4, 1, 2)) for _ in range(2)]
+    for product in products:
+        product.backward(grad)
+    store.compute()
+    once = variables((4, 1, 2), torch.bfloat16, torch.bfloat16)[1]
+    grouped_product(rows, once, (4, 1, 2)).backward(grad)
+    assert torch.equal(gradient(weight), 2 * gradient(once).float())
+
+
+@both
 def test_a_gradient_that_is_there_is_added_to_in_place(make: Callable[[], Store]) -> None:
     """Buckets reduce the memory that they once gave to `grad`."""
     rows, weight = variables((4, 1, 2), torch.float32, torch.float32)
