@@ -180,7 +180,7 @@ def test_handlers_get_the_results_of_their_dependencies(name: str) -> None:
         assert recorder.seen[task] == wanted
     assert set(recorder.contexts) == {"context"}
     assert execution.values == [None] * len(execution.values)
-    records = execution.records(step=7)
+    records = execution.times.records(step=7)
     assert sorted(str(r.task) for r in records) == sorted(str(t) for t in recorder.plan.graph.tasks)
     assert {(r.rank, r.step) for r in records} == {(3, 7)}
     assert all(0 <= r.start_s <= r.end_s for r in records)

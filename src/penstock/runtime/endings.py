@@ -134,8 +134,9 @@ class HiddenStates:
         self.averaged, self.ranks, self.tokens, self.meet = averaged, ranks, tokens, meet
         self._left: dict[int, Tensor] = {}
         self._routers: dict[int, dict[int, Tensor]] = {}
-        self._grads: tuple[Tensor, ...] = ()
-        self._router_grads: dict[int, tuple[Tensor, ...]] = {}
+        # By microbatch, and by layer too: what has been handed to a task is kept no longer.
+        self._grads: dict[int, Tensor] = {}
+        self._router_grads: dict[int, dict[int, Tensor]] = {}
         self._ended = False
 
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
@@ -146,7 +147,7 @@ class HiddenStates:
     def backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return the gradient of a microbatch's hidden states."""
         del context, inputs
-        return {"hidden": self._grads[microbatch(task)]}
+        return {"hidden": self._grads.pop(microbatch(task))}
 
     # Where ranks share the vocabulary, hidden states of all tokens are left to the caller, whose head is cut.
 
@@ -177,7 +178,7 @@ class HiddenStates:
 
     def router_gradients(self, task: Task) -> list[Tensor]:
         grads = self._router_grads.get(task.layer)
-        return [] if grads is None else [grads[microbatch(task)]]
+        return [] if grads is None else [grads.pop(microbatch(task))]
 
     def outputs(self, context: StepContext, statistics: StepStatistics) -> tuple[Tensor, ...]:
         """Return hidden states, the sum of all layers' balance losses, and logits of every layer's router."""
@@ -195,11 +196,12 @@ class HiddenStates:
     def slopes(self, *grads: Tensor) -> LossGradients:
         hidden_BLM, balance, *routers = grads
         balance = self.meet(balance)
-        self._grads = (hidden_BLM / (self.averaged * self.tokens.place.size)).split(self._samples)
+        grads = (hidden_BLM / (self.averaged * self.tokens.place.size)).split(self._samples)
+        self._grads = dict(enumerate(grads))
         for layer, grad_TE in zip(self._layers, routers, strict=True):
             parts = (grad_TE / self.averaged).split([each.numel() for each in self._batches])
             pairs = zip(parts, self._batches, strict=True)
-            self._router_grads[layer] = tuple(self.tokens.mean(part, tokens) for part, tokens in pairs)
+            self._router_grads[layer] = dict(enumerate(self.tokens.mean(*pair) for pair in pairs))
         # The balance loss is that of all ranks' samples, and each rank's loss has all of it.
         return LossGradients(loss=balance, balance=balance * (self.ranks / self.averaged))
 

@@ -247,12 +247,37 @@ class TaskError(RuntimeError):
         self.task, self.rank, self.waited_s = task, rank, waited_s
 
 
+@dataclass
+class Times:
+    """When the tasks of one iteration ran on a rank, without anything that they work on.
+
+    Attributes:
+        spans: Each returns the times of a span that has run.
+    """
+
+    rank: int
+    origin_s: float
+    spans: list[Callable[[], list[Ran]]]
+
+    def records(self, step: int = 0) -> list[TaskRecord]:
+        """Return when every task ran, in seconds from the start of the iteration on this rank.
+
+        Args:
+            step: The number of the step, for the records.
+
+        Returns:
+            One record per task; [] if times were not measured.
+        """
+        ran, rank, origin_s = chain.from_iterable(times() for times in self.spans), self.rank, self.origin_s
+        return [TaskRecord(r.task, rank, r.start_s - origin_s, r.end_s - origin_s, step) for r in ran]
+
+
 class Execution:
-    """One iteration: `run` its spans one after the other; then read its `records`.
+    """One iteration: `run` its spans one after the other.
 
     Args:
         context: What handlers work on.
-        timed: Whether records will be read; without it a GPU measures none.
+        timed: Whether times will be read; without it a GPU measures none.
     """
 
     def __init__(
@@ -263,9 +288,8 @@ class Execution:
         self.values: list[Any] = [None] * program.slots
         # `list.pop` is atomic: the readers of a slot on several lanes need no lock to find out who is last.
         self._readers = {slot: [None] * count for slot, count in program.shared.items()}
-        self._times: list[Callable[[], list[Ran]]] = []
         self._next = 0
-        self._origin_s = time.perf_counter()
+        self.times = Times(rank, time.perf_counter(), [])
 
     def run(self) -> None:
         """Run the next span.
@@ -276,7 +300,7 @@ class Execution:
         span = self._program.spans[self._next]
         self._next += 1
         try:
-            self._times.append(self._lanes.run(span, self._execute, timed=self._timed))
+            self.times.spans.append(self._lanes.run(span, self._execute, timed=self._timed))
         except LaneError as failure:
             cause = failure.__cause__
             assert cause is not None
@@ -315,18 +339,6 @@ class Execution:
             if not readers:
                 values[slot] = None
         return inputs
-
-    def records(self, step: int = 0) -> list[TaskRecord]:
-        """Return when every task ran, in seconds from the start of the iteration on this rank.
-
-        Args:
-            step: The number of the step, for the records.
-
-        Returns:
-            One record per task; [] if times were not measured.
-        """
-        ran, origin_s = chain.from_iterable(times() for times in self._times), self._origin_s
-        return [TaskRecord(r.task, self._rank, r.start_s - origin_s, r.end_s - origin_s, step) for r in ran]
 
 
 # ---- lanes, on which tasks really run, and threads of the CPU for them ------------------------------------

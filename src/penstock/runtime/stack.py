@@ -42,7 +42,7 @@ from penstock.runtime.buckets import Buckets
 from penstock.runtime.clip import ExpertRanks, mark_experts
 from penstock.runtime.consistency import Consistency, Turns, check_agreement
 from penstock.runtime.endings import HiddenStates, SharedTokens, StepStates
-from penstock.runtime.executor import Execution, Program, Programs
+from penstock.runtime.executor import Program, Programs, Times
 from penstock.runtime.expert_parallel.guard import check_not_sharded
 from penstock.runtime.expert_parallel.optimizers import watch_optimizers
 from penstock.runtime.features import features_of
@@ -154,7 +154,7 @@ class PipelinedStack(nn.Module):
         self.outside = OutsideGradients(self.gradients, machinery)
         self._expert_ranks = ExpertRanks(machinery.layout, machinery.transports.inter, machinery.device)
         # These belong to the step that ran last: a backward pass shows its own step again.
-        self.execution: Execution | None = None
+        self.times: Times | None = None
         self.statistics: StepStatistics | None = None
         self.timed = True
         self.loads = LoadHistory()
@@ -446,7 +446,7 @@ class PipelinedStack(nn.Module):
 
     def records(self, step: int = 0) -> list[TaskRecord]:
         """Return when every task of the last step ran on this rank; [] on a GPU if that was not `timed`."""
-        return self.execution.records(step) if self.execution else []
+        return self.times.records(step) if self.times else []
 
     def settle(self) -> None:
         """Take up changes to the model and the plan, also in the shares of a sharded optimiser.
@@ -476,9 +476,7 @@ class PipelinedStack(nn.Module):
             memo[id(kept)] = kept
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        of_a_step = dict.fromkeys(
-            ("execution", "statistics", "gradients", "features", "consistency", "outside")
-        )
+        of_a_step = dict.fromkeys(("times", "statistics", "gradients", "features", "consistency", "outside"))
         copied.__dict__.update(
             copy.deepcopy({**self.__dict__, **of_a_step}, memo),
             features={kind: feature.copy() for kind, feature in self.features.items()},

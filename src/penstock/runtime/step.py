@@ -21,7 +21,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.bounds import RowBounds
 from penstock.runtime.buckets import BackwardPass, Buckets
 from penstock.runtime.consistency import Consistency, StepConsistency, Turns
-from penstock.runtime.executor import Execution, Program
+from penstock.runtime.executor import Execution, Program, Times
 from penstock.runtime.fingerprints import Snapshot
 from penstock.runtime.gradients import Gradients, OutsideGradients
 from penstock.runtime.handlers import (
@@ -62,7 +62,7 @@ class Stack(Protocol):
     """The stack whose step it is, as far as a step needs it for as long as it lasts.
 
     Attributes:
-        execution, statistics: Those of the step that ran last, in either of its halves.
+        times, statistics: Those of the step that ran last, in either of its halves.
     """
 
     parts: ModelParts
@@ -74,7 +74,7 @@ class Stack(Protocol):
     loads: LoadHistory
     replan_request: str
     timed: bool
-    execution: Execution | None
+    times: Times | None
     statistics: StepStatistics | None
 
     def taken(self, *, training: bool) -> Taken:
@@ -170,7 +170,7 @@ class Step:
             for feature in self.taken.features:
                 feature.over()
         statistics = self.context.total
-        self.stack.execution, self.stack.statistics = self.execution, statistics
+        self.stack.times, self.stack.statistics = self.execution.times, statistics
         self.consistency.judge(self.context.marks_total)
         if self.training:
             self.model_state.note()
@@ -232,6 +232,8 @@ class Step:
                 doubts += [feature.failed(begun=self.finished) for feature in self.taken.features]
                 if noted := [doubt for doubt in doubts if doubt]:
                     error.add_note(noted[-1])
+                if self.finished:  # the caller may keep the loss while the next step runs
+                    self._drop()
                 raise
             self._end()
 
@@ -252,13 +254,14 @@ class Step:
             self.stack.loads.add(loads, samples, self.context.replications)
         for feature in self.taken.features:
             feature.end(self.context, self.taken.plan.graph)
-        self.stack.execution, self.stack.statistics = self.execution, self.context.total
+        self.stack.times, self.stack.statistics = self.execution.times, self.context.total
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of all tensors but the loss: records of the step may be asked for much later."""
+        """Let go of all tensors: the caller may keep what the step has returned for much longer."""
         self.execution.drop()
-        del self.context
+        for name in ("context", "loss"):
+            vars(self).pop(name, None)
 
     def _check(self, gradients: BackwardPass) -> None:
         """Raise RuntimeError where gradients would be wrong."""
@@ -274,8 +277,8 @@ class Step:
         the second run."""
         self.finished = True
         self.stack.consistency.read_late()
-        second = self.again()
-        self.loss.copy_(second.forward()[0])
+        loss, second = self.loss, self.again()
+        loss.copy_(second.forward()[0])
         second.backward(*grads)
 
     @property

@@ -31,7 +31,7 @@ from penstock.placement import Replication
 from penstock.plan.problem import replica_slack
 from penstock.routing.rows import Placed
 from penstock.runtime.consistency import check_agreement
-from penstock.runtime.executor import Execution, Programs
+from penstock.runtime.executor import Execution, Programs, Times
 from penstock.runtime.features.expert_replicas.manager import ExpertMoving, Plans
 from penstock.runtime.machinery import Machinery
 from penstock.schedule import StepPlan
@@ -198,7 +198,7 @@ class VirtualStack:
         assert device_of(machinery.device).is_cpu, "a sleep of the host holds up no stream of a GPU"
         self.base_shape, self.workload, self.cluster = base_shape, workload, cluster
         self.routing, self.machinery = routing, machinery
-        self.execution: Execution | None = None
+        self.times: Times | None = None
         self._prepared: _Prepared | None = None
         self._counts: tuple[int, Counts] | None = None
         self._buffers = Buffers(workload, sum(base_shape.moe_layers))
@@ -316,13 +316,14 @@ class VirtualStack:
         handlers = self._ready(number).handlers
         rank, lanes = self.machinery.layout.rank, self.machinery.lanes
         program = self._programs.of(self.plan, training=True)
-        self.execution = Execution(self.plan, program, lanes, handlers, rank)
-        self.execution.run()
-        self.execution.run()
+        execution = Execution(self.plan, program, lanes, handlers, rank)
+        self.times = execution.times
+        execution.run()
+        execution.run()
 
     def records(self, step: int = 0) -> list[TaskRecord]:
         """Return when every task of the last step ran on this rank; `step` is written into the records."""
-        return self.execution.records(step) if self.execution else []
+        return self.times.records(step) if self.times else []
 
     def close(self) -> None:
         """End the machinery: its threads and connections, also for other stacks that run on it."""

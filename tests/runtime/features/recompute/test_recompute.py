@@ -51,8 +51,7 @@ def kept_and_sent(rank: int, step: Case) -> tuple[int, Counter[int], int]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = stack(tokens, labels)
-    assert stack.execution is not None
-    for tensor in filter(torch.is_tensor, inputs_of(stack.execution.values)):
+    for tensor in filter(torch.is_tensor, inputs_of(loss.grad_fn.step.execution.values)):
         keep(tensor)
     loss.backward()
     again = sum(record.task.phase is Phase.RECOMPUTE for record in stack.records())
