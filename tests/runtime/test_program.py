@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,12 +17,12 @@ from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.runtime.executor import Call, Execution, Program, ThreadLanes, compile_plan
 from penstock.runtime.handlers import Inputs, Outputs
-from penstock.runtime.streams import in_issue_order
+from penstock.runtime.streams import in_issue_order, issue_order_of
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.timing import positions, slot_order
 from tests.runtime.programs import all_by, nothing, plan_in, program_of, stops_of
-from tests.steps import example_plan, random_orders, seeds, shapes
+from tests.steps import PLAIN, example_plan, planned, random_orders, seeds, shapes
 from tests.support.draws import draws
 
 KINDS: list[Axes] = list(Group.NAMES.values())
@@ -229,6 +230,20 @@ def test_counts_are_waited_for_with_work_in_the_queues() -> None:
     issued = [str(call.task) for _, call in in_issue_order(program.spans[0])]
     assert issued.index("L0.X.m0.c0.F") < issued.index("L0.D.m1.c0.F")
     assert issued.index("L0.X.m0.c0.F") < issued.index("L0.N.m1.F")
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_host_that_is_held_up_has_left_the_device_more_than_a_layer(name: str) -> None:
+    layers = 6
+    shape = StepShape(moe_layers=(True,) * layers, pieces={"replicated": (2,) * layers})
+    for span in program_of(planned(name, shape)).spans:
+        order = issue_order_of(span)
+        issued = [(lane, number) for lane, number, _ in order.calls]
+        per_layer = Counter(call.task.layer for lane, _, call in order.calls if lane.computes)[layers // 2]
+        assert len(order.held_up) > layers
+        for late, ended in order.held_up.items():
+            between = issued[issued.index(ended) + 1 : issued.index(late)]
+            assert sum(lane.computes for lane, _ in between) > per_layer
 
 
 @draws(40)

@@ -5,6 +5,7 @@ the device; the host's own tasks run on a separate thread.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
@@ -21,6 +22,15 @@ from penstock.runtime.executor import MOST_KEPT, Call, Execute, LaneError, Ran, 
 from penstock.runtime.transport import Later
 from penstock.timing import slot_order
 from penstock.topology.faults import ACTIVITY, PeerLostError, is_transport_error
+
+LAYERS_AHEAD = 2
+"""The host issues no exchange of a microbatch while the device has those of so many layers before it.
+
+What one stream has made and another has read is free for PyTorch when the device, not the host, is done with
+it: a host that is further ahead would find none of the buffers of rows that it has freed, and take new ones
+for every layer. While it waits, the device has more to do than a layer. Pieces of gradients have no such
+buffers, and may all come at the end.
+"""
 
 
 class StreamLanes:
@@ -67,7 +77,8 @@ class StreamLanes:
             for event in needed:
                 stream.wait_event(event)
             start = self._now(stream, timed) if timed else origin
-            self._issue(call, stream, execute)
+            before = order.held_up.get((lane, number))
+            self._issue(call, stream, execute, after=None if before is None else ends[before])
             if timed or (lane, number) in order.awaited:
                 ends[lane, number] = end = self._now(stream, timed)
                 spans.append((call.task, start, end))
@@ -119,7 +130,8 @@ class StreamLanes:
     def _now(self, stream: Stream, timed: bool) -> Event:
         return stream.record_event(self._kind.event(timed=timed))
 
-    def _issue(self, call: Call, stream: Stream, execute: Execute) -> None:
+    def _issue(self, call: Call, stream: Stream, execute: Execute, after: Event | None) -> None:
+        """Give a task to the device. after: what it must have done, so that the host is not too far ahead."""
         start_s = time.perf_counter()
         try:
             # Where kernels are loaded when they are first launched, the host waits for the device before the
@@ -130,6 +142,10 @@ class StreamLanes:
                 with ACTIVITY.exchanging("device"):
                     self._kind.synchronize(self._device)
                 self._issued.add(kind)
+            # All issue in one order, so the rank that has issued least waits for what all have issued.
+            if after is not None:
+                with ACTIVITY.exchanging("device"):
+                    after.synchronize()
             ACTIVITY.check()
             with self._kind.running(call.task, stream):
                 for tensor in tensors_in(execute(call)):
@@ -171,13 +187,15 @@ class IssueOrder:
 
     Attributes:
         calls: The calls, with their lanes and their numbers there, from 1.
-        awaited: The calls for whose end others, or the caller, wait.
+        awaited: The calls for whose end others, the caller, or the thread itself may wait.
         last: The last call of every lane beside the compute lane.
+        held_up: By an exchange that would be too far ahead, the one that must have ended when it is issued.
     """
 
     calls: Sequence[tuple[Lane, int, Call]]
     awaited: frozenset[tuple[Lane, int]]
     last: Sequence[tuple[Lane, int]]
+    held_up: Mapping[tuple[Lane, int], tuple[Lane, int]]
 
 
 def issue_order_of(span: Span) -> IssueOrder:
@@ -190,7 +208,12 @@ def issue_order_of(span: Span) -> IssueOrder:
     last = [
         (lane, count) for lane, count in done.items() if count and not (lane.computes or lane is Lane.HOST)
     ]
-    return IssueOrder(calls, frozenset(last).union(*(call.waits for _, _, call in calls)), last)
+    exchanges = [each for each in calls if each[0].is_network and each[2].task.microbatch is not None]
+    most = LAYERS_AHEAD * max(Counter(call.task.layer for _, _, call in exchanges).values(), default=0)
+    places = [(lane, number) for lane, number, _ in exchanges]
+    held_up = dict(zip(places[most:], places, strict=False))
+    awaited = frozenset(last).union(held_up.values(), *(call.waits for _, _, call in calls))
+    return IssueOrder(calls, awaited, last, held_up)
 
 
 def in_issue_order(span: Span) -> list[tuple[Lane, Call]]:

@@ -14,10 +14,13 @@ from tests.runtime.features.expert_replicas.test_moving import small
 from tests.support import cases
 from tests.support.cases import Step, drawn, step_of
 from tests.support.close import check_all_close
+from tests.support.layouts import layout_case
 from tests.support.pairwise import covering, each_value
+from tests.support.parity import Case, own_samples, stack_of
 from tests.support.ranks import Pools
 from tests.support.recorded import carded_steps, plain_steps, recorded_steps
-from tests.support.recording.hazards import find_disorder
+from tests.support.recording import gpu
+from tests.support.recording.hazards import find_disorder, most_pending_bytes
 from tests.support.replicas import RandomReplicas
 from tests.support.waits import PLANS, check_waits
 
@@ -109,3 +112,24 @@ def test_pairs(cards: Pools, values: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize("number", range(1000))
 def test_product(cards: Pools, number: int) -> None:
     check(cards, drawn(Random(number), AXES, fits))
+
+
+# ---- how far the host is ahead -----------------------------------------------------------------------------
+
+
+def pending_of_a_backward(rank: int, case: Case) -> int:
+    with gpu.recorded() as recorder:
+        stack = stack_of(rank, case)
+        batch, _ = own_samples(rank, case, stack.machinery.device)
+        loss = stack(*batch)
+        begun = len(recorder.log)
+        loss.backward()
+    return most_pending_bytes(recorder.log, begun)
+
+
+def test_memory_that_waits_for_the_device_does_not_grow_with_layers(ranks: Pools) -> None:
+    """In backward the host needs nothing of the device, and would be done before it."""
+    step = layout_case((2, 1, 2, 1), "flowmoe", "gather", capacity_factor=1.0)
+    cases = [replace(step, model=replace(step.model, num_layers=layers)) for layers in (3, 6)]
+    few, many = (max(ranks(2).run(pending_of_a_backward, each)) for each in cases)
+    assert 0 < many <= 1.1 * few

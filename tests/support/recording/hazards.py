@@ -16,9 +16,11 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from tests.support.recording.recorder import (
     Access,
@@ -207,6 +209,30 @@ def _bytes(span: Span) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     for size, stride in zip(span.sizes, span.strides, strict=True):
         starts = (starts[:, None] + np.arange(size) * stride).reshape(-1)
     return (starts[:, None] + np.arange(span.element_bytes)).reshape(-1)
+
+
+# ---- how far the host is ahead of the device: memory that is freed and cannot be used again yet -----------
+
+
+def most_pending_bytes(log: Sequence[Entry], begun: int) -> int:
+    """Bytes that were freed and cannot be given away, at most, after an entry of a log.
+
+    PyTorch gives memory that several streams have used away when the device is done with it. Of a device that
+    is as late as it can be, the host knows that where it has waited for it.
+    """
+    analysis, pending, most = _Analysis(), list[tuple[int, dict[int, int]]](), 0
+    for place, entry in enumerate(log):
+        if isinstance(entry, Free) and not entry.block.in_host:
+            others = analysis.kept.get(entry.block.number, set()) - {entry.block.stream.number}
+            size_bytes = prod(entry.block.shape) * getattr(torch, entry.block.dtype).itemsize
+            pending.append((size_bytes, {other: analysis.clocks[other].get(other, 0) for other in others}))
+        analysis.take(entry)
+        if isinstance(entry, Wait) and not entry.actor.on_device:
+            known = analysis.clocks[entry.actor.number]
+            pending = [each for each in pending if any(known.get(o, 0) < end for o, end in each[1].items())]
+        if place >= begun:
+            most = max(most, sum(size_bytes for size_bytes, ends in pending if ends))
+    return most
 
 
 # ---- where collectives of ranks do not fit, so that they would wait for each other for ever ---------------
