@@ -18,6 +18,7 @@ from penstock.decision import Decision, PlacementConfig
 from penstock.device import using
 from penstock.features.field import NOTHING_MOVES
 from penstock.plan import MemoryEstimate, Problem, estimate_memory, evaluate, find_plan
+from penstock.plan.candidate import NothingFitsError
 from penstock.plan.memory import ACTIVATIONS, STATE
 from penstock.plan.moving import with_routing
 from penstock.plan.optimizers import sharing_updates
@@ -63,6 +64,16 @@ def test_types_and_shares_of_others() -> None:
     sharded = replace(state, fully_sharded=True)
     least = estimate_memory(replace(sharing, workload=replace(sharing.workload, state=sharded)), Decision())
     assert least.weights_bytes < whole.weights_bytes and least.optimizer_bytes == whole.optimizer_bytes
+
+
+def test_copies_are_of_what_is_gathered_where_parameters_are_sharded() -> None:
+    """Of two layers at a time, each with replicated weights and experts; nobody has any alone."""
+    each = sharing_updates(problem((True,) * 6, ranks=8), releases=True)
+    work = replace(each.workload, element_bytes=2, state=StateTypes(fully_sharded=True))
+    sharded = replace(each, workload=work)
+    assert estimate_memory(sharded, Decision()).copies_bytes == 2 * ((1 << 20) + (1 << 18)) // 2
+    with pytest.raises(NothingFitsError):
+        find_plan(sharded, memory_bytes=1)
 
 
 def test_an_embedding_is_copied_for_products_where_it_is_the_head() -> None:

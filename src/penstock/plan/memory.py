@@ -25,7 +25,8 @@ received and returned, and the input of shared experts. Then buffers hold one wh
 Where products are computed in e < 4 bytes, every weight of 4 bytes has a copy of e bytes between forward and
 backward, but for an embedding that is not the head as well, which no product reads. Contexts and
 communicators of GPUs are not counted here: what may be taken is measured beside them. On a stand-in for a
-GPU, which counts the bytes of its tensors, the sum is from 5 % too little to 18 % too much.
+GPU, which counts the bytes of its tensors, the sum is from 5 % too little to 18 % too much. Parameters that
+are gathered for each use have copies of what is gathered: two layers.
 
 Against measurements (default model, memory of a step above what is held before it, MiB): activations and
 buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
@@ -155,11 +156,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     kept_weights, kept_gradients = _weights_bytes(problem), sum(trained_bytes(problem).values())
     releases = problem.shape.updating is not None and problem.shape.updating.releases
     if state.fully_sharded or releases:  # of what is gathered, or released, there are a share and two layers
-        # What ranks own shares of, in the largest layers that are whole at a time.
-        released = [kind for kind, owners in _owners(problem).items() if owners > 1]
-        sizes_of = problem.workload.gradients_of(choice.form)
-        sums = [sum(sizes_of[kind][layer] for kind in released) for layer in range(len(layers))]
-        shared = _updated_bytes(problem) + max(sum(sums[i : i + LAYERS]) for i in range(len(sums)))
+        shared = _updated_bytes(problem) + _gathered_bytes(problem, choice)
         kept_weights = shared if state.fully_sharded else kept_weights
         kept_gradients = shared if releases else kept_gradients
     added = kept_gradients + _added_bytes(problem) + replicas
@@ -169,7 +166,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
         optimizer_bytes=int(moments * _updated_bytes(problem)),
         activations_bytes=int(kept_P[most] + logits),
         buffers_bytes=int(buffers_P[most]),
-        copies_bytes=_copies_bytes(problem, replicas),
+        copies_bytes=_copies_bytes(problem, choice, replicas),
     )
 
 
@@ -188,7 +185,15 @@ def _weights_bytes(problem: Problem) -> int:
     return sum(trained_bytes(problem).values()) if held is None else held.weights
 
 
-def _copies_bytes(problem: Problem, replicas: int) -> int:
+def _gathered_bytes(problem: Problem, choice: Decision) -> int:
+    """Return the bytes of what ranks own shares of, in the largest layers that are whole at a time."""
+    shared = [kind for kind, owners in _owners(problem).items() if owners > 1]
+    sizes_of = problem.workload.gradients_of(choice.form)
+    sums = [sum(sizes_of[kind][layer] for kind in shared) for layer in range(problem.shape.num_layers)]
+    return max(sum(sums[i : i + LAYERS]) for i in range(len(sums)))
+
+
+def _copies_bytes(problem: Problem, choice: Decision, replicas: int) -> int:
     """Return the bytes of weights in the type of products, none where all weights have that type."""
     work = problem.workload
     cast = work.held is None or work.held.cast
@@ -197,7 +202,12 @@ def _copies_bytes(problem: Problem, replicas: int) -> int:
     embedding = 0
     if not work.tied_embeddings:
         embedding = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
-    return (_weights_bytes(problem) + replicas - embedding) * work.element_bytes // FLOAT32_BYTES
+    copied = _weights_bytes(problem) - embedding
+    if work.state.fully_sharded:
+        owners = _owners(problem)
+        own = sum(size for kind, size in trained_bytes(problem).items() if owners[kind] == 1)
+        copied = min(copied, own + _gathered_bytes(problem, choice))
+    return (copied + replicas) * work.element_bytes // FLOAT32_BYTES
 
 
 def _added_bytes(problem: Problem) -> int:
