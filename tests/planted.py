@@ -388,7 +388,7 @@ FAULTS = (
     ),
     Fault(
         "plan/stages.py",
-        "sizes[-1] -= self._ends[1]",
+        "sizes[-1] -= away[1]",
         "sizes[-1] -= 0",
         "every stage that holds the last layer reduces the head's gradients",
         "plan/test_pipeline.py",

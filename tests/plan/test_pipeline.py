@@ -9,7 +9,7 @@ import pytest
 
 from penstock.apportion import evenly
 from penstock.config import ConfigError
-from penstock.cost.workload import StateTypes
+from penstock.cost.workload import HeldBytes, StateTypes
 from penstock.decision import Decision
 from penstock.plan import Problem
 from penstock.plan.candidate import NothingFitsError
@@ -179,14 +179,21 @@ def test_parameters_that_do_not_stay_are_gathered_for_every_microbatch() -> None
         assert (first_s == next_s) is more
 
 
+HELD = HeldBytes(weights=6 * (1 << 20) + 5 * (1 << 18), trained_experts=5 * (1 << 18), cast=True)
+"""The bytes of LARGE, as a rank of a model counts them."""
+
+
 @pytest.mark.parametrize("stages", [2, 3, 8])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_stages_hold_the_whole_model_together(stages: int, sharded: bool) -> None:
-    whole = sharing_updates(LARGE) if sharded else LARGE
+@pytest.mark.parametrize("held", [None, HELD])
+def test_stages_hold_the_whole_model_together(stages: int, sharded: bool, held: HeldBytes | None) -> None:
+    whole = replace(LARGE, workload=replace(LARGE.workload, element_bytes=2, held=held))
+    whole = sharing_updates(whole) if sharded else whole
     found = predict_pipeline(whole, pipeline(stages, 1, 4), Decision())
     all_of_it = estimate_memory(whole, Decision())
     assert sum(found.layers) == 6
     assert sum(each.weights_bytes for each in found.memory) == all_of_it.weights_bytes
+    assert sum(each.copies_bytes for each in found.memory) == all_of_it.copies_bytes
     assert sum(each.optimizer_bytes for each in found.memory) == pytest.approx(all_of_it.optimizer_bytes)
     assert found.memory_bytes < all_of_it.total_bytes
 

@@ -274,10 +274,14 @@ class Stages:
                 partial_by_form=(),
             )
             problem = replace(problem, shape=replace(problem.shape, moe_layers=(False,)))
-        elif 0 in part.layers and not part.begins:
-            sizes[0] -= self._ends[0]
-        if last in part.layers and not part.ends:
-            sizes[-1] -= self._ends[1]
+        else:  # embedding or head of its layers may be those of another part
+            away = [
+                size * (layer in part.layers and not has)
+                for size, layer, has in zip(self._ends, (0, last), part[1:], strict=True)
+            ]
+            sizes[0] -= away[0]
+            sizes[-1] -= away[1]
+            work = replace(work, held=work.held and replace(work.held, weights=work.held.weights - sum(away)))
         if work.tied_embeddings and part.ends and not part.begins:  # it has a copy of the embedding
             sizes[-1] += self._ends[0]
             held = work.held and replace(work.held, weights=work.held.weights + self._ends[0])
