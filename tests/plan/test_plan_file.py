@@ -147,6 +147,15 @@ def test_partitions_and_registered_decisions_survive(tmp_path: Path) -> None:
     assert written == {"placement": "sample", "share": 0.5, "tp": 2}
 
 
+def test_microbatches_that_a_schedule_does_not_read_contradict_nothing(tmp_path: Path) -> None:
+    """A run's section [schedule] has two of them, whatever its schedule and batch are."""
+    each = problem(batch=1)
+    found = evaluate(each, Decision(schedule="lina", microbatches=2))
+    file = saved(tmp_path / "plan.json", each, found)
+    file.check_alone("plan.json")
+    assert file.step_plan(each).schedule == found.plan.schedule
+
+
 def test_without_its_schedule_the_order_is_made_anew(path: Path) -> None:
     def edit(table: dict[str, Any]) -> None:
         table["choice"]["microbatches"] = 4

@@ -247,7 +247,7 @@ class PlanFile:
             name: What messages call the file, such as its path.
         """
         self._check_microbatches(name)
-        interval_s, microbatches = self.interval_s, self.choice.microbatches
+        interval_s, microbatches = self.interval_s, self._microbatches
         if interval_s and (len(interval_s) != 2 or interval_s[0] > interval_s[1]):
             why = "needs its two ends, the smaller first"
             raise ConfigError(f"{name}.interval_s", str(list(interval_s)), why, RECOMPUTE)
@@ -313,8 +313,12 @@ class PlanFile:
             raise ConfigError(f"{name}.{key}", UNSET, f"{error}", NEW_ORDER) from error
         return StepPlan(graph, schedule, shape)
 
+    @property
+    def _microbatches(self) -> int:
+        return self.choice.microbatches if self.choice.reads("microbatches") else 1
+
     def _check_microbatches(self, name: str) -> None:
-        most, given = self.sizes.batch_per_rank, self.choice.microbatches
+        most, given = self.sizes.batch_per_rank, self._microbatches
         if given > most:
             why = f"a batch of {most} samples has at most {most} microbatches"
             raise ConfigError(f"{name}.choice.microbatches", given, why, f"Nearest valid: {most}.")
