@@ -19,6 +19,7 @@ from penstock.graph import Graph, RefusalError, ScheduleError
 from penstock.ops import Op
 from penstock.plan import Problem, Subject, evaluate, explain, find_plan
 from penstock.plan.moving import WORTH, in_full, weigh, with_routing
+from penstock.plan.predict import closing_s
 from penstock.report.plan import PlanReport
 from penstock.step.rewrite import Stage
 from penstock.workloads import RoutingConfig, routing_of
@@ -80,6 +81,7 @@ def test_a_step_is_priced_by_how_it_is_routed_and_layers_keep_their_own() -> Non
 
 def test_a_report_says_what_follows_from_a_routing() -> None:
     each = with_routing(problem(), RoutingConfig.parse("hot_expert"), Movable(experts=("none", "planned")))
+    each = replace(each, passes=3)
     weighed = weigh(each, [CHOICE])
     found = find_plan(problem(), budget=0.01, effort="low")
     subject = Subject(title="a model", cluster_name="a cluster", problem=problem())
@@ -91,6 +93,9 @@ def test_a_report_says_what_follows_from_a_routing() -> None:
     assert f"Placed {weighed.best.choice.words}" in text
     moving = report.to_dict()["moving"]
     assert moving["pays"] and moving["best"]["experts"] == "planned" and moving["still"]["experts"] == "none"
+    for name, plan in (("best", weighed.best), ("still", weighed.still)):
+        update_s = 3 * plan.predicted_s + closing_s(each)
+        assert moving[name]["predicted_s"] == pytest.approx(update_s), "every pass is routed so"
 
 
 def test_ranks_wait_as_their_loads_differ() -> None:

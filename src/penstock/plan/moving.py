@@ -44,6 +44,7 @@ class Weighed:
     """A plan with and without moves.
 
     Attributes:
+        problem: The step, with the routing by which both are priced.
         still: The plan without moves.
         best: The fastest plan of all, where moving is worth it or nothing else fits; else `still`.
         lines: Text on samples, on experts and on both, as far as they may move, with the reasons; also on
@@ -51,6 +52,7 @@ class Weighed:
         fits: Whether the plan without moves fits into memory.
     """
 
+    problem: Problem
     still: Candidate
     best: Candidate
     lines: tuple[str, ...]
@@ -136,7 +138,8 @@ def weigh(
     lines = [line for what, priced in labelled for line in _lines(problem, what, still, priced, most, lost)]
     if any(priced.found for _, priced in labelled):
         lines[:0] = _base(problem, still, choices, routing, fits)
-    return Weighed(still=still, best=best if worth else still, lines=tuple(lines), fits=fits)
+    best = best if worth else still
+    return Weighed(problem=problem, still=still, best=best, lines=tuple(lines), fits=fits)
 
 
 def in_full(problem: Problem, weighed: Weighed, choice: Decision) -> Weighed:

@@ -84,7 +84,7 @@ class PlanReport:
             "throughput": self.throughput.to_dict(),
             "why": self.explanation.to_dict(),
             "updates": list(self.updates),
-            "moving": None if self.weighed is None else _weighed(subject.problem, self.weighed),
+            "moving": None if self.weighed is None else _weighed(self.weighed),
             "stages": self.stages,
             "precision": subject.precision,
             "why_precision": subject.why_precision,
@@ -153,10 +153,11 @@ def _plain(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _weighed(problem: Problem, weighed: Weighed) -> dict[str, Any]:
+def _weighed(weighed: Weighed) -> dict[str, Any]:
     """Return plain data: with the given routing the best plan without moves, and the best of all."""
-    plans = {"still": _plain(problem, weighed.still), "best": _plain(problem, weighed.best)}
-    return {"lines": list(weighed.lines), "pays": weighed.moves, **plans}
+    plans = {"still": weighed.still, "best": weighed.best}
+    plain = {name: _plain(weighed.problem, plan) for name, plan in plans.items()}
+    return {"lines": list(weighed.lines), "pays": weighed.moves, **plain}
 
 
 def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> str:
