@@ -296,6 +296,12 @@ def test_bandwidth_is_that_of_the_busiest_link(collective: str, op: str, share: 
     assert link_bandwidth(file, link(collective, 4, op)) == pytest.approx(share * 1e8)
 
 
+def test_a_leg_has_the_nodes_that_its_link_says() -> None:
+    """Two ranks of a node share an expert, so the four of a group are on four nodes."""
+    file, leg = replace(MEASURED, nodes=4, ranks_per_node=2, slowness=()), link("hierarchical_2d", 4, "D")
+    assert link_bandwidth(file, replace(leg, nodes=4)) == pytest.approx(3 / 4 * 1e8)
+
+
 def test_nothing_crosses_a_link_inside_a_node_of_one_rank() -> None:
     assert link_bandwidth(MEASURED, link("hierarchical_2d", 2, "DG")) is None
 

@@ -104,9 +104,9 @@ def _share(file: ClusterFile, link: LinkModel) -> float:
     ranks = link.ranks
     others = ranks - 1
     if link.op:
-        # A leg's group is an expert group, which covers whole nodes.
-        size = min(file.ranks_per_node, ranks)
-        return even_leg(link.collective, link.op, num_nodes(ranks, size), size).share
+        # A leg's group is an expert group, which has as many ranks in every node.
+        nodes = min(ranks, link.nodes or num_nodes(ranks, min(file.ranks_per_node, ranks)))
+        return even_leg(link.collective, link.op, nodes, ranks // nodes).share
     if link.collective == "uneven_all_to_all":
         return 2 * others / (ranks + 1)  # what the popular rank gets
     if link.collective == "broadcast":
