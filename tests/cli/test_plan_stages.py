@@ -77,3 +77,11 @@ def test_layouts_are_weighed_in_stages_too(cli: Cli) -> None:
     words = [UPDATE, "64", STAGES, "2", "--nodes", "2", "--layers", "2"]
     given, best = (cli.finds([*BASE, *words, *more])["stages"] for more in ([], ["--layout", "auto"]))
     assert best["update_s"] <= given["update_s"] * 1.05
+
+
+@pytest.mark.slow
+def test_the_experts_of_a_study_are_those_of_its_cluster_for_as_many_as_a_token_gets(cli: Cli) -> None:
+    words = ["plan", "--model", "fsmoe/mixtral-7b-layers", "--cluster", "1x8xA100-80GB", "--top-k", "1"]
+    words += ["--layers", "1", "--budget", "0.0001", UPDATE, "16"]
+    assert cli.finds(words)["predicted_s"] > 0
+    assert cli.finds([*words, STAGES, "2"])["stages"]["update_s"] > 0

@@ -36,6 +36,7 @@ from penstock.plan.pipeline import SIZE, VIRTUAL_SIZE
 from penstock.plan.pipeline_search import FoundPipeline, find_pipeline, pipelines
 from penstock.plan.plan_config import AUTO
 from penstock.plan.stages import PipelinePlan, can_have, stage_cluster
+from penstock.plan.subject import Overrides
 from penstock.report.pipeline import PLANNED_ONLY, PipelineReport, stages_dict
 from penstock.words import change, gib, milliseconds
 
@@ -164,9 +165,9 @@ def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float
         alone = replaced(options, layout="given", zero_stage=None)
         samples = subject_of(alone, file).problem.workload.samples
         options = replaced(options, global_batch=samples)
-    file, options = _resized(file, options)
     over = time_limit(time.process_time, options.budget or 1.0, limit_s)
     try:
+        file, options = _resized(file, options)
         try:
             laid = _fastest(_open(options, file), file, over, FINALISTS if given else 0)
         except NothingFitsError:
@@ -191,7 +192,7 @@ def _resized(file: ClusterFile, options: argparse.Namespace) -> tuple[ClusterFil
     file = replace(file, slowness=(), **given) if given else file
     left = replaced(options, nodes=None, ranks_per_node=None)
     if options.model in MODELS and options.num_experts is None:
-        whole = published_problem(options.model, file)
+        whole = published_problem(options.model, file, Overrides(top_k=options.top_k))
         left = replaced(left, num_experts=whole.problem.workload.num_experts)
     return file, left
 
