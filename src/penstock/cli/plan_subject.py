@@ -16,18 +16,19 @@ from penstock.config import UNSET, ConfigError, asked, check_name
 from penstock.cost import ClusterFile, StateTypes
 from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.clusters.line import EXAMPLE, in_line
+from penstock.cost.placed import Evidence
 from penstock.mesh import holders
 from penstock.plan import Problem, Subject, published_problem
 from penstock.plan.candidate import least_memory
 from penstock.plan.effort import COMMAND_S, check_budget, time_limit
 from penstock.plan.layouts import find_layouts, layout_sizes, with_layout
 from penstock.plan.models import MODELS, open_models
-from penstock.plan.moving import sample_sizes, with_routing
+from penstock.plan.moving import known_routing, sample_sizes
 from penstock.plan.optimizers import sharing_updates
 from penstock.plan.plan_config import AUTO
 from penstock.plan.subject import ELEMENT_BYTES, Overrides
 from penstock.words import counted, gib
-from penstock.workloads import RoutingConfig
+from penstock.workloads import RoutingConfig, RoutingSizes
 
 STATE = {"param_dtype": "parameter_bytes", "grad_dtype": "gradient_bytes", "moment_dtype": "moment_bytes"}
 """Options for types of what is trained, and what they change."""
@@ -140,11 +141,14 @@ def cluster_of(options: argparse.Namespace) -> ClusterFile:
 
 def subject_of(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """Return what a plan is sought for on this cluster; its plans must hold the rows of a given routing."""
-    imbalance, state = options.imbalance, _state_of(options)
+    imbalance, state, samples = options.imbalance, _state_of(options), options.global_batch
+    observing = None if options.routing is None else _observing(options)
 
     def assumed(problem: Problem) -> Problem:
         problem = problem if imbalance is None else problem.with_imbalance(imbalance)
-        return replace(problem, workload=replace(problem.workload, state=state))
+        problem = replace(problem, workload=replace(problem.workload, state=state))
+        problem = problem if samples is None else replace(problem, passes=_passes_of(problem, samples))
+        return problem if observing is None else observing(problem)
 
     notes = []
     if imbalance is not None:
@@ -156,9 +160,9 @@ def subject_of(options: argparse.Namespace, file: ClusterFile) -> Subject:
     if state != StateTypes():
         notes += [PLANNED_ONLY]
     subject = _stepping(options, file, assumed).changed(assumed, *notes)
-    if options.global_batch is not None:
-        subject = _accumulating(subject, options.global_batch)
-    return subject if options.routing is None else _observing(subject, options)
+    if samples is not None:
+        _check_passes(subject.problem, samples)
+    return subject
 
 
 def _state_of(options: argparse.Namespace) -> StateTypes:
@@ -174,24 +178,21 @@ def _state_of(options: argparse.Namespace) -> StateTypes:
     return state
 
 
-def _accumulating(subject: Subject, samples: int) -> Subject:
-    """Return the subject with as many passes for an update as have these samples.
+def _passes_of(problem: Problem, samples: int) -> int:
+    """Return the passes for an update of as nearly these samples as can be."""
+    return min(MOST_PASSES, max(1, round(samples / problem.workload.samples)))
 
-    Raises ConfigError unless they are whole passes.
-    """
-    work = subject.problem.workload
-    groups = holders(work.world_size, work.tp_size)
-    per_pass = work.batch * groups
-    passes, left = divmod(samples, per_pass)
-    if left or not 1 <= passes <= MOST_PASSES:
-        near = per_pass * min(MOST_PASSES, max(1, round(samples / per_pass)))
+
+def _check_passes(problem: Problem, samples: int) -> None:
+    """Raise ConfigError unless the passes for an update have exactly these samples, whatever the layout."""
+    work = problem.workload
+    if (near := problem.passes * work.samples) != samples:
+        groups = holders(work.world_size, work.tp_size)
         why = (
-            f"is no whole number, up to {MOST_PASSES:,}, of passes: one has {per_pass} samples, "
-            f"{work.batch} for "
+            f"is no whole number, up to {MOST_PASSES:,}, of passes: one has {work.samples} samples, "
+            f"{work.batch} for each of {counted(groups, 'rank' if work.tp_size == 1 else 'group')}"
         )
-        why += f"each of {counted(groups, 'rank' if work.tp_size == 1 else 'group')}"
         raise ConfigError("--global-batch", samples, why, f"Nearest valid: {near}; or change --batch.")
-    return subject.changed(lambda problem: replace(problem, passes=passes))
 
 
 def _stepping(
@@ -257,8 +258,8 @@ def _shared(subject: Subject, options: argparse.Namespace) -> Subject:
     return replace(subject, sharded=problem) if stage == "auto" else replace(subject, problem=problem)
 
 
-def _observing(subject: Subject, options: argparse.Namespace) -> Subject:
-    """Return the subject whose plans must hold the rows of --routing.
+def _observing(options: argparse.Namespace) -> Callable[[Problem], Problem]:
+    """Return what changes a step into one whose plans must hold the rows of --routing.
 
     Raises ConfigError where --imbalance is set, too.
     """
@@ -269,18 +270,20 @@ def _observing(subject: Subject, options: argparse.Namespace) -> Subject:
         routing = RoutingConfig.parse(options.routing)
     except ConfigError as error:
         raise ConfigError("--routing", options.routing, error.why, error.hint) from error
-
-    sizes = sample_sizes(subject.problem)
-    numbers = max(math.prod(sizes.shape), (sizes.groups * subject.problem.workload.tp_size) ** 2)
-    if numbers > MOST_NUMBERS:
-        why = f"asks for tables of {numbers:.1e} numbers: what every sample sends to every expert of a layer"
-        hint = "Plan fewer nodes, as many as one expert group covers: the others do the same."
-        raise ConfigError("--routing", options.routing, why, hint)
+    known: dict[RoutingSizes, Evidence] = {}  # many layouts have the same
 
     def observing(problem: Problem) -> Problem:
-        return replace(problem, observed=with_routing(problem, routing, subject.movable).evidence)
+        sizes = sample_sizes(problem)
+        numbers = max(math.prod(sizes.shape), (sizes.groups * problem.workload.tp_size) ** 2)
+        if numbers > MOST_NUMBERS:
+            why = f"asks for tables of {numbers:.1e} numbers: what samples send to every expert of a layer"
+            hint = "Plan fewer nodes, as many as one expert group covers: the others do the same."
+            raise ConfigError("--routing", options.routing, why, hint)
+        if sizes not in known:
+            known[sizes] = known_routing(problem, routing)
+        return replace(problem, observed=known[sizes])
 
-    return subject.changed(observing)
+    return observing
 
 
 def _configured(
