@@ -77,6 +77,8 @@ def test_layouts_are_weighed_in_stages_too(cli: Cli) -> None:
     words = [UPDATE, "64", STAGES, "2", "--nodes", "2", "--layers", "2"]
     given, best = (cli.finds([*BASE, *words, *more])["stages"] for more in ([], ["--layout", "auto"]))
     assert best["update_s"] <= given["update_s"] * 1.05
+    one = cli.finds([*BASE, *words, "--layout", "auto", "--ep-size", "1"])["stages"]
+    assert one["ep_size"] == 1 != best["ep_size"], "what is given is kept"
 
 
 @pytest.mark.slow

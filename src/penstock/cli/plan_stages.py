@@ -171,7 +171,8 @@ def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float
         try:
             laid = _fastest(_open(options, file), file, over, FINALISTS if given else 0)
         except NothingFitsError:
-            tried = ((file.nodes, each) for each in _layouts(options, stage_cluster(file, file.nodes)))
+            inside = replaced(options, ep_size=None)
+            tried = ((file.nodes, each) for each in _layouts(inside, stage_cluster(file, file.nodes)))
             laid = _fastest(tried, file, over, FINALISTS if given else 0)
     except ConfigError:
         return None  # no layout in stages is possible
@@ -344,8 +345,7 @@ def _layouts(options: argparse.Namespace, cluster: ClusterFile) -> Iterator[argp
     given = replaced(options, layout="given")
     yield given
     subject = subject_of(given, cluster)
-    for changes in other_layouts(subject, of_study=of_study(options.model)):
-        sizes = {name: size for name, size in changes.items() if name != "batch"}
+    for sizes in other_layouts(subject, subject.ep_size):
         yield changed_options(given, sizes)
 
 

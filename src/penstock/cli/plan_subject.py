@@ -395,7 +395,7 @@ class Fitting:
             first = self.subject_of({})
         except ConfigError:
             return ""  # the layout was open, and the given one is impossible
-        layouts, batch = list(other_layouts(first, of_study=self.of_study)), first.problem.batch
+        layouts, batch = list(self._layouts(first)), first.problem.batch
         batches: list[Changes] = [{"batch": batch >> times} for times in range(1, batch.bit_length())]
         alone = [each for each in (*SAVING, *layouts, *batches) if self._fits(each)]
         if alone:
@@ -413,6 +413,16 @@ class Fitting:
             return ""
         least = min(possible, key=lambda each: self._bytes(each) or 0)
         return f"Use more ranks: the nearest to fit is {self._with_memory(least)}."
+
+    def _layouts(self, subject: Subject) -> Iterator[Changes]:
+        """Yield other layouts, with the same samples per step; a study's model has them by itself."""
+        work = subject.problem.workload
+        for sizes in other_layouts(subject):
+            samples = work.batch * sizes["tp_size"]
+            if self.of_study or sizes["tp_size"] == work.tp_size:
+                yield sizes
+            elif samples % work.tp_size == 0:
+                yield {**sizes, "batch": samples // work.tp_size}
 
     def _needed(self, changes: Changes) -> Changes:
         """Return the changes without those that are not needed."""
@@ -440,16 +450,11 @@ class Fitting:
         return self._known[key]
 
 
-def other_layouts(subject: Subject, *, of_study: bool) -> Iterator[Changes]:
-    """Yield other layouts, with the same samples per step; a study's model has them by itself."""
+def other_layouts(subject: Subject, ep_size: int | None = None) -> Iterator[Changes]:
+    """Yield the sizes of other layouts. ep_size: the only one wanted; None = see `layout_sizes`."""
     work = subject.problem.workload
     own = work.tp_size, work.ep_size, work.etp_size
-    for layout in layout_sizes(work.world_size, work.devices_per_node, work.num_experts):
+    for layout in layout_sizes(work.world_size, work.devices_per_node, work.num_experts, ep_size):
         sizes = {"tp_size": layout.tp_size, "ep_size": layout.ep_size, "etp_size": layout.etp_size}
-        if tuple(sizes.values()) == own or layout.tokens != "split":
-            continue
-        samples = work.batch * layout.tp_size
-        if of_study:
+        if tuple(sizes.values()) != own and layout.tokens == "split":
             yield sizes
-        elif samples % work.tp_size == 0:
-            yield sizes if layout.tp_size == work.tp_size else {**sizes, "batch": samples // work.tp_size}

@@ -95,6 +95,7 @@ class Subject:
         sharded: The problem with a sharded optimiser, where the faster of the two is sought.
         given: The step in the given layout, where quick plans prefer the one of `problem`.
         movable: What may be moved, to be weighed against a known routing.
+        ep_size: The ranks over which experts are to be spread in every layout; None = that is open.
     """
 
     title: str
@@ -108,6 +109,7 @@ class Subject:
     device: str = ""
     notes: tuple[str, ...] = ()
     movable: Movable = NOTHING_MOVES
+    ep_size: int | None = None
     budget: float = 1.0
     starts: tuple[Decision, ...] = ()
 
@@ -230,6 +232,7 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
         device=file.device_name,
         notes=tuple(notes),
         movable=NOTHING_MOVES if model.capacity_factor is not None else PlacementConfig().weighed,
+        ep_size=changes.ep_size,
     )
 
 

@@ -324,11 +324,12 @@ def run_subject(
     precision, why = precision_of(file, None if wanted == "auto" else wanted)
     config = config.computing_in(precision)
     notes, decided = tuple(rate_notes(file, precision)), given_decisions(config, keys)
+    of_user, ep_size = config, config.parallel.ep_size
 
     def subject(config: RunConfig, *more: str) -> Subject:
-        return _subject(str(path), config, file, decided, (*notes, *more), (precision, why))
+        own = _subject(str(path), config, file, decided, (*notes, *more), (precision, why))
+        return replace(own, ep_size=ep_size)
 
-    of_user = config
     if of_model and config.parallel.ep_size is None:  # experts lie on as many ranks as divide them
         valid = group_sizes(holders(file.ranks, config.parallel.etp_size))
         widest = max(size for size in valid if config.moe.num_experts % size == 0)
