@@ -392,6 +392,17 @@ def test_what_would_fit_is_said_and_fits(kind: str, cli: Cli, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_layouts_are_compared_by_whole_updates(cli: Cli) -> None:
+    """The search starts with the quick plan of the layout, so it finds none that takes longer."""
+    words = [*SMALL, "--layout", "auto", "--budget", "0.1", "--routing", "zipf", "--global-batch"]
+    found = cli.finds([*words, "256"])
+    line = next(note for note in found["notes"] if note.startswith("layout, by quick plans"))
+    quick_ms = float(re.findall(r": ([\d.,]+) ms", line)[0].replace(",", ""))
+    assert found["predicted_s"] <= quick_ms / 1e3 * 1.01
+    assert cli.refuses([*words, "255"]).startswith("penstock: --global-batch = 255: ")
+
+
+@pytest.mark.slow
 def test_a_busiest_rank_costs_time(cli: Cli, tmp_path: Path) -> None:
     words, seconds = [*SMALL, "--batch", "1", "--budget", "0.01"], []
     for imbalance in ("1", "2"):

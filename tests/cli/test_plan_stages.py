@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.cli.plan_subject import other_layouts
+from penstock.cost.clusters import find_cluster
+from penstock.plan import published_problem
+from penstock.plan.subject import Overrides
 from tests.support.cli import Cli
 
 BASE = [
@@ -87,3 +91,10 @@ def test_the_experts_of_a_study_are_those_of_its_cluster_for_as_many_as_a_token_
     words += ["--layers", "1", "--budget", "0.0001", UPDATE, "16"]
     assert cli.finds(words)["predicted_s"] > 0
     assert cli.finds([*words, STAGES, "2"])["stages"]["update_s"] > 0
+
+
+def test_other_layouts_of_a_stage_need_not_divide_a_batch_and_keep_what_is_given() -> None:
+    sizes = Overrides(batch=1, tp_size=2, ep_size=2)
+    subject = published_problem("flowmoe/gpt2-tiny", find_cluster("1x4xA100-80GB"), sizes)
+    assert {each["tp_size"] for each in other_layouts(subject)} == {1, 2, 4}
+    assert {each["ep_size"] for each in other_layouts(subject, subject.ep_size)} == {2}
