@@ -451,7 +451,11 @@ class Fitting:
 
 
 def other_layouts(subject: Subject, ep_size: int | None = None) -> Iterator[Changes]:
-    """Yield the sizes of other layouts. ep_size: the only one wanted; None = see `layout_sizes`."""
+    """Yield the sizes of other layouts.
+
+    Args:
+        ep_size: The only one wanted; None = see `layout_sizes`.
+    """
     work = subject.problem.workload
     own = work.tp_size, work.ep_size, work.etp_size
     for layout in layout_sizes(work.world_size, work.devices_per_node, work.num_experts, ep_size):

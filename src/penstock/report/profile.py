@@ -13,7 +13,7 @@ from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, KernelModel, LinkModel, TaskModel
 from penstock.cost.measured import listed
 from penstock.cost.span import even_leg
-from penstock.mesh import num_nodes
+from penstock.mesh import holders, num_nodes
 from penstock.ops import OPS
 from penstock.report.loads import QUIET, TEXT, sheet
 from penstock.words import counted, folded, markdown_table, stacked
@@ -106,7 +106,7 @@ def _share(file: ClusterFile, link: LinkModel) -> float:
     if link.op:
         # A leg's group is an expert group, which has as many ranks in every node.
         nodes = min(ranks, link.nodes or num_nodes(ranks, min(file.ranks_per_node, ranks)))
-        return even_leg(link.collective, link.op, nodes, ranks // nodes).share
+        return even_leg(link.collective, link.op, nodes, holders(ranks, nodes)).share
     if link.collective == "uneven_all_to_all":
         return 2 * others / (ranks + 1)  # what the popular rank gets
     if link.collective == "broadcast":
