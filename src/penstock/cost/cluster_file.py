@@ -395,30 +395,28 @@ class ClusterFile:
         table = read_json(path, "Give a cluster file, or measure one with `penstock profile`.")
         if isinstance(table, dict):
             table = {key: value for key, value in table.items() if key != DOCTOR}
-        file = from_dict(ClusterFile, table, str(path))
-        if file.measured is None:
-            file._check_by_hand(table, path)
-            device = find_device(file.device_name)
-            if device is not None and "memory_bytes" not in table:
-                file = replace(file, memory_bytes=usable_bytes(max(device.memory_gb)))
-        return replace(file, version=VERSION)
-
-    def _check_by_hand(self, table: Mapping[str, Any], path: Path) -> None:
-        """Raise ConfigError unless a file written by hand has all that no default can replace."""
+        file = replace(from_dict(ClusterFile, table, str(path)), version=VERSION)
+        if file.measured is not None:
+            return file
+        # A file written by hand must have all that no default can replace.
         given = table.get("rates", {})
-        if self.nodes > 1 and "link_rate_of" not in given:
+        if file.nodes > 1 and "link_rate_of" not in given:
             raise ConfigError(f"{path}.rates.link_rate_of", UNSET, WHOSE_RATE, WHAT_TO_WRITE)
         if "flops_per_s" in given and "precision" not in table:
             why = "is missing, so nobody can tell in which precision flops_per_s is reached"
             hint = 'Write "float32" or "bfloat16"; null if devices compute as fast in either.'
             raise ConfigError(f"{path}.precision", UNSET, why, hint)
-        of_links = {"link_bytes_per_s": self.nodes > 1, "intra_bytes_per_s": self.ranks_per_node > 1}
-        needed = [*OF_DEVICES, *(name for name, is_used in of_links.items() if is_used and not self.links)]
+        of_links = {"link_bytes_per_s": file.nodes > 1, "intra_bytes_per_s": file.ranks_per_node > 1}
+        needed = [*OF_DEVICES, *(name for name, is_used in of_links.items() if is_used and not file.links)]
         missing = [name for name in needed if name not in given]
-        if missing and (given or self.device_name not in ("", CPU)):
+        if missing and (given or file.device_name not in ("", CPU)):
             why = "is missing, and the default is the rate of one core and its loopback link"
             hint = f"A data sheet has it, or `penstock profile` measures it. Missing: {', '.join(missing)}."
             raise ConfigError(f"{path}.rates.{missing[0]}", UNSET, why, hint)
+        device = find_device(file.device_name)
+        if device is not None and "memory_bytes" not in table:
+            return replace(file, memory_bytes=usable_bytes(max(device.memory_gb)))
+        return file
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> ClusterFile:
         """Return the cluster with these factors on bandwidth between and inside nodes, and on compute.

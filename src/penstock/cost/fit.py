@@ -45,7 +45,8 @@ class LineFit:
     """Line `t = alpha_s + beta * n`. alpha_s >= 0, beta > 0.
 
     Attributes:
-        r2: The share of the variance that the line explains, of the points used.
+        r2: The share of the variance that the line explains, of the points used: 1 for a perfect line, 0 for
+            one that explains no more than the mean does.
         residual: The median distance of all points from the line, relative to it.
         used: For every point, whether it was used for the line.
     """
@@ -72,7 +73,20 @@ def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> Line
     used, sure = np.ones(len(sizes), dtype=bool), np.argsort(np.argsort(-sizes, kind="stable")) < trusted
     line = _least_squares(sizes, times)
     if len(set(sizes)) > 2 and len(sizes) >= LEAST_POINTS:
-        line = _most_agreed(sizes, times, sure, line)
+        # The line, through two points or the usual one, to which three quarters of points are nearest.
+        pairs = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] != sizes[pair[1]]]
+        first, second = np.array(pairs[:: -(-len(pairs) // MOST_PAIRS)]).T
+        betas = (times[second] - times[first]) / (sizes[second] - sizes[first])
+        alphas = times[first] - betas * sizes[first]
+        allowed = (betas > 0) & (alphas > -1e-9 * times[first])
+        found = zip(alphas[allowed], betas[allowed], strict=True)
+        others = max(0, _kept(len(sizes)) - int(sure.sum()))
+
+        def missed(line: tuple[float, float]) -> float:
+            distances = _distances(line, sizes, times)
+            return float(distances[sure].sum() + np.sort(distances[~sure])[:others].sum())
+
+        line = min([line, *((max(float(a), 0.0), float(b)) for a, b in found)], key=missed)
         for _ in range(PASSES):
             # The points through which a line is fitted next.
             distances = _distances(line, sizes, times)
@@ -84,30 +98,15 @@ def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> Line
             if np.array_equal(nearer, used):
                 break
             used = nearer
+    errors, fitted = times[used] - line[0] - line[1] * sizes[used], times[used]
+    left, squares = float(np.sum(errors**2)), float(np.sum(fitted**2))
+    spread = float(np.sum((fitted - fitted.mean()) ** 2))
+    if spread <= 1e-12 * squares:  # equal durations: nothing to explain
+        r2 = 1.0 if left <= 1e-3 * squares else 0.0
+    else:
+        r2 = max(0.0, 1.0 - left / spread)
     residual = float(np.median(_shares(line, sizes, times)))
-    return LineFit(*line, _r2(line, sizes[used], times[used]), residual, tuple(map(bool, used)))
-
-
-def _most_agreed(
-    sizes: Floats, times: Floats, sure: Flags, usual: tuple[float, float]
-) -> tuple[float, float]:
-    """Return the line, through two points or the usual one, to which three quarters of points are nearest.
-
-    sure: points that belong to these three quarters in any case.
-    """
-    pairs = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] != sizes[pair[1]]]
-    first, second = np.array(pairs[:: -(-len(pairs) // MOST_PAIRS)]).T
-    betas = (times[second] - times[first]) / (sizes[second] - sizes[first])
-    alphas = times[first] - betas * sizes[first]
-    allowed = (betas > 0) & (alphas > -1e-9 * times[first])
-    lines = [(max(float(a), 0.0), float(b)) for a, b in zip(alphas[allowed], betas[allowed], strict=True)]
-    others = max(0, _kept(len(sizes)) - int(sure.sum()))
-
-    def missed(line: tuple[float, float]) -> float:
-        distances = _distances(line, sizes, times)
-        return float(distances[sure].sum() + np.sort(distances[~sure])[:others].sum())
-
-    return min([usual, *lines], key=missed)
+    return LineFit(*line, r2, residual, tuple(map(bool, used)))
 
 
 def _kept(count: int) -> int:
@@ -151,12 +150,3 @@ def _not_negative(matrix: Floats, values: Floats) -> tuple[float, float]:
         return float(both[0]), float(both[1])
     alone = (matrix.T @ values) / np.square(matrix).sum(axis=0)
     return (float(alone[0]), 0.0) if both[1] < 0 else (0.0, float(alone[1]))
-
-
-def _r2(line: tuple[float, float], sizes: Floats, times: Floats) -> float:
-    """Return 1 for a perfect line, 0 for a line that explains no more than the mean does."""
-    left = float(np.sum((times - line[0] - line[1] * sizes) ** 2))
-    spread = float(np.sum((times - times.mean()) ** 2))
-    if spread <= 1e-12 * float(np.sum(times**2)):  # equal durations: nothing to explain
-        return 1.0 if left <= 1e-3 * float(np.sum(times**2)) else 0.0
-    return max(0.0, 1.0 - left / spread)

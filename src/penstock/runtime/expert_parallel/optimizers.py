@@ -48,7 +48,19 @@ def watch_optimizer(optimizer: Optimizer) -> None:
                 f"{share}: an update would mix them. Use an ordinary optimizer, or for PipelinedStack "
                 "penstock.ShardedAdamW (optimizer.zero_stage=1)"
             )
-    _warn_if_unknown(optimizer)
+    kind = type(optimizer)
+    unknown = not NUMBERWISE & _words(each.__name__ for each in kind.__mro__)
+    for name, parameter in _trained(optimizer) if unknown else ():
+        if part := share_of(parameter, whole="tensor"):
+            if is_first_to_say(f"an unknown optimizer: {kind.__module__}.{kind.__qualname__} {name}"):
+                warnings.warn(
+                    f"whether {kind.__name__} treats every number by itself is not known, and {name} "
+                    f"{list(parameter.shape)} of this rank is only {part}: an update by the norm, sums or "
+                    "products of a tensor would train something else than on one process, and nothing would "
+                    "tell",
+                    stacklevel=1,
+                )
+            break
     for group in optimizer.param_groups:
         if KEY in group:  # loaded before the optimiser was known
             check_share(marked_share(group[KEY]), _share(group["params"]))
@@ -217,24 +229,6 @@ def _words(names: Iterable[str]) -> set[str]:
         words = [word.lower() for word in WORDS.findall(each)]
         found |= {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
     return found
-
-
-def _warn_if_unknown(optimizer: Optimizer) -> None:
-    """Warn on one rank of an optimiser that has shares, and whose name does not say what its updates need."""
-    kind = type(optimizer)
-    if NUMBERWISE & _words(each.__name__ for each in kind.__mro__):
-        return
-    for name, parameter in _trained(optimizer):
-        if share := share_of(parameter, whole="tensor"):
-            if not is_first_to_say(f"an unknown optimizer: {kind.__module__}.{kind.__qualname__} {name}"):
-                return
-            warnings.warn(
-                f"whether {kind.__name__} treats every number by itself is not known, and {name} "
-                f"{list(parameter.shape)} of this rank is only {share}: an update by the norm, sums or "
-                "products of a tensor would train something else than on one process, and nothing would tell",
-                stacklevel=2,
-            )
-            return
 
 
 def _trained(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
