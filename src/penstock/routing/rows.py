@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -66,10 +67,17 @@ class BatchCut:
                 for part, length in enumerate(split_sizes(self.seq_len, self.token_shards)):
                     of_part = apportion(left, length * self.top_k)
                     ranks = np.flatnonzero(part_P == part)
-                    sliced = np.zeros((len(left), *rows_PCYE.shape[1:]), dtype=np.int64)
-                    _cut_samples(of_part, length, self.top_k, sliced)
-                    rows_PCYE[ranks] = sliced[group_P[ranks]]
                     left = left - of_part
+                    # Slices are ranges of tokens; a sample on a border is shared evenly.
+                    sliced = np.zeros((len(left), *rows_PCYE.shape[1:]), dtype=np.int64)
+                    ends = np.cumsum(split_sizes(samples * length, self.slices))
+                    borders = np.union1d(ends, np.arange(samples + 1) * length).tolist()
+                    for start, stop in pairwise(borders):
+                        rest = of_part[:, start // length]
+                        cut = apportion(rest, (stop - start) * self.top_k)
+                        sliced[:, np.searchsorted(ends, start, side="right")] += cut
+                        rest -= cut
+                    rows_PCYE[ranks] = sliced[group_P[ranks]]
                 if self.slots:  # earlier slices first
                     taken = np.minimum(rows[:, m].cumsum(axis=1), self.slots[m])
                     rows[:, m] = np.diff(taken, axis=1, prepend=0)
@@ -101,21 +109,6 @@ def _owners(mesh: Mesh, parts: int) -> tuple[Counts, Counts]:
     ranks = range(mesh.world_size)
     part = [mesh.place(rank, Group.TENSOR) if parts > 1 else 0 for rank in ranks]
     return np.array([mesh.place(rank, Group.DATA) for rank in ranks]), np.array(part)
-
-
-def _cut_samples(counts_DBYE: Counts, length: int, copies: int, rows_DCYE: Counts) -> None:
-    """Add samples' counts to the slices, ranges of tokens; a sample on a border is shared evenly."""
-    ends = np.cumsum(split_sizes(counts_DBYE.shape[1] * length, rows_DCYE.shape[1]))
-    piece = 0
-    for sample in range(counts_DBYE.shape[1]):
-        left, token, end = counts_DBYE[:, sample], sample * length, (sample + 1) * length
-        while token < end:
-            while ends[piece] <= token:  # slices may be empty
-                piece += 1
-            stop = min(end, int(ends[piece]))
-            part = apportion(left, (stop - token) * copies)
-            rows_DCYE[:, piece] += part
-            left, token = left - part, stop
 
 
 def by_source_and_target(rows_PE: Counts, placement: ExpertPlacement, shards: int = 1) -> Counts:

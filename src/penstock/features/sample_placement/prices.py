@@ -51,48 +51,37 @@ class SampleMover:
         The next layer's gate is assumed to predict exactly what samples will ask of it.
         """
         groups, samples, layers, experts = counts_DBYE.shape
-        by_sample = counts_DBYE.reshape(groups * samples, layers, experts)
+        by_sample, mesh = counts_DBYE.reshape(groups * samples, layers, experts), self.work.mesh
+        moved_rows = round(self.work.seq_len * row_weight(self.work, self.shape))
         held = [np.arange(groups * samples).reshape(groups, samples)]
         for layer in range(layers):
-            now_DB = held[-1].copy()
+            now_DB, predicts = held[-1].copy(), self.predicts and layer + 1 < layers
             replication, following = (
                 replications[y] if y < len(replications) else Replication.none(self.work.placement, 0)
                 for y in (layer, layer + 1)
             )
             for group in device_groups(self.work):
+                devices = len(group.devices)
+                ranks = [mesh.groups(Group.TENSOR)[device][0] for device in group.devices]
+                places_V = np.array([mesh.place(rank, Group.EXPERT) for rank in ranks])
+                node_V = nodes_of(self.work, ranks)
+                near = Nearness.of_devices(following, np.array(group.device_P), node_V) if predicts else None
                 for places in self._chunks():
                     cells = np.ix_(np.array(group.devices), np.arange(places.start, places.stop))
                     here_I = now_DB[cells].reshape(-1)
-                    ahead = by_sample[here_I, layer + 1] if self.predicts and layer + 1 < layers else None
-                    homes_I = self._homes(by_sample[here_I, layer], ahead, group, replication, following)
-                    order = np.argsort(homes_I, kind="stable")
-                    now_DB[cells] = here_I[order].reshape(len(group.devices), -1)
+                    homes_I = np.repeat(np.arange(devices), len(here_I) // devices)
+                    problem = sample_problem(
+                        counts=_by_position(by_sample[here_I, layer], places_V[homes_I], replication),
+                        homes=homes_I,
+                        moved_rows=np.full(len(homes_I), moved_rows),
+                        node_of_device=node_V,
+                        predictions=by_sample[here_I, layer + 1] if predicts else None,
+                        following=near,
+                    )
+                    order = np.argsort(assign(problem, self.solver), kind="stable")
+                    now_DB[cells] = here_I[order].reshape(devices, -1)
             held.append(now_DB)
         return Placed(np.stack(held), replications)
-
-    def _homes(
-        self,
-        counts_IE: Counts,
-        ahead_IE: Counts | None,
-        group: Plane,
-        replication: Replication,
-        following: Replication,
-    ) -> Counts:
-        mesh, devices = self.work.mesh, len(group.devices)
-        ranks = [mesh.groups(Group.TENSOR)[device][0] for device in group.devices]
-        places_V = np.array([mesh.place(rank, Group.EXPERT) for rank in ranks])
-        node_V = nodes_of(self.work, ranks)
-        homes_I = np.repeat(np.arange(devices), len(counts_IE) // devices)
-        near = None if ahead_IE is None else Nearness.of_devices(following, np.array(group.device_P), node_V)
-        problem = sample_problem(
-            counts=_by_position(counts_IE, places_V[homes_I], replication),
-            homes=homes_I,
-            moved_rows=np.full(len(homes_I), round(self.work.seq_len * row_weight(self.work, self.shape))),
-            node_of_device=node_V,
-            predictions=ahead_IE,
-            following=near,
-        )
-        return assign(problem, self.solver)
 
     def _chunks(self) -> Iterator[range]:
         """Yield the places of a group's samples that stay together: those of a slice of a microbatch."""
