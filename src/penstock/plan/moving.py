@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal
 
 from penstock.cost import routing_sizes
 from penstock.cost.placed import Evidence
@@ -104,10 +104,9 @@ def weigh(
     def price(tried: Iterable[Decision], *, always: bool = False) -> _Priced:
         priced = _Priced()
         for choice in tried:
-            if not always and ends():
-                priced.refused.setdefault(LATE, []).append(_moves(choice))
-                continue
             try:
+                if not always and ends():
+                    raise RefusalError(LATE)
                 candidate = evaluate(problem, choice)
                 priced.found.append(corrected(candidate, miss(lost, choice, staying(problem, choice))))
             except RefusalError as error:
@@ -118,19 +117,20 @@ def weigh(
     if not plain.found:
         raise RefusalError(f"there is no plan to compare moves with: {'; '.join(plain.refused)}")
     still = _least(plain.found)
-    samples = price(
-        replace(still.choice, samples=each)
-        for each in FIELDS["samples"].values(problem, still.choice)
-        if each not in ("none", still.choice.samples)
+    samples = price(_moving(problem, still.choice, "samples"))
+    experts = price(
+        replace(moving, replica_slots=slots)
+        for moving in _moving(problem, still.choice, "experts")
+        for slots in FIELDS["replica_slots"].values(problem, moving)
     )
-    experts = price(_moving_experts(problem, still.choice))
-    _note_what_stays(problem, still.choice, samples, experts)
+    possible = problem.movable.samples, problem.movable.experts
+    whys = why_samples_stay(problem, still.choice), why_experts_stay(problem, still.choice)
+    for priced, values, why in zip((samples, experts), possible, whys, strict=True):
+        if why and len(values) > 1:  # what the problem leaves open cannot move with this choice
+            priced.refused[why] = []
     most = math.inf if memory_bytes is None else memory_bytes
     alone = [_least(fit) for each in (samples, experts) if (fit := _usable(each.found, most))]
-    both = _Priced()
-    if len(alone) == 2:
-        of_samples, of_experts = (each.choice for each in alone)
-        both = price([replace(of_experts, samples=of_samples.samples)])
+    both = price([replace(alone[1].choice, samples=alone[0].choice.samples)] if len(alone) == 2 else [])
     moving = [each for some in (samples, experts, both) for each in _usable(some.found, most)]
     best, fits = _least(moving or [still]), still.memory_bytes <= most
     worth = not fits or best.predicted_s < WORTH * still.predicted_s
@@ -176,24 +176,10 @@ def staying(problem: Problem, choice: Decision) -> Decision:
     return replace(settled, replica_slots=FIELDS["replica_slots"].values(problem, settled)[0])
 
 
-def _moving_experts(problem: Problem, choice: Decision) -> Iterator[Decision]:
-    for experts in FIELDS["experts"].values(problem, choice):
-        moving = replace(choice, experts=experts)
-        for slots in FIELDS["replica_slots"].values(problem, moving):
-            if experts not in ("none", choice.experts):
-                yield replace(moving, replica_slots=slots)
-
-
-def _note_what_stays(problem: Problem, choice: Decision, samples: _Priced, experts: _Priced) -> None:
-    """Note why samples or experts cannot move with this choice where the problem leaves their moves open."""
-    movable = problem.movable
-    kinds = (
-        (samples, movable.samples, why_samples_stay(problem, choice)),
-        (experts, movable.experts, why_experts_stay(problem, choice)),
-    )
-    for priced, values, why in kinds:
-        if why and len(values) > 1:
-            priced.refused[why] = []
+def _moving(problem: Problem, choice: Decision, name: Literal["samples", "experts"]) -> list[Decision]:
+    """Return the choice with each other value of a field in which something moves."""
+    values = FIELDS[name].values(problem, choice)
+    return [choice.deciding(name, each) for each in values if each not in ("none", choice.value(name))]
 
 
 def _least(candidates: Sequence[Candidate]) -> Candidate:
