@@ -273,7 +273,21 @@ class Half:
 
     def of(self, graph: Graph) -> list[Task]:
         """Return the tasks of this half, which read each other alone."""
-        kept = [task for task in graph.tasks if self._has(task)]
+        kept = []
+        for task in (each for each in graph.tasks if each.forward is self.forward):
+            spec = spec_of(task.op)
+            if spec.place == "input":
+                is_here = self.begins
+            elif spec.place == "output" or (self.forward and spec.once):
+                is_here = self.ends
+            else:
+                is_here = self.blocks or lateness(task) > 0 or of_optimizer(task) != ""
+            if self.forward:
+                wanted = self.first or not of_optimizer(task)
+            else:
+                wanted = self.sums if is_all_reduce(task) else self.updates or not lateness(task)
+            if is_here and wanted:
+                kept.append(task)
         kept_names, tasks = {task.name for task in kept}, []
         for task in kept:
             inputs = {
@@ -283,23 +297,6 @@ class Half:
             }
             tasks.append(task.reading(inputs))
         return tasks
-
-    def _has(self, task: Task) -> bool:
-        spec = spec_of(task.op)
-        place = spec.place
-        if place == "input":
-            is_here = self.begins
-        elif place == "output" or (task.forward and spec.once):
-            is_here = self.ends
-        else:
-            is_here = self.blocks or lateness(task) > 0 or of_optimizer(task) != ""
-        if task.forward is not self.forward or not is_here:
-            return False
-        if self.forward:
-            return self.first or not of_optimizer(task)
-        if is_all_reduce(task):
-            return self.sums
-        return self.updates or not lateness(task)
 
 
 def in_order(schedule: Schedule, tasks: Iterable[Task]) -> Schedule:

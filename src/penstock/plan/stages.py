@@ -6,7 +6,7 @@ halves of that step are simulated apart: a forward, a backward, and both of diff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -191,39 +191,34 @@ class Stages:
             first, last: Whether the forward is the first, and the backward the last, of an update.
         """
         key = self._kind(ahead), self._kind(back), first, last
-        if key not in self._pairs:
-            forward_s = self.half_s(ahead, forward=True, edge=first)
-            apart_s = forward_s, forward_s + self.half_s(back, forward=False, edge=last)
-            halves = self._half(ahead, True, first), self._half(back, False, last)
-            self._pairs[key] = min(apart_s, *self._shared_s(ahead, back, *halves), key=max)
-        return self._pairs[key]
-
-    def _shared_s(
-        self, ahead: Part, back: Part, forward: Half, backward: Half
-    ) -> Iterator[tuple[float, float]]:
-        """Yield when both halves end, by either rule of orders, as one graph."""
+        if key in self._pairs:
+            return self._pairs[key]
+        forward_s = self.half_s(ahead, forward=True, edge=first)
+        ends_s = [(forward_s, forward_s + self.half_s(back, forward=False, edge=last))]
         parts = self._prepared(ahead), self._prepared(back)
-        both = [
-            half.of(prepared.plan.graph) for half, prepared in zip((forward, backward), parts, strict=True)
-        ]
-        if not all(both):
-            return
-        seconds = {
-            task.name: prepared.factor * prepared.beside[task.name]
-            for tasks, prepared in zip(both, parts, strict=True)
-            for task in tasks
-        }
-        graph = Graph((*both[0], *both[1]))
+        halves = self._half(ahead, True, first), self._half(back, False, last)
+        both = [half.of(prepared.plan.graph) for half, prepared in zip(halves, parts, strict=True)]
+        if all(both):  # as one graph, by either rule of orders
+            seconds = {
+                task.name: prepared.factor * prepared.beside[task.name]
+                for tasks, prepared in zip(both, parts, strict=True)
+                for task in tasks
+            }
+            graph = Graph((*both[0], *both[1]))
 
-        def cost(task: Task) -> Any:
-            return seconds[task.name]
+            def cost(task: Task) -> Any:
+                return seconds[task.name]
 
-        left_s = remaining_path(graph, cost)
-        for rule in (lambda task: (-left_s[task],), all_to_all_first):
-            order = freeze(self.choice.schedule, graph, cost, rule)
-            times = simulate(order, graph, cost, self.problem.mesh, self._issuing).times
-            forward_s, backward_s = (max(float(times[task].end.max()) for task in tasks) for tasks in both)
-            yield forward_s, backward_s
+            left_s = remaining_path(graph, cost)
+            for rule in (lambda task: (-left_s[task],), all_to_all_first):
+                order = freeze(self.choice.schedule, graph, cost, rule)
+                times = simulate(order, graph, cost, self.problem.mesh, self._issuing).times
+                shared_s, shared_back_s = (
+                    max(float(times[task].end.max()) for task in tasks) for tasks in both
+                )
+                ends_s.append((shared_s, shared_back_s))
+        self._pairs[key] = min(ends_s, key=max)
+        return self._pairs[key]
 
     @property
     def _issuing(self) -> Issuing | None:
