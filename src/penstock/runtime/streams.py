@@ -95,7 +95,21 @@ class StreamLanes:
             failure = LaneError(order.calls[-1][2].task, 0.0)
             stop_others(self._on_failure, failure)
             raise failure from PeerLostError(ACTIVITY.lost)
-        return (lambda: [*self._elapsed(origin, spans), *ran]) if timed else list
+
+        def times() -> list[Ran]:
+            # It waits for the device, so it is for traces and metrics only. The device runs behind the host
+            # by any time, so the clocks are compared where nothing is left to do.
+            self._kind.synchronize(self._device)
+            anchor = self._now(self._kind.current_stream(self._device), timed=True)
+            anchor.synchronize()
+            origin_s = time.perf_counter() - origin.elapsed_time(anchor) / 1e3
+            own = (
+                Ran(task, *(origin_s + origin.elapsed_time(event) / 1e3 for event in events))
+                for task, *events in spans
+            )
+            return [*own, *ran]
+
+        return times if timed else list
 
     def close(self) -> None:
         self._streams.clear()
@@ -155,21 +169,6 @@ class StreamLanes:
             failure = LaneError(call.task, time.perf_counter() - start_s)
             stop_others(self._on_failure, failure)
             raise failure from _ended_by_others(error)
-
-    def _elapsed(self, origin: Event, spans: Sequence[tuple[Task, Event, Event]]) -> list[Ran]:
-        """Return the times of a run. Waits for the device, so it is for traces and metrics only.
-
-        The device runs behind the host by any time, so the clocks are compared where nothing is left to do.
-        """
-        self._kind.synchronize(self._device)
-        anchor = self._now(self._kind.current_stream(self._device), timed=True)
-        anchor.synchronize()
-        origin_s = time.perf_counter() - origin.elapsed_time(anchor) / 1e3
-
-        def since(event: Event) -> float:
-            return origin_s + origin.elapsed_time(event) / 1e3
-
-        return [Ran(task, since(start), since(end)) for task, start, end in spans]
 
 
 def _ended_by_others(error: BaseException) -> BaseException:
@@ -247,36 +246,33 @@ def tensors_in(value: Any) -> list[Tensor]:
 Gathering = Callable[[Any, list[Tensor]], None]
 """Adds the tensors inside a value to a list."""
 
-_GATHERING: dict[type, Gathering | None] = {}
-"""By the type of a value; None where it holds no tensors."""
+
+class _Gatherings(dict[type, Gathering | None]):
+    """How the tensors inside values are found, by type; None where they hold none."""
+
+    def __missing__(self, kind: type) -> Gathering | None:
+        names = [field.name for field in fields(kind)] if is_dataclass(kind) else []
+        by_kind: dict[type | tuple[type, ...], Gathering | None] = {
+            Tensor: lambda value, found: found.append(value),
+            Later: lambda value, found: _gather(value.holds, found),
+            Task: None,  # behind edges that order tasks, and hand on nothing
+            Mapping: lambda value, found: _gather_all(value.values(), found),
+            (list, tuple): _gather_all,
+            object: (lambda value, found: _gather_all([getattr(value, name) for name in names], found))
+            if names
+            else None,
+        }
+        self[kind] = next(gathering for base, gathering in by_kind.items() if issubclass(kind, base))
+        return self[kind]
+
+
+_GATHERINGS = _Gatherings()
 
 
 def _gather(value: Any, found: list[Tensor]) -> None:
-    kind = type(value)
-    try:
-        gathering = _GATHERING[kind]
-    except KeyError:
-        gathering = _GATHERING[kind] = _gathering_of(kind)
+    gathering = _GATHERINGS[type(value)]
     if gathering is not None:
         gathering(value, found)
-
-
-def _gathering_of(kind: type) -> Gathering | None:
-    """Return how the tensors inside values of a type are found."""
-    by_kind: dict[type | tuple[type, ...], Gathering | None] = {
-        Tensor: lambda value, found: found.append(value),
-        Later: lambda value, found: _gather(value.holds, found),
-        Task: None,  # behind edges that order tasks, and hand on nothing
-        Mapping: lambda value, found: _gather_all(value.values(), found),
-        (list, tuple): _gather_all,
-    }
-    for base, gathering in by_kind.items():
-        if issubclass(kind, base):
-            return gathering
-    if not is_dataclass(kind):
-        return None
-    names = [field.name for field in fields(kind)]
-    return lambda value, found: _gather_all([getattr(value, name) for name in names], found)
 
 
 def _gather_all(values: Iterable[Any], found: list[Tensor]) -> None:

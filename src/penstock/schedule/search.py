@@ -77,30 +77,23 @@ def search(
     best = total_order.timed(listed.orders)
     changes = _Changes(graph, total_order, rng)
     runs = max(1, min(RUNS, trials // LEAST_RUN))
-    for _ in range(runs):
-        best = min(best, _anneal(best, changes, trials // runs), key=lambda each: each.seconds)
-    return Schedule(name, lanes_of(graph, total_order.orders(best.row)))
-
-
-def _anneal(start: Timed, changes: _Changes, trials: int) -> Timed:
-    """Return the best order found while the temperature falls once."""
-    total_order, rng = changes.total_order, changes.rng
-    best = now = start
     hottest_s = HOTTEST * sum(total_order.seconds) / len(total_order.seconds)
-    changes.begin(now)
-    for trial in range(trials):
-        if not changes.waits.pairs:  # nothing on the path waits for a lane
-            break
-        heat_s = hottest_s * (1 - trial / trials) ** 2
-        most_s = now.seconds - heat_s * math.log(1 - rng.random())
-        row, first = changes.draw()
-        after = None if row is None else total_order.again(now, row, first, most_s)
-        if after is not None:
-            now = after
-            best = min(best, now, key=lambda each: each.seconds)
-        if after is not None or rng.random() < ANOTHER_PATH:
-            changes.begin(now)
-    return best
+    for _ in range(runs):  # in each of which the temperature falls once
+        now = best
+        changes.begin(now)
+        for trial in range(trials // runs):
+            if not changes.waits.pairs:  # nothing on the path waits for a lane
+                break
+            heat_s = hottest_s * (1 - trial / (trials // runs)) ** 2
+            most_s = now.seconds - heat_s * math.log(1 - rng.random())
+            row, first = changes.draw()
+            after = None if row is None else total_order.again(now, row, first, most_s)
+            if after is not None:
+                now = after
+                best = min(best, now, key=lambda each: each.seconds)
+            if after is not None or rng.random() < ANOTHER_PATH:
+                changes.begin(now)
+    return Schedule(name, lanes_of(graph, total_order.orders(best.row)))
 
 
 @dataclass
