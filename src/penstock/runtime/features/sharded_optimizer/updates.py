@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,11 +165,11 @@ class Updates:
         if cut == self._cut and self._follow(buckets):
             self._buckets = buckets
             return
-        made: Shares = {}
-        for kind in GRADIENT_KINDS:
-            for layer, bucket in enumerate(buckets.by_kind[kind]):
-                parts = shape.parts_of(layer, kind) or (1,)
-                made[kind, layer] = [self._share(kind, flat, parts) for flat in bucket]
+        made: Shares = {
+            (kind, layer): [self._share(kind, flat, shape.parts_of(layer, kind) or (1,)) for flat in bucket]
+            for kind in GRADIENT_KINDS
+            for layer, bucket in enumerate(buckets.by_kind[kind])
+        }
         # A share for each parameter that the optimiser still has and no step trains now.
         trained = {id(p) for shares in made.values() for each in shares for p in each.flat.parameters}
         asleep: Shares = {}
@@ -178,7 +178,17 @@ class Updates:
                 if id(parameter) in self._group_of and id(parameter) not in trained:
                     alone = self._share(kind, FlatGradients([parameter]), (1,))
                     asleep.setdefault((kind, layer), []).append(alone)
-        self._deal(each for shares in (*made.values(), *asleep.values()) for each in shares)
+        # New shares are filled from the old ones, one kind of state after the other, to save memory.
+        filled = [each for shares in (*made.values(), *asleep.values()) for each in shares]
+        for name in (*MOMENTS, MASTER):
+            loaded = {parameter: saved[name] for parameter, saved in self.waiting.items() if name in saved}
+            whole = {**loaded, **self.whole(name)}
+            for share in (each for each in filled if name in each.states):
+                for piece, run in ((piece, run) for piece, runs in enumerate(share.runs) for run in runs):
+                    known = whole.get(run.parameter)
+                    source = run.values if known is None else known.reshape(-1)[run.first :][: run.length]
+                    if known is not None or name == MASTER:
+                        share.state(name, piece, run).copy_(source)
         self._buckets, self._cut, self._shares, self._asleep = buckets, cut, made, asleep
         for parameter in self._parameters():
             saved = self.waiting.pop(parameter, {"step": 0})
@@ -207,20 +217,6 @@ class Updates:
         axes, mesh = self._axes(kind), self._layout.mesh
         share = ReleasingShare if isinstance(flat, ReleasedGradients) else Share
         return share(flat, parts, mesh.size(axes), mesh.place(self._layout.rank, axes))
-
-    def _deal(self, made: Iterable[Share]) -> None:
-        """Fill new shares from the old ones, one kind of state after the other, to save memory."""
-        shares = list(made)
-        for name in (*MOMENTS, MASTER):
-            loaded = {parameter: saved[name] for parameter, saved in self.waiting.items() if name in saved}
-            whole = {**loaded, **self.whole(name)}
-            for share in (each for each in shares if name in each.states):
-                for piece, runs in enumerate(share.runs):
-                    for run in runs:
-                        known = whole.get(run.parameter)
-                        source = run.values if known is None else known.reshape(-1)[run.first :][: run.length]
-                        if known is not None or name == MASTER:
-                            share.state(name, piece, run).copy_(source)
 
     def whole(self, name: str) -> dict[nn.Parameter, Tensor]:
         """Return a state of all parameters of this rank, gathered; all ranks must call it together."""
