@@ -153,16 +153,23 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     sizes = state.parameter_bytes, state.gradient_bytes, MOMENTS * state.moment_bytes
     weights, gradients, moments = (size / FLOAT32_BYTES for size in sizes)
     moments += weights < 1
-    kept_weights, kept_gradients = _weights_bytes(problem), sum(trained_bytes(problem).values())
-    releases = problem.shape.updating is not None and problem.shape.updating.releases
+    trained, updating = trained_bytes(problem), problem.shape.updating
+    kept_weights, kept_gradients = _weights_bytes(problem), sum(trained.values())
+    # Sums of earlier passes are put aside while a pass makes its own. Gradients that no other rank adds to
+    # are added to in place, and released ones to the share that is kept.
+    aside, releases = 0, updating is not None and updating.releases
+    if problem.passes > 1 and updating is None:
+        owners = _owners(problem)
+        aside = sum(size for kind, size in trained.items() if owners[kind] > 1)
+    elif problem.passes > 1 and not releases:
+        aside = _updated_bytes(problem)
     if state.fully_sharded or releases:  # of what is gathered, or released, there are a share and two layers
         shared = _updated_bytes(problem) + _gathered_bytes(problem, choice)
         kept_weights = shared if state.fully_sharded else kept_weights
         kept_gradients = shared if releases else kept_gradients
-    added = kept_gradients + _added_bytes(problem) + replicas
     return MemoryEstimate(
         weights_bytes=int(weights * (kept_weights + replicas)),
-        gradients_bytes=int(gradients * added),
+        gradients_bytes=int(gradients * (kept_gradients + aside + replicas)),
         optimizer_bytes=int(moments * _updated_bytes(problem)),
         activations_bytes=int(kept_P[most] + logits),
         buffers_bytes=int(buffers_P[most]),
@@ -208,20 +215,6 @@ def _copies_bytes(problem: Problem, choice: Decision, replicas: int) -> int:
         own = sum(size for kind, size in trained_bytes(problem).items() if owners[kind] == 1)
         copied = min(copied, own + _gathered_bytes(problem, choice))
     return (copied + replicas) * work.element_bytes // FLOAT32_BYTES
-
-
-def _added_bytes(problem: Problem) -> int:
-    """Return the bytes of sums of earlier passes, which are put aside while a pass makes its own.
-
-    Gradients that no other rank adds to are added to in place, and released ones to the share that is kept.
-    """
-    updating = problem.shape.updating
-    if problem.passes == 1 or (updating is not None and updating.releases):
-        return 0
-    if updating is not None:
-        return _updated_bytes(problem)
-    owners = _owners(problem)
-    return sum(size for kind, size in trained_bytes(problem).items() if owners[kind] > 1)
 
 
 def _updated_bytes(problem: Problem) -> int:
