@@ -17,6 +17,7 @@ from penstock.cli.main import _parser
 from penstock.cli.run import parse
 from penstock.config import load
 from penstock.config.described import described, page
+from penstock.topology import Layout
 from penstock.train.config import RunConfig
 from tests.support.forked import run_forked
 
@@ -149,6 +150,16 @@ def test_commands_of_the_pages_are_understood(page: Path, capsys: pytest.Capture
             parse(_parser(), words)
         except SystemExit as end:
             assert not end.code, (words, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_ranks_that_the_pages_start_can_share_the_experts(page: Path) -> None:
+    text = page.read_text().replace("\\\n", " ")
+    started = r"torchrun (?:--nnodes (\d+) )?.*?--nproc-per-node (\d+) .*-m penstock \w+ (\S+\.toml.*)"
+    for nodes, each, words in re.findall(started, text):
+        path, *settings = shlex.split(words, comments=True)
+        config = load(RunConfig, ROOT / path, [word for word in settings if "=" in word])
+        Layout.build(config.parallel, int(nodes or 1) * int(each), 0, config.moe.num_experts)
 
 
 def test_extras_of_the_readme_are_those_of_the_package() -> None:
