@@ -31,6 +31,7 @@ from trl.distributed import DistributedBackend
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import dpo_trainer
+from trl.trainer.callbacks import SyncRefModelCallback
 
 import penstock
 from penstock.adapt.scheduled import engine_of
@@ -226,6 +227,24 @@ def hash_twice(rank: int, world: int) -> tuple[str, str]:
 def test_reference_log_probs_are_stored_under_a_hash_of_all_ranks_weights(ranks: Pools) -> None:
     (before, after), same = ranks(2).run(hash_twice, 2)
     assert same == (before, after) and before != after
+
+
+def follow_in_shares(rank: int, world: int) -> None:
+    """A parallelized reference has the shares of its model; a whole one would need all of them."""
+    del rank
+    model, reference = (
+        penstock.parallelize(small("mixtral", seed=seed), plan="flowmoe", etp_size=world) for seed in (0, 1)
+    )
+    follow = SyncRefModelCallback._sync_target_model
+    follow(model, reference, alpha=1.0)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(ValueError, match="etp_size = 2"):
+        follow(model, small("mixtral"), 0.5)
+
+
+def test_a_reference_follows_a_model_whose_experts_are_shared_if_it_is_parallelized(ranks: Pools) -> None:
+    ranks(2).run(follow_in_shares, 2)
 
 
 def given_to_vllm(model: Any) -> dict[str, torch.Tensor]:
