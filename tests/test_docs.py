@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from penstock.cli.main import _parser
 from penstock.cli.run import parse
 from penstock.config import load
 from penstock.config.described import described, page
+from penstock.lab.bench.config import BenchConfig
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
 from tests.support.forked import run_forked
@@ -76,6 +78,12 @@ def test_pages_have_few_words() -> None:
 def test_the_page_of_settings_is_the_generated_one() -> None:
     assert page(RunConfig) == SETTINGS, "penstock config docs > docs/settings.md"
     assert all(each.meaning for each in described(RunConfig)), "write what it means below the field"
+
+
+def test_sections_that_bench_reads_are_those_of_its_page() -> None:
+    page = (ROOT / "docs" / "emulation.md").read_text().partition("`--config FILE` gives")[2]
+    told = re.findall(r"`\[(\w+)\]`|^\| `(\w+)\.", page.partition("| column |")[0], re.MULTILINE)
+    assert {section or key for section, key in told} == {field.name for field in fields(BenchConfig)}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
