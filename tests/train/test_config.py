@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from penstock.config import ConfigError, load, to_toml
 from penstock.config.bounds import types_of
+from penstock.config.described import docs_of
 from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
 from penstock.models.qwen3_moe import config_json
 from penstock.moe import MoEConfig
+from penstock.plan.models import MODELS
 from penstock.plan.plan_config import PlanConfig, given_schedule
 from penstock.schedule import SCHEDULES
 from penstock.topology import ParallelConfig
@@ -34,6 +36,11 @@ def with_preset(name: str, **sections: object) -> RunConfig:
 
 
 # ---- presets -----------------------------------------------------------------------------------------------
+
+
+def test_presets_are_those_that_the_setting_promises() -> None:
+    promised = docs_of(ModelConfig)["preset"].partition("one of `")[2].partition("`")[0]
+    assert [name for name in MODELS if name.startswith(promised)] == list(PRESETS)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -29,9 +29,8 @@ class ModelConfig:
     """A decoder: Penstock's own, with the architecture of Qwen3-MoE, or a model of transformers."""
 
     preset: str | None = None
-    """A published model by name, such as flowmoe/gpt2-tiny (all: `penstock list models`); its sizes replace
-    the defaults of `[model]`, `[moe]` and the batch; keys that you set with it take precedence; none = as
-    given here."""
+    """A published model by name, one of `flowmoe/` in `penstock list models`; its sizes replace the defaults
+    of `[model]`, `[moe]` and the batch; keys that you set with it take precedence; none = as given here."""
     config: FilePath | None = None
     """The `config.json` of a model of transformers, or its folder; its sizes replace those of `[model]` and
     `[moe]` as a preset's do; training begins with the weights in a folder
