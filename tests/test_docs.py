@@ -186,31 +186,37 @@ exit $TRAINED
 
 
 @pytest.mark.parametrize(
-    ("doctor", "trained", "interrupted", "restarts", "again"),
+    ("doctor", "trained", "interrupted", "failures", "left", "again"),
     [
-        (0, 0, "false", 0, False),
-        (0, 0, "true", 7, True),
-        (0, 1, "false", 2, True),
-        (0, 137, "false", 0, True),
-        (0, 1, "false", 3, False),
-        (0, 2, "false", 0, False),
-        (1, 0, "true", 0, False),
+        (0, 0, "false", 0, 0, False),
+        (0, 0, "true", 3, 0, True),
+        (0, 1, "false", 2, 3, True),
+        (0, 137, "false", 0, 1, True),
+        (0, 1, "false", 3, 4, False),
+        (0, 2, "false", 0, 0, False),
+        (1, 0, "true", 2, 2, False),
     ],
 )
 def test_a_job_goes_into_the_queue_again_where_that_helps(
-    tmp_path: Path, doctor: int, trained: int, interrupted: str, restarts: int, again: bool
+    tmp_path: Path, doctor: int, trained: int, interrupted: str, failures: int, left: int, again: bool
 ) -> None:
-    """The batch file in bash, with programs in place of those that only a cluster has."""
+    """The batch file in bash, with programs in place of those that only a cluster has.
+
+    failures: since the last time limit, of starts that Slurm counts together with those after time limits.
+    """
+    counted = tmp_path / "penstock-12.failures"
+    counted.write_text("exit code 1\n" * failures)
     for name, text in (("srun", SRUN), ("scontrol", '#!/bin/bash\necho "$@" >> queued\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     said = {"DOCTOR": doctor, "TRAINED": trained, "INTERRUPTED": interrupted}
-    slurm = {"SLURM_JOB_NAME": "job", "SLURM_JOB_ID": 12, "SLURM_RESTART_COUNT": restarts}
+    slurm = {"SLURM_JOB_NAME": "job", "SLURM_JOB_ID": 12, "SLURM_RESTART_COUNT": 7}
     environ = {name: str(value) for name, value in (said | slurm).items()}
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", str(ROOT / "docs" / "train.sbatch"), "train.steps=9"]
     code = subprocess.run(command, cwd=tmp_path, env=environ | path, check=False).returncode
     assert code == (doctor or trained)
+    assert (len(counted.read_text().splitlines()) if counted.exists() else 0) == left
     queued = tmp_path / "queued"
     assert (queued.read_text() if queued.exists() else "") == ("requeue 12\n" if again else "")
     lines = (tmp_path / "said").read_text().splitlines()
