@@ -175,6 +175,17 @@ def test_extras_of_the_readme_are_those_of_the_package() -> None:
     assert set(re.findall(r"`penstock\[(\w+)\]`", (ROOT / "README.md").read_text())) == there.keys() - {"dev"}
 
 
+def test_the_restart_that_is_shown_is_one_of_these_settings() -> None:
+    page = (ROOT / "docs" / "many-machines.md").read_text()
+    told = re.search(r"With `(.*?)` rank 1 is killed after step (\d+).*?```\n(.*?)```", page, re.DOTALL)
+    assert told is not None
+    train = load(RunConfig, ROOT / "configs" / "tiny.toml", told[1].split()).train
+    steps = [(int(step), int(last)) for step, last in re.findall(r"^step (\d+)/(\d+)", told[3], re.MULTILINE)]
+    assert steps and all(step % train.log_every == 0 and last == train.steps for step, last in steps)
+    (kept,) = re.findall(r"^continuing from .*/step-0*(\d+)$", told[3], re.MULTILINE)
+    assert int(kept) == int(told[2]) // train.checkpoint_every * train.checkpoint_every
+
+
 # ---- the batch file ----------------------------------------------------------------------------------------
 
 SRUN = """#!/bin/bash
