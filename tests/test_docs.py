@@ -186,6 +186,12 @@ def test_the_restart_that_is_shown_is_one_of_these_settings() -> None:
     assert int(kept) == int(told[2]) // train.checkpoint_every * train.checkpoint_every
 
 
+def test_trl_that_is_told_to_install_is_the_tested_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    told = re.findall(r"`pip install '(trl.*?)'`", (ROOT / "docs" / "trainers.md").read_text())
+    assert told and set(told) <= set(project["optional-dependencies"]["dev"])
+
+
 # ---- the batch file ----------------------------------------------------------------------------------------
 
 SRUN = """#!/bin/bash
