@@ -64,6 +64,12 @@ def doctor(options: argparse.Namespace, given: Sequence[str], emulate: Emulated 
     """Examine the cluster and return the exit code; one rank prints the table, or one JSON object."""
     if not 0 < options.wait < math.inf:
         raise ConfigError("--wait", options.wait, "ranks take some time to come", "Use 60.")
+    of_gpus = ("device", "stage", "timeout", "out")
+    others, half = (("cluster",), "without") if options.gpu else (of_gpus, "with")
+    for name in others:
+        if (value := getattr(options, name)) is not None:
+            hint = "Ask for those, or leave it out."
+            raise ConfigError(f"--{name}", str(value), f"is for checks {half} --gpu", hint)
     path, overrides = config_and_settings(options)
     if options.gpu:
         return _gpu_doctor(path, overrides, options, given, emulate)
@@ -224,6 +230,7 @@ def _gpu_doctor(
     if options.timeout is not None and not 0 < options.timeout < math.inf:
         raise ConfigError("--timeout", options.timeout, "a stage takes some time", "Leave it out.")
     stages, on_cpu = stages_of(options.stage), options.device == "cpu"
+    out = options.out or Path(EXAMPLE)
     if on_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for all processes that are started from here
     elif not count_gpus():
@@ -233,7 +240,7 @@ def _gpu_doctor(
     info = detect(os.environ)
     config, ranks = measured_run(path, overrides, ON_CPU if on_cpu else ON_GPUS, info, emulate)
     if info is None or info.rank == 0:
-        check_out(options.out, EXAMPLE)
+        check_out(out, EXAMPLE)
 
     def report(info: ProcessInfo, meeting: Meeting) -> int:
         """Run the stages; the first rank prints each when it ends, and saves all. Return the exit code."""
@@ -250,9 +257,9 @@ def _gpu_doctor(
         if info.rank != 0:
             return _code_after_report(meeting)
         whole = report_of(results, crew.names(), info.world_size, device)  # of ranks that came late, too
-        saved = save_out(lambda path: write_json(path, whole), options.out)
+        saved = save_out(lambda path: write_json(path, whole), out)
         code = 0 if saved and worst_of(results) is not Verdict.FAIL else FAILED
-        where = f"; saved as {options.out}" if saved else ""
+        where = f"; saved as {out}" if saved else ""
         print(json.dumps(whole) if options.json else f"\n{last_line(whole)}{where}", flush=True)
         meeting.announce(END, {"code": code})
         meeting.close(range(info.world_size))

@@ -174,7 +174,6 @@ def _add_gpu_doctor(doctor: argparse.ArgumentParser) -> None:
         "--device",
         "cpu: try the stages themselves on two processes without a GPU (default: auto, the GPUs)",
         choices=("auto", "cpu"),
-        default="auto",
     )
     add(gpu, "--stage A,B,...", "run these alone, and what they need (default: all)")
     add(gpu, "--timeout SECONDS", "time limit of every stage (default: its own)", type=float)
@@ -183,7 +182,6 @@ def _add_gpu_doctor(doctor: argparse.ArgumentParser) -> None:
         "--out FILE",
         "file for the findings, without names; with curves it is a cluster file (default: gpu.json)",
         type=user_path,
-        default=Path("gpu.json"),
     )
 
 

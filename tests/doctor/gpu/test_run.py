@@ -243,16 +243,21 @@ def child_here() -> Here:
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        ([], "--gpu"),
-        (["--device", "cpu", "--stage", "fact"], "--stage"),
-        (["--device", "cpu", "--timeout", "0"], "--timeout"),
+        (["--gpu"], "--gpu"),
+        (["--gpu", "--device", "cpu", "--stage", "fact"], "--stage"),
+        (["--gpu", "--device", "cpu", "--timeout", "0"], "--timeout"),
+        (["--gpu", "--cluster", "c.json"], "--cluster"),
+        (["--stage", "lanes"], "--stage"),
+        (["--device", "auto"], "--device"),
+        (["--timeout", "9"], "--timeout"),
+        (["--out", "gpu.json"], "--out"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
     words: list[str], key: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert f"penstock: {key} = " in cli.refuses(["doctor", "--gpu", *words])
+    assert f"penstock: {key} = " in cli.refuses(["doctor", *words])
 
 
 def test_where_nothing_can_be_saved_the_first_rank_says_so_before_it_waits_for_others(
