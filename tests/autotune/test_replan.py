@@ -9,10 +9,11 @@ from typing import cast
 
 import pytest
 
-from penstock.autotune.planned import Order, Planned
+from penstock.autotune.planned import Order, Planned, with_choice
 from penstock.autotune.problem import run_problem
 from penstock.autotune.watch import WORTH, Diagnosis, Verdict, _decide, replan
 from penstock.config import load
+from penstock.decision import Decision
 from penstock.features.field import NOTHING_MOVES
 from penstock.plan import evaluate, find_plan
 from penstock.runtime import Machinery
@@ -46,6 +47,22 @@ def test_a_cluster_file_of_other_sizes_stays_as_it_is(
     slow = Diagnosis(transfers={}, compute=(1.0, 1.5), threshold=0.2)
     now = replan(config, machinery, planned, slow)
     assert (now.problem.slowness, now.file) == ((1.0, 1.5), FILE)
+
+
+@pytest.mark.slow
+def test_rows_keep_their_form(tmp_path: Path) -> None:
+    """The model was built for it, so a plan that is resumed must name it, and be priced by it."""
+    lossy = ("parallel.ep_size=4", "plan.mode=auto", "plan.comm_dtype=auto", f"plan.budget={BUDGET}")
+    config, layout = load(RunConfig, write_config(tmp_path), lossy), Layout(world_size=4, ep_size=4, rank=0)
+    problem = run_problem(config, layout, FILE)
+    choice = Decision(schedule="flowmoe", microbatches=4, dispatch="flat", comm_dtype="bfloat16")
+    planned = Planned(problem=problem, choice=choice, plan=problem.plan(choice), file=FILE)
+    machinery = cast("Machinery", SimpleNamespace(layout=layout, control=Control(0, 1)))
+    with short_search():
+        now = replan(config, machinery, planned, SLOW)
+    assert (now.number, now.choice.dispatch, now.choice.comm_dtype) == (2, "flat", "bfloat16")
+    assert with_choice(config, now.choice).moe.comm_dtype == "bfloat16"
+    assert now.problem.workload_of(now.choice) == problem.workload_of(choice)
 
 
 @pytest.mark.slow

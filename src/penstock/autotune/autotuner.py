@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -307,8 +306,7 @@ class Autotuner:
         self._tuned = plan.tuner is None  # else a later step begins the search for a size
         if diagnosis.text and plan.mode == AUTO:
             # Moving is weighed after that, by what is measured then.
-            config = replace(self.config, placement=self._config.placement)
-            planned = replan(config, self._stack.machinery, self.planned, diagnosis)
+            planned = replan(self._config, self._stack.machinery, self.planned, diagnosis)
             self._weighs = is_open(self._config, planned)
             if planned.choice == self.planned.choice:
                 self._calm_down()

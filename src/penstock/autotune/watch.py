@@ -247,10 +247,13 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
     ratio of its task durations.
 
     Args:
-        config: The run with the dispatch in use, which stays, since the model was built for it.
+        config: The run as it was asked for; the dispatch and the form of rows in use stay, since the model
+            was built for them, and so does what is recomputed.
     """
     assert planned.file is not None, "a cluster that was measured before"
-    file = planned.file
+    file, choice = planned.file, planned.choice
+    moe = replace(config.moe, dispatch=choice.dispatch)
+    config = replace(config, moe=moe, plan=replace(config.plan, recompute=choice.recompute))
     if diagnosis.links_changed and machinery.layout.world_size > 1:
         budget_s = LINKS_SHARE * config.plan.profile_s
         legs_of = hierarchical_among(config, machinery.layout)
@@ -265,7 +268,8 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
     if file.ranks == machinery.layout.world_size:
         file = replace(file, slowness=slowness)
     problem = run_problem(config, machinery.layout, file)
-    problem = replace(problem, slowness=slowness, observed=planned.problem.observed)
+    observed, forms = planned.problem.observed, (choice.comm_dtype,)
+    problem = replace(problem, slowness=slowness, observed=observed, comm_dtypes=forms)
     now = replace(planned, problem=problem, file=file).seeing(planned.problem.evidence)
     verdict = machinery.control.decided(
         lambda: _decide(config, now, file, diagnosis), "choosing another plan", slowly=True
