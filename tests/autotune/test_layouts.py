@@ -7,17 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from penstock.autotune.choose.layouts import check_some_layout, run_layouts, with_layout
-from penstock.autotune.problem import check_shared
-from penstock.config import ConfigError, load
+from penstock.autotune.choose.layouts import check_some_layout, run_layouts, settled_layout, with_layout
+from penstock.autotune.problem import check_shared, run_problem
+from penstock.checkpoint.folder import Record
+from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile, StateTypes
-from penstock.plan import PlanFile, Problem
+from penstock.decision import Decision
+from penstock.plan import PlanFile, Problem, evaluate
 from penstock.plan.candidate import least_memory
 from penstock.plan.layouts import FoundLayouts, LayoutSizes
 from penstock.plan.plan_config import PlanConfig
+from penstock.topology import Control, Layout
 from penstock.train.config import RunConfig
+from penstock.train.logs import telling
 from penstock.train.metrics import read_metrics
+from penstock.train.pilot import Ranks, Resumption
 from tests.support.cli import Cli
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
@@ -126,6 +132,40 @@ def test_a_model_too_large_for_any_layout_is_refused_before_ranks_start(cli: Cli
     assert "each of 4 ranks needs" in error
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "node_size", "settings", "why"),
+    [
+        (LayoutSizes(tp_size=2, ep_size=4, etp_size=1), 2, (), ""),
+        (LayoutSizes(tp_size=4, ep_size=4, etp_size=1), 2, (), "parallel.tp_size = 4: "),
+        (LayoutSizes(tp_size=1, ep_size=2, etp_size=2), 0, (), "parallel.etp_size = 2: "),
+        (LayoutSizes(tp_size=1, ep_size=2, etp_size=2), 4, ("moe.comm_dtype=int8",), "moe.comm_dtype = "),
+    ],
+)
+def test_a_run_goes_on_with_its_layout_where_that_is_possible(
+    tmp_path: Path, sizes: LayoutSizes, node_size: int, settings: tuple[str, ...], why: str
+) -> None:
+    """Nodes may be of another size than before, and rows may be rounded from now on."""
+    file = ClusterFile(name="by hand", nodes=1, ranks_per_node=RANKS)
+    file.save(tmp_path / "cluster.json")
+    usual = (*AUTO, "model.num_heads=4", f"plan.cluster={tmp_path / 'cluster.json'}")
+    asked, now = (config_of(tmp_path, *usual, *more) for more in ((), settings))
+    before = with_layout(asked, sizes)
+    problem = run_problem(before, Layout.build(before.parallel, RANKS, 0, 4), file)
+    some = evaluate(problem, Decision(schedule="sequential"))
+    PlanFile.of(problem, some, model="a model", cluster="by hand").save(tmp_path / "plan.json")
+    record = Record(step=3, processes=RANKS, identity={}, settings=to_dict(asked), plan_settled=True)
+    control, said = Control(0, 1), list[str]()
+    control.world_size = RANKS
+    ranks = Ranks(control=control, device=torch.device("cpu"), node_size=node_size)
+    with telling(said.append):
+        config = settled_layout(now, ranks, Resumption(path=tmp_path, record=record, older=(), damaged=()))
+    again = [line for line in said if line.startswith("choosing a layout again")]
+    assert bool(again) is bool(why) and all(f"({why}" in line for line in again)
+    assert bool(why) is (config != with_layout(now, sizes))
+    Layout.build(config.parallel, RANKS, 0, 4, node_size)
+
+
 # ---- real ranks --------------------------------------------------------------------------------------------
 
 
@@ -185,7 +225,7 @@ def go_on(ranks: Pools, folder: Path, named: tuple[str, ...], kept: LayoutSizes)
     words = f"tp {kept.tp_size}, ep {kept.ep_size}, etp {kept.etp_size}"
     assert f"layout kept from step-00000006: {words}" in said and "layouts compared" not in said
     said = said_by(run(ranks, folder, *named, *resume, "train.steps=9", "parallel.ep_size=1")[0])
-    assert "(parallel.ep_size has changed)" in said and re.search(r"\d layouts? compared", said)
+    assert "(parallel.ep_size = 1: it has changed)" in said and re.search(r"\d layouts? compared", said)
     file = ClusterFile.read(folder / "cluster.json")
     replace(file, memory_bytes=None).save(folder / "cluster.json")  # or two ranks would not have enough
     eight = "data.batch_per_device=8"

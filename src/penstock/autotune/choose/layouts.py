@@ -47,7 +47,7 @@ OF_A_LAYOUT = ("tp_size", "ep_size", "etp_size", "tokens", "ranks_per_node")
 def settled_layout(config: RunConfig, ranks: Ranks, resumption: Resumption | None) -> RunConfig:
     """Return the resolved configuration with the run's layout; all ranks call it and get the same.
 
-    A resumed run keeps its layout, unless its ranks differ or another layout is requested.
+    A resumed run keeps its layout, unless that is impossible by now or another one is requested.
     """
     if config.plan.layout != AUTO:
         return config
@@ -135,14 +135,14 @@ def _kept(config: RunConfig, ranks: Ranks, resumption: Resumption) -> LayoutSize
     try:
         sizes = ranks.control.decided(partial(_saved, config, ranks, resumption), f"reading {path.name}")
     except ConfigError as error:
-        logger.info(CHOOSING_AGAIN.format(path=path, why=error.why))
+        logger.info(CHOOSING_AGAIN.format(path=path, why=str(error).rstrip(".")))
         return None
     logger.info(f"layout kept from {path.name}: {_words(sizes)}")
     return sizes
 
 
 def _saved(config: RunConfig, ranks: Ranks, resumption: Resumption) -> LayoutSizes:
-    """Return the saved layout. Raises ConfigError, with the reason, if ranks or requested layout differ."""
+    """Return the saved layout. Raises ConfigError, with the reason, if it is not for this run any more."""
     saved, here = PlanFile.read(resumption.path / PLAN_FILE).sizes, ranks.control.world_size
     if saved.ranks != here:
         raise ConfigError("processes", here, f"it was of {saved.ranks} processes")
@@ -150,9 +150,10 @@ def _saved(config: RunConfig, ranks: Ranks, resumption: Resumption) -> LayoutSiz
     for section, names in (("plan", ("layout", "cluster")), ("parallel", OF_A_LAYOUT)):
         now, then = to_dict(getattr(config, section)), settings.get(section, {})
         if changed := [name for name in names if now[name] != then.get(name)]:
-            key = f"{section}.{changed[0]}"
-            raise ConfigError(key, now[changed[0]], f"{key} has changed")
-    return LayoutSizes(**{each.name: getattr(saved, each.name) for each in fields(LayoutSizes)})
+            raise ConfigError(f"{section}.{changed[0]}", now[changed[0]], "it has changed")
+    sizes = LayoutSizes(**{each.name: getattr(saved, each.name) for each in fields(LayoutSizes)})
+    _possible(config, sizes, here, 0, ranks.node_size)  # by the nodes and the settings of now
+    return sizes
 
 
 def _words(sizes: LayoutSizes) -> str:
