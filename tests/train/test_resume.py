@@ -19,6 +19,7 @@ from penstock.autotune import Autotuner
 from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, read_sums, write_sums
 from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError, load
+from penstock.plan import PlanFile
 from penstock.trace.step_file import StepFile
 from penstock.train.config import RunConfig
 from penstock.train.logs import telling
@@ -278,6 +279,27 @@ def test_another_plan_is_said_to_be_one(
     said, _ = said_by(tmp_path, "train.steps=6", *then)
     (line,) = (line for line in said if "instead of continuing" in line)
     assert words in line and "up to rounding" in line
+
+
+def test_a_replayed_file_counts_as_it_is_by_now(tmp_path: Path) -> None:
+    """It may be the copy that the run itself writes, which would undo an edit that is not heeded."""
+    run(tmp_path, *MANY[:3], "train.steps=2", "schedule.refine_after=0", ELSEWHERE)
+    path = tmp_path / "run" / "plan.json"
+    replayed = (MANY[2], "plan.mode=replay", f"plan.file={path}")
+
+    def went_on(steps: int) -> str:
+        said, _ = said_by(tmp_path, *replayed, f"train.steps={steps}")
+        return "\n".join(said)
+
+    assert "settings of [plan] have changed" in went_on(3) and "continued from" in went_on(4)
+    edited = json.loads(path.read_text()) | {"schedule": None}
+    edited["choice"] |= {"microbatches": 2}
+    path.write_text(json.dumps(edited))
+    said = went_on(5)
+    assert "holds another plan by now" in said and "2 microbatches" in said
+    assert PlanFile.read(path).choice.microbatches == 2
+    path.unlink()
+    assert "continued from" in went_on(6)
 
 
 def test_a_setting_added_since_the_checkpoint_had_its_default(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from penstock.autotune.problem import (
 )
 from penstock.autotune.profile.measure import LINKS_S, profile_links, profile_run
 from penstock.autotune.profile.sample import here
-from penstock.config import UNSET, ConfigError, to_dict
+from penstock.config import UNSET, ConfigError, is_missing, to_dict
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import mismatch
 from penstock.cost.clusters import UNNAMED, find_cluster
@@ -353,7 +353,7 @@ def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption) -
     """Return the plan under which a checkpoint was made; None, with the reason printed, if it cannot be used.
 
     The plan is continued with unchanged settings, as many ranks and the same machines, if its trials and its
-    ordering were finished. All ranks call this together.
+    ordering were finished, and the file that is replayed has not been edited. All ranks call this together.
     """
     try:
         planned = _read(config, machinery, from_)
@@ -376,11 +376,23 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
             raise ConfigError(section, UNSET, f"settings of [{section}] have changed")
     path /= PLAN_FILE
     paper, file = machinery.control.decided(lambda: _papers(path), f"reading {path}")
+    given = config.plan.path
+    if given is not None and config.plan.tuner is None:  # which changes what a file says
+        machinery.control.agreed(lambda: _check_same(given, paper), f"reading {given}", by=0)
     if file is not None and config.plan.cluster is None:  # one that settings name is as it was
         other = _elsewhere(file, machinery) is not None
         if machinery.control.any(other, "comparing machines with those of the plan"):
             raise ConfigError("plan", UNSET, "it was measured on other machines")
     return Planned.of(paper, path, _priced(settled_as(config, paper), machinery, file), file)
+
+
+def _check_same(given: Path, paper: PlanFile) -> None:
+    """Raise ConfigError if a file no longer holds the plan that was replayed; it may be gone by now."""
+    if is_missing(given):
+        return
+    now = PlanFile.read(given)
+    if now.choice != paper.choice or now.schedule not in (None, paper.schedule):
+        raise ConfigError("plan", UNSET, f"{given} holds another plan by now")
 
 
 def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Planned:
