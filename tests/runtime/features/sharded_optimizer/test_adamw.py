@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.decision import Decision
 from penstock.features.sharded_optimizer.feature import of_optimizer
 from penstock.runtime import ShardedAdamW, clip_grad_norm_
-from penstock.runtime.buckets import FlatGradients, InShares
+from penstock.runtime.buckets import FlatGradients, InShares, ReleasedGradients
 from penstock.runtime.features.sharded_optimizer.share import ReleasingShare, Share
 from penstock.schedule import plan_step, unit_cost
 from penstock.train.optimizer import OptimizerConfig, build_adamw
@@ -368,3 +368,15 @@ def test_a_gradient_may_be_a_part_of_a_sum(kind: type[Share]) -> None:
     share.begin(adds=False)
     share.take(0, torch.tensor([2.0, 4.0, 6.0, 8.0]))
     assert share.owned(0).tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_buffer_with_fewer_numbers_than_pieces_has_empty_pieces() -> None:
+    """A small parameter of another type than its layer has a buffer of its own, cut like the layer's."""
+    flat = ReleasedGradients([nn.Parameter(torch.zeros(2))])
+    share = ReleasingShare(flat, (1, 1, 1), 1, 0)
+    share.begin(adds=False)
+    flat.parameters[0].grad = torch.tensor([1.0, 2.0])
+    for piece in range(3):
+        share.take(piece, share.rows(piece))
+    sums = torch.cat([share.owned(piece) for piece in range(3)])
+    assert sums.tolist() == [1.0, 2.0] and flat.parameters[0].grad is None

@@ -186,13 +186,15 @@ class ReleasingShare(Share):
         return self._sums.narrow(0, self.places[piece], self.pieces[piece].sizes[self.place])
 
     def rows(self, piece: int) -> Tensor:
-        parts = []
+        parts = list[Tensor]()
         for run in self.spread[piece]:
             gradient = run.parameter.grad
             if gradient is None:
                 parts.append(run.parameter.new_zeros(run.length))
             else:
                 parts.append(gradient.reshape(-1).narrow(0, run.first, run.length))
+        if not parts:  # the buffer has fewer numbers than pieces
+            return self._sums[:0]
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def take(self, piece: int, total: Tensor) -> None:
