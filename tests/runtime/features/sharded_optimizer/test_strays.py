@@ -80,10 +80,15 @@ def without_embedding(rank: int, case: Case, shards: bool) -> str:
     before = embedding.detach().clone()
     optimizer.step()
     assert not torch.equal(embedding, before)
-    embedding.requires_grad_(False)
     optimizer.param_groups.pop()
+    assert len(optimizer.state_dict()["state"]) == len(rest)
+    embedding.requires_grad_(False)
     loss_of(stack, rank, case, 1).backward()
     optimizer.step()
+    assert embedding not in optimizer.updates.steps  # it would begin anew, without moments
+    state = optimizer.state_dict()
+    assert len(state["state"]) == len(rest)
+    optimizer.load_state_dict(state)
     return str(caught.value)
 
 

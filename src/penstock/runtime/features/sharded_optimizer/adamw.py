@@ -178,6 +178,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         for parameter, step in self.updates.steps.items():
             self.state[parameter]["step"] = step.clone()
         self.state.update({parameter: dict(saved) for parameter, saved in self.updates.waiting.items()})
+        for gone in self.state.keys() - set(self._trained()):  # it has left the groups
+            del self.state[gone]
         try:
             return super().state_dict()
         finally:

@@ -195,6 +195,8 @@ class Updates:
             if parameter not in self.steps:
                 step = float(saved["step"])
                 self.steps[parameter] = torch.full((), step, dtype=torch.float32, device=parameter.device)
+        shared = {p for _, share in self._known for p in share.flat.parameters}
+        self.steps = {p: step for p, step in self.steps.items() if p in shared}
 
     def _follow(self, buckets: Buckets) -> bool:
         """Use other buffers of the very same parameters; return False if they are of other parameters.
