@@ -76,6 +76,16 @@ def test_bias_follows_what_was_trained_on(use_reentrant: bool | None) -> None:
     assert value.any()
 
 
+@pytest.mark.parametrize("trained", ["experts", "gate"])
+def test_what_trains_a_part_of_a_layer_that_comes_first_counts(trained: str) -> None:
+    _, layer, bias = biased_model()
+    layer.requires_grad_(False)
+    layer.get_submodule(trained).requires_grad_(True)
+    heard = Chosen(layer)
+    layer(states().detach()).square().mean().backward()
+    assert heard.counts.any() and bias.counted_E.tolist() == heard.counts.tolist()
+
+
 def evaluate(model: nn.Module) -> None:
     """In training mode without gradients; in evaluation mode with gradients of the input."""
     with torch.no_grad():

@@ -294,13 +294,6 @@ class MoELayer(nn.Module):
                 f"x has hidden size {x.shape[-1]}, and {type(self.gate).__name__} was built for "
                 f"{matrix.shape[1]}"
             ) from error
-        bias = self.gate.bias
-        if bias is not None and self.training:  # it counts in backward what has been trained on
-            chosen_E = routed.sums.chosen_E
-            if routed.weights.requires_grad:
-                routed = replace(routed, weights=bias.when_trained(routed.weights, chosen_E))
-            else:
-                routed = replace(routed, rows_RM=bias.when_trained(routed.rows_RM, chosen_E))
         counts, rows_RM = self._known(routed, tokens, x.shape[:-1].numel())
         route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker, self.experts).slices[0]
         rows_RM = self.exchange.to_experts(rows_RM, route)
@@ -311,7 +304,13 @@ class MoELayer(nn.Module):
         total = total.clamp(min=1) / self.exchange.data_parallel_size
         slope_BE = self.balance.slope(routed.sums.chosen_BE, chosen_E.unsqueeze(0), 0, total)
         losses = LayerLosses((slope_BE * routed.sums.probability_BE).sum(), routed.sums.z / total)
-        out_TM = self.unpermute(rows_RM, routed.weights, routed.plan, shared_TM)
+        weights, bias = routed.weights, self.gate.bias
+        if bias is not None and self.training:  # it counts in backward what has been trained on
+            if weights.requires_grad:
+                weights = bias.when_trained(weights, routed.sums.chosen_E)
+            else:  # the gate is frozen; the experts may be trained
+                rows_RM = bias.when_trained(rows_RM, routed.sums.chosen_E)
+        out_TM = self.unpermute(rows_RM, weights, routed.plan, shared_TM)
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes: autograd runs this call
             self._losses, self._recomputed = losses, None
             return out_TM.view_as(x)
