@@ -23,7 +23,7 @@ from penstock.moe.experts import TOKENS, Experts, OwnSlots, OwnTokens, SlotsWith
 from penstock.moe.hooks import Hook, Moment
 from penstock.moe.permute.slots import BoundedPermutation
 from penstock.moe.permute.sort import Permutation, PermutationPlan, SortPermutation
-from penstock.moe.products import Product, grouped_product
+from penstock.moe.products import Product, autocast, grouped_product
 from penstock.moe.routers import BALANCES, Router, RouterSums, TokenChoice, Tokens, chunk_tokens, made_for
 from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement, PlacementError
@@ -196,7 +196,7 @@ class MoELayer(nn.Module):
         )
         permutation = expert_slots.permutation
         plan = permutation.plan(choice, chunks)
-        rows_RM = what.rows(permutation, masked_TM, choice, plan)
+        rows_RM = what.rows(permutation, autocast(masked_TM), choice, plan)
         rows_RM = hooked(self.hooks, "before_dispatch", rows_RM, permutation.beside)
         positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
         return RoutedTokens(rows_RM, permutation.weights(choice), x_TM, choice.sums, plan, positions_Tk)
@@ -218,13 +218,15 @@ class MoELayer(nn.Module):
     def expert_rows(self, rows_RM: Tensor, route: ChunkRoute, product: Product = grouped_product) -> Tensor:
         """Return this rank's experts' outputs for rows sorted by (source rank, expert), in the same order.
 
+        They have the type of the rows, as those of a rank without rows: every rank expects it back.
+
         Args:
             product: How rows and weights are multiplied; it decides when weight gradients are computed.
         """
         expert_slots = self.expert_slots
         rows_RM = hooked(self.hooks, "after_dispatch", rows_RM, expert_slots.permutation.beside)
         out_RM = expert_slots.permutation.run_experts(rows_RM, route, expert_slots.experts, product)
-        return hooked(self.hooks, "before_combine", out_RM)
+        return hooked(self.hooks, "before_combine", out_RM.to(rows_RM.dtype))
 
     def unpermute(
         self, rows_RM: Tensor, weights: Tensor | None, plan: PermutationPlan, shared_TM: Tensor | None = None

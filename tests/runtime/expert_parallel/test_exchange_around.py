@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.partial_state import without_marks
 from penstock.runtime.expert_parallel.exchange import ignore_experts
+from tests.support.close import check_all_close
 from tests.support.exchange import (
     AUX,
     EXPERTS,
@@ -130,6 +131,27 @@ def test_bfloat16(ranks: Pools, ep_size: int, mixed: bool) -> None:
         for name, gradient in gradients.items():
             assert torch.equal(found.setdefault(name, gradient), gradient), name
             assert gradient.isfinite().all()
+
+
+def in_one_place(rank: int, order: str, world: int) -> Tensors:
+    """What autocast makes of a layer whose tokens, in float32, all choose experts of rank 0."""
+    case = Case(world=2, order=order, experts="module")
+    layer = model_of(case, exchange_of(None, None) if world > 1 else None).layer.float()
+    with torch.no_grad():
+        layer.gate.get_parameter("weight").copy_(torch.linspace(1, -1, EXPERTS).unsqueeze(1))
+    x = numbers(16, HIDDEN, seed=rank).abs().float().requires_grad_()
+    with torch.autocast("cpu"):
+        out = layer(x)
+    out.float().square().sum().backward()
+    assert x.grad is not None
+    return {"out": out.detach().float(), "x": x.grad}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["sort", "merged"])
+def test_a_rank_whose_experts_get_no_row_expects_the_type_that_others_send(ranks: Pools, order: str) -> None:
+    for rank, found in enumerate(ranks(2).run(in_one_place, order, 2)):
+        check_all_close(found, in_one_place(rank, order, 1), 0.02, "of", least=1e-6)
 
 
 def ignored(rank: int) -> list[list[str]]:
