@@ -12,8 +12,10 @@ from functools import cache, partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.features.dispatch import Dispatch, find_dispatch
@@ -267,7 +269,8 @@ class MoELayer(nn.Module):
             The output, of the shape of `x`.
 
         Raises:
-            ValueError: If shapes do not fit, or for shards of experts.
+            ValueError: If shapes do not fit, for shards of experts, and for an `ExpertBias` where DDP or FSDP
+                trains the layer on several ranks and no exchange tells it what they chose.
         """
         if torch.compiler.is_compiling():
             return _uncompiled(self, x, valid)
@@ -280,6 +283,7 @@ class MoELayer(nn.Module):
                 "(penstock.ExpertParallel), or run it inside a penstock stack"
             )
         _require_whole(self.experts)
+        _require_counts(self)
         tokens = _tokens_of(x, valid)
         _require_place(self.exchange, self.ep_size, self.ep_rank)
         self.exchange.check(self.experts, x, self._words, first=not self._has_met)
@@ -405,6 +409,28 @@ def _require_whole(experts: Experts) -> None:
             f"the experts are shard {experts.shard.rank} of {experts.shard.size}, whose outputs are partial "
             "sums: shards of experts run inside a penstock stack only (parallel.etp_size). Build the layer "
             "with whole experts to run it by itself"
+        )
+
+
+def _require_counts(layer: MoELayer) -> None:
+    """Raise ValueError if a bias would follow this rank's tokens, and other ranks train the same gate."""
+    bias = layer.gate.bias
+    if bias is None or not bias.rate or not layer.training or not isinstance(layer.exchange, Alone):
+        return
+    parameters, ranks = [*layer.parameters()], 1
+    if parameters and not any(each.requires_grad for each in parameters):  # the older FSDP shows none
+        return
+    # `replicate` leaves this behind a forward that fails, so it is asked whether it has this layer.
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is not None and {*map(id, ddp._module_parameters)} & {*map(id, parameters)}:
+        ranks = ddp.process_group.size()
+    elif getattr(layer, "_is_fsdp_managed_module", False):
+        ranks = dist.get_world_size()
+    if ranks > 1:
+        raise ValueError(
+            f"{ranks} ranks train this layer, and without an exchange its bias would follow the choices of "
+            "one, or differ by rank: build it with exchange=penstock.ExpertParallel(num_experts="
+            f"{layer.num_experts}, ep_size=1), and wrap the model as docs/moe-layer.md shows"
         )
 
 

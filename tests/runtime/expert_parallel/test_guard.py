@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -134,6 +135,47 @@ def test_whoever_takes_experts_for_everybodys_is_named(ranks: Pools, name: str) 
     for told in ranks(2).run(refusal, name):
         for message in told:
             assert message.startswith("experts") and WRAPPERS[name][1] in message
+
+
+def biased(rank: int, name: str) -> str:
+    """The refusal of a bias that would see the tokens of one rank; what does not move it is not refused."""
+    case = Case(world=2, gate="sigmoid")
+    model, (x, *_) = model_of(case, None), batch(case, 0, rank)
+    model(x)  # every rank may train a model of its own
+    wrapped, bias = WRAPPERS[name][0](model), model.layer.gate.bias
+    assert bias is not None
+    with pytest.raises(ValueError) as caught:
+        wrapped(x)
+    wrapped.eval()(x)
+    wrapped.train()
+    bias.rate = 0.0
+    wrapped(x)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DDP", "replicate by DDP", "fully_shard", "FSDP"])
+def test_a_bias_of_a_layer_that_ranks_train_needs_an_exchange(ranks: Pools, name: str) -> None:
+    for told in ranks(2).run(biased, name):
+        assert "exchange=penstock.ExpertParallel(num_experts=8, ep_size=1)" in told
+
+
+def frozen_or_by_itself(rank: int) -> None:
+    case = Case(world=2, gate="sigmoid")
+    frozen, own = model_of(case, None), model_of(case, None)
+    frozen.layer.requires_grad_(False)
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    for wrapped in (
+        DistributedDataParallel(frozen),
+        shard(copy.deepcopy(frozen)),
+        DistributedDataParallel(own, process_group=groups[rank]),
+    ):
+        rank_loss(wrapped, batch(case, 0, rank)).backward()
+
+
+@pytest.mark.slow
+def test_a_bias_that_one_rank_trains_or_none_needs_no_exchange(ranks: Pools) -> None:
+    ranks(2).run(frozen_or_by_itself)
 
 
 class Doubled(nn.Module):
