@@ -8,6 +8,7 @@ from typing import NoReturn
 import pytest
 
 from penstock.checkpoint.folder import complete_checkpoints
+from penstock.checkpoint.storage import CheckpointError
 from penstock.cli import main, train_rank
 from penstock.cli.run import NOT_BEGUN
 from tests.support import asked, little_room
@@ -80,26 +81,34 @@ def test_an_earlier_run_in_the_folder_is_not_what_was_saved(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no such model"), CheckpointError("no such model\n\nTraceback")]
+)
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_model_that_cannot_be_built_leaves_the_reports_of_an_earlier_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], earlier: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    earlier: bool,
+    error: Exception,
 ) -> None:
     """It is moved aside only when this one begins; without a run in the folder there is a report."""
+
+    def broken(*_: object, **__: object) -> NoReturn:
+        raise error
+
     monkeypatch.setattr(train_rank, "decoder_of", broken)
     report = tmp_path / "run" / "failure-rank0.txt"
     if earlier:
         report.parent.mkdir()
         report.write_text("earlier")
         (tmp_path / "run" / "metrics.jsonl").touch()
-    assert main(["train", str(write_config(tmp_path)), "parallel.processes=1"]) == 1
+    words = ("train", str(write_config(tmp_path)), "parallel.processes=1", "train.resume=auto")
+    assert main(words) == 1
     said, left = capsys.readouterr().err, report.read_text()
-    assert "RuntimeError: no such model" in said and (f"(details: {report})" in said) is not earlier
+    assert "no such model" in said and (f"(details: {report})" in said) is not earlier
     assert left == "earlier" if earlier else "no such model" in left
     assert "Traceback" in (said if earlier else left)
-
-
-def broken(*_: object, **__: object) -> NoReturn:
-    raise RuntimeError("no such model")
 
 
 def test_a_disk_that_becomes_full_is_said_in_a_line_by_each_rank(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from penstock.cli.out import check_out, config_and_settings, save_out
 from penstock.cli.ranks import Emulated, measured_run, on_ranks, ranks_of
-from penstock.cli.run import FAILED, tell, tell_torchrun
+from penstock.cli.run import FAILED, put, tell, tell_torchrun
 from penstock.config import ConfigError, asked, check_name, load
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import write_json
@@ -96,10 +96,9 @@ def doctor(options: argparse.Namespace, given: Sequence[str], emulate: Emulated 
                 "nodes": examination.nodes,
             },
         }
-        print(json.dumps(plain) if options.json else doctor_text(checks, terminal_width()), flush=True)
-        meeting.announce(END, {"code": code})
-        meeting.close([rank for rank in examination.facts if rank not in examination.gone])
-        return code
+        text = json.dumps(plain) if options.json else doctor_text(checks, terminal_width())
+        here = [rank for rank in examination.facts if rank not in examination.gone]
+        return _reported(meeting, text, code, here)
 
     def work(info: ProcessInfo) -> int:
         return _met(info, options.wait, partial(report, info))
@@ -121,11 +120,22 @@ def _met(info: ProcessInfo, wait_s: float, work: Callable[[str, Meeting], int]) 
         return FAILED
     try:
         if not meeting.first(f"came/{info.rank}"):  # torchrun keeps its store when it restarts ranks
-            raise MeetingError("its store has what an earlier start found: see that, use --max-restarts 0")
+            why = "its store has what an earlier start, or another doctor of this job, found"
+            raise MeetingError(f"{why}: see that; use --max-restarts 0, and one doctor in a job")
         return work(host, meeting)
     except MeetingError as error:
         tell(f"rank {info.rank} gave up: {error}")
         return FAILED
+
+
+def _reported(meeting: Meeting, text: str, code: int, ranks: Sequence[int]) -> int:
+    """Print the report and return all ranks' exit code, which they hear even if nothing can be printed."""
+    try:
+        put(text)
+    finally:
+        meeting.announce(END, {"code": code})
+    meeting.close(ranks)
+    return code
 
 
 def _code_after_report(meeting: Meeting) -> int:
@@ -253,17 +263,15 @@ def _gpu_doctor(
             results.append(result)
             if info.rank == 0 and not options.json:
                 of_stage = report_of([result], names, info.world_size, device)["doctor"]["stages"][0]
-                print(result_text(of_stage, terminal_width()), flush=True)
+                put(result_text(of_stage, terminal_width()))
         if info.rank != 0:
             return _code_after_report(meeting)
         whole = report_of(results, crew.names(), info.world_size, device)  # of ranks that came late, too
         saved = save_out(lambda path: write_json(path, whole), out)
         code = 0 if saved and worst_of(results) is not Verdict.FAIL else FAILED
         where = f"; saved as {out}" if saved else ""
-        print(json.dumps(whole) if options.json else f"\n{last_line(whole)}{where}", flush=True)
-        meeting.announce(END, {"code": code})
-        meeting.close(range(info.world_size))
-        return code
+        text = json.dumps(whole) if options.json else f"\n{last_line(whole)}{where}"
+        return _reported(meeting, text, code, range(info.world_size))
 
     def work(info: ProcessInfo) -> int:
         return _met(info, options.wait, lambda host, meeting: report(info, meeting))

@@ -130,7 +130,7 @@ class _Rank:
     def _report_failure(self, text: str, *, unexpected: bool = False) -> int:
         """Print a line on the terminal; write the rest (a grid with the task marked, a traceback) to a file.
 
-        unexpected: whether the rest is printed where it is not written. Raises KeyboardInterrupt instead
+        unexpected: whether the rest is printed where it cannot be written. Raises KeyboardInterrupt instead
         after a stop: what it interrupts, and ranks that end, look like errors.
         """
         if STOPS.heard:
@@ -140,7 +140,7 @@ class _Rank:
         where, shown = "", f"\n{details.strip()}\n" if unexpected else " "
         report = self._config.output.dir / f"failure-rank{self._info.rank}.txt"
         if details and not self._owns_folder:
-            where = shown.rstrip()
+            where = f"\n{details.strip()}"
         elif details:
             try:
                 report.parent.mkdir(parents=True, exist_ok=True)

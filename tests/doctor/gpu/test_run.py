@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -34,6 +35,7 @@ from penstock.train.config import RunConfig
 from tests.support.cli import Cli
 from tests.support.forked import run_forked
 from tests.support.patience import HANG_S
+from tests.support.runs import without_reader
 
 CONFIG = RunConfig()
 KIND = best_kind().type
@@ -313,6 +315,28 @@ def test_no_rank_ends_before_the_report_is_saved(
         monkeypatch.setenv("RANK", rank)
         assert main(["doctor", "--gpu", "--device", "cpu", "--out", str(tmp_path / "found.json")]) == 1
     assert announced == [None]
+
+
+def test_all_ranks_end_where_the_report_cannot_be_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: Meeting
+) -> None:
+    def put(text: str) -> None:
+        del text
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Crew(second)
+    out = tmp_path / "found.json"
+    monkeypatch.setattr("penstock.cli.doctor.run_stages", lambda *_: iter(()))
+    monkeypatch.setattr("penstock.cli.doctor.put", put)
+    assert main(["doctor", "--gpu", "--device", "cpu", "--out", str(out)]) == 1
+    assert out.is_file() and second.announced(END, until_s=0.0) == {"code": 0}
+
+
+@pytest.mark.slow
+def test_a_report_that_nobody_reads_is_saved(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    words = ("doctor", "--gpu", "--device", "cpu", "--stage", "facts", "parallel.processes=1", "--out", out)
+    assert without_reader(words)[0] == 0 and out.is_file()
 
 
 def test_names_of_ranks_that_come_late_are_not_in_the_report(
