@@ -353,6 +353,21 @@ def test_gradients_of_ones_own_loss_are_those_of_one_process(ranks: Pools, name:
         assert max(found[name].values()) < LIMIT, found
 
 
+@pytest.mark.usefixtures("alone")
+def test_router_logits_are_those_of_the_run_that_counts() -> None:
+    """Where rows exceed their bounds, the forward half runs again."""
+    wanted, ours = (small("mixtral", dtype=torch.float64) for _ in range(2))
+    penstock.parallelize(ours, plan="flowmoe", bound_factor=1.0)
+    with exactly(torch.float64):
+        for tokens_BL in (torch.arange(3, 35).view(4, 8), torch.full((4, 8), 5)):
+            for model in (wanted, ours):
+                of_router_logits(model, {"input_ids": tokens_BL}).backward()
+    bounds = stack_of(ours).bounds
+    assert bounds is not None and bounds.repeats == 1
+    mine, theirs = grads_of(ours), grads_of(wanted)
+    assert theirs and all(distance(mine[name], theirs[name]) < LIMIT for name in theirs)
+
+
 @pytest.mark.parametrize(
     ("tp_size", "names"),
     [

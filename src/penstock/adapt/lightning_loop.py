@@ -26,7 +26,7 @@ from penstock.writing import remove_tree
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
-"""Callbacks with a model of their own."""
+"""Lightning's callbacks with a model of their own."""
 
 FOLDER = "penstock_folder"
 """Key, in what Lightning reads of a checkpoint, of the folder that it was in."""
@@ -100,7 +100,8 @@ def _begin(held: _Held, plain: Callable[..., Any], strategy: Any, trainer: Any) 
             "steps: use 'bf16-mixed'"
         )
     for callback in trainer.callbacks:
-        if any(kind.__name__ in AVERAGING for kind in type(callback).__mro__):
+        kinds = [kind for kind in type(callback).__mro__ if kind.__module__.startswith(PACKAGES)]
+        if any(kind.__name__ in AVERAGING for kind in kinds):
             raise ValueError(
                 f"{type(callback).__name__}: its average would be missing in checkpoints. Keep a "
                 "torch.optim.swa_utils.AveragedModel of the model, and save its module by save_pretrained on "

@@ -134,6 +134,7 @@ def _prepare_model(
 ) -> Any:
     """Put mixed precision around a model, and nothing that averages gradients, which it does itself."""
     del device_placement, evaluation_mode
+    follow_libraries()  # some trainers load more when they are made
     if accelerator.scaler is not None:
         raise ValueError(
             "fp16 scales losses, and ranks with different experts would not skip the same steps: use bf16"

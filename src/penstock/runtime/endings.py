@@ -182,7 +182,6 @@ class HiddenStates:
 
     def outputs(self, context: StepContext, statistics: StepStatistics) -> tuple[Tensor, ...]:
         """Return hidden states, the sum of all layers' balance losses, and logits of every layer's router."""
-        self._ended = True
         self._samples = [len(h_BLM) for h_BLM in _in_order(self._left)]
         self._batches = context.batch.tokens
         self._layers = sorted(self._routers)
@@ -194,6 +193,7 @@ class HiddenStates:
         return hidden_BLM, statistics.aux.clone(), *routers
 
     def slopes(self, *grads: Tensor) -> LossGradients:
+        self._ended = True  # not before: a forward half may run again
         hidden_BLM, balance, *routers = grads
         balance = self.meet(balance)
         grads = (hidden_BLM / (self.averaged * self.tokens.place.size)).split(self._samples)
