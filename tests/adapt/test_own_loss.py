@@ -363,7 +363,7 @@ def test_router_logits_are_those_of_the_run_that_counts() -> None:
             for model in (wanted, ours):
                 of_router_logits(model, {"input_ids": tokens_BL}).backward()
     bounds = stack_of(ours).bounds
-    assert bounds is not None and bounds.repeats == 1
+    assert bounds.repeats == 1
     mine, theirs = grads_of(ours), grads_of(wanted)
     assert theirs and all(distance(mine[name], theirs[name]) < LIMIT for name in theirs)
 
