@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -134,7 +135,7 @@ def _reported(meeting: Meeting, text: str, code: int, ranks: Sequence[int]) -> i
         put(text)
     finally:
         meeting.announce(END, {"code": code})
-    meeting.close(ranks)
+        meeting.close(ranks)
     return code
 
 
@@ -263,7 +264,8 @@ def _gpu_doctor(
             results.append(result)
             if info.rank == 0 and not options.json:
                 of_stage = report_of([result], names, info.world_size, device)["doctor"]["stages"][0]
-                put(result_text(of_stage, terminal_width()))
+                with suppress(OSError):  # as of a full disk: the last line is refused, too, and says so
+                    put(result_text(of_stage, terminal_width()))
         if info.rank != 0:
             return _code_after_report(meeting)
         whole = report_of(results, crew.names(), info.world_size, device)  # of ranks that came late, too

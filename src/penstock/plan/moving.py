@@ -133,12 +133,11 @@ def weigh(
     both = price([replace(alone[1].choice, samples=alone[0].choice.samples)] if len(alone) == 2 else [])
     moving = [each for some in (samples, experts, both) for each in _usable(some.found, most)]
     best, fits = _least(moving or [still]), still.memory_bytes <= most
-    worth = not fits or best.predicted_s < WORTH * still.predicted_s
+    best = best if not fits or best.predicted_s < WORTH * still.predicted_s else still
     labelled = ("Samples", samples), ("Experts", experts), ("Both   ", both)
     lines = [line for what, priced in labelled for line in _lines(problem, what, still, priced, most, lost)]
     if any(priced.found for _, priced in labelled):
         lines[:0] = _base(problem, still, choices, routing, fits)
-    best = best if worth else still
     return Weighed(problem=problem, still=still, best=best, lines=tuple(lines), fits=fits)
 
 

@@ -326,7 +326,8 @@ def test_all_ranks_end_where_the_report_cannot_be_printed(
 
     Crew(second)
     out = tmp_path / "found.json"
-    monkeypatch.setattr("penstock.cli.doctor.run_stages", lambda *_: iter(()))
+    result = run.Result(stage="facts", seconds=1.0, outcome=Outcome.of([], {}))
+    monkeypatch.setattr("penstock.cli.doctor.run_stages", lambda *_: iter((result,)))
     monkeypatch.setattr("penstock.cli.doctor.put", put)
     assert main(["doctor", "--gpu", "--device", "cpu", "--out", str(out)]) == 1
     assert out.is_file() and second.announced(END, until_s=0.0) == {"code": 0}

@@ -391,7 +391,9 @@ def _check_same(given: Path, paper: PlanFile) -> None:
     if is_missing(given):
         return
     now = PlanFile.read(given)
-    if now.choice != paper.choice or now.schedule not in (None, paper.schedule):
+    # However the lines of an order stand that was edited by hand.
+    there, here = (sorted(map(str.split, each.schedule or ())) for each in (now, paper))
+    if now.choice != paper.choice or (there and there != here):
         raise ConfigError("plan", UNSET, f"{given} holds another plan by now")
 
 
