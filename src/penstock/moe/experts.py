@@ -206,6 +206,7 @@ class ModuleExperts(Experts):
 
     They multiply as they like: their weight gradients come with the input gradients and cannot be deferred.
     An expert without rows is not called, and its parameters get no gradient; inside a stack they get zeros.
+    Under autocast, rows that may travel to them have its type, and their outputs are cast to it.
 
     Raises:
         ValueError: If `make` returns a module twice.

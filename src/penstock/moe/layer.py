@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -143,12 +144,17 @@ class MoELayer(nn.Module):
         self._has_met = False  # whether other ranks' layers have been compared with this one
         self._losses: LayerLosses | None = None
         self._recomputed: weakref.ref[LayerLosses] | None = None
+        self._trained_unsummed = 1  # ranks that trained in the last pass, and whose choices nothing sums
         self._replica_slots: SlotsWithReplicas | None = None
 
     @property
     def num_experts(self) -> int:
         """The number of experts over all ranks."""
         return self.gate.num_experts
+
+    @property
+    def _rows_travel(self) -> bool:
+        return not isinstance(self.exchange, Alone)
 
     @property
     def losses(self) -> LayerLosses | None:
@@ -198,7 +204,8 @@ class MoELayer(nn.Module):
         )
         permutation = expert_slots.permutation
         plan = permutation.plan(choice, chunks)
-        rows_RM = what.rows(permutation, autocast(masked_TM), choice, plan)
+        sent_TM = autocast(masked_TM) if self._rows_travel else masked_TM
+        rows_RM = what.rows(permutation, sent_TM, choice, plan)
         rows_RM = hooked(self.hooks, "before_dispatch", rows_RM, permutation.beside)
         positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
         return RoutedTokens(rows_RM, permutation.weights(choice), x_TM, choice.sums, plan, positions_Tk)
@@ -220,7 +227,7 @@ class MoELayer(nn.Module):
     def expert_rows(self, rows_RM: Tensor, route: ChunkRoute, product: Product = grouped_product) -> Tensor:
         """Return this rank's experts' outputs for rows sorted by (source rank, expert), in the same order.
 
-        They have the type of the rows, as those of a rank without rows: every rank expects it back.
+        Where rows travel, outputs have their type, as those of a rank without rows: every rank expects it.
 
         Args:
             product: How rows and weights are multiplied; it decides when weight gradients are computed.
@@ -228,7 +235,9 @@ class MoELayer(nn.Module):
         expert_slots = self.expert_slots
         rows_RM = hooked(self.hooks, "after_dispatch", rows_RM, expert_slots.permutation.beside)
         out_RM = expert_slots.permutation.run_experts(rows_RM, route, expert_slots.experts, product)
-        return hooked(self.hooks, "before_combine", out_RM.to(rows_RM.dtype))
+        if self._rows_travel:
+            out_RM = out_RM.to(rows_RM.dtype)
+        return hooked(self.hooks, "before_combine", out_RM)
 
     def unpermute(
         self, rows_RM: Tensor, weights: Tensor | None, plan: PermutationPlan, shared_TM: Tensor | None = None
@@ -269,8 +278,7 @@ class MoELayer(nn.Module):
             The output, of the shape of `x`.
 
         Raises:
-            ValueError: If shapes do not fit, for shards of experts, and for an `ExpertBias` where DDP or FSDP
-                trains the layer on several ranks and no exchange tells it what they chose.
+            ValueError: If shapes do not fit, or for shards of experts.
         """
         if torch.compiler.is_compiling():
             return _uncompiled(self, x, valid)
@@ -283,7 +291,6 @@ class MoELayer(nn.Module):
                 "(penstock.ExpertParallel), or run it inside a penstock stack"
             )
         _require_whole(self.experts)
-        _require_counts(self)
         tokens = _tokens_of(x, valid)
         _require_place(self.exchange, self.ep_size, self.ep_rank)
         self.exchange.check(self.experts, x, self._words, first=not self._has_met)
@@ -319,6 +326,8 @@ class MoELayer(nn.Module):
         out_TM = self.unpermute(rows_RM, weights, routed.plan, shared_TM)
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes: autograd runs this call
             self._losses, self._recomputed = losses, None
+            if self.training:
+                self._trained_unsummed = _unsummed_ranks(self)
             return out_TM.view_as(x)
         # A checkpoint's recomputation must not be kept alive by its losses: they would hold all activations
         # before them to the end of backward. So its output holds the losses, and the layer only their values.
@@ -327,9 +336,23 @@ class MoELayer(nn.Module):
         return held
 
     def update_expert_bias(self) -> None:
-        """Move the bias of a loss-free balanced gate, once after an optimiser step; all ranks take part."""
-        if self.gate.bias is not None:
-            self.gate.bias.update(None if self.exchange is None else self.exchange.sum_over_ranks)
+        """Move the bias of a loss-free balanced gate, once after an optimiser step; all ranks take part.
+
+        Raises:
+            ValueError: If DDP or FSDP trains the layer on several ranks, and no exchange sums their choices.
+        """
+        bias = self.gate.bias
+        if bias is None:
+            return
+        if self._trained_unsummed > 1 and bias.rate and bias.counted_E.any():
+            raise ValueError(
+                f"{self._trained_unsummed} ranks train this layer, and without an exchange its bias would "
+                "follow the choices of one, or differ by rank: build it with exchange=penstock.ExpertParallel("
+                f"num_experts={self.num_experts}, ep_size=1), and wrap the model as docs/moe-layer.md shows. "
+                "Or sum the choices yourself, with gate.bias.update(sum_over_ranks) in place of this call; "
+                "DistributedDataParallel then needs broadcast_buffers=False"
+            )
+        bias.update(None if self.exchange is None else self.exchange.sum_over_ranks)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without losses: they hold the graph of a pass."""
@@ -412,26 +435,30 @@ def _require_whole(experts: Experts) -> None:
         )
 
 
-def _require_counts(layer: MoELayer) -> None:
-    """Raise ValueError if a bias would follow this rank's tokens, and other ranks train the same gate."""
+def managed_groups() -> Iterator[Any]:
+    """Yield the groups of parameters that `fully_shard` and `replicate` manage."""
+    for reference in list(_module_state_mapping.values()):
+        yield from getattr(reference(), "_fsdp_param_groups", ())
+
+
+def _unsummed_ranks(layer: MoELayer) -> int:
+    """Return how many ranks train this layer, by what runs around it, without summing what its gate chose."""
     bias = layer.gate.bias
-    if bias is None or not bias.rate or not layer.training or not isinstance(layer.exchange, Alone):
-        return
-    parameters, ranks = [*layer.parameters()], 1
-    if parameters and not any(each.requires_grad for each in parameters):  # the older FSDP shows none
-        return
-    # `replicate` leaves this behind a forward that fails, so it is asked whether it has this layer.
+    if bias is None or not bias.rate or not isinstance(layer.exchange, Alone):
+        return 1
+    own, parts = {*map(id, layer.parameters())}, {*layer.modules()}
+    sizes = [
+        group.mesh_info.mesh.size()
+        for group in managed_groups()
+        if any(each._module_info.module in parts for each in group.fsdp_params)
+    ]
+    # `replicate` by DDP leaves this behind a forward that fails, so it is asked whether it has this layer.
     ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is not None and {*map(id, ddp._module_parameters)} & {*map(id, parameters)}:
-        ranks = ddp.process_group.size()
-    elif getattr(layer, "_is_fsdp_managed_module", False):
-        ranks = dist.get_world_size()
-    if ranks > 1:
-        raise ValueError(
-            f"{ranks} ranks train this layer, and without an exchange its bias would follow the choices of "
-            "one, or differ by rank: build it with exchange=penstock.ExpertParallel(num_experts="
-            f"{layer.num_experts}, ep_size=1), and wrap the model as docs/moe-layer.md shows"
-        )
+    if ddp is not None and any(id(parameter) in own for parameter in ddp._module_parameters):
+        sizes.append(ddp.process_group.size())
+    if not sizes and getattr(layer, "_is_fsdp_managed_module", False) and dist.is_initialized():
+        sizes.append(dist.get_world_size())  # the older FSDP does not show its modules their group
+    return max(sizes, default=1)
 
 
 def _tokens_of(x: Tensor, valid: Tensor | None) -> Tokens:

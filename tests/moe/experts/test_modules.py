@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from penstock.moe import MoELayer, SoftmaxRouter, SortPermutation
 from penstock.moe.experts import ModuleExperts, SwiGLUExperts
 from tests.moe.experts.plain import numbers
 
@@ -85,6 +86,21 @@ def test_a_module_that_changes_the_width_is_named() -> None:
     experts = ModuleExperts(lambda: nn.Linear(HIDDEN, 5), 2)
     with pytest.raises(ValueError, match=r"Linear .* shape \[3, 4\], and returned \[3, 5\]"):
         experts(torch.zeros(3, HIDDEN), (3, 0))
+
+
+class InFull(nn.Linear):
+    def forward(self, rows_nM: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(rows_nM)
+
+
+def test_a_module_may_switch_autocast_off_where_no_row_travels() -> None:
+    experts = ModuleExperts(lambda: InFull(HIDDEN, HIDDEN), 2)
+    layer = MoELayer(gate=SoftmaxRouter(HIDDEN, 2, 1), permutation=SortPermutation(2), expert=experts)
+    x = numbers(5, HIDDEN).float()
+    with torch.autocast("cpu"):
+        out = layer(x)
+    torch.testing.assert_close(out, layer(x))
 
 
 def test_what_is_built_on_meta_stays_there() -> None:

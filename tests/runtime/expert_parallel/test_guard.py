@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from penstock import ExpertParallel, clip_grad_norm_, expert_parameters, ignore_experts
-from penstock.moe import GeluExperts, MoELayer, SoftmaxRouter, SortPermutation
+from penstock.moe import GeluExperts, MoELayer, SoftmaxRouter, SortPermutation, update_expert_biases
 from penstock.runtime import ParameterMismatchError
 from penstock.runtime.clip import ExpertRanks
 from penstock.runtime.expert_parallel.guard import ExpertGuard
@@ -137,45 +137,57 @@ def test_whoever_takes_experts_for_everybodys_is_named(ranks: Pools, name: str) 
             assert message.startswith("experts") and WRAPPERS[name][1] in message
 
 
-def biased(rank: int, name: str) -> str:
-    """The refusal of a bias that would see the tokens of one rank; what does not move it is not refused."""
+def biased(rank: int, name: str, frozen: bool) -> str:
+    """The refusal to move a bias by what one rank chose; one's own sum moves it, and so may nothing."""
     case = Case(world=2, gate="sigmoid")
-    model, (x, *_) = model_of(case, None), batch(case, 0, rank)
-    model(x)  # every rank may train a model of its own
+    model, data = model_of(case, None), batch(case, 0, rank)
+    if frozen:  # it counts all the same, since something before it is trained
+        model.layer.requires_grad_(False)
     wrapped, bias = WRAPPERS[name][0](model), model.layer.gate.bias
     assert bias is not None
+    rank_loss(wrapped, data).backward()
+    wrapped.eval()(data[0])
     with pytest.raises(ValueError) as caught:
-        wrapped(x)
-    wrapped.eval()(x)
-    wrapped.train()
+        update_expert_biases(wrapped)
+    assert not bias.value_E.any() and bias.counted_E.any()
+    bias.update(exchange_of(1, None).sum_over_ranks)
+    assert bias.value_E.any()
+    with torch.no_grad():
+        wrapped.train()(data[0])
+    update_expert_biases(wrapped)
     bias.rate = 0.0
-    wrapped(x)
+    rank_loss(wrapped, data).backward()
+    update_expert_biases(wrapped)
     return str(caught.value)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["DDP", "replicate by DDP", "fully_shard", "FSDP"])
-def test_a_bias_of_a_layer_that_ranks_train_needs_an_exchange(ranks: Pools, name: str) -> None:
-    for told in ranks(2).run(biased, name):
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        *((name, False) for name in ("DDP", "replicate by DDP", "replicate", "fully_shard", "FSDP")),
+        *((name, True) for name in ("DDP", "fully_shard")),
+    ],
+)
+def test_a_bias_of_a_layer_that_ranks_train_needs_an_exchange(ranks: Pools, name: str, frozen: bool) -> None:
+    for told in ranks(2).run(biased, name, frozen):
         assert "exchange=penstock.ExpertParallel(num_experts=8, ep_size=1)" in told
 
 
-def frozen_or_by_itself(rank: int) -> None:
+def by_itself(rank: int) -> None:
     case = Case(world=2, gate="sigmoid")
-    frozen, own = model_of(case, None), model_of(case, None)
-    frozen.layer.requires_grad_(False)
-    groups = [dist.new_group([0]), dist.new_group([1])]
-    for wrapped in (
-        DistributedDataParallel(frozen),
-        shard(copy.deepcopy(frozen)),
-        DistributedDataParallel(own, process_group=groups[rank]),
-    ):
+    model = model_of(case, None)
+    group = [dist.new_group([0]), dist.new_group([1])][rank]
+    sharded = copy.deepcopy(model)
+    fully_shard(sharded, mesh=DeviceMesh.from_group(group, "cpu"))
+    for wrapped in (DistributedDataParallel(model, process_group=group), sharded):
         rank_loss(wrapped, batch(case, 0, rank)).backward()
+        update_expert_biases(wrapped)
 
 
 @pytest.mark.slow
-def test_a_bias_that_one_rank_trains_or_none_needs_no_exchange(ranks: Pools) -> None:
-    ranks(2).run(frozen_or_by_itself)
+def test_a_bias_that_one_rank_trains_needs_no_exchange(ranks: Pools) -> None:
+    ranks(2).run(by_itself)
 
 
 class Doubled(nn.Module):

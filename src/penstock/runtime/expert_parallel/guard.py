@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.device import is_dtensor
 from penstock.mesh import Group
 from penstock.moe.experts import Experts
+from penstock.moe.layer import managed_groups
 from penstock.runtime.clip import ExpertRanks, is_marked, mark_experts
 from penstock.runtime.fingerprints import (
     MODULUS,
@@ -272,12 +273,9 @@ def check_not_sharded(model: nn.Module) -> None:
 
 def gathered_by_composables() -> Iterator[int]:
     """Yield the ids of the whole parameters that `fully_shard` and `replicate` show inside a forward."""
-    for reference in list(_module_state_mapping.values()):
-        state = reference()
-        single = [getattr(state, "_fsdp_param_group", None)]
-        for group in getattr(state, "_fsdp_param_groups", None) or single:
-            for parameter in getattr(group, "fsdp_params", ()):
-                yield id(getattr(parameter, "_unsharded_param", None))
+    for group in managed_groups():
+        for parameter in group.fsdp_params:
+            yield id(getattr(parameter, "_unsharded_param", None))
 
 
 def _require_equal(words: Sequence[str], ranks: ExpertRanks, control: Control) -> None:
