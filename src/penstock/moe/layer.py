@@ -347,8 +347,9 @@ class MoELayer(nn.Module):
         if self._trained_unsummed > 1 and bias.rate and bias.counted_E.any():
             raise ValueError(
                 f"{self._trained_unsummed} ranks train this layer, and without an exchange its bias would "
-                "follow the choices of one, or differ by rank: build it with exchange=penstock.ExpertParallel("
-                f"num_experts={self.num_experts}, ep_size=1), and wrap the model as docs/moe-layer.md shows. "
+                "follow the choices of one, or differ by rank: build it with exchange="
+                f"penstock.ExpertParallel(num_experts={self.num_experts}, ep_size=1), and wrap the model as "
+                "docs/moe-layer.md shows. "
                 "Or sum the choices yourself, with gate.bias.update(sum_over_ranks) in place of this call; "
                 "DistributedDataParallel then needs broadcast_buffers=False"
             )
