@@ -78,13 +78,15 @@ def agreement(
     ep_size: int | None = None,
     etp_size: int = 1,
     mesh: Any = None,
+    **changes: Any,
 ) -> dict[str, float]:
     """Relative distances of losses, all gradients, their norm, parameters and logits after a step of AdamW,
     on this rank.
 
     again: layers are computed again in backward. bound_factor: of rows, from passes before. tp_size: ranks
     that share attention and have the same samples. sharded: each rank updates a share of parameters. ep_size:
-    None = all ranks. etp_size: ranks that share every expert. mesh: says these sizes in their place.
+    None = all ranks. etp_size: ranks that share every expert. mesh: says these sizes in their place. changes:
+    of the configuration.
     """
     ep_size = ep_size or world // etp_size
     batch = Batch(padded=True)
@@ -93,7 +95,7 @@ def agreement(
     sizes = [batch.samples - groups + 1, *[1] * (groups - 1)]  # ranks have different numbers of samples
     first = sum(sizes[:place])
     mine = batch.inputs(first, first + sizes[place])
-    changes = DIVISIBLE if tp_size > 1 else {}
+    changes |= DIVISIBLE if tp_size > 1 else {}
     exact = dtype == torch.float64
     seed = 0 if exact else clear_seed(family, without_labels(everything), **changes)
     found: dict[str, float] = {}
@@ -307,6 +309,13 @@ CASES: dict[str, tuple[int, list[Given]]] = {
             ("deepseek_v3", {"etp_size": 2, "tp_size": 2, "again": True}),
             ("llama4_text", {"etp_size": 2, "ep_size": 1}),
             ("olmoe", {"etp_size": 2, "tp_size": 4, "ep_size": 1, "sharded": True}),
+        ],
+    ),
+    "biases of dense layers": (
+        2,
+        [
+            ("deepseek_v2", {"tp_size": 2, "mlp_bias": True}),
+            ("ernie4_5_moe", {"tp_size": 2, "use_bias": True, "plan": OF_SHARED[1][1]}),
         ],
     ),
     "ways of rows and experts": (4, of_plans(WAYS[:3])),

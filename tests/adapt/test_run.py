@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime.features.sample_placement import SamplePlacement
+from penstock.step.shape import TokenLayout
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_optimizer, gradient_bytes
 from penstock.train.checkpoint import Checkpoints
@@ -64,6 +65,8 @@ class Case:
     dispatch: str = "flat"
     documents: bool = False
     moves: bool = False
+    tokens: TokenLayout = "split"
+    changes: dict[str, Any] = field(default_factory=dict)  # of the configuration
 
     def __str__(self) -> str:
         extra = f"{' sharded' * self.sharded} {self.dispatch} {self.schedule} {self.experts}"
@@ -86,6 +89,7 @@ class Case:
                 ep_size=self.ep_size,
                 tp_size=self.tp_size,
                 etp_size=self.etp_size,
+                tokens=self.tokens,
                 ranks_per_node=max(self.tp_size, self.etp_size, self.ranks // 2),
             ),
             data=DataConfig(batch_per_device=SAMPLES // groups, separate_documents=self.documents),
@@ -271,7 +275,10 @@ def losses_and_folder(rank: int, case: Case, start: Path, out: Path, resumed: Ca
 
 
 CASES = [
-    (Case("deepseek_v3", 4, tp_size=2, sharded=True), Case("deepseek_v3", 2)),
+    (
+        Case("deepseek_v2", 4, tp_size=2, sharded=True, tokens="replicated", changes={"mlp_bias": True}),
+        Case("deepseek_v2", 2),
+    ),
     (Case("gpt_oss", 4, ep_size=2, experts="shadowing", schedule="fsmoe"), Case("gpt_oss", 4, tp_size=4)),
     (Case("llama4_text", 4, dispatch="node_once"), Case("llama4_text", 2, sharded=True)),
     (Case("jamba", 4, moves=True, schedule="flowmoe"), Case("jamba", 2, moves=True, sharded=True)),
@@ -305,7 +312,8 @@ def test_a_run_trains_as_transformers_does_and_goes_on_on_another_layout(
 ) -> None:
     """Losses of three steps with clipping and AdamW, before and after a checkpoint; in float64."""
     with exactly(torch.float64):
-        start = folder_of(first.family, tmp_path / "start", dtype=torch.float64, **DIVISIBLE)
+        changes = {**DIVISIBLE, **first.changes}
+        start = folder_of(first.family, tmp_path / "start", dtype=torch.float64, **changes)
         balances = first.config(start).moe.aux_loss_coeff
         with _drawing(first):
             wanted = plain_losses(start, 3, partial(of_samples, balances=balances > 0))

@@ -212,13 +212,14 @@ class _Layer:
         return self._family.finish(self.layer, residual_BLM, out_BLM)
 
     def partial_parameters(self) -> list[nn.Parameter]:
-        """Return whole parameters that compute before shards of weights, see `ModelParts`."""
-        if self._shared_if_any is None:
+        """Return whole parameters that compute before or beside shards of weights, see `ModelParts`."""
+        if (shared := self._shared_if_any) is None:
             return []
-        attention, norm = self._shared_if_any.attention.module, self._shared_if_any.norm
-        cut: dict[str, object] = getattr(attention, "shardings", {})
-        parameters = [p for name, p in attention.named_parameters() if name not in cut]
-        return parameters if norm is None else [*parameters, *norm.parameters()]
+        parameters = [] if shared.norm is None else list(shared.norm.parameters())
+        for stand in filter(None, (shared.attention, shared.dense)):
+            cut: dict[str, object] = getattr(stand.module, "shardings", {})
+            parameters += [p for name, p in stand.module.named_parameters() if name not in cut]
+        return parameters
 
     def token_parameters(self) -> list[nn.Parameter]:
         """Return whole parameters that compute on tokens one by one after attention."""

@@ -165,7 +165,7 @@ class _Layer:
 
     Attributes:
         cut: Bytes of weights of which ranks that share attention have each a part.
-        inner: Bytes of whole parameters that compute before shards of weights.
+        inner: Bytes of whole parameters that compute before or beside shards of weights.
         tokens: Bytes of whole parameters that compute on tokens one by one after attention.
         experts: Bytes of experts.
     """
@@ -241,8 +241,9 @@ def _whole(found: Found) -> list[_Layer]:
         parts = [] if cut is None else _cut(layer, block, cut, found.family.block)
         shared = fresh([*parts, *vocabulary])
         whole: list[Any] = [base.get_submodule(found.family.norm)] if last else []
-        if cut is not None:  # the rest of attention, and the norm before it
-            whole += map(layer.get_submodule, filter(None, (cut.module, cut.norm)))
+        if cut is not None:  # the rest of attention and of a dense part, and the norm before attention
+            dense = found.family.block if block is None else None
+            whole += map(layer.get_submodule, filter(None, (cut.module, cut.norm, dense)))
         inner = fresh(parameter for module in whole for parameter in module.parameters())
         layers.append(_Layer(shared, inner, fresh(layer.parameters()), of_experts))
     rest = fresh(model.parameters())  # what no layer uses is reduced with the first

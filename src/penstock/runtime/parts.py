@@ -95,7 +95,8 @@ class ModelParts(Protocol):
     def partial_parameters(self, layer: int) -> list[nn.Parameter]:
         """Return the replicated parameters to whose gradients every rank that shares attention adds a part.
 
-        However tokens lie, they are those that are whole on every rank and compute before shards of weights.
+        However tokens lie, they are those that are whole on every rank and compute before shards of weights,
+        or beside them, as a bias does that one rank adds.
         """
         ...
 
