@@ -10,12 +10,21 @@ import pytest
 import torch
 
 from penstock.decision import GradientBytes, ScheduleConfig
+from penstock.models import MoEDecoder
 from penstock.runtime import PipelinedStack
 from penstock.step.shape import TokenLayout
 from tests.runtime.test_surgery import CASE
 from tests.support.close import check_all_close
 from tests.support.joining import joined
-from tests.support.parity import Case, own_batch, stack_of
+from tests.support.parity import (
+    Case,
+    StepResult,
+    gradients_of,
+    logical,
+    own_batch,
+    parts_of,
+    stack_of,
+)
 from tests.support.ranks import Pools
 from tests.support.surgery import operated, operated_before, refused, run
 
@@ -62,6 +71,28 @@ def compared(rank: int, case: Case) -> None:
 
 def test_parts_are_compared_by_none_of_those_that_have_others(ranks: Pools) -> None:
     ranks(2).run(compared, SHARED)
+
+
+def ruled_out(rank: int, case: Case, unused: range) -> StepResult:
+    """A step of a model that rules out some tokens, which are no labels of it."""
+    stack, (tokens, labels) = stack_of(rank, case), own_batch(rank, case)
+    assert isinstance(stack.model, MoEDecoder)
+    width = case.model.vocab_size // case.tp_size
+    mask = torch.isin(torch.arange(width) + rank * width, torch.tensor(unused))
+    stack.model.lm_head.register_forward_hook(lambda head, given, out: out.masked_fill(mask, -torch.inf))
+    loss = stack(tokens, labels.masked_fill(torch.isin(labels, torch.tensor(unused)), -100))
+    loss.backward()
+    gradients = logical(stack, gradients_of(stack.model))
+    return StepResult(loss.item(), 0.0, gradients, parts=parts_of(stack))
+
+
+@pytest.mark.parametrize("unused", [range(1), range(6, 7), range(6, 12)], ids=str)
+def test_tokens_that_a_model_rules_out_count_for_nothing(ranks: Pools, unused: range) -> None:
+    """The first of a rank's vocabulary, where others' labels are looked up, too, or all of it."""
+    results = ranks(2).run(ruled_out, SHARED, unused)
+    wanted = ruled_out(0, replace(SHARED, world_size=1, tp_size=1, etp_size=1), unused)
+    assert [each.loss for each in results] == pytest.approx([wanted.loss] * 2, rel=1e-10)
+    check_all_close(joined((each.gradients, each.parts) for each in results), wanted.gradients, 1e-10)
 
 
 # ---- what a plan covers ------------------------------------------------------------------------------------

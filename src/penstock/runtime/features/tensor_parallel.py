@@ -251,9 +251,9 @@ class LossOverShards:
         for part_TV, part_T in in_pieces(logits_TV, mine_T):
             precise_TV = _precise(part_TV)
             most_T = precise_TV.amax(dim=1)
-            sums_T = (precise_TV - most_T.unsqueeze(1)).exp().sum(dim=1)
-            label_T = precise_TV.gather(1, part_T.clamp(min=0).unsqueeze(1)).squeeze(1) * (part_T >= 0)
-            peaks.append(torch.stack([most_T, sums_T, label_T], dim=1))
+            sums_T = (precise_TV - _finite(most_T).unsqueeze(1)).exp().sum(dim=1)
+            label_T = precise_TV.gather(1, part_T.clamp(min=0).unsqueeze(1)).squeeze(1)
+            peaks.append(torch.stack([most_T, sums_T, torch.where(part_T >= 0, label_T, 0)], dim=1))
         return {"logits": (logits_TV, mine_T), "peaks": torch.cat(peaks), "saved": segment}
 
     def logits_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
@@ -265,7 +265,7 @@ class LossOverShards:
         """Return loss: sums of a microbatch."""
         known = context.metadata_of(task, inputs)
         most_PT, sums_PT, labelled_PT = inputs.one("peaks").unbind(dim=-1)
-        most_T = most_PT.amax(dim=0)
+        most_T = _finite(most_PT.amax(dim=0))
         total_T = (sums_PT * (most_PT - most_T).exp()).sum(dim=0).log() + most_T
         labels_T = known.labels_BL.flatten()
         counts_T = labels_T >= 0
@@ -291,3 +291,8 @@ class LossOverShards:
 
 def _precise(logits_TV: Tensor) -> Tensor:
     return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+
+
+def _finite(most_T: Tensor) -> Tensor:
+    """Return what exponents are relative to: of tokens that a model rules out all logits may be -inf."""
+    return most_T.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
