@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 
 from penstock.graph import Lane, Task
-from penstock.runtime.executor import Call, LaneError, ThreadLanes, _ThreadRun
+from penstock.runtime.executor import Call, LaneError, ThreadLanes, _ThreadRun, _Worker
 from penstock.runtime.handlers import Inputs
 from penstock.runtime.streams import tensors_in
 from penstock.runtime.transport import Later
@@ -264,6 +264,23 @@ def test_an_interrupt_where_nothing_is_computed_stops_all_lanes(
     assert caught.value.task == INTER[0]
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
     assert spy.calls == 1
+
+
+def test_an_interrupt_while_lanes_are_started_stops_those_that_run(
+    lanes: ThreadLanes, spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    host = replace(lone_task("L0.PE.F"), lane=Lane.HOST)
+    handlers: dict[Task, Callable[[], Any]] = dict.fromkeys([COMPUTE[0], INTER[0], host], lambda: None)
+    run(lanes, {INTER[0]: lambda: None})  # it has a thread then; that of the host is yet to come
+    with monkeypatch.context() as patch:
+        patch.setattr(_Worker, "__init__", interrupted)
+        with pytest.raises(LaneError) as caught:
+            run(lanes, handlers, {INTER[0]: (COMPUTE[0],)})
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    assert (spy.calls, len(run(lanes, handlers))) == (1, 3)
 
 
 # ---- what cannot be woken ----------------------------------------------------------------------------------

@@ -416,14 +416,15 @@ class ThreadLanes:
         try:
             if self._lost:  # after `_run` is set: news that come between the two are seen twice, not missed
                 run.lose(self._lost)
-            busy = [lane for lane, calls in run.span.items() if calls and not lane.computes]
-            for lane in busy:
-                if lane not in self._workers:
-                    self._workers[lane] = _Worker(lane)
-                self._workers[lane].jobs.put(run.walk_to_end)
+            busy: list[Lane] = []
             try:
+                for lane, calls in run.span.items():
+                    if calls and not lane.computes:
+                        worker = self._workers.get(lane) or self._workers.setdefault(lane, _Worker(lane))
+                        worker.jobs.put(run.walk_to_end)
+                        busy.append(lane)
                 run.walk(Lane.COMPUTE)
-            except BaseException as error:  # an interrupt between two tasks
+            except BaseException as error:  # an interrupt between two tasks, or before all lanes have theirs
                 run.interrupt(Lane.COMPUTE, error)
             for lane in run.settle(busy):  # after a failure those that could not be woken
                 self._workers.pop(lane).leave_alone()
