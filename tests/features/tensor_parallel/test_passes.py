@@ -117,7 +117,7 @@ def test_gradients_are_partial_where_a_rank_sees_a_part(split: bool, moe_split: 
     assert added_to(graph, "L0.EM.m0.B") == both  # vocabulary, and positions, which one rank adds
     assert added_to(graph, "L1.TA.m0.B") == both  # this rank's heads, and the norm before all of them
     assert added_to(graph, "L2.HV.m0.B") == both
-    assert added_to(graph, "L1.FF.m0.B") == whole
+    assert added_to(graph, "L1.FF.m0.B") == both  # this rank's part, and a bias, which one rank adds
     assert added_to(graph, "L1.FN.m0.B") == (part if split else whole)
     for op in ("GT", "S"):
         assert added_to(graph, f"L0.{op}.m0.B") == (part if moe_split else whole)

@@ -176,7 +176,7 @@ OPS = (
         name=Op.DENSE,
         title="this rank's part of a dense feed-forward part",
         work=_dense,
-        gradients=REPLICATED,
+        gradients=BOTH,
     ),
     _computed(name=Op.DENSE_ADD, title="output of a dense block", work=_passing),
     _computed(
