@@ -33,7 +33,8 @@ from tests.support.patience import HANG_S, wait_for
 SMALL = EmulateConfig(nodes=2, devices=1)
 
 HOLDER = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background inherits another
 from penstock.lab.emulate import Cluster, EmulateConfig
 with Cluster(EmulateConfig(nodes=2, devices=1)) as cluster:
     print(cluster.name, flush=True)
