@@ -73,20 +73,7 @@ def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> Line
     used, sure = np.ones(len(sizes), dtype=bool), np.argsort(np.argsort(-sizes, kind="stable")) < trusted
     line = _least_squares(sizes, times)
     if len(set(sizes)) > 2 and len(sizes) >= LEAST_POINTS:
-        # The line, through two points or the usual one, to which three quarters of points are nearest.
-        pairs = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] != sizes[pair[1]]]
-        first, second = np.array(pairs[:: -(-len(pairs) // MOST_PAIRS)]).T
-        betas = (times[second] - times[first]) / (sizes[second] - sizes[first])
-        alphas = times[first] - betas * sizes[first]
-        allowed = (betas > 0) & (alphas > -1e-9 * times[first])
-        found = zip(alphas[allowed], betas[allowed], strict=True)
-        others = max(0, _kept(len(sizes)) - int(sure.sum()))
-
-        def missed(line: tuple[float, float]) -> float:
-            distances = _distances(line, sizes, times)
-            return float(distances[sure].sum() + np.sort(distances[~sure])[:others].sum())
-
-        line = min([line, *((max(float(a), 0.0), float(b)) for a, b in found)], key=missed)
+        line = _most_agreed(sizes, times, sure, line)
         for _ in range(PASSES):
             # The points through which a line is fitted next.
             distances = _distances(line, sizes, times)
@@ -107,6 +94,28 @@ def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> Line
         r2 = max(0.0, 1.0 - left / spread)
     residual = float(np.median(_shares(line, sizes, times)))
     return LineFit(*line, r2, residual, tuple(map(bool, used)))
+
+
+def _most_agreed(
+    sizes: Floats, times: Floats, sure: Flags, usual: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the line, through two points or the usual one, to which three quarters of points are nearest.
+
+    sure: points that belong to these three quarters in any case.
+    """
+    pairs = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] != sizes[pair[1]]]
+    first, second = np.array(pairs[:: -(-len(pairs) // MOST_PAIRS)]).T
+    betas = (times[second] - times[first]) / (sizes[second] - sizes[first])
+    alphas = times[first] - betas * sizes[first]
+    allowed = (betas > 0) & (alphas > -1e-9 * times[first])
+    lines = [(max(float(a), 0.0), float(b)) for a, b in zip(alphas[allowed], betas[allowed], strict=True)]
+    others = max(0, _kept(len(sizes)) - int(sure.sum()))
+
+    def missed(line: tuple[float, float]) -> float:
+        distances = _distances(line, sizes, times)
+        return float(distances[sure].sum() + np.sort(distances[~sure])[:others].sum())
+
+    return min([usual, *lines], key=missed)
 
 
 def _kept(count: int) -> int:

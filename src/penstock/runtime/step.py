@@ -211,9 +211,8 @@ class Step:
             try:
                 gradients.begin()
                 self.finished = True
-                if (
-                    self.ending.averaged is not None or not self.stack.turns.waits
-                ):  # else it may be that step's
+                # What was caught may belong to a loss whose step waits.
+                if self.ending.averaged is not None or not self.stack.turns.waits:
                     self.stack.outside.add(self.ending.averaged)
                 self._run()
                 for feature in self.taken.features:

@@ -246,33 +246,36 @@ def tensors_in(value: Any) -> list[Tensor]:
 Gathering = Callable[[Any, list[Tensor]], None]
 """Adds the tensors inside a value to a list."""
 
-
-class _Gatherings(dict[type, Gathering | None]):
-    """How the tensors inside values are found, by type; None where they hold none."""
-
-    def __missing__(self, kind: type) -> Gathering | None:
-        names = [field.name for field in fields(kind)] if is_dataclass(kind) else []
-        by_kind: dict[type | tuple[type, ...], Gathering | None] = {
-            Tensor: lambda value, found: found.append(value),
-            Later: lambda value, found: _gather(value.holds, found),
-            Task: None,  # behind edges that order tasks, and hand on nothing
-            Mapping: lambda value, found: _gather_all(value.values(), found),
-            (list, tuple): _gather_all,
-            object: (lambda value, found: _gather_all([getattr(value, name) for name in names], found))
-            if names
-            else None,
-        }
-        self[kind] = next(gathering for base, gathering in by_kind.items() if issubclass(kind, base))
-        return self[kind]
-
-
-_GATHERINGS = _Gatherings()
+_GATHERING: dict[type, Gathering | None] = {}
+"""By the type of a value; None where it holds no tensors."""
 
 
 def _gather(value: Any, found: list[Tensor]) -> None:
-    gathering = _GATHERINGS[type(value)]
+    kind = type(value)
+    try:
+        gathering = _GATHERING[kind]
+    except KeyError:
+        gathering = _GATHERING[kind] = _gathering_of(kind)
     if gathering is not None:
         gathering(value, found)
+
+
+def _gathering_of(kind: type) -> Gathering | None:
+    """Return how the tensors inside values of a type are found."""
+    by_kind: dict[type | tuple[type, ...], Gathering | None] = {
+        Tensor: lambda value, found: found.append(value),
+        Later: lambda value, found: _gather(value.holds, found),
+        Task: None,  # behind edges that order tasks, and hand on nothing
+        Mapping: lambda value, found: _gather_all(value.values(), found),
+        (list, tuple): _gather_all,
+    }
+    for base, gathering in by_kind.items():
+        if issubclass(kind, base):
+            return gathering
+    if not is_dataclass(kind):
+        return None
+    names = [field.name for field in fields(kind)]
+    return lambda value, found: _gather_all([getattr(value, name) for name in names], found)
 
 
 def _gather_all(values: Iterable[Any], found: list[Tensor]) -> None:
